@@ -1,0 +1,576 @@
+"""Check and time the packed groups on a Hopper GPU against the strongest dense group, layer by layer.
+
+A group is convolution + folded BatchNorm + IF/LIF over T. Every variant of every layer is first checked
+in a process of its own (fresh random input, poisoned output, fp64 reference, a time limit: a variant
+that hangs is killed and recorded); only what passed is timed, in CUDA graphs, interleaved with the dense
+groups: cuDNN convolution (fp16, bf16 channels_last; TF32; fp32) followed by one fused Triton neuron
+kernel over T.
+
+    PYTHONPATH=src python benchmarks/spiking/gpu_groups.py --out runs/groups.json --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack, unpack
+from sparseflow.spiking.kernels.packed.group import (
+    PreparedPackedGroup,
+    kernel_constants,
+    prepare_group,
+    variants,
+)
+from sparseflow.spiking.kernels.packed.offline import compile_offline
+from sparseflow.spiking.kernels.packed.reference import group_reference
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+
+MISMATCH_LIMIT = 2e-5
+"""Largest fraction of spikes that may differ from the fp64 reference on the same rounded weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One group of the benchmark; `size` is the input's height and width."""
+
+    name: str
+    size: int
+    c_in: int
+    c_out: int
+    k: int = 3
+    stride: int = 1
+    T: int = 4
+    N: int = 32
+    parts: int = 1
+    second: int = 0  # channels of a 1x1 stride-2 second source, at twice the output's size
+    skip: bool = False
+    dense: int = 0  # 0 none, 1 constant over time, 2 a value for every time step
+    state: bool = False  # reads and writes the membrane
+    soft: bool = False
+    width: int = 0
+    check_only: bool = False
+
+    @property
+    def out(self) -> tuple[int, int]:
+        """Output rows and columns."""
+        return -(-self.size // self.stride), -(-(self.width or self.size) // self.stride)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of all convolutions, dense."""
+        h, w = self.out
+        return 2.0 * self.T * self.N * h * w * self.c_out * (self.c_in * self.k**2 + self.second)
+
+
+def _layer(name: str, size: int, c_in: int, c_out: int, **kw: Any) -> Layer:
+    return Layer(name=name, size=size, c_in=c_in, c_out=c_out, **kw)
+
+
+FIRST = [
+    _layer("56_64", 56, 64, 64), _layer("28_128", 28, 128, 128), _layer("14_256", 14, 256, 256),
+    _layer("7_512", 7, 512, 512), _layer("32_64", 32, 64, 64), _layer("16_128", 16, 128, 128),
+    _layer("8_256", 8, 256, 256), _layer("4_512", 4, 512, 512),
+]  # fmt: skip
+FEATURES = [
+    _layer("check_odd", 7, 64, 128, width=5, N=3, T=8, check_only=True),
+    _layer("check_stride", 9, 128, 64, stride=2, N=2, check_only=True),
+    _layer("check_second", 6, 128, 128, N=3, second=64, soft=True, check_only=True),
+    _layer("check_residual", 5, 64, 64, N=5, skip=True, dense=2, state=True, check_only=True),
+    _layer("check_dense_const", 6, 128, 64, k=1, N=5, dense=1, state=True, soft=True, T=6, check_only=True),
+    _layer("check_parts", 6, 192, 64, N=4, parts=2, check_only=True),
+    _layer("check_96", 6, 96, 64, N=4, T=1, check_only=True),
+]
+MORE = [
+    _layer("down_28_128", 56, 64, 128, stride=2), _layer("down_14_256", 28, 128, 256, stride=2),
+    _layer("down_7_512", 14, 256, 512, stride=2),
+    _layer("sum_28_128", 28, 128, 128, second=64), _layer("sum_14_256", 14, 256, 256, second=128),
+    _layer("sum_7_512", 7, 512, 512, second=256),
+    _layer("skip_56_64", 56, 64, 64, skip=True), _layer("skip_14_256", 14, 256, 256, skip=True),
+    _layer("p56_256_64", 56, 256, 64, k=1), _layer("p56_64_256", 56, 64, 256, k=1),
+    _layer("p28_512_128", 28, 512, 128, k=1), _layer("p28_128_512", 28, 128, 512, k=1),
+    _layer("p14_1024_256", 14, 1024, 256, k=1), _layer("p14_256_1024", 14, 256, 1024, k=1),
+    _layer("p7_2048_512", 7, 2048, 512, k=1), _layer("p7_512_2048", 7, 512, 2048, k=1),
+    _layer("fp32_56_64", 56, 64, 64, parts=2), _layer("fp32_28_128", 28, 128, 128, parts=2),
+    _layer("fp32_14_256", 14, 256, 256, parts=2), _layer("fp32_7_512", 7, 512, 512, parts=2),
+    _layer("t16_56_64", 56, 64, 64, T=16), _layer("t16_28_128", 28, 128, 128, T=16),
+    _layer("t16_14_256", 14, 256, 256, T=16), _layer("t16_7_512", 7, 512, 512, T=16),
+    _layer("n8_56_64", 56, 64, 64, N=8), _layer("n8_28_128", 28, 128, 128, N=8),
+    _layer("n8_14_256", 14, 256, 256, N=8), _layer("n8_7_512", 7, 512, 512, N=8),
+]  # fmt: skip
+ALL = {layer.name: layer for layer in [*FIRST, *FEATURES, *MORE]}
+
+
+@dataclass
+class Case:
+    """A layer with random weights and inputs on the GPU."""
+
+    layer: Layer
+    spec: GroupSpec
+    spikes: list[torch.Tensor]
+    skips: list[torch.Tensor]
+    dense: list[torch.Tensor]
+    v: torch.Tensor | None
+
+    def packed(
+        self,
+    ) -> tuple[list[PackedSpikes], list[PackedSpikes], list[torch.Tensor], torch.Tensor | None]:
+        """The inputs as the packed kernel takes them."""
+        dense = [d.permute(0, 1, 3, 4, 2).contiguous() for d in self.dense]
+        v = None if self.v is None else self.v.permute(0, 2, 3, 1).contiguous()
+        return [pack(s) for s in self.spikes], [pack(s) for s in self.skips], dense, v
+
+    def prepare(self, variant: str | None) -> PreparedPackedGroup:
+        """The packed kernel for this case."""
+        h, w = self.layer.out
+        return prepare_group(
+            self.spec, T=self.layer.T, N=self.layer.N, H=h, W=w, device="cuda", parts=self.layer.parts,
+            variant=variant, in_sizes=[(s.shape[3], s.shape[4]) for s in self.spikes],
+        )  # fmt: skip
+
+
+def make_case(layer: Layer, density: float, seed: int) -> Case:
+    """Random spikes of `density`, weights that make the output fire, on the current GPU."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    h, w = layer.out
+
+    def rand_spikes(c: int, rows: int, columns: int) -> torch.Tensor:
+        shape = (layer.T, layer.N, c, rows, columns)
+        return (torch.rand(shape, generator=g, device="cuda") < density).to(torch.float16)
+
+    def conv(c: int, k: int, stride: int) -> SpikeSource:
+        weight = torch.randn((layer.c_out, c, k, k), generator=g, device="cuda")
+        gain = 1.0 / (c * k * k * density) ** 0.5
+        return SpikeSource(weight=weight * gain, stride=stride, padding=k // 2)
+
+    sources = [conv(layer.c_in, layer.k, layer.stride)]
+    spikes = [rand_spikes(layer.c_in, layer.size, layer.width or layer.size)]
+    if layer.second:
+        sources.append(conv(layer.second, 1, 2))
+        spikes.append(rand_spikes(layer.second, 2 * h, 2 * w))
+    neuron = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=None if layer.soft else 0.0)
+    skips = [rand_spikes(layer.c_out, h, w)] if layer.skip else []
+    dense = []
+    if layer.dense:
+        shape = (1 if layer.dense == 1 else layer.T, layer.N, layer.c_out, h, w)
+        dense.append(torch.randn(shape, generator=g, device="cuda").half())
+    bias = torch.randn(layer.c_out, generator=g, device="cuda") * 0.3
+    v = torch.randn((layer.N, layer.c_out, h, w), generator=g, device="cuda") * 0.3 if layer.state else None
+    spec = GroupSpec(
+        sources=tuple(sources), bias=bias, neuron=neuron, skips=len(skips), dense_inputs=len(dense)
+    )
+    return Case(layer=layer, spec=spec, spikes=spikes, skips=skips, dense=dense, v=v)
+
+
+def check(case: Case, variant: str, expected: tuple[torch.Tensor, torch.Tensor], seed: int) -> dict[str, Any]:
+    """Run one variant on a poisoned output and compare with the reference; raises nothing on a mismatch."""
+    started = time.perf_counter()
+    group = case.prepare(variant)
+    spikes, skips, dense, v = case.packed()
+    worst = 0.0
+    info: dict[str, Any] = {}
+    for run in range(3):  # the second and third run see counters and barriers that the first one left behind
+        inner = group.out.data[:, :, 1:-1, 1:-1]
+        g = torch.Generator("cuda").manual_seed(seed + run)
+        inner.copy_(torch.randint(-(2**15), 2**15, inner.shape, generator=g, device="cuda").to(torch.int16))
+        group.v.fill_(float("nan"))
+        compiled = group.launch(spikes, skips, dense, v, want_v=case.layer.state)
+        torch.cuda.synchronize()
+        info = {
+            "registers": getattr(compiled, "n_regs", None), "spills": getattr(compiled, "n_spills", None),
+            "shared": getattr(getattr(compiled, "metadata", None), "shared", None),
+        }  # fmt: skip
+        got = unpack(group.out, torch.float64)
+        differ = (got != expected[0]).any(0)
+        worst = max(worst, (got != expected[0]).double().mean().item())
+        border = group.out.data.clone()
+        border[:, :, 1:-1, 1:-1] = 0
+        info["border_clean"] = not bool(border.any())
+        if case.layer.state:
+            error = (group.v.permute(0, 3, 1, 2).double() - expected[1]).abs()[~differ]
+            info["v_error"] = error.max().item()
+    ok = worst <= MISMATCH_LIMIT and info["border_clean"] and not info.get("v_error", 0.0) > 1e-3
+    return {
+        "status": "ok" if ok else "wrong", "mismatch": worst, "rate": expected[0].mean().item(),
+        "grid": group.grid,
+        "check_s": time.perf_counter() - started, **info,
+    }  # fmt: skip
+
+
+def worker(name: str, only: list[str], out: Path, density: float, seed: int) -> None:
+    """Check variants of one layer, appending a line before and after each."""
+    layer = ALL[name]
+    case = make_case(layer, density, seed)
+    # one part is rounding to fp16 (after a common power of two: the same, where nothing is subnormal)
+    weight_dtype = None if layer.parts == 2 else torch.float16
+    expected = group_reference(
+        case.spec, case.spikes, case.skips, case.dense, case.v, dtype=torch.float64, weight_dtype=weight_dtype
+    )
+    with out.open("a") as stream:
+        for variant in only:
+            stream.write(json.dumps({"variant": variant, "status": "start"}) + "\n")
+            stream.flush()
+            try:
+                row = check(case, variant, expected, seed + 17)
+            except Exception as error:  # a variant that does not compile must not stop the others
+                row = {"status": "error", "error": f"{type(error).__name__}: {error}"[:600],
+                       "where": traceback.format_exc()[-1200:]}  # fmt: skip
+            stream.write(json.dumps({"variant": variant, **row}) + "\n")
+            stream.flush()
+
+
+class Checker:
+    """One layer's worker process, watched: a variant over its limit is killed and the rest go on."""
+
+    def __init__(self, layer: Layer, density: float, seed: int, limit_s: float, folder: Path) -> None:
+        h, w = layer.out
+        with torch.device("cpu"):
+            spec = make_spec_shape(layer)
+        self.layer, self.density, self.seed, self.limit_s = layer, density, seed, limit_s
+        self.left = [v.name for v in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts)]
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.path = folder / f"{layer.name}.jsonl"
+        self.log = folder / f"{layer.name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.seen = 0
+        self.current: str | None = None
+        self.since = time.monotonic()
+
+    def start(self) -> None:
+        command = [
+            sys.executable, __file__, "--worker", self.layer.name, "--only", ",".join(self.left), "--out",
+            str(self.path), "--density", str(self.density), "--seed", str(self.seed),
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
+        self.since = time.monotonic()
+        self.current = None
+
+    def poll(self) -> bool:
+        """Advance; returns whether this layer is finished."""
+        if self.process is None:
+            self.start()
+        assert self.process is not None
+        ended = self.process.poll() is not None
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        for line in lines[self.seen :]:
+            row = json.loads(line)
+            self.since = time.monotonic()
+            if row["status"] == "start":
+                self.current = row["variant"]
+            else:
+                self.rows[row["variant"]] = row
+                self.left.remove(row["variant"])
+                self.current = None
+        self.seen = len(lines)
+        late = time.monotonic() - self.since > self.limit_s + (0 if self.current else 60)
+        if (ended and self.left) or late:
+            if not ended:
+                self.process.kill()
+                self.process.wait()
+            lost = self.current or self.left[0]
+            tail = self.log.read_bytes()[-600:].decode(errors="replace")
+            self.rows[lost] = {"variant": lost, "status": "timeout" if late else "died", "error": tail}
+            self.left.remove(lost)
+            self.process = None
+            return not self.left
+        return ended and not self.left
+
+
+def make_spec_shape(layer: Layer) -> GroupSpec:
+    """A spec with the layer's shapes and no meaningful values, to enumerate variants without a GPU."""
+    sources = [SpikeSource(weight=torch.ones(layer.c_out, layer.c_in, layer.k, layer.k), stride=layer.stride,
+                           padding=layer.k // 2)]  # fmt: skip
+    if layer.second:
+        sources.append(SpikeSource(weight=torch.ones(layer.c_out, layer.second, 1, 1), stride=2))
+    neuron = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
+    return GroupSpec(
+        sources=tuple(sources), bias=torch.zeros(layer.c_out), neuron=neuron, skips=int(layer.skip),
+        dense_inputs=int(layer.dense > 0),
+    )  # fmt: skip
+
+
+def compile_only(wanted: list[Layer]) -> None:
+    """Compile every variant without a GPU; print registers, spills and whether wgmmas got serialised."""
+    seen: dict[str, Any] = {}
+    for layer in wanted:
+        h, w = layer.out
+        spec = make_spec_shape(layer)
+        sizes = [(layer.size, layer.width or layer.size), *([(2 * h, 2 * w)] if layer.second else [])]
+        for variant in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts):
+            constants = kernel_constants(
+                spec, variant, H=h, W=w, in_sizes=sizes, parts=layer.parts, skips=int(layer.skip),
+                dense=int(layer.dense > 0), read_v=layer.state, write_v=layer.state,
+            )  # fmt: skip
+            key = json.dumps(constants)
+            if key not in seen:
+                try:
+                    seen[key] = compile_offline(constants)
+                except Exception as error:
+                    seen[key] = f"{type(error).__name__}: {error}"[:300]
+                print(layer.name, variant.name, seen[key], flush=True)
+
+
+@triton.jit
+def dense_neuron_kernel(x_ptr, skip_ptr, s_ptr, M, T, alpha, beta, threshold, v_reset, SKIP: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
+    """LIF with hard reset over T on elementwise values [T, M]: the dense group's second and last kernel."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < M
+    v = tl.zeros([BLOCK], tl.float32) + v_reset
+    for t in range(T):
+        x = tl.load(x_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+        if SKIP:
+            x += tl.load(skip_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+        v = v * alpha + x * beta
+        fired = v >= threshold
+        v = tl.where(fired, v_reset, v)
+        tl.store(s_ptr + t * M + at, fired.to(s_ptr.dtype.element_ty), mask=inside)
+
+
+def dense_group(case: Case, dtype: torch.dtype, tf32: bool, neuron: bool = True) -> Callable[[], Any]:
+    """The dense group as one callable: cuDNN convolution(s), then the neuron; channels_last."""
+    layer = case.layer
+    flats = [s.flatten(0, 1).to(dtype).contiguous(memory_format=torch.channels_last) for s in case.spikes]
+    weights = [s.weight.to(dtype).contiguous(memory_format=torch.channels_last) for s in case.spec.sources]
+    skips = [s.flatten(0, 1).to(dtype).contiguous(memory_format=torch.channels_last) for s in case.skips]
+    bias = case.spec.bias.to(dtype)
+    h, w = layer.out
+    out = torch.empty((layer.T * layer.N, layer.c_out, h, w), dtype=dtype, device="cuda").to(
+        memory_format=torch.channels_last
+    )
+    m = layer.N * layer.c_out * h * w
+    n = case.spec.neuron
+
+    def run() -> torch.Tensor:
+        torch.backends.cudnn.allow_tf32 = tf32
+        x = F.conv2d(flats[0], weights[0], bias, layer.stride, layer.k // 2)
+        for flat, weight in zip(flats[1:], weights[1:], strict=True):
+            x = x + F.conv2d(flat, weight, None, 2, 0)
+        if not neuron:
+            return x
+        skip = skips[0] if skips else x
+        dense_neuron_kernel[(triton.cdiv(m, 1024),)](
+            x, skip, out, m, layer.T, n.alpha, n.beta, n.v_threshold, n.v_rest, SKIP=bool(skips), BLOCK=1024,
+            num_warps=4,
+        )  # fmt: skip
+        return out
+
+    return run
+
+
+def capture(fn: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `calls` calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    return graph
+
+
+def time_graphs(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call, `rounds` samples each, taken in turn so that drift hits all alike."""
+    for graph in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    names = list(graphs)
+    for r in range(rounds):
+        events = []
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graphs[name].replay()
+            end.record()
+            events.append((name, begin, end))
+        torch.cuda.synchronize()
+        for name, begin, end in events:
+            samples[name].append(begin.elapsed_time(end) * 1000.0 / calls)
+    return samples
+
+
+def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick: bool) -> dict[str, Any]:
+    """Time the passing variants and the dense groups of one layer."""
+    case = make_case(layer, density, seed)
+    calls, rounds = (10, 20) if quick else (20, 40)
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    keep: list[Any] = []
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, make: Callable[[], Callable[[], Any]]) -> None:
+        try:
+            fn = make()
+            graphs[name] = capture(fn, calls)
+            keep.append(fn)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"[:400]
+
+    attempt("dense fp16", lambda: dense_group(case, torch.float16, False))
+    attempt("dense bf16", lambda: dense_group(case, torch.bfloat16, False))
+    attempt("conv fp16", lambda: dense_group(case, torch.float16, False, neuron=False))
+    attempt("dense tf32", lambda: dense_group(case, torch.float32, True))
+    if layer.parts == 2 or not quick:
+        attempt("dense fp32", lambda: dense_group(case, torch.float32, False))
+    spikes, skips, dense, v = case.packed()
+    for name in passed:
+
+        def make(name: str = name) -> Callable[[], Any]:
+            group = case.prepare(name)
+            return lambda: group(spikes, skips, dense, v)
+
+        attempt(name, make)
+    samples = time_graphs(graphs, calls, rounds)
+    rates = {s.float().mean().item() for s in case.spikes}
+    return {"samples_us": samples, "errors": errors, "density": max(rates)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line a layer: dense, the best variants, the ratio."""
+    lines = []
+    for name, row in result["layers"].items():
+        timing = row.get("timing")
+        if not timing:
+            bad = {v: r["status"] for v, r in row["checks"].items() if r["status"] != "ok"}
+            lines.append(
+                f"{name:18s} checks {len(row['checks']) - len(bad)}/{len(row['checks'])} ok {bad or ''}"
+            )
+            continue
+        median = {k: statistics.median(v) for k, v in timing["samples_us"].items()}
+        dense_names = (
+            ("dense fp32", "dense tf32") if row["layer"]["parts"] == 2 else ("dense fp16", "dense bf16")
+        )
+        dense = min(median[d] for d in dense_names if d in median)
+        ours = sorted((t, v) for v, t in median.items() if v in row["checks"])
+        flops = row["flops"]
+        bad = {v: r["status"] for v, r in row["checks"].items() if r["status"] != "ok"}
+        head = f"{name:18s} dense {dense:7.1f} conv {median.get('conv fp16', 0):6.1f} "
+        if ours:
+            head += f"| {dense / ours[0][0]:5.2f}x {flops / ours[0][0] / 1e6:4.0f} TF | "
+            head += "  ".join(
+                f"{v} {t:.1f} ({row['checks'][v].get('registers')}r{row['checks'][v].get('spills')}s)"
+                for t, v in ours[:5]
+            )
+        lines.append(head + (f"  BAD {bad}" if bad else ""))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument(
+        "--quick", action="store_true", help="the eight 3x3 layers and the feature checks only"
+    )
+    parser.add_argument("--layers", default="", help="comma-separated names or globs")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=420.0, help="stop starting work after this long"
+    )
+    parser.add_argument("--variant-limit-s", type=float, default=40.0)
+    parser.add_argument("--jobs", type=int, default=max(2, min(10, (os.cpu_count() or 4) - 4)))
+    parser.add_argument("--density", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--compile-only", action="store_true", help="no GPU: compile every variant and report"
+    )
+    parser.add_argument("--worker", default="")
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    if args.compile_only:
+        some = args.layers.split(",") if args.layers else ["*"]
+        compile_only([x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in some)])
+        return
+    torch.cuda.set_device(args.gpu)
+    if args.worker:
+        worker(args.worker, args.only.split(","), args.out, args.density, args.seed)
+        return
+    begun = time.monotonic()
+    torch.backends.cudnn.benchmark = True
+    wanted = [*FIRST, *FEATURES] if args.quick else list(ALL.values())
+    if args.layers:
+        wanted = [x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in args.layers.split(","))]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(), "argv": sys.argv[1:], "density": args.density, "layers": {},
+    }  # fmt: skip
+
+    def save() -> None:
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.replace(args.out)
+
+    folder = Path(tempfile.mkdtemp(prefix="groups-"))
+    waiting = [Checker(layer, args.density, args.seed, args.variant_limit_s, folder) for layer in wanted]
+    running: list[Checker] = []
+    finished: list[Checker] = []
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            running.append(waiting.pop(0))
+        for checker in list(running):
+            if checker.poll():
+                running.remove(checker)
+                finished.append(checker)
+        if time.monotonic() - begun > 0.6 * args.time_limit_s:
+            for checker in running:
+                if checker.process is not None:
+                    checker.process.kill()
+                finished.append(checker)
+            break
+        time.sleep(0.1)
+    print(f"checks done after {time.monotonic() - begun:.0f} s", flush=True)
+    for checker in finished:
+        layer = checker.layer
+        result["layers"][layer.name] = {"layer": asdict(layer), "flops": layer.flops, "checks": checker.rows}
+        bad = [r for r in checker.rows.values() if r["status"] != "ok"]
+        for row in bad[:2]:
+            print(
+                layer.name,
+                row["variant"],
+                row["status"],
+                row.get("mismatch"),
+                row.get("error", "")[-300:],
+                flush=True,
+            )
+    save()
+    order = {layer.name: i for i, layer in enumerate(wanted)}
+    for checker in sorted(finished, key=lambda c: order[c.layer.name]):
+        passed = [v for v, r in checker.rows.items() if r["status"] == "ok"]
+        if checker.layer.check_only or time.monotonic() - begun > args.time_limit_s:
+            continue
+        try:
+            row = time_layer(checker.layer, passed, args.density, args.seed + 1, args.quick)
+            result["layers"][checker.layer.name]["timing"] = row
+        except Exception as error:
+            result["layers"][checker.layer.name]["timing_error"] = f"{type(error).__name__}: {error}"[:800]
+            print(checker.layer.name, "timing failed:", error, flush=True)
+        save()
+    print(table(result), flush=True)
+    print(f"all done after {time.monotonic() - begun:.0f} s; {args.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""`sparseflow spiking`: the commands of the spiking wing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+app = typer.Typer(name="spiking", help="Spiking networks: skip what does not fire.", no_args_is_help=True)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A shipped network, spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory."
+    ),
+]
+Weights = Annotated[Path | None, typer.Option(help="Weights to load, a safetensors file.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images a batch.")]
+Steps = Annotated[int, typer.Option("--steps", "-T", min=1, help="Time steps of a network built by name.")]
+Image = Annotated[int, typer.Option(min=8, help="Height and width of the input, pixels.")]
+Width = Annotated[int, typer.Option(min=8, help="Channels of the first stage of a network built by name.")]
+Classes = Annotated[int, typer.Option(min=2, help="Outputs of a network built by name.")]
+Gpu = Annotated[int | None, typer.Option(help="GPU to use; by default the one with most free memory.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there is a GPU.")]
+Policy = Annotated[str, typer.Option(help="measured, or static: the rule by feature-map height.")]
+Cache = Annotated[bool, typer.Option(help="Remember decisions on disk.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+DEFAULT_MODEL = "cifar10-spiking-resnet18"
+
+
+@app.callback()
+def spiking() -> None:
+    """Spiking networks: skip what does not fire."""
+
+
+def _prepare(
+    model: str, weights: Path | None, batch: int, steps: int, image: int, width: int, classes: int,
+    gpu: int | None, cpu: bool,
+) -> tuple[nn.Module, torch.Tensor]:  # fmt: skip
+    import torch
+
+    from sparseflow.core import device
+    from sparseflow.spiking import catalog, zoo
+
+    settings = catalog.Settings(steps=steps, classes=classes, image=image, width=width)
+    net = catalog.build(model, settings, weights=weights)
+    if model in zoo.names():
+        pixels, _ = zoo.images()
+        images = zoo.normalize(pixels, model)
+        x = images.repeat(-(-batch // len(images)), 1, 1, 1)[:batch]
+    else:
+        x = catalog.sample(settings, batch)
+    place = (
+        torch.device("cpu") if cpu or (gpu is None and not torch.cuda.is_available()) else device.resolve(gpu)
+    )
+    return net.to(place), x.to(place)
+
+
+@app.command()
+def optimize(
+    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4, image: Image = 32,
+    width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False, policy: Policy = "measured",
+    cache: Cache = True, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Optimise a network for this machine and show, layer by layer, what was done and why."""
+    from rich.console import Console
+
+    import sparseflow
+    from sparseflow.cli.progress import bar
+    from sparseflow.errors import InputError
+
+    if policy not in ("measured", "static"):
+        raise InputError(f"`--policy` (={policy}) must be measured or static")
+    net, x = _prepare(model, weights, batch, steps, image, width, classes, gpu, cpu)
+    with bar() as tell:
+        sparseflow.optimize(
+            net,
+            x,
+            policy=policy,  # type: ignore[arg-type]
+            cache=cache,
+            progress=lambda what, done, total: tell(f"measuring {what}", done / max(total, 1)),
+        )
+    explanation = sparseflow.explain(net)
+    if as_json:
+        typer.echo(json.dumps(explanation.to_dict(), ensure_ascii=False))
+    else:
+        Console().print(explanation)
+
+
+@app.command()
+def profile(
+    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4, image: Image = 32,
+    width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show what feeds each convolution, how much of it is zero, and how long its group takes when optimised."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    import sparseflow
+    from sparseflow.spiking.graph import analyze
+    from sparseflow.spiking.profile import activities
+
+    net, x = _prepare(model, weights, batch, steps, image, width, classes, gpu, cpu)
+    graph = analyze(net, x)
+    seen = activities(net, (x,), [site.name for site in graph.sites])
+    sparseflow.optimize(net, x)
+    times = sparseflow.layer_times(net, x)
+    rows: list[dict[str, Any]] = [
+        {
+            "name": site.name,
+            "fed_by": list(site.fed_by),
+            "values": site.value.kind,
+            "replaceable": site.replaceable,
+            "reason": site.reason,
+            "latency_ms": times.get(site.name),
+            **(asdict(seen[site.name]) if site.name in seen else {}),
+        }
+        for site in graph.sites
+    ]
+    if as_json:
+        typer.echo(json.dumps({"model": model, "batch": batch, "layers": rows}, ensure_ascii=False))
+        return
+    table = Table(title=f"{model}, batch {batch}", title_justify="left")
+    for heading in (
+        "layer",
+        "fed by",
+        "values",
+        "firing",
+        "zero blocks",
+        "silent channels",
+        "H x W",
+        "ms",
+        "note",
+    ):
+        table.add_column(heading)
+    for row in rows:
+        spikes = bool(row["fed_by"])
+        table.add_row(
+            row["name"],
+            ", ".join(row["fed_by"]) or "–",
+            row["values"],
+            f"{100 * row['firing_rate']:.2f} %" if spikes else "–",
+            f"{100 * row['zero_block_ratio']:.1f} %" if spikes else "–",
+            f"{100 * row['silent_channels']:.0f} %" if spikes else "–",
+            f"{row['height']} x {row['width']}" if "height" in row else "–",
+            "–" if row["latency_ms"] is None else f"{row['latency_ms']:.3f}",
+            row["reason"] or "",
+        )
+    Console().print(table)

@@ -1,0 +1,203 @@
+"""The kinds of figure that reports use: bars before and after, intervals, and every sample as a dot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sparseflow.core.report.svg import (
+    AFTER,
+    BAD,
+    BEFORE,
+    GOOD,
+    INK,
+    MUTED,
+    PAPER,
+    STYLE,
+    Figure,
+    from_matplotlib,
+)
+from sparseflow.errors import InputError
+
+WIDTH_IN = 9.6
+
+
+def before_after(
+    title: str,
+    labels: Sequence[str],
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    unit: str,
+    names: tuple[str, str] = ("before", "after"),
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Two horizontal bars a label, such as a layer's time before and after.
+
+    Args:
+        title: Heading.
+        labels: One a pair of bars, top to bottom.
+        before: The first bar of each pair, in `unit`.
+        after: The second, in `unit`.
+        unit: Unit of both, written at the axis.
+        names: What the two bars are called.
+        alt: What the figure says in words; made from the totals when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: The lists differ in length or are empty.
+    """
+    if not labels or not len(labels) == len(before) == len(after):
+        raise InputError(
+            f"{title}: {len(labels)} labels, {len(before)} and {len(after)} values; "
+            "there must be as many of each, and at least one"
+        )
+    with _drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+        places = range(len(labels))
+        height = 0.36
+        axes.barh([p - height / 2 for p in places], before, height=height, color=BEFORE, label=names[0])
+        axes.barh([p + height / 2 for p in places], after, height=height, color=AFTER, label=names[1])
+        for place, first, second in zip(places, before, after, strict=True):
+            for offset, value in ((-height / 2, first), (height / 2, second)):
+                axes.annotate(
+                    f"{value:.3g}",
+                    (value, place + offset),
+                    xytext=(4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                    color=MUTED,
+                )
+        axes.set_yticks(list(places), labels)
+        axes.invert_yaxis()
+        axes.set_xlim(0, max([*before, *after, 1e-9]) * 1.12)
+        axes.set_xlabel(unit)
+        _legend(axes, 2)
+        total = f"{sum(before):.4g} {unit} {names[0]} and {sum(after):.4g} {unit} {names[1]} in all"
+        return from_matplotlib(
+            figure, title=title, alt=alt or f"{len(labels)} pairs of bars: {total}.", caption=caption
+        )
+
+
+def intervals(
+    title: str,
+    labels: Sequence[str],
+    medians: Sequence[float],
+    lows: Sequence[float],
+    highs: Sequence[float],
+    *,
+    unit: str,
+    reference: float | None = None,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """One dot with its interval a label, such as speed-ups; above `reference` is good, below is bad.
+
+    Args:
+        title: Heading.
+        labels: One a dot, top to bottom.
+        medians: The dots, in `unit`.
+        lows: Lower ends, in `unit`.
+        highs: Upper ends, in `unit`.
+        unit: Unit, written at the axis.
+        reference: Where to draw the line between better and worse; None for no line.
+        alt: What the figure says in words; made from the values when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: The lists differ in length or are empty.
+    """
+    if not labels or not len(labels) == len(medians) == len(lows) == len(highs):
+        raise InputError(
+            f"{title}: {len(labels)} labels, {len(medians)} medians, {len(lows)} and {len(highs)} ends; "
+            "there must be as many of each, and at least one"
+        )
+    with _drawing(rows=len(labels), row_in=0.34) as (figure, axes):
+        for place, (median, low, high) in enumerate(zip(medians, lows, highs, strict=True)):
+            colour = (
+                AFTER
+                if reference is None
+                else GOOD
+                if low > reference
+                else BAD
+                if high < reference
+                else MUTED
+            )
+            axes.plot([low, high], [place, place], color=colour, linewidth=2.4, solid_capstyle="round")
+            axes.plot([median], [place], "o", color=colour, markersize=6.5, markeredgecolor=PAPER)
+        if reference is not None:
+            axes.axvline(reference, color=INK, linewidth=1, linestyle=(0, (3, 3)))
+        axes.set_yticks(list(range(len(labels))), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.margins(x=0.08)
+        axes.set_xlabel(unit)
+        words = "; ".join(
+            f"{label} {median:.3g} ({low:.3g} to {high:.3g})"
+            for label, median, low, high in zip(labels, medians, lows, highs, strict=True)
+        )
+        return from_matplotlib(figure, title=title, alt=alt or f"In {unit}: {words}.", caption=caption)
+
+
+def samples(
+    title: str,
+    times: Mapping[str, Sequence[float]],
+    *,
+    unit: str = "ms",
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Every sample of each candidate as a dot, and a bar at its median: spread and outliers, nothing hidden.
+
+    Args:
+        title: Heading.
+        times: Candidate -> its samples, in `unit`; top to bottom.
+        unit: Unit, written at the axis.
+        alt: What the figure says in words; made from the medians when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: There is no candidate, or one has no sample.
+    """
+    if not times or not all(len(values) for values in times.values()):
+        raise InputError(
+            f"{title}: each candidate needs samples; given: { {k: len(v) for k, v in times.items()} }"
+        )
+    import numpy as np
+
+    # A fixed seed: the scatter only keeps dots apart, and the same run must draw the same page.
+    jitter = np.random.default_rng(0)
+    with _drawing(rows=len(times), row_in=0.55) as (figure, axes):
+        medians = []
+        for place, values in enumerate(times.values()):
+            medians.append(float(np.median(values)))
+            colour = BEFORE if place == 0 else AFTER
+            heights = place + jitter.uniform(-0.26, 0.26, len(values))
+            axes.plot(values, heights, "o", color=colour, markersize=3, alpha=0.55, markeredgewidth=0)
+            axes.plot([medians[-1]] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=2)
+        axes.set_yticks(list(range(len(times))), list(times))
+        axes.set_ylim(len(times) - 0.5, -0.5)
+        axes.margins(x=0.05)
+        axes.set_xlabel(unit)
+        words = "; ".join(
+            f"{name}: median {median:.4g} {unit} of {len(values)} samples"
+            for (name, values), median in zip(times.items(), medians, strict=True)
+        )
+        return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
+
+
+@contextmanager
+def _drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, high enough for `rows` rows, in SparseFlow's style."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    with mpl.rc_context(STYLE):
+        # Not through pyplot: it would choose a backend and keep every figure alive.
+        figure = Canvas(figsize=(WIDTH_IN, 0.75 + rows * row_in))
+        yield figure, figure.add_subplot()
+
+
+def _legend(axes: Any, columns: int) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0, handlelength=1.1)

@@ -1,0 +1,81 @@
+"""What NVML tells about an NVIDIA GPU. Absent NVML, package or counter gives None or nothing, never 0."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, or None where NVML is absent."""
+    if not _available():
+        return None
+    import pynvml
+
+    found = pynvml.nvmlSystemGetDriverVersion()
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def energy_j(device: str | torch.device) -> float | None:
+    """Joules that the GPU has used since its driver was loaded; take it twice and subtract.
+
+    None where nothing counts them: on a CPU, without `nvidia-ml-py`, without the driver's library, or on a
+    GPU that has no such counter. The counter moves about every 20 to 100 ms, so measure for seconds.
+    """
+    handle = _handle(device)
+    if handle is None:
+        return None
+    import pynvml
+
+    try:
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+    except pynvml.NVMLError:
+        return None
+
+
+def clocks_mhz(device: str | torch.device) -> dict[str, float]:
+    """The GPU's clocks right now, by what they drive (`core`, `memory`); only those that can be read."""
+    handle = _handle(device)
+    if handle is None:
+        return {}
+    import pynvml
+
+    clocks: dict[str, float] = {}
+    for name, which in (("core", pynvml.NVML_CLOCK_SM), ("memory", pynvml.NVML_CLOCK_MEM)):
+        try:
+            clocks[name] = float(pynvml.nvmlDeviceGetClockInfo(handle, which))
+        except pynvml.NVMLError:
+            continue
+    return clocks
+
+
+def _handle(device: str | torch.device) -> Any | None:
+    import torch
+
+    target = torch.device(device)
+    if target.type != "cuda" or not _available():
+        return None
+    import pynvml
+
+    # By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+    uuid = str(torch.cuda.get_device_properties(target).uuid)
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _available() -> bool:
+    try:
+        import pynvml
+    except ImportError:
+        return False
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""What a device brings to a plan: its own form of spikes, and groups prepared to run on it.
+
+A plan (`plan.py`) holds spikes in whatever form the backend likes best and converts only where somebody needs
+a dense tensor. Two backends exist: `EventBackend` (CPU, Numba: lists of events) and `PackedBackend` (GPU,
+Triton: one bit a spike). Shapes: spikes are [T, N, C, H, W].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from sparseflow.core import extras
+from sparseflow.errors import RunError
+from sparseflow.spiking.kernels.spec import GroupSpec
+
+Convolution = Literal["sparse", "dense"]
+Form = Literal["native", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShape:
+    """Sizes of one group's work: its inputs' [C, H, W] and its output's, T time steps and N images."""
+
+    steps: int
+    images: int
+    sources: tuple[tuple[int, int, int], ...]
+    output: tuple[int, int, int]
+    max_value: int = 1
+
+
+class PreparedGroup(Protocol):
+    """A group ready to run: weights laid out, buffers allocated."""
+
+    def __call__(
+        self,
+        sources: Sequence[Any],
+        skips: Sequence[Any],
+        dense: Sequence[torch.Tensor],
+        post_skips: Sequence[Any],
+        *,
+        steps: int,
+        v: torch.Tensor | None,
+        out: Form,
+    ) -> tuple[Any, torch.Tensor]:
+        """Run the group.
+
+        Args:
+            sources: One spike value a source: in the backend's form when prepared for a sparse convolution,
+                else dense float tensors [T, N, C, H, W].
+            skips, post_skips: Spike values in the backend's form.
+            dense: Real tensors [T, N, C, H, W], or [1, N, C, H, W] when constant over time.
+            steps: T.
+            v: Membrane [N, C, H, W] float32 to start from; None for a network at rest.
+            out: Which form the output is wanted in.
+
+        Returns:
+            The spikes, and the membrane after the last step, [N, C, H, W] float32.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One device's way to run groups."""
+
+    name: str
+
+    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        """Why the sparse convolution cannot run here (a sentence), or None when it can."""
+        ...
+
+    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
+        """Lay out weights and buffers for one group."""
+        ...
+
+    def encode(self, dense: torch.Tensor) -> Any:
+        """[T, N, C, H, W] spikes to the backend's own form."""
+        ...
+
+    def decode(self, native: Any) -> torch.Tensor:
+        """The backend's own form to float spikes [T, N, C, H, W]."""
+        ...
+
+    def spatial_mean(self, native: Any) -> torch.Tensor:
+        """Mean over H and W: float32 [T, N, C]."""
+        ...
+
+
+class EventBackend:
+    """CPU: spikes as sorted lists of events, groups in Numba."""
+
+    name = "events"
+
+    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        return None if spec.sources else "no convolution of spikes in this group"
+
+    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
+        from sparseflow.spiking.kernels import events
+
+        prepared = events.prepare_group(spec, conv="event" if convolution == "sparse" else "dense")
+
+        def run(
+            sources: Sequence[Any],
+            skips: Sequence[Any],
+            dense: Sequence[torch.Tensor],
+            post_skips: Sequence[Any],
+            *,
+            steps: int,
+            v: torch.Tensor | None,
+            out: Form,
+        ) -> tuple[Any, torch.Tensor]:
+            spikes, membrane = prepared(
+                sources,
+                skips,
+                dense,
+                post_skips,
+                v=v,
+                want_v=True,
+                out="events" if out == "native" else "dense",
+                time_steps=steps,
+            )
+            assert membrane is not None
+            return spikes, membrane
+
+        return run
+
+    def encode(self, dense: torch.Tensor) -> Any:
+        from sparseflow.spiking.kernels import events
+
+        coded = events.encode(dense)
+        if coded is None:
+            raise RunError("a tensor that the analysis proved to hold spikes holds other numbers")
+        return coded
+
+    def decode(self, native: Any) -> torch.Tensor:
+        from sparseflow.spiking.kernels import events
+
+        return events.decode(native)
+
+    def spatial_mean(self, native: Any) -> torch.Tensor:
+        from sparseflow.spiking.kernels import events
+
+        return events.sum_over_space(native) / (native.H * native.W)
+
+
+def backend_for(sample: torch.Tensor, model: nn.Module) -> Backend | None:
+    """The backend for a network and its input, or None where none exists for the device or dtype.
+
+    Raises:
+        MissingExtraError: The device has a backend whose packages are not installed.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
+    if sample.device.type == "cpu" and dtype == torch.float32:
+        extras.require("numba", "spiking")
+        return EventBackend()
+    return None

@@ -1,0 +1,151 @@
+"""The strongest dense form of a network: what an accelerated one is measured against.
+
+`dense_forms` builds every dense setting worth trying on a device from the network's own graph: as it is,
+channels-last, with BatchNorm folded into the convolutions, with the neurons as plain fused loops, compiled.
+All of them compute what the network computes from rest. The fastest of them is the baseline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+
+from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.kernels.spec import NeuronSpec
+from sparseflow.spiking.match import GroupFinder, fold_match
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PlainNeuron(nn.Module):
+    """A neuron from rest as a loop of plain operations over T, which compilers fuse.
+
+    Args:
+        spec: The dynamics.
+        single: Input has no time axis.
+
+    Input and output: float [T, N, C, H, W] (any memory format; channels-last stays so).
+    """
+
+    def __init__(self, spec: NeuronSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        rows = x.permute(0, 1, 3, 4, 2) if x.dim() == 5 else x
+        v = torch.full_like(rows[0], spec.v_rest)
+        spikes = []
+        for t in range(rows.shape[0]):
+            v = spec.alpha * v + spec.beta * rows[t]
+            if spec.delta:
+                v = v + spec.delta
+            fired = (v >= spec.v_threshold).to(x.dtype)
+            spikes.append(fired)
+            v = (
+                v - fired * spec.v_threshold
+                if spec.v_reset is None
+                else torch.where(fired > 0, spec.v_reset, v)
+            )
+        out = torch.stack(spikes)
+        return out.permute(0, 1, 4, 2, 3) if x.dim() == 5 else out
+
+
+def folded_twin(graph: SpikeGraph) -> fx.GraphModule:
+    """A copy of the network with BatchNorm folded and known neurons as `PlainNeuron`.
+
+    Step mode 'm' only: the twin starts every call from rest.
+
+    Raises:
+        ValueError: The network was not traced.
+    """
+    if graph.module is None:
+        raise ValueError("only a traced network has a folded twin")
+    original = dict(graph.module.named_modules())
+    twin = copy.deepcopy(graph.module)
+    nodes = {node.name: node for node in twin.graph.nodes}
+    for match in GroupFinder(graph).groups():
+        spec = graph.neurons[match.neuron_name].spec
+        neuron = original[match.neuron_name]
+        if spec is not None and getattr(neuron, "step_mode", "m") == "m":
+            _replace(twin, match.neuron_name, PlainNeuron(spec))
+        for conv in (*match.sources, *match.dense_convs):
+            if conv.bn_node is None:
+                continue
+            weight, bias = fold_match(conv, original)
+            module = twin.get_submodule(conv.name)
+            assert isinstance(module, nn.Conv2d)
+            module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+            module.bias = nn.Parameter(bias.to(module.weight.dtype), requires_grad=False)
+            bn = nodes[conv.bn_node.name]
+            bn.replace_all_uses_with(nodes[conv.node.name])
+            twin.graph.erase_node(bn)
+    twin.graph.lint()
+    twin.recompile()
+    return twin.eval()
+
+
+def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent) if parent else module, leaf, new)
+
+
+def dense_forms(
+    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compiled: bool = True
+) -> dict[str, Forward]:
+    """Every dense setting to try on a CPU: name to a forward that starts from rest.
+
+    Args:
+        model: The network itself, not optimised; its memories are reset before each call.
+        graph: Its analysis.
+        sample: An input, for warming up compiled forms.
+        compiled: Try `torch.compile` too.
+    """
+    forms: dict[str, Forward] = {"eager": _from_rest(model)}
+    last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    forms["channels_last"] = _channels_last(_from_rest(last))
+    if graph.module is None:
+        return forms
+    twin = folded_twin(graph)
+    forms["folded"] = _without_gradients(twin)
+    twin_last = copy.deepcopy(twin).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    forms["folded, channels_last"] = _channels_last(_without_gradients(twin_last))
+    if compiled:
+        for name, module in (("folded", twin), ("folded, channels_last", twin_last)):
+            form = _without_gradients(torch.compile(copy.deepcopy(module)))
+            forms[f"{name}, compiled"] = _channels_last(form) if "last" in name else form
+    return forms
+
+
+def _without_gradients(forward: Callable[..., torch.Tensor]) -> Forward:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return forward(x)
+
+    return run
+
+
+def _from_rest(model: nn.Module) -> Forward:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        reset(model)
+        with torch.no_grad():
+            return model(x)
+
+    return run
+
+
+def reset(model: nn.Module) -> None:
+    """Reset every stateful module, as spikingjelly's `functional.reset_net` does."""
+    for module in model.modules():
+        if callable(getattr(module, "reset", None)):
+            module.reset()  # type: ignore[operator]
+
+
+def _channels_last(forward: Forward) -> Forward:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return forward(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+
+    return run

@@ -1,0 +1,209 @@
+"""The main job, shown on real input: the shipped network, dense at its strongest against optimised.
+
+Everything is measured on this machine in this process: accuracy and predictions on all shipped images, then
+the time of one batch, dense and optimised in turn, every round on the same images. The result is kept as a run
+(`run.json`, `samples.parquet`) with a page to look at (`report.html`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.core import timing
+from sparseflow.core.records import Run
+from sparseflow.spiking import zoo
+from sparseflow.spiking.baselines import Forward, dense_forms, reset
+from sparseflow.spiking.explain import Explanation, explain
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.optimize import optimize
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of the demo that is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """What the demo found.
+
+    Attributes:
+        speedup: Strongest dense form's time over the optimised network's: median of the paired ratios, with
+            its 95 % interval.
+        baseline: Name of that strongest dense form.
+        ms: Median milliseconds a batch, by form.
+        predictions_identical: On every shipped image, before and after.
+        accuracy_before, accuracy_after: Fraction right on the shipped images.
+        batch, images, threads: Images a batch, images in all, CPU threads used.
+        explanation: What was done to each layer.
+        report: The page.
+    """
+
+    speedup: timing.Interval
+    baseline: str
+    ms: dict[str, float]
+    predictions_identical: bool
+    accuracy_before: float
+    accuracy_after: float
+    batch: int
+    images: int
+    threads: int
+    explanation: Explanation
+    run: Path
+    report: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "speedup": self.speedup.median,
+            "speedup_interval": [self.speedup.low, self.speedup.high],
+            "baseline": self.baseline,
+            "latency_ms": self.ms,
+            "predictions_identical": self.predictions_identical,
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "batch": self.batch,
+            "images": self.images,
+            "threads": self.threads,
+            "layers": self.explanation.to_dict()["layers"],
+            "run": str(self.run),
+            "report": str(self.report),
+        }
+
+
+def run_demo(
+    *,
+    out: Path = Path("runs"),
+    network: str = zoo.DEFAULT,
+    batch: int = 32,
+    rounds: int = 16,
+    compiled: bool = True,
+    cache: bool = True,
+    progress: Progress = lambda what, fraction: None,
+) -> DemoResult:
+    """Load the shipped network and images, measure, optimise, measure again, and write the run.
+
+    Args:
+        out: Folder that gets the run's own folder.
+        network: Which shipped network.
+        batch: Images a batch.
+        rounds: Paired timing rounds.
+        compiled: Let the dense side use `torch.compile` too.
+        cache: Remember the optimiser's decisions on disk.
+        progress: Told what is being done.
+
+    Raises:
+        MissingExtraError: A package of the `spiking` extra is missing.
+    """
+    settings = {"network": network, "batch": batch, "rounds": rounds, "compiled": compiled}
+    with Run.start(out, "sparseflow demo", settings, seed=0) as run:
+        progress("loading the network and the images", 0.0)
+        model = zoo.load(network)
+        pixels, labels_array = zoo.images()
+        images, labels = zoo.normalize(pixels, network), torch.from_numpy(labels_array)
+        batches = [b for b in images.split(batch) if len(b) == batch] or [images]
+
+        progress("accuracy of the network as it is", 0.03)
+        before = _predictions(_fresh(model), batches)
+        graph = analyze(model)
+        forms = dense_forms(copy.deepcopy(model), graph, batches[0], compiled=compiled)
+        forms = _warm(forms, batches[0], lambda name, part: progress(f"preparing dense: {name}", part))
+
+        progress("measuring each layer", 0.40)
+        optimize(
+            model,
+            batches[0],
+            cache=cache,
+            progress=lambda what, done, total: progress(
+                f"measuring {what}", 0.40 + 0.25 * done / max(total, 1)
+            ),
+        )
+        optimised = _fresh(model)
+        after = _predictions(optimised, batches)
+        progress("dense and optimised in turn", 0.68)
+        comparison = _compare({**forms, "optimised": optimised}, batches, rounds)
+        run.extend(comparison.to_rows(batch=batch))  # type: ignore[arg-type]
+        baseline = min(forms, key=lambda name: comparison.samples(name).median_ms)
+        used = labels[: len(before)]
+        result = DemoResult(
+            speedup=comparison.speedup("optimised", baseline=baseline),
+            baseline=baseline,
+            ms={name: comparison.samples(name).median_ms for name in (*forms, "optimised")},
+            predictions_identical=bool((before == after).all()),
+            accuracy_before=(before == used).float().mean().item(),
+            accuracy_after=(after == used).float().mean().item(),
+            batch=batch,
+            images=len(before),
+            threads=torch.get_num_threads(),
+            explanation=explain(model),
+            run=run.path,
+            report=run.path / "report.html",
+        )
+        progress("writing the report", 0.97)
+        run.note(**{k: v for k, v in result.to_dict().items() if k not in ("run", "report")})
+        from sparseflow.spiking.pages import demo_page
+
+        demo_page(result, comparison, run, zoo.card(network))
+    progress("done", 1.0)
+    return result
+
+
+def _fresh(model: Any) -> Forward:
+    """`model` from rest at every call, without gradients."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        reset(model)
+        with torch.no_grad():
+            return model(x)
+
+    return run
+
+
+def _predictions(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([forward(b).argmax(dim=-1) for b in batches])
+
+
+def _warm(
+    forms: dict[str, Forward], sample: torch.Tensor, progress: Callable[[str, float], None]
+) -> dict[str, Forward]:
+    """Run each form once; a form that cannot run here (no compiler, say) is left out with a warning."""
+    import warnings
+
+    usable: dict[str, Forward] = {}
+    for i, (name, form) in enumerate(forms.items()):
+        progress(name, 0.08 + 0.32 * i / len(forms))
+        try:
+            form(sample)
+        except Exception as error:  # noqa: BLE001 - compilers fail in many ways; the other forms remain
+            first = (str(error).splitlines() or [""])[0]
+            warnings.warn(f"the dense form '{name}' cannot run here: {first}", stacklevel=2)
+            continue
+        usable[name] = form
+    return usable
+
+
+def _compare(forms: dict[str, Forward], batches: Sequence[torch.Tensor], rounds: int) -> timing.Comparison:
+    """Time all forms in turn; in each round all of them see the same batch."""
+
+    def cycling(form: Forward) -> Callable[[], object]:
+        calls = 0
+
+        def work() -> object:
+            nonlocal calls
+            calls += 1
+            return form(batches[calls % len(batches)])
+
+        return work
+
+    return timing.compare(
+        {name: cycling(form) for name, form in forms.items()},
+        baseline="eager",
+        rounds=rounds,
+        warmup=1,
+        device="cpu",
+        seed=0,
+    )

@@ -1,0 +1,188 @@
+"""`explain`: one row a convolution - what feeds it, how sparse that is, how it runs now, why, and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from sparseflow.spiking.optimize import Accelerated, accelerated
+from sparseflow.spiking.profile import Activity
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One convolution of an optimised network.
+
+    Attributes:
+        name: Module name.
+        fed_by: Names of the neurons whose spikes it reads; empty when it reads something else.
+        values: What its input holds: "binary", "integer", "sparse_real" or "dense".
+        firing_rate: Fraction of non-zeros in its input on the sample; None when not fed by spikes.
+        zero_block_ratio: Fraction of zero blocks in its input on the sample; None likewise.
+        flag: A warning about the layer (it fires under 0.1 %), or None.
+        backend: What runs it now.
+        why: Why that.
+        group: Name of the group it runs in; layers of one group share its times.
+        ms_before, ms_after: Median milliseconds of the group with the network's own modules, and now.
+    """
+
+    name: str
+    fed_by: tuple[str, ...]
+    values: str
+    firing_rate: float | None
+    zero_block_ratio: float | None
+    flag: str | None
+    backend: str
+    why: str
+    group: str | None
+    ms_before: float | None
+    ms_after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What `optimize` did to a network, layer by layer."""
+
+    model: str
+    policy: str
+    summary: str
+    layers: tuple[LayerReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=150, record=True, file=_Nowhere())
+        console.print(self.__rich__())
+        return console.export_text().rstrip()
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title=f"{self.model}: {self.summary}", title_justify="left")
+        for heading in ("layer", "fed by", "values"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("firing", "zero blocks"):
+            table.add_column(heading, justify="right")
+        table.add_column("backend")
+        table.add_column("ms before → after", justify="right", no_wrap=True)
+        table.add_column("why", overflow="fold")
+        seen: set[str] = set()
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                ", ".join(layer.fed_by) or "–",
+                layer.values,
+                _percent(layer.firing_rate) + (" !" if layer.flag else ""),
+                _percent(layer.zero_block_ratio),
+                layer.backend,
+                _times(layer, seen),
+                layer.why + (f"; {layer.flag}" if layer.flag else ""),
+            )
+        return table
+
+
+class _Nowhere:
+    """A text stream that drops what is written to it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+def _times(layer: LayerReport, seen: set[str]) -> str:
+    if layer.ms_before is None or layer.ms_after is None or layer.group is None:
+        return "–"
+    if layer.group in seen:
+        return "(in the row above)" if layer.group != layer.name else "–"
+    seen.add(layer.group)
+    return f"{layer.ms_before:.3f} → {layer.ms_after:.3f}"
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What `optimize` did to `model`, one row a convolution.
+
+    Raises:
+        ModelError: The model was not optimised.
+    """
+    state = accelerated(model)
+    group_of, ways = _groups(state)
+    rows: list[LayerReport] = []
+    for site in state.graph.sites:
+        group = group_of.get(site.name)
+        decision = state.decisions.get(group or site.name)
+        seen = state.activities.get(site.name)
+        backend, why = "not measured yet", "run the network once, or give optimize() a sample"
+        if decision is not None:
+            backend = _backend_name(state, site.name, group, ways.get(group or "", decision.way))
+            why = decision.why
+        elif not site.replaceable and site.reason:
+            backend, why = "dense", site.reason
+        elif state.policy == "measured" and state.whole is not None:
+            backend, why = "dense", "in no group that could run faster"
+        whole_off = state.whole is not None and state.whole.way == "own"
+        rows.append(
+            LayerReport(
+                name=site.name,
+                fed_by=site.fed_by,
+                values=site.value.kind,
+                firing_rate=seen.firing_rate if seen else None,
+                zero_block_ratio=seen.zero_block_ratio if seen else None,
+                flag=_flag(seen),
+                backend="dense" if whole_off else backend,
+                why=why,
+                group=group,
+                ms_before=decision.ms.get("module") if decision else None,
+                ms_after=decision.ms.get("module" if whole_off else decision.way) if decision else None,
+            )
+        )
+    return Explanation(
+        model=type(model).__name__, policy=state.policy, summary=_summary(state), layers=tuple(rows)
+    )
+
+
+def _groups(state: Accelerated) -> tuple[dict[str, str], dict[str, str]]:
+    plan = next((p for p in reversed(list(state.plans())) if p is not None), None)
+    if plan is None:
+        return {}, {}
+    group_of = {
+        conv.name: group.name
+        for group in plan.groups
+        for conv in (*group.match.sources, *group.match.dense_convs)
+    }
+    return group_of, {group.name: group.way for group in plan.groups}
+
+
+def _backend_name(state: Accelerated, site: str, group: str | None, way: str) -> str:
+    if group is None:
+        return way
+    names = {"sparse": state.backend_name, "dense": "dense, fused neuron", "module": "dense"}
+    return names.get(way, way)
+
+
+def _flag(activity: Activity | None) -> str | None:
+    if activity is None or not activity.nearly_silent:
+        return None
+    return f"fires under 0.1 % ({100 * activity.firing_rate:.3f} %): its speed-up says little"
+
+
+def _summary(state: Accelerated) -> str:
+    if state.policy == "static":
+        return "replaced by the static rule, not measured"
+    if state.whole is None:
+        return "not measured yet"
+    if state.whole.way == "own":
+        return f"left as it was: {state.whole.why}"
+    ms = state.whole.ms
+    return f"{ms['own']:.2f} ms → {ms['plan']:.2f} ms, {state.whole.why}"

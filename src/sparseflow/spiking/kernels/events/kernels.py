@@ -1,0 +1,419 @@
+"""The group kernel: convolutions of events, residuals, neuron and new events, one output row at a time.
+
+A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and time
+step of it:
+
+1.  `_gather` joins the events of the k input rows under the output row into one list, ordered by x: each entry
+    becomes the number of its weight row. Weights lie as [dx][dy][c][lanes], so that the events under one output
+    pixel, whatever their dy and dx, are one contiguous piece of that list.
+2.  `_convolve` sums the weight rows of each pixel's piece in registers (`simd.add_rows`).
+3.  `fire` steps the neurons of the row; spikes leave as bits.
+
+The thread that finishes the last tile of a block turns its bits into events (or dense spikes). Membranes, currents
+and row numbers live in a few kilobytes of scratch memory, so main memory sees events only.
+
+Tiles are the slower index of the work items: all threads use the same slice of the weights, which stays in their
+level-2 caches however large the layer is.
+"""
+
+# Addresses are int64 bytes; `carray` gives them a shape where scalar code reads them.
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import carray
+
+from sparseflow.spiking.kernels.events.compiler import jit
+from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP, SLACK, SOURCE, field_offset
+from sparseflow.spiking.kernels.events.simd import (
+    ALL_LANES,
+    add_lanes,
+    add_one,
+    add_rows,
+    address_of,
+    append_entries,
+    as_pointer,
+    atomic_add,
+    atomic_max,
+    copy_lanes,
+    count_bits,
+    expand_entries,
+    fill_lanes,
+    fire,
+    prefetch,
+    read_int,
+    read_short,
+    store_bits,
+    sums_side_by_side,
+    write_int,
+    write_short,
+)
+
+OUT_EVENTS, OUT_SPIKES, OUT_SUMS, OUT_EVENTS_AGAIN = range(4)
+"""Modes of the group kernel: events; dense 0/1 spikes; sums without a neuron; events from bits of the last run."""
+
+_LINE = 64
+_NEXT_ITEM = field_offset(GROUP, "next_item")
+_NEXT_SLOT = field_offset(GROUP, "next_slot")
+_NEED = field_offset(GROUP, "need")
+
+
+@jit
+def add_events(events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int) -> None:
+    """Add 1.0 in `values` [W, lanes] for each event of row `line` whose channel is in first .. first+lanes."""
+    count = read_int(events.start + 4 * (line * (width + 1) + width))
+    wide, row = events.wide, line * events.row
+    for i in range(row, row + count):
+        entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
+        if channels == lanes:
+            add_one(values + 4 * entry)
+        else:
+            x = entry // channels
+            c = entry - x * channels - first
+            if 0 <= c < lanes:
+                add_one(values + 4 * (x * lanes + c))
+
+
+@jit
+def _prefetch_row(source: Any, line: int) -> None:
+    """Ask for the beginning of an input row that is needed soon: rows lie too far apart for the hardware to guess."""
+    starts = source.start + 4 * line * (source.width + 1)
+    for i in range(0, 4 * (source.width + 1), _LINE):
+        prefetch(starts + i)
+    index = source.index + (4 if source.wide else 2) * line * source.row
+    for i in range(0, 4 * _LINE, _LINE):
+        prefetch(index + i)
+
+
+@jit
+def _gather(source: Any, plane: int, y: int, rows: int, ends: int) -> None:
+    """Fill `rows` with the weight rows of the events under output row y.
+
+    `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
+    """
+    k, stride, width, channels, wide = source.kernel, source.stride, source.width, source.channels, source.wide
+    top = y * stride - source.padding
+    first, last = max(0, -top), min(k, source.height - top)
+    line = plane * source.height + top + first
+    starts_line = 4 * (width + 1)
+    index_line = (4 if wide else 2) * source.row
+    starts = source.start + line * starts_line
+    index = source.index + line * index_line
+    for ahead in range(stride):
+        if top + k + ahead < source.height:
+            _prefetch_row(source, plane * source.height + top + k + ahead)
+
+    filled = rows
+    write_int(ends, 0)
+    for x in range(width):
+        if k > 1 or (x + source.padding) % stride == 0:
+            at, entries = starts + 4 * x, index
+            add = (x * (k - 1) + first) * channels
+            for _ in range(first, last):
+                begin, count = read_int(at), read_int(at + 4) - read_int(at)
+                # The first sixteen are copied whether there are any or not: no branch to mispredict.
+                if wide:
+                    expand_entries(entries + 4 * begin, add, filled, 1)
+                    for i in range(16, count, 16):
+                        expand_entries(entries + 4 * (begin + i), add, filled + 4 * i, 1)
+                else:
+                    expand_entries(entries + 2 * begin, add, filled, 0)
+                    for i in range(16, count, 16):
+                        expand_entries(entries + 2 * (begin + i), add, filled + 4 * i, 0)
+                filled += 4 * count
+                at += starts_line
+                entries += index_line
+                add += channels
+        write_int(ends + 4 * (x + 1), (filled - rows) >> 2)
+
+
+def _make_convolve(vectors: int) -> Any:
+    """`_convolve` for rows of `vectors` vectors; the number must be a constant for the sums to be registers."""
+
+    # Long sums lose digits one by one, so after this many rows a sum joins the pixel's total and starts afresh.
+    block = 16 * sums_side_by_side(vectors)
+
+    @jit
+    def convolve(
+        source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int, out_width: int
+    ) -> None:
+        k, stride, padding, width = source.kernel, source.stride, source.padding, source.width
+        weight = source.weight + tile * source.tile_bytes
+        channels = source.channels
+        for x in range(out_width):
+            left = x * stride - padding
+            begin, end = read_int(ends + 4 * max(left, 0)), read_int(ends + 4 * min(left + k, width))
+            # The numbers count from the row of weights that belongs to column 0, not to column `left`.
+            skipped = left * k * channels
+            table = weight - skipped * vectors * _LINE
+            zero = skipped + k * k * channels
+            so_far, to = first + x * first_step, out + x * vectors * _LINE
+            while True:
+                stop = min(begin + block, end)
+                add_rows(rows, begin, stop, table, zero, so_far, to, vectors)
+                if stop >= end:
+                    break
+                begin, so_far = stop, to
+
+    return convolve
+
+
+_convolve_1, _convolve_2, _convolve_4, _convolve_8 = (_make_convolve(vectors) for vectors in (1, 2, 4, 8))
+VECTOR_CHOICES = (1, 2, 4, 8)
+"""Tile widths, in vectors, that a convolution may have."""
+
+
+@jit
+def _convolve(
+    group: Any, source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int
+) -> None:
+    """out = first + convolution, one row of one tile; `first_step` is what separates two pixels of `first`."""
+    if group.vectors == 1:
+        _convolve_1(source, tile, rows, ends, first, first_step, out, group.width)
+    elif group.vectors == 2:
+        _convolve_2(source, tile, rows, ends, first, first_step, out, group.width)
+    elif group.vectors == 4:
+        _convolve_4(source, tile, rows, ends, first, first_step, out, group.width)
+    else:
+        _convolve_8(source, tile, rows, ends, first, first_step, out, group.width)
+
+
+@jit
+def _valid_lanes(group: Any, vector: int) -> int:
+    """Bits of the lanes of channel vector number `vector` that are channels of the layer."""
+    if vector < group.used_vectors - 1:
+        return ALL_LANES
+    return group.last_lanes if vector == group.used_vectors - 1 else 0
+
+
+@jit
+def _add_dense(group: Any, tile: int, first: int, first_step: int, data: int, out: int) -> None:
+    """out = first + the row [W, C] at `data`; `first_step` is what separates two pixels of `first`."""
+    vectors = group.vectors
+    for j in range(vectors):
+        valid = _valid_lanes(group, tile * vectors + j)
+        for x in range(group.width):
+            from_ = data + 4 * x * group.channels + _LINE * (tile * vectors + j)
+            add_lanes(first + x * first_step + _LINE * j, from_, out + _LINE * (x * vectors + j), valid)
+
+
+@jit
+def _copy_out(group: Any, tile: int, values: int, data: int) -> None:
+    """Copy `values` [W, 16 * vectors] to one row [W, C] at `data`."""
+    for x in range(group.width):
+        for j in range(group.vectors):
+            vector = tile * group.vectors + j
+            valid = _valid_lanes(group, vector)
+            if valid:
+                to = data + 4 * x * group.channels + _LINE * vector
+                copy_lanes(values + _LINE * (x * group.vectors + j), to, valid)
+
+
+@jit
+def _load_membrane(group: Any, tile: int, data: int, membrane: int) -> None:
+    """Fill `membrane` [W, 16 * vectors] from the row [W, C] at `data`, or with the rest value when `data` is 0."""
+    vectors, rest = group.vectors, group.rest
+    for i in range(group.width * vectors):
+        fill_lanes(membrane + _LINE * i, rest)
+    if data:
+        for j in range(vectors):
+            valid = _valid_lanes(group, tile * vectors + j)
+            for x in range(group.width):
+                from_ = data + 4 * x * group.channels + _LINE * (tile * vectors + j)
+                copy_lanes(from_, membrane + _LINE * (x * vectors + j), valid)
+
+
+@jit
+def _fire_row(group: Any, tile: int, current: int, membrane: int, bits: int) -> None:
+    """One time step of a row of neurons; `bits` is uint16 [W, vectors]."""
+    alpha, beta, delta, threshold = group.alpha, group.beta, group.delta, group.threshold
+    rest, hard, vectors = group.rest, group.hard, group.vectors
+    for i in range(group.width * vectors):
+        at = _LINE * i
+        write_short(bits + 2 * i, fire(membrane + at, current + at, alpha, beta, delta, threshold, rest, hard))
+    # Lanes that are no channel hold zeros, which may fire too.
+    for j in range(vectors):
+        valid = _valid_lanes(group, tile * vectors + j)
+        if valid != ALL_LANES:
+            for x in range(group.width):
+                at = bits + 2 * (x * vectors + j)
+                write_short(at, read_short(at) & valid)
+
+
+@jit
+def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
+    """All time steps of one output row of one tile."""
+    lanes = 16 * group.vectors
+    row_bytes = 4 * lanes * group.width
+    pixel_bytes = 4 * lanes
+    rows = scratch
+    base = scratch + group.rows_bytes
+    current = base + row_bytes
+    membrane = current + row_bytes
+    ends = membrane + row_bytes
+    sources = carray(as_pointer(group.source_list), group.sources, SOURCE)
+    skips = carray(as_pointer(group.skip_list), group.skips, EVENTS)
+    denses = carray(as_pointer(group.dense_list), group.denses, DENSE)
+    pixels = 4 * (n * group.height + y) * group.width * group.channels
+
+    # `first` is what the sum starts from: the bias of every pixel, plus what is constant over time.
+    first, first_step = group.bias + tile * pixel_bytes, 0
+    for i in range(group.denses):
+        if denses[i].time == 0:
+            _add_dense(group, tile, first, first_step, denses[i].data + pixels, base)
+            first, first_step = base, pixel_bytes
+    if group.mode != OUT_SUMS:
+        _load_membrane(group, tile, group.v_in + pixels if group.v_in else 0, membrane)
+
+    for t in range(group.time_steps):
+        plane = t * group.images + n
+        line = plane * group.height + y
+        so_far, step = first, first_step
+        for i in range(group.sources):
+            _gather(sources[i], plane, y, rows, ends)
+            _convolve(group, sources[i], tile, rows, ends, so_far, step, current)
+            so_far, step = current, pixel_bytes
+        for i in range(group.denses):
+            if denses[i].time != 0:
+                _add_dense(group, tile, so_far, step, denses[i].data + 4 * t * denses[i].time + pixels, current)
+                so_far, step = current, pixel_bytes
+        if group.skips:
+            if so_far != current:
+                for i in range(0, row_bytes, _LINE):
+                    copy_lanes(so_far + i, current + i, ALL_LANES)
+                so_far = current
+            for i in range(group.skips):
+                add_events(skips[i], line, group.width, current, group.channels, tile * lanes, lanes)
+        if group.mode == OUT_SUMS:
+            _copy_out(group, tile, so_far, group.out + 4 * line * group.width * group.channels)
+        else:
+            vectors = group.width * group.vectors
+            bits = group.bits + 2 * (line * group.tiles + tile) * vectors
+            _fire_row(group, tile, so_far, membrane, bits)
+    if group.v_out and group.mode != OUT_SUMS:
+        _copy_out(group, tile, membrane, group.v_out + pixels)
+
+
+def _make_write_row(wide: int) -> Any:
+    """`write_row` for int32 (1) or uint16 (0) entries."""
+    size = 4 if wide else 2
+
+    @jit
+    def write_row(group: Any, line: int, out: int, start: int) -> None:
+        """Write the entries of one row from its bits and from what is added to the output."""
+        width, channels, tiles, vectors = group.width, group.channels, group.tiles, group.vectors
+        post_count, posts = group.posts, carray(as_pointer(group.post_list), group.posts, EVENTS)
+        pixel_bits = 2 * vectors
+        tile_bits = pixel_bits * width
+        bits = group.bits + line * tiles * tile_bits
+        place = out
+        write_int(start, 0)
+        for x in range(width):
+            at, entry = bits + x * pixel_bits, x * channels
+            for _ in range(tiles):
+                for j in range(vectors):
+                    fired = read_short(at + 2 * j)
+                    append_entries(place, entry, fired, wide)
+                    place += size * count_bits(fired)
+                    entry += 16
+                at += tile_bits
+            for i in range(post_count):
+                post = posts[i]
+                starts = post.start + 4 * (line * (width + 1) + x)
+                begin, count = read_int(starts), read_int(starts + 4) - read_int(starts)
+                source = post.index + size * (line * post.row + begin)
+                for j in range(0, size * count, _LINE // 2):
+                    copy_lanes(source + j, place + j, ALL_LANES >> 8)
+                place += size * count
+            write_int(start + 4 * (x + 1), (place - out) // size)
+
+    return write_row
+
+
+_write_row_narrow, _write_row_wide = _make_write_row(0), _make_write_row(1)
+
+
+@jit
+def _count_row(group: Any, line: int) -> int:
+    """Entries that one row of the output needs."""
+    total = 0
+    shorts = group.tiles * group.width * group.vectors
+    for i in range(shorts):
+        total += count_bits(read_short(group.bits + 2 * (line * shorts + i)))
+    posts = carray(as_pointer(group.post_list), group.posts, EVENTS)
+    for i in range(group.posts):
+        total += read_int(posts[i].start + 4 * (line * (group.width + 1) + group.width))
+    return total
+
+
+@jit
+def _emit_events(group: Any, address: int, line: int) -> None:
+    """Turn one row's bits, and what is added to the output, into events."""
+    out = carray(as_pointer(group.out), 1, EVENTS)[0]
+    start = out.start + 4 * line * (group.width + 1)
+    if group.posts:
+        need = _count_row(group, line)
+        atomic_max(address + _NEED, need)
+        if need > out.row - SLACK:
+            return
+    if out.wide:
+        _write_row_wide(group, line, out.index + 4 * line * out.row, start)
+    else:
+        _write_row_narrow(group, line, out.index + 2 * line * out.row, start)
+
+
+@jit
+def _emit_spikes(group: Any, line: int) -> None:
+    """Turn one row's bits, and what is added to the output, into dense float32."""
+    posts = carray(as_pointer(group.post_list), group.posts, EVENTS)
+    width, vectors, tiles, channels = group.width, group.vectors, group.tiles, group.channels
+    row = group.out + 4 * line * width * channels
+    for tile in range(tiles):
+        for j in range(vectors):
+            vector = tile * vectors + j
+            valid = _valid_lanes(group, vector)
+            bits = group.bits + 2 * ((line * tiles + tile) * width * vectors + j)
+            for x in range(width):
+                fired = read_short(bits + 2 * x * vectors)
+                store_bits(fired, row + 4 * x * channels + _LINE * vector, valid)
+    for i in range(group.posts):
+        add_events(posts[i], line, width, row, channels, 0, channels)
+
+
+@jit
+def run_group(address: int) -> None:
+    group = carray(as_pointer(address), 1, GROUP)[0]
+    scratch = group.scratch + atomic_add(address + _NEXT_SLOT, 1) * group.scratch_bytes
+    per_image = (group.height + group.block_rows - 1) // group.block_rows
+    tiles = 1 if group.mode == OUT_EVENTS_AGAIN else group.tiles
+    while True:
+        item = atomic_add(address + _NEXT_ITEM, 1)
+        if item >= tiles * group.blocks:
+            break
+        tile, block = item // group.blocks, item % group.blocks
+        n = block // per_image
+        first = (block - n * per_image) * group.block_rows
+        last = min(first + group.block_rows, group.height)
+        if group.mode != OUT_EVENTS_AGAIN:
+            for y in range(first, last):
+                _run_row(group, tile, n, y, scratch)
+        if group.mode == OUT_SUMS or atomic_add(group.finished + 8 * block, 1) != tiles - 1:
+            continue
+        for t in range(group.time_steps):
+            for y in range(first, last):
+                line = (t * group.images + n) * group.height + y
+                if group.mode == OUT_SPIKES:
+                    _emit_spikes(group, line)
+                else:
+                    _emit_events(group, address, line)
+
+
+def make_group_kernel(digest: str) -> Any:
+    """The group kernel for `compiler.compile_kernel`; its record is `records.GROUP`."""
+
+    def group_kernel(record):
+        if digest:
+            run_group(address_of(record))
+
+    return group_kernel

@@ -1,0 +1,121 @@
+"""What Python tells a kernel: plain C records of addresses (int64 bytes), sizes and numbers.
+
+A kernel gets the address of one record and reads everything from there. That makes it a C callback that any
+thread pool can run, see `threads.py`. Sizes are in elements unless the name says bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+SLACK = 32
+"""Entries beyond the last one of a row of events that vector loads and stores may touch."""
+
+
+def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype:
+    return np.dtype(
+        [(name, np.int64) for name in names] + [(name, np.float32) for name in floats], align=True
+    )
+
+
+def field_offset(record: np.dtype, name: str) -> int:
+    """Bytes from the beginning of a record to one of its fields."""
+    fields = record.fields
+    assert fields is not None
+    return fields[name][1]
+
+
+EVENTS = _record(
+    "index",  # address of the entries, uint16 or (wide) int32
+    "start",  # address of int32 [T, N, H, W + 1]
+    "row",  # entries between the beginnings of two rows
+    "wide",
+)
+"""A spike tensor in event form."""
+
+SOURCE = _record(
+    "index",
+    "start",
+    "row",
+    "wide",
+    "height",
+    "width",
+    "channels",
+    "kernel",
+    "stride",
+    "padding",
+    "weight",  # address of float32 [tile][k * k * c + 1][16 * vectors]: rows by dx, dy, c, then one of zeros
+    "tile_bytes",  # between two tiles
+)
+"""A spike tensor and the convolution that reads it."""
+
+DENSE = _record(
+    "data",  # address of float32 [T or 1, N, H, W, C]
+    "time",  # elements between two time steps; 0 when constant over time
+)
+"""A real tensor that is added to the neuron's input."""
+
+GROUP = _record(
+    "next_item",  # atomic: work items handed out so far
+    "next_slot",  # atomic: threads that have asked for scratch memory
+    "need",  # atomic: most entries that any output row holds
+    "time_steps",
+    "images",
+    "channels",
+    "height",
+    "width",
+    "vectors",  # of one tile
+    "tiles",
+    "used_vectors",  # ceil(C / 16)
+    "last_lanes",  # bits of the valid lanes of the last used vector
+    "block_rows",  # output rows of one work item
+    "blocks",  # work items of one tile
+    "sources",  # count, then address of SOURCE[]
+    "source_list",
+    "skips",
+    "skip_list",
+    "denses",
+    "dense_list",
+    "posts",
+    "post_list",
+    "bias",  # address of float32 [tiles * 16 * vectors]
+    "v_in",  # address of float32 [N, H, W, C], or 0
+    "v_out",
+    "bits",  # address of uint16 [T][N][H][tiles][W][vectors]
+    "finished",  # address of int64 [blocks]: tiles done
+    "mode",  # what comes out, see kernels.py
+    "out",  # address of EVENTS, or of float32 [T, N, H, W, C]
+    "scratch",  # address of the threads' private memory
+    "scratch_bytes",  # of one thread
+    "rows_bytes",  # of the part that holds numbers of weight rows
+    "hard",  # 1 for a hard reset
+    floats=("alpha", "beta", "delta", "threshold", "rest"),
+)
+"""One run of a group."""
+
+CODEC = _record(
+    "next_item",
+    "flag",  # atomic: what encode found, see kernels.py
+    "time_steps",
+    "images",
+    "channels",
+    "height",
+    "width",
+    "source",  # float32 for encode, EVENTS otherwise
+    "stride_t",
+    "stride_n",
+    "stride_c",
+    "stride_h",
+    "stride_w",
+    "out",
+    "out_height",
+    "out_width",
+    "kernel",
+    "stride",
+    "padding",
+    "scratch",
+    "scratch_bytes",
+    "next_slot",
+    "need",
+)
+"""One conversion between events and dense tensors, or one reduction of events."""

@@ -1,0 +1,136 @@
+"""`PackedSpikes`: one bit a spike, channels last, in the order in which a tensor core wants them.
+
+Memory is int16 `data[T, N, H + 2, W + 2, G, 4]`: G = ceil(C / 64) blocks of 64 channels, four halfwords
+a block. Bit `2j + p` (0 <= j < 8, 0 <= p < 2) of halfword `q` is channel `8j + 2q + p` of its block:
+exactly the columns that lane `q` of a quad holds in a wgmma accumulator fragment, so a kernel stores its
+own spikes without a shuffle, and exactly the bits that lane needs as an A fragment of the next
+convolution. Channels from C to 64 G are always 0, and so is the one-pixel border around every image,
+which no kernel ever writes: a 3x3 convolution needs no masks at the edges.
+
+A spike reaches the tensor core as a power of two (its bit is moved, by a rotation by 4 and one AND, to
+one of four fp16 exponent positions); `K_CHANNEL` and `K_EXPONENT` say which channel sits at which place
+along K and which power it carries, and the prepared weights are permuted by the one and scaled by the
+inverse of the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseflow.errors import InputError
+
+BLOCK = 64
+"""Channels in a block; the unit of skipping and of a K step."""
+
+
+def _halfword_bit(k: int) -> tuple[int, int]:
+    """Bit of the halfword, and log2 of the value it becomes, at place `k` along a K step of 64."""
+    r, p = k // 8, k % 2
+    turn, e = r // 2, r % 2
+    position = 11 + 2 * p + e  # fp16 bit 11, 12 | 13, 14: exponent field 2, 4 | 8, 16
+    return (position - 4 * turn) % 16, {11: -13, 12: -11, 13: -7, 14: 1}[position]
+
+
+def _channel(bit: int, lane: int) -> int:
+    return 8 * (bit // 2) + 2 * lane + bit % 2
+
+
+K_CHANNEL: tuple[int, ...] = tuple(_channel(_halfword_bit(k)[0], (k % 8) // 2) for k in range(BLOCK))
+"""Channel of a block at each place along K."""
+
+K_EXPONENT: tuple[int, ...] = tuple(_halfword_bit(k)[1] for k in range(BLOCK))
+"""log2 of the value that a spike has at each place along K."""
+
+WEIGHT_LIMIT = 65504.0 * 2.0**-13
+"""Largest |weight| that still fits fp16 after the scaling by the inverse powers (just under 8)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSpikes:
+    """Spikes of T time steps, N images, C channels and H x W pixels, one bit each.
+
+    Attributes:
+        data: int16 [T, N, H + 2, W + 2, ceil(C / 64), 4], zero border, contiguous.
+        channels: C; padding channels up to the next multiple of 64 are zero.
+        activity: int32 [T, ceil(C / 64), tiles] or None: non-zero where a tile of `tile` consecutive pixels
+            (of the flattened N x H x W) may hold a spike in that block of channels.
+        tile: Pixels of an activity tile, 0 without activity.
+    """
+
+    data: Tensor
+    channels: int
+    activity: Tensor | None = None
+    tile: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(T, N, C, H, W)."""
+        t, n, h, w = self.data.shape[:4]
+        return t, n, self.channels, h - 2, w - 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 channels."""
+        return self.data.shape[4]
+
+
+def blocks_of(channels: int) -> int:
+    """Blocks of 64 channels that hold `channels`."""
+    return -(-channels // BLOCK)
+
+
+def empty_packed(
+    t: int, n: int, c: int, h: int, w: int, device: torch.device | str, *, tile: int = 0
+) -> PackedSpikes:
+    """Allocate spikes, all zero (the border must be; kernels never write it).
+
+    Args:
+        t: Time steps.
+        n: Images.
+        c: Channels.
+        h: Rows.
+        w: Columns.
+        device: Where.
+        tile: Pixels of an activity tile; 0 for no activity mask.
+    """
+    data = torch.zeros((t, n, h + 2, w + 2, blocks_of(c), 4), dtype=torch.int16, device=device)
+    activity = None
+    if tile:
+        activity = torch.ones((t, blocks_of(c), -(-n * h * w // tile)), dtype=torch.int32, device=device)
+    return PackedSpikes(data=data, channels=c, activity=activity, tile=tile)
+
+
+def pack(spikes: Tensor) -> PackedSpikes:
+    """Pack spikes [T, N, C, H, W] of zeros and ones of any dtype (plain torch: the reference of the kernels).
+
+    Raises:
+        InputError: `spikes` is not five-dimensional.
+    """
+    if spikes.dim() != 5:
+        raise InputError(f"spikes must be [T, N, C, H, W], got a tensor of shape {tuple(spikes.shape)}")
+    t, n, c, h, w = spikes.shape
+    out = empty_packed(t, n, c, h, w, spikes.device)
+    g = blocks_of(c)
+    ones = torch.zeros((t, n, h, w, g * BLOCK), dtype=torch.int32, device=spikes.device)
+    ones[..., :c] = (spikes != 0).permute(0, 1, 3, 4, 2).to(torch.int32)
+    # channel 64g + 8j + 2q + p -> [g, q, bit 2j + p]
+    bits = ones.view(t, n, h, w, g, 8, 4, 2).permute(0, 1, 2, 3, 4, 6, 5, 7).reshape(t, n, h, w, g, 4, 16)
+    weight = 1 << torch.arange(16, dtype=torch.int32, device=spikes.device)
+    half = (bits * weight).sum(-1, dtype=torch.int32)
+    out.data[:, :, 1:-1, 1:-1] = torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16)
+    return out
+
+
+def unpack(spikes: PackedSpikes, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Dense spikes [T, N, C, H, W] of `dtype` (plain torch: the reference of the kernels)."""
+    t, n, c, h, w = spikes.shape
+    half = spikes.data[:, :, 1:-1, 1:-1].to(torch.int32)
+    shifts = torch.arange(16, dtype=torch.int32, device=half.device)
+    bits = (half.unsqueeze(-1) >> shifts) & 1
+    ones = bits.view(t, n, h, w, spikes.blocks, 4, 8, 2).permute(0, 1, 2, 3, 4, 6, 5, 7)
+    return (
+        ones.reshape(t, n, h, w, spikes.blocks * BLOCK)[..., :c].permute(0, 1, 4, 2, 3).to(dtype).contiguous()
+    )

@@ -1,0 +1,515 @@
+"""The fused group on Hopper: 1-bit spikes -> wgmma -> bias -> IF/LIF over T -> 1-bit spikes (Gluon).
+
+One CTA owns tiles of `BM` output pixels (flattened over images, rows, columns) and one column of `BN`
+output channels. The A operand of every wgmma comes from registers: a thread loads the halfword that
+holds exactly its fragment's bits of 64 channels (`format.py`) and spreads it with one PRMT, three
+rotations and eight ANDs into fp16 pairs whose ones are powers of two; the weights carry the inverse
+powers and are permuted along K to match. Nothing of A passes through shared memory. The accumulator's
+fragment has the shape of A's, so a thread's own spikes are exactly one halfword of the output: no
+shuffles in the epilogue.
+
+The K loop goes over *batches*: `UB` units (the taps of one block of channels, or blocks of a 1x1), each
+times `PARTS` weight matrices and `TC` time steps. A batch is straight-line code in which wgmmas stay
+asynchronous (ptxas serialises them all if a barrier's wait loop or a loop's back edge comes between); it
+ends with a drain. Weights come by TMA into a ring of `RING` batches and serve all `TC` time steps before
+they are replaced; where the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps
+its column while it walks over tiles, so the stream of weights never stops.
+
+With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to
+arrive adds them in a fixed order and runs the neuron, so the result does not depend on who is last.
+"""
+
+# Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
+# ruff: noqa: RUF005, SIM102, SIM108, B007
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.constexpr_function
+def _fragment(bm, num_warps):
+    """wgmma's A and accumulator fragments as [BM, 4, 2, 4, 2] = (row, k/16, (k/8)%2, quad lane, pair)."""
+    warps = [[16 << i, 0, 0, 0, 0] for i in range(num_warps.bit_length() - 1)]
+    regs = [[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
+    rows = 16 * num_warps
+    while rows < bm:
+        regs.append([rows, 0, 0, 0, 0])
+        rows *= 2
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [bm, 4, 2, 4, 2])
+
+
+@gluon.constexpr_function
+def _halves(bm, num_warps):
+    """Layout of [BM, 4]: the four halfwords of one block of channels, for every pixel of a tile."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _fragment(bm, num_warps))))
+
+
+@gluon.constexpr_function
+def _unpack_asm():
+    """PTX: two halfwords (rows g and g+8) -> the 16 fp16x2 registers of four m64k16 A fragments."""
+    lines = ["{ .reg .b32 w<8>;"]
+    for row in range(2):
+        w = [f"w{4 * row + i}" for i in range(4)]
+        lines.append(f"prmt.b32 {w[0]}, ${16 + 2 * row}, 0, 0x1010;")
+        lines += [f"shf.l.wrap.b32 {w[i]}, {w[0]}, {w[0]}, {4 * i};" for i in (1, 2, 3)]
+        for r in range(8):
+            mask = (1 << (11 + r % 2)) | (1 << (29 + r % 2))
+            lines.append(f"and.b32 ${row + 2 * r}, {w[r // 2]}, {mask};")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _unpack_constraints():
+    return ",".join(["=r"] * 16 + ["r"] * 32)
+
+
+@gluon.jit
+def _unpack(half, BM: gl.constexpr, A: gl.constexpr):
+    """Halfwords [BM, 4] -> fp16 [BM, 64], the A operand of four k16 steps."""
+    w = half.to(gl.int32).expand_dims(1).expand_dims(2).expand_dims(4)
+    w, _ = gl.broadcast(w, gl.full([BM, 4, 2, 4, 2], 0, gl.int32, w.type.layout))
+    a = gl.inline_asm_elementwise(
+        _unpack_asm(), _unpack_constraints(), [w], dtype=gl.float16, is_pure=True, pack=32
+    )
+    return gl.convert_layout(gl.reshape(a, [BM, 64]), A, assert_trivial=True)
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def _bit_values(L: gl.constexpr, BN: gl.constexpr):
+    """int32 [1, BN]: the value of every column's bit in its halfword."""
+    col = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    return (1 << (((col >> 3) & 7) * 2 + (col & 1))).expand_dims(0)
+
+
+@gluon.jit
+def _pack(spikes, BM: gl.constexpr, BN: gl.constexpr):
+    """bool [BM, BN] in the accumulator's layout -> int32 [BM, BN / 64, 4]; the sums stay inside a thread."""
+    L: gl.constexpr = spikes.type.layout
+    value, _ = gl.broadcast(_bit_values(L, BN), spikes)
+    words = gl.where(spikes, value, 0).reshape([BM, BN // 64, 8, 4, 2])
+    return gl.reduce(gl.reduce(words, 4, _either), 2, _either)
+
+
+@gluon.jit
+def _spread(half, like, BM: gl.constexpr):
+    """Halfwords [BM, 4] -> bool [BM, 64] in the layout of `like`."""
+    w = half.to(gl.int32).expand_dims(1).expand_dims(2).expand_dims(4)
+    w, _ = gl.broadcast(w, gl.full([BM, 4, 2, 4, 2], 0, gl.int32, w.type.layout))
+    L: gl.constexpr = like.type.layout
+    return (gl.convert_layout(w.reshape([BM, 64]), L, assert_trivial=True) & _bit_values(L, 64)) != 0
+
+
+@gluon.constexpr_function
+def _unit_shift(unit, taps, width, ch):
+    """Halfwords from a batch's first unit to its unit `unit`: a tap of a 3x3, or a block of a 1x1."""
+    return unit * 4 if taps == 1 else ((unit // 3) * (width + 2) + unit % 3) * ch
+
+
+@gluon.jit
+def _batch_shift(batch, TAPS: gl.constexpr, UB: gl.constexpr, IW: gl.constexpr, CH: gl.constexpr):
+    """Halfwords from a tile's first tap and block to the first unit of batch `batch`."""
+    if TAPS == 1:
+        return batch * (UB * 4)
+    else:
+        PER_BLOCK: gl.constexpr = 9 // UB
+        return (batch // PER_BLOCK) * 4 + (batch % PER_BLOCK) * ((UB // 3) * (IW + 2) * CH)
+
+
+@gluon.jit
+def _load_units(
+    x_ptr,
+    offsets,
+    shift,
+    x_step,
+    UB: gl.constexpr,
+    TC: gl.constexpr,
+    TAPS: gl.constexpr,
+    IW: gl.constexpr,
+    CH: gl.constexpr,
+):
+    """The halfwords of a batch, unit by unit and time step by time step."""
+    words = ()
+    for u in gl.static_range(UB):
+        for t in gl.static_range(TC):
+            words = words + (
+                gl.load(x_ptr + (offsets + (shift + t * x_step + _unit_shift(u, TAPS, IW, CH)))),
+            )
+    return words
+
+
+@gluon.jit
+def _fetch(
+    w_desc,
+    slots,
+    full,
+    index,
+    batch,
+    main,
+    column,
+    pred,
+    RING: gl.constexpr,
+    STEPS: gl.constexpr,
+    STEPS2: gl.constexpr,
+    BN: gl.constexpr,
+):
+    """Start copying K batch `batch` (`main` batches of STEPS, then some of STEPS2) into slot `index`."""
+    bar = full.index(index)
+    if STEPS2 == 0 or STEPS2 == STEPS:
+        mbarrier.expect(bar, BN * 128 * STEPS, pred)
+        for j in gl.static_range(STEPS):
+            tma.async_copy_global_to_shared(
+                w_desc, [column, (batch * STEPS + j) * 64], bar, slots.index(index * STEPS + j), pred
+            )
+    else:
+        first = pred & (batch < main)
+        second = pred & (batch >= main)
+        mbarrier.expect(bar, BN * 128 * STEPS, first)
+        mbarrier.expect(bar, BN * 128 * STEPS2, second)
+        for j in gl.static_range(STEPS):
+            tma.async_copy_global_to_shared(
+                w_desc, [column, (batch * STEPS + j) * 64], bar, slots.index(index * STEPS + j), first
+            )
+        for j in gl.static_range(STEPS2):
+            at = main * STEPS + (batch - main) * STEPS2 + j
+            tma.async_copy_global_to_shared(
+                w_desc, [column, at * 64], bar, slots.index(index * STEPS + j), second
+            )
+
+
+@gluon.jit
+def _multiply(
+    words,
+    acc,
+    accumulate,
+    slots,
+    slot0,
+    UB: gl.constexpr,
+    TC: gl.constexpr,
+    PARTS: gl.constexpr,
+    BM: gl.constexpr,
+    A: gl.constexpr,
+):
+    """acc[t] += A[t] B for all units of a batch: asynchronous straight-line code, drained at the end."""
+    for u in gl.static_range(UB):
+        done = ()
+        for t in gl.static_range(TC):
+            a = _unpack(words[u * TC + t], BM, A)
+            total = acc[t]
+            for part in gl.static_range(PARTS):
+                b = slots.index(slot0 + (u * PARTS + part)).permute((1, 0))
+                if u + part == 0:
+                    token = warpgroup_mma(a, b, total, use_acc=accumulate, is_async=True)
+                else:
+                    token = warpgroup_mma(a, b, total, is_async=True)
+                total = warpgroup_mma_wait(1, deps=[token])
+            done = done + (total,)
+        acc = done
+    drained = ()
+    for t in gl.static_range(TC):
+        drained = drained + (warpgroup_mma_wait(0, deps=[acc[t]]),)
+    return drained
+
+
+@gluon.jit
+def _share(acc, base, count_ptr, me, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
+    """Write this CTA's partial sums; returns whether it was its tile's last (and resets the count)."""
+    for t in gl.static_range(TC):
+        gl.store(base + ((me * TC + t) * SIZE + at), acc[t])
+    gl.thread_barrier()
+    last = gl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        gl.store(count_ptr, 0)
+    return last
+
+
+@gluon.jit
+def _gather(base, t, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
+    """Sum of all partial sums of time step `t`, always in the same order."""
+    total = gl.load(base + (t * SIZE + at), cache_modifier=".cg")
+    for s in gl.static_range(1, SPLIT):
+        total += gl.load(base + ((s * TC + t) * SIZE + at), cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def _column_block(bits, blk: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+    """Block `blk` of packed bits [BM, BN / 64, 4] as [BM, 4] in layout `L`."""
+    if BN == 64:
+        return gl.convert_layout(bits.reshape([BM, 4]), L, assert_trivial=True)
+    else:
+        low, high = gl.split(bits.permute((0, 2, 1)))
+        if blk == 0:
+            return gl.convert_layout(low, L, assert_trivial=True)
+        else:
+            return gl.convert_layout(high, L, assert_trivial=True)
+
+
+# Not specialised: a count of 1 would otherwise become a compile-time constant and change the code's types.
+@gluon.jit(
+    do_not_specialize=[
+        "pixels",
+        "tiles",
+        "T",
+        "batches",
+        "batches2",
+        "x_step",
+        "x2_step",
+        "out_step",
+        "dense_step",
+    ]
+)
+def group_kernel(
+    x_ptr,
+    x2_ptr,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    skip_ptr,
+    dense_ptr,
+    v_in_ptr,
+    v_out_ptr,
+    part_ptr,
+    count_ptr,
+    scale,
+    alpha,
+    skip_value,
+    threshold,
+    v_reset,
+    pixels,
+    tiles,
+    T,
+    batches,
+    batches2,
+    x_step,
+    x2_step,
+    out_step,
+    dense_step,
+    H: gl.constexpr,
+    W: gl.constexpr,
+    IH: gl.constexpr,
+    IW: gl.constexpr,
+    CH: gl.constexpr,
+    TAPS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    IH2: gl.constexpr,
+    IW2: gl.constexpr,
+    CH2: gl.constexpr,
+    STRIDE2: gl.constexpr,
+    OCH: gl.constexpr,
+    C_OUT: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    TC: gl.constexpr,
+    UB: gl.constexpr,
+    UB2: gl.constexpr,
+    PARTS: gl.constexpr,
+    RING: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SOFT: gl.constexpr,
+    SKIPS: gl.constexpr,
+    DENSE: gl.constexpr,
+    READ_V: gl.constexpr,
+    WRITE_V: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """One group; see the module's docstring. Grid (CTAs over pixel tiles, C_out / BN, SPLIT).
+
+    `CH`, `CH2`, `OCH` are halfwords a pixel; `*_step` elements between time steps; `bias` already holds
+    beta and delta, `scale` is beta times the power of two that the weights were divided by.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    HALVES: gl.constexpr = _halves(BM, NUM_WARPS)
+    STEPS: gl.constexpr = UB * PARTS
+    STEPS2: gl.constexpr = UB2 * PARTS
+
+    slots = gl.allocate_shared_memory(gl.float16, [RING * STEPS, BN, 64], w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(full.index(i), count=1)
+
+    first_tile = gl.program_id(0)
+    tile_stride = gl.num_programs(0)
+    column = gl.program_id(1) * BN
+    # this CTA's share [begin, begin + count) of the K batches
+    if SPLIT == 1:
+        begin = 0
+        count = batches + batches2
+    else:
+        begin = (batches + batches2) * gl.program_id(2) // SPLIT
+        count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - begin
+    if RESIDENT:
+        total = count
+    else:
+        total = count * ((tiles - first_tile + tile_stride - 1) // tile_stride) * (T // TC)
+    fetched = 0
+    fetch_batch = 0
+    for i in gl.static_range(RING):
+        _fetch(
+            w_desc,
+            slots,
+            full,
+            i,
+            begin + fetch_batch,
+            batches,
+            column,
+            fetched < total,
+            RING,
+            STEPS,
+            STEPS2,
+            BN,
+        )
+        fetched += 1
+        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+    used = 0  # batches consumed so far
+
+    row = gl.arange(0, BM, layout=gl.SliceLayout(1, HALVES))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, HALVES)).expand_dims(0)
+    acc_row = gl.arange(0, BM, layout=gl.SliceLayout(1, MMA))
+    acc_col = column + gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
+    PAD: gl.constexpr = 0 if TAPS == 9 else 1
+
+    for tile in range(first_tile, tiles, tile_stride):
+        pixel = tile * BM + row
+        inside = (pixel < pixels).expand_dims(1)
+        pixel = gl.minimum(pixel, pixels - 1)
+        n = pixel // (H * W)
+        y = (pixel // W) % H
+        x = pixel % W
+        src = (((n * (IH + 2) + y * STRIDE + PAD) * (IW + 2) + x * STRIDE + PAD) * CH).expand_dims(1) + lane
+        dst = (((n * (H + 2) + y + 1) * (W + 2) + x + 1) * OCH).expand_dims(1) + (lane + column // 16)
+        if UB2 > 0:
+            src2 = (((n * (IH2 + 2) + y * STRIDE2 + 1) * (IW2 + 2) + x * STRIDE2 + 1) * CH2).expand_dims(
+                1
+            ) + lane
+        acc_pixel = gl.minimum(tile * BM + acc_row, pixels - 1).expand_dims(1)
+        state = acc_pixel * C_OUT + acc_col.expand_dims(0)
+        if READ_V:
+            v = gl.load(v_in_ptr + state)
+        else:
+            v = gl.full([BM, BN], 0.0, gl.float32, MMA) + v_reset
+
+        if SPLIT > 1:
+            mine = tile >= 0
+        else:
+            mine: gl.constexpr = True
+        for t0 in range(0, T, TC):
+            acc = ()
+            for t in gl.static_range(TC):
+                acc = acc + (gl.full([BM, BN], 0.0, gl.float32, MMA),)
+            here = t0 * x_step
+            if SPLIT == 1:
+                stop = batches
+            else:
+                stop = gl.minimum(begin + count, batches)
+            for batch in range(begin, stop):
+                words = _load_units(
+                    x_ptr, src, here + _batch_shift(batch, TAPS, UB, IW, CH), x_step, UB, TC, TAPS, IW, CH
+                )
+                slot = used % RING
+                if RESIDENT:
+                    slot = batch - begin
+                    mbarrier.wait(full.index(slot), 0)
+                else:
+                    mbarrier.wait(full.index(slot), (used // RING) & 1)
+                acc = _multiply(words, acc, batch > begin, slots, slot * STEPS, UB, TC, PARTS, BM, A)
+                if not RESIDENT:
+                    used += 1
+                    gl.thread_barrier()
+                    _fetch(
+                        w_desc,
+                        slots,
+                        full,
+                        slot,
+                        begin + fetch_batch,
+                        batches,
+                        column,
+                        fetched < total,
+                        RING,
+                        STEPS,
+                        STEPS2,
+                        BN,
+                    )
+                    fetched += 1
+                    fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+            if UB2 > 0:
+                here2 = t0 * x2_step
+                for batch in range(gl.maximum(begin - batches, 0), begin + count - batches):
+                    words = _load_units(
+                        x2_ptr, src2, here2 + batch * (UB2 * 4), x2_step, UB2, TC, 1, IW2, CH2
+                    )
+                    slot = used % RING
+                    if RESIDENT:
+                        slot = batch + batches - begin
+                        mbarrier.wait(full.index(slot), 0)
+                    else:
+                        mbarrier.wait(full.index(slot), (used // RING) & 1)
+                    acc = _multiply(
+                        words, acc, batch + batches > begin, slots, slot * STEPS, UB2, TC, PARTS, BM, A
+                    )
+                    if not RESIDENT:
+                        used += 1
+                        gl.thread_barrier()
+                        _fetch(
+                            w_desc,
+                            slots,
+                            full,
+                            slot,
+                            begin + fetch_batch,
+                            batches,
+                            column,
+                            fetched < total,
+                            RING,
+                            STEPS,
+                            STEPS2,
+                            BN,
+                        )
+                        fetched += 1
+                        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+
+            if SPLIT > 1:
+                part_at = acc_row.expand_dims(1) * BN + gl.arange(
+                    0, BN, layout=gl.SliceLayout(0, MMA)
+                ).expand_dims(0)
+                tile_id = tile * gl.num_programs(1) + gl.program_id(1)
+                part_base = part_ptr + tile_id * (SPLIT * TC * BM * BN)
+                mine = _share(
+                    acc, part_base, count_ptr + tile_id, gl.program_id(2), part_at, SPLIT, BM * BN, TC
+                )
+            if mine:
+                bias = gl.load(bias_ptr + acc_col).expand_dims(0)
+                for t in gl.static_range(TC):
+                    if SPLIT > 1:
+                        current = _gather(part_base, t, part_at, SPLIT, BM * BN, TC) * scale + bias
+                    else:
+                        current = acc[t] * scale + bias
+                    if DENSE:
+                        current += (
+                            gl.load(dense_ptr + (state + (t0 + t) * dense_step)).to(gl.float32) * skip_value
+                        )
+                    if SKIPS:
+                        gl.static_assert(BN == 64, "identity skips need BN == 64")
+                        half = gl.load(skip_ptr + (dst + (t0 + t) * out_step))
+                        current += gl.where(_spread(half, current, BM), skip_value, 0.0)
+                    v = v * alpha + current
+                    spikes = v >= threshold
+                    if SOFT:
+                        v = gl.where(spikes, v - threshold, v)
+                    else:
+                        v = gl.where(spikes, v_reset, v)
+                    bits = _pack(spikes, BM, BN)
+                    for blk in gl.static_range(BN // 64):
+                        piece = _column_block(bits, blk, BN, BM, HALVES).to(gl.int16)
+                        gl.store(out_ptr + (dst + ((t0 + t) * out_step + blk * 4)), piece, mask=inside)
+        if WRITE_V:
+            if mine:
+                gl.store(v_out_ptr + state, v, mask=(tile * BM + acc_row < pixels).expand_dims(1))

@@ -1,0 +1,177 @@
+"""`SparseConv2d`: a convolution that takes spikes and skips their zeros, in place of `nn.Conv2d`."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparseflow.errors import InputError
+
+ConvBackend = Literal["dense", "events", "blocks"]
+BLOCK_SIZES = (4, 8, 16)
+
+
+class SparseConv2d(nn.Conv2d):
+    """A 3x3 or 1x1 convolution of spikes. Parameters and state_dict keys are those of `nn.Conv2d`.
+
+    In eval mode and without gradients it runs on `backend`; otherwise (training, an input that requires
+    gradients, an input that is not spikes) it is `F.conv2d`, gradients intact.
+
+    Input [N, C, H, W] or [T, N, C, H, W], floating point; output alike, in the input's dtype.
+
+    Attributes:
+        backend: "events" (CPU, Numba), "blocks" (GPU, Triton, two-stage) or "dense".
+        block_size: Edge of a block of pixels for "blocks" (4, 8 or 16).
+        timed: Measure each call into `last_ms`. On a GPU this waits for the device.
+        last_ms: Milliseconds of the last call while `timed`, else None.
+    """
+
+    def __init__(
+        self, *args: Any, block_size: int = 16, backend: ConvBackend = "dense", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        reason = refusal(self)
+        if reason is not None:
+            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+        if block_size not in BLOCK_SIZES:
+            raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
+        self.block_size = block_size
+        self.backend: ConvBackend = backend
+        self.timed = False
+        self.last_ms: float | None = None
+        self._prepared: tuple[tuple[int, int], Any] | None = None
+
+    @classmethod
+    def from_dense(
+        cls, conv: nn.Conv2d, block_size: int = 16, *, backend: ConvBackend | None = None
+    ) -> SparseConv2d:
+        """The sparse twin of `conv`, sharing its parameters.
+
+        Args:
+            conv: 3x3 or 1x1, stride 1 or 2, groups 1, dilation 1, zero padding.
+            block_size: Edge of a block of pixels (4, 8 or 16).
+            backend: Where to run; by default what `conv`'s device can do.
+
+        Raises:
+            InputError: `conv` has another geometry, or `block_size` is unknown.
+        """
+        reason = refusal(conv)
+        if reason is not None:
+            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+        sparse = cls(
+            conv.in_channels,
+            conv.out_channels,
+            (conv.kernel_size[0], conv.kernel_size[1]),
+            stride=(conv.stride[0], conv.stride[1]),
+            padding=conv.padding,  # type: ignore[arg-type]
+            bias=conv.bias is not None,
+            block_size=block_size,
+            backend=backend or default_backend(conv.weight.device),
+            device="meta",
+        )
+        sparse.weight = conv.weight
+        sparse.bias = conv.bias
+        sparse.train(conv.training)
+        if hasattr(conv, "step_mode"):
+            sparse.step_mode = conv.step_mode  # type: ignore[assignment]
+        return sparse
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() not in (4, 5):
+            raise InputError(
+                f"SparseConv2d takes [N, C, H, W] or [T, N, C, H, W], not a tensor of shape {tuple(input.shape)}"
+            )
+        if not self.timed:
+            return self._run(input)
+        if input.is_cuda:
+            torch.cuda.synchronize(input.device)
+        start = time.perf_counter()
+        output = self._run(input)
+        if input.is_cuda:
+            torch.cuda.synchronize(input.device)
+        self.last_ms = (time.perf_counter() - start) * 1e3
+        return output
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if self.backend == "dense" or self.training or (needs_grad and x.requires_grad):
+            return self._dense(x)
+        with torch.no_grad():
+            output = self._events(x) if self.backend == "events" else self._blocks(x)
+        return self._dense(x) if output is None else output
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        lead = x.shape[:-3]
+        y = super().forward(x.flatten(0, -4))
+        return y.view(*lead, *y.shape[1:])
+
+    def _events(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Event-driven; None when the input is not spikes or not float32 on a CPU."""
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return None
+        from sparseflow.spiking.kernels import events
+        from sparseflow.spiking.kernels.spec import SpikeSource
+
+        stamp = (self.weight.data_ptr(), self.weight._version)
+        if self._prepared is None or self._prepared[0] != stamp:
+            source = SpikeSource(
+                weight=self.weight.detach(), stride=int(self.stride[0]), padding=int(self.padding[0])
+            )
+            self._prepared = stamp, events.prepare_conv(source, self.bias)
+        sequence = x if x.dim() == 5 else x.unsqueeze(0)
+        try:
+            coded = events.encode(sequence)
+        except InputError:
+            return None
+        y = self._prepared[1](coded)
+        return y if x.dim() == 5 else y[0]
+
+    def _blocks(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not x.is_cuda:
+            return None
+        from sparseflow.spiking.kernels.blocks import sparse_conv2d
+
+        y = sparse_conv2d(
+            x.flatten(0, -4),
+            self.weight,
+            self.bias,
+            stride=int(self.stride[0]),
+            padding=int(self.padding[0]),
+            block_size=self.block_size,
+        )
+        return y.view(*x.shape[:-3], *y.shape[1:])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, backend={self.backend}, block_size={self.block_size}"
+
+
+def refusal(conv: nn.Conv2d) -> str | None:
+    """Why `conv` cannot be replaced (a sentence), or None when it can."""
+    kernel = tuple(conv.kernel_size)
+    if kernel not in ((3, 3), (1, 1)):
+        return f"kernel_size {kernel} is neither 3x3 nor 1x1"
+    if tuple(conv.stride) not in ((1, 1), (2, 2)):
+        return f"stride {tuple(conv.stride)} is neither 1 nor 2"
+    if conv.groups != 1:
+        return f"groups (={conv.groups}) is not 1"
+    if tuple(conv.dilation) != (1, 1):
+        return f"dilation {tuple(conv.dilation)} is not 1"
+    if conv.padding_mode != "zeros":
+        return f"padding_mode '{conv.padding_mode}' is not 'zeros'"
+    if conv.padding not in ((0, 0), (1, 1), "valid") or (kernel == (1, 1) and conv.padding == (1, 1)):
+        return f"padding {conv.padding} with kernel {kernel} is not covered"
+    return None
+
+
+def default_backend(device: torch.device) -> ConvBackend:
+    """What this machine can run on `device`."""
+    if device.type == "cpu" and find_spec("numba"):
+        return "events"
+    if device.type == "cuda" and find_spec("triton"):
+        return "blocks"
+    return "dense"

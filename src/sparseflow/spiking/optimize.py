@@ -1,0 +1,436 @@
+"""`optimize`, `restore`: put the accelerated forward in front of a network, and take it away again.
+
+The network keeps its parameters and state_dict keys. Its `forward` becomes an `Accelerated` callable, which
+runs a measured plan (`plan.py`) wherever that is surely faster, and the network's own code everywhere else:
+while training, for an input that requires gradients, or when somebody hooked a module. Under the static
+policy, and where a network cannot be traced, single convolutions become `SparseConv2d` objects around the same
+parameters instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparseflow.core import timing
+from sparseflow.errors import ModelError, SampleError
+from sparseflow.spiking.backend import Backend, backend_for
+from sparseflow.spiking.dispatch import Chooser, Decision, DecisionCache, Policy, rate_bucket, static_block
+from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
+from sparseflow.spiking.modules import SparseConv2d, default_backend
+from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes
+from sparseflow.spiking.profile import Activity, activities, activity_of
+from sparseflow.spiking.registry import is_spiking_neuron
+from sparseflow.spiking.state import memories, put_back, untouched
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being measured, how many are done, and how many there are."""
+
+MOST_PLANS = 8
+
+
+def optimize(
+    model: nn.Module,
+    sample: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    *,
+    policy: Policy = "measured",
+    cache: bool | Path = True,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Make a trained spiking network faster. Returns `model` itself, accelerated.
+
+    Args:
+        model: A network in eval mode whose neurons are known (spikingjelly's, or registered ones).
+        sample: An input (or a tuple of inputs) like those to come. With it, everything is measured now;
+            without, on the first call, and again for each new input shape.
+        policy: "measured" times every way a layer can run and keeps the fastest, never one slower than the
+            network's own; "static" replaces by feature-map height (32 and up: blocks of 16; 16 to 31: 8;
+            8 to 15: 4; below: left alone).
+        cache: Remember decisions on disk; a path names the file.
+        progress: Told about each measurement.
+
+    Raises:
+        ModelError: Not a module; in training mode; on `meta`; NaN or Inf weights; no spiking neuron.
+        SampleError: The sample does not fit the model or its device. The model is then as it was.
+    """
+    check_model(model)
+    if isinstance(model.__dict__.get("forward"), Accelerated):
+        restore(model)
+    inputs = _as_inputs(sample)
+    if inputs is not None:
+        check_sample(model, inputs)
+    graph = analyze(model, sample)
+    store = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
+    accelerated = Accelerated(model, graph, policy=policy, cache=store, progress=progress)
+    accelerated.install()
+    if inputs is not None and policy == "measured":
+        try:
+            accelerated.measure(inputs)
+        except BaseException:
+            accelerated.uninstall()
+            raise
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Put the original modules and forward back. Returns `model`; nothing happens if it was never optimised."""
+    accelerated = model.__dict__.get("forward")
+    if isinstance(accelerated, Accelerated):
+        accelerated.uninstall()
+    return model
+
+
+def layer_times(model: nn.Module, *inputs: torch.Tensor) -> dict[str, float]:
+    """Milliseconds that each group of an optimised network takes on `inputs`, one run, by name.
+
+    The network's memories are left as they were. On a GPU each group is waited for.
+
+    Raises:
+        ModelError: `model` was not optimised.
+    """
+    return accelerated(model).times(inputs)
+
+
+def accelerated(model: nn.Module) -> Accelerated:
+    """The machinery in front of an optimised model.
+
+    Raises:
+        ModelError: `model` was not optimised.
+    """
+    found = model.__dict__.get("forward") if isinstance(model, nn.Module) else None
+    if not isinstance(found, Accelerated):
+        raise ModelError(
+            f"this {type(model).__name__} has not been optimised; call sparseflow.optimize(model) first"
+        )
+    return found
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be optimised, naming what is wrong.
+
+    Raises:
+        ModelError: See `optimize`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"`model` must be a torch.nn.Module, not {type(model).__name__}")
+    if model.training:
+        raise ModelError("the model is in training mode; call model.eval() before sparseflow.optimize(model)")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ModelError(f"`{name}` is on the meta device and holds no numbers; load the weights first")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(
+                f"`{name}` holds NaN or Inf; skipping zeros would hide them (0 * NaN is NaN); mend the weights"
+            )
+    if not any(is_spiking_neuron(module) for module in model.modules()):
+        raise ModelError(
+            f"no spiking neuron was found in this {type(model).__name__}; spikingjelly's neurons are known, "
+            "register others with sparseflow.register_neuron(cls)"
+        )
+
+
+def check_sample(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Run the model once on the sample, leaving no trace.
+
+    Raises:
+        SampleError: The sample is on another device, or the model cannot take it.
+    """
+    device = next((p.device for p in model.parameters()), None)
+    for tensor in inputs:
+        if device is not None and tensor.device != device:
+            raise SampleError(f"the sample is on {tensor.device}, the model on {device}; move one of them")
+    try:
+        with untouched(model):
+            model(*inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        raise SampleError(f"the model cannot take a sample of shape {shapes}: {error}") from error
+
+
+def _as_inputs(sample: Any) -> tuple[torch.Tensor, ...] | None:
+    if sample is None:
+        return None
+    inputs = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+    for item in inputs:
+        if not isinstance(item, torch.Tensor):
+            raise SampleError(f"`sample` must be a tensor or a tuple of tensors, not {type(item).__name__}")
+    return inputs
+
+
+class Accelerated:
+    """A network's forward, accelerated.
+
+    Args:
+        model: The network.
+        graph: What `analyze` found in it.
+        policy, cache, progress: As for `optimize`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: SpikeGraph,
+        *,
+        policy: Policy = "measured",
+        cache: DecisionCache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.policy = model, policy
+        self._graph: SpikeGraph | None = graph
+        self.decisions: dict[str, Decision] = {}
+        self.activities: dict[str, Activity] = {}
+        self.whole: Decision | None = None
+        self.backend_name = "dense"
+        self._cache, self._progress = cache, progress
+        self._originals: dict[str, nn.Conv2d] = {}
+        self._own_forward = model.__dict__.get("forward")
+        self._plans: dict[Any, Plan | None] = {}
+        self._stamp: tuple[int, ...] | None = None
+
+    @property
+    def graph(self) -> SpikeGraph:
+        """What was found in the network."""
+        if self._graph is None:
+            self._graph = analyze(self.model)
+        return self._graph
+
+    # Installing and removing
+
+    def install(self) -> None:
+        """Put this callable in front of the network and, under the static policy, replace convolutions."""
+        self.model.__dict__["forward"] = self
+        if self.policy == "static":
+            for site in self.graph.sites:
+                self._replace_static(site)
+
+    def uninstall(self) -> None:
+        """Put every original module and the original forward back."""
+        for name, conv in self._originals.items():
+            _set_submodule(self.model, name, conv)
+        self._originals.clear()
+        self._plans.clear()
+        if self._own_forward is None:
+            self.model.__dict__.pop("forward", None)
+        else:
+            self.model.__dict__["forward"] = self._own_forward
+
+    def _replace(self, name: str, block_size: int = 16, backend: Any = None) -> None:
+        conv = self.model.get_submodule(name)
+        if isinstance(conv, nn.Conv2d) and not isinstance(conv, SparseConv2d):
+            sparse = SparseConv2d.from_dense(conv, block_size, backend=backend)
+            self._originals[name] = conv
+            _set_submodule(self.model, name, sparse)
+
+    def _replace_static(self, site: ConvSite) -> None:
+        if not site.replaceable:
+            return
+        shape = site.value.shape
+        if shape is None:
+            raise SampleError("the static policy decides by feature-map height and needs a sample to see it")
+        block = static_block(shape[-2])
+        if block is None:
+            why = f"{shape[-2]} rows: below 8 the blocks cost more than they save"
+            self.decisions[site.name] = Decision(way="dense", why=why)
+            return
+        self._replace(site.name, block)
+        backend = default_backend(self.model.get_parameter(f"{site.name}.weight").device)
+        self.decisions[site.name] = Decision(way=backend, why=f"{shape[-2]} rows: blocks of {block}")
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or self.policy != "measured" or not self._may_accelerate(args):
+            return self.original(*args, **kwargs)
+        key = _key(args)
+        if key not in self._plans:
+            self.measure(args)
+        self._refresh()
+        plan = self._plans[key]
+        if plan is None:
+            return self.original(*args)
+        with torch.no_grad():
+            return plan.run(*args)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's own forward."""
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _may_accelerate(self, args: tuple[Any, ...]) -> bool:
+        tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad for a in args)
+        return tensors and not self.model.training and self.graph.module is not None
+
+    def _refresh(self) -> None:
+        """Prepare weights anew after somebody changed them (an optimiser, load_state_dict, .to())."""
+        stamp = tuple(
+            number
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        )
+        if self._stamp is not None and stamp != self._stamp:
+            for plan in self._plans.values():
+                if plan is not None:
+                    plan.forget()
+        self._stamp = stamp
+
+    def plans(self) -> list[Plan | None]:
+        """One entry an input shape seen, oldest first; None where the network's own code stays."""
+        return list(self._plans.values())
+
+    def times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
+        """See `layer_times`."""
+        key = _key(inputs)
+        if key not in self._plans:
+            self.measure(inputs)
+        plan = self._plans[key]
+        found: dict[str, float] = {}
+        if plan is None:
+            return found
+
+        def around(group: GroupStep, env: Env) -> Spikes:
+            results: list[Spikes] = []
+            samples = timing.measure(
+                lambda: results.append(group.run(env)), warmup=0, repeats=1, device=inputs[0].device
+            )
+            found[group.name] = samples.median_ms
+            return results[0]
+
+        with untouched(self.model):
+            plan.run(*inputs)
+        with untouched(self.model):
+            plan.run(*inputs, around=around)
+        return found
+
+    # Measuring
+
+    def measure(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Decide how to run inputs of this shape, by timing; the network's memories are left as they were."""
+        key = _key(inputs)
+        while len(self._plans) >= MOST_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        backend = backend_for(inputs[0], self.model)
+        if self.graph.module is None or backend is None:
+            self._plans[key] = None
+            return
+        self.backend_name = backend.name
+        plan = Plan(self.graph, backend)
+        chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
+        with untouched(self.model):
+            if not self.activities:
+                names = [s.name for s in self.graph.sites if s.fed_by]
+                self.activities = self._observe(inputs, names)
+            done = 0
+
+            def around(group: GroupStep, env: Env) -> Spikes:
+                nonlocal done
+                if self._progress:
+                    self._progress(group.name, done, len(plan.groups) + 1)
+                done += 1
+                return self._decide(group, env, chooser, backend)
+
+            plan.run(*inputs, around=around)
+            plan.settle_forms()
+            if self._progress:
+                self._progress("whole network", done, len(plan.groups) + 1)
+            self.whole = self._decide_whole(plan, inputs, chooser)
+            if self._progress:
+                self._progress("done", done + 1, len(plan.groups) + 1)
+        self._plans[key] = plan if self.whole.way == "plan" else None
+        if self._cache:
+            self._cache.save()
+
+    def _observe(self, inputs: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, Activity]:
+        self.model.__dict__.pop("forward", None)
+        try:
+            return activities(self.model, inputs, names)
+        finally:
+            self.model.__dict__["forward"] = self
+
+    def _decide(self, group: GroupStep, env: Env, chooser: Chooser, backend: Backend) -> Spikes:
+        before = group.neuron.v
+        dense_env: Env = {
+            node: value.dense if isinstance(value, Spikes) else value for node, value in env.items()
+        }
+
+        def timed(way: Any) -> Callable[[], object]:
+            def work() -> object:
+                group.neuron.v = before
+                if way == "module":
+                    return group.run(dict(dense_env), way=way)
+                return group.run(env, way=way, emit="native")
+
+            return work
+
+        candidates: dict[str, Callable[[], object]] = {"module": timed("module"), "dense": timed("dense")}
+        reason = group.refusal(env) if group.match.sources else "no convolution of spikes in this group"
+        if reason is None:
+            candidates["sparse"] = timed("sparse")
+        decision = chooser.choose(self._group_key(group, env, backend), candidates, "module")
+        if reason is not None:
+            decision = decision.model_copy(update={"why": f"{decision.why}; sparse refused: {reason}"})
+        group.way = decision.way  # type: ignore[assignment]
+        self.decisions[group.name] = decision
+        group.neuron.v = before
+        return group.run(env)
+
+    def _group_key(self, group: GroupStep, env: Env, backend: Backend) -> str:
+        """What a group's time depends on, beside the device."""
+        parts = [backend.name, type(group.neuron).__name__]
+        for conv in (*group.match.sources, *group.match.dense_convs):
+            module = group.modules[conv.name]
+            assert isinstance(module, nn.Conv2d)
+            value = env[conv.input]
+            dense = value.dense if isinstance(value, Spikes) else value
+            rate = activity_of(dense).firing_rate if conv in group.match.sources else 1.0
+            geometry = (tuple(dense.shape), module.out_channels, module.kernel_size[0], module.stride[0])
+            parts.append(f"{geometry}{module.weight.dtype}@{rate_bucket(rate)}")
+        parts.append(f"+{len(group.match.skips)}+{len(group.match.dense)}+{len(group.match.post_skips)}")
+        parts.append(f"threads={torch.get_num_threads()}")
+        return "|".join(parts)
+
+    def _decide_whole(self, plan: Plan, inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Decision:
+        saved = memories(self.model)
+
+        def own() -> object:
+            put_back(saved)
+            return self.original(*inputs)
+
+        def planned() -> object:
+            put_back(saved)
+            return plan.run(*inputs)
+
+        fresh = Chooser(device=chooser.device, rounds=chooser.rounds, warmup=chooser.warmup)
+        return fresh.choose("whole", {"own": own, "plan": planned}, "own")
+
+    # Copying: a copy of the network gets an Accelerated of its own, which measures again when first called.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
+        twin = Accelerated.__new__(Accelerated)
+        memo[id(self)] = twin
+        twin.__setstate__(self.__getstate__())
+        for name in ("model", "_originals", "_own_forward"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_graph": None, "_plans": {}, "_stamp": None, "_progress": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._plans = {}
+
+
+def _key(inputs: tuple[torch.Tensor, ...]) -> Any:
+    return tuple((tuple(x.shape), x.dtype, x.device) for x in inputs)
+
+
+def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(parent) if parent else model
+    setattr(owner, leaf, module)

@@ -1,0 +1,139 @@
+"""The root of the command line: exit codes, where messages go, and what is imported when."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+import typer
+
+from sparseflow import __version__
+from sparseflow.cli import root
+from sparseflow.errors import (
+    DeviceError,
+    FileFormatError,
+    MissingExtraError,
+    ModelError,
+    RunError,
+    SampleError,
+)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """Registers a function as the command `probe`, and an app around it as the group `wing`."""
+
+    def register(function) -> None:
+        module = ModuleType("probe_module")
+        app = typer.Typer()
+        app.command("inner")(function)
+        module.function, module.app = function, app  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "probe_module", module)
+        monkeypatch.setitem(root.LAZY, "probe", root.Lazy(target="probe_module:function", help="Probe."))
+        monkeypatch.setitem(root.LAZY, "wing", root.Lazy(target="probe_module:app", help="A wing."))
+
+    return register
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert root.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"sparseflow {__version__}\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert root.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in root.LAZY:
+        assert f" {name} " in shown
+
+
+def test_a_command_and_a_group_run_with_their_arguments(command, capsys: pytest.CaptureFixture[str]) -> None:
+    def probe(count: int, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+        typer.echo(f"{count} {as_json}")
+
+    command(probe)
+    assert root.run(["probe", "3", "--json"]) == 0
+    assert root.run(["wing", "inner", "4"]) == 0
+    assert capsys.readouterr().out == "3 True\n4 False\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelError("no spiking neuron"), 2),
+        (SampleError("wrong shape"), 2),
+        (FileFormatError("torn"), 2),
+        (MissingExtraError("numba", "spiking"), 2),
+        (DeviceError("GPU 9 was asked for"), 1),
+        (RunError("gave up"), 1),
+        (typer.Abort(), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_becomes_its_exit_code_and_one_object(
+    command, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def probe(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+        raise error
+
+    command(probe)
+    assert root.run(["probe"]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and str(error) in err and "Traceback" not in err
+    assert root.run(["probe", "--json"]) == code
+    out, err = capsys.readouterr()
+    told = json.loads(out)["error"]
+    assert set(told) == {"type", "message"} and str(error) in told["message"] and str(error) in err
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(
+    command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def probe(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+        raise ZeroDivisionError("oops")
+
+    command(probe)
+    assert root.run(["probe", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"] == {"type": "ZeroDivisionError", "message": "oops"}
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "surplus"], []])
+def test_bad_usage_is_two(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert root.run(arguments) == 2
+    assert "sparseflow: " in capsys.readouterr().err
+
+
+def test_bad_usage_can_be_read_by_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert root.run(["nonsense", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
+
+
+def test_an_exit_code_of_its_own_is_kept(command) -> None:
+    def probe() -> None:
+        raise typer.Exit(7)
+
+    command(probe)
+    assert root.run(["probe"]) == 7
+
+
+def test_help_imports_no_wing_and_nothing_heavy() -> None:
+    script = (
+        "import sys; from sparseflow.cli.root import run; code = run(['--help']); "
+        "heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'sparseflow.cli.spiking'} & set(sys.modules); "
+        "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+
+
+def test_the_command_can_be_run_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparseflow", "nonsense"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr == "sparseflow: No such command 'nonsense'.\n"

@@ -1,0 +1,66 @@
+"""What every test shares: which tests run where, and memory that is poisoned until it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is first imported, so this must stand before any test does that.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="torch sees no CUDA device here")
+    too_slow = pytest.mark.skip(reason="slow; runs with --slow")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(too_slow)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what `torch.empty` and `numpy.empty` (and their kin) return, so that an unwritten output shows.
+
+    Floats become NaN, integers a pattern that no test expects, booleans True. Memory that compiled code
+    allocates for itself is out of reach.
+    """
+
+    def poison(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind in "fc":
+                value.fill(np.nan)
+            elif value.dtype.kind in "iub":
+                value.view(np.uint8).fill(0xA5 if value.dtype.kind != "b" else 1)
+        elif value.is_floating_point() or value.is_complex():
+            value.fill_(float("nan"))
+        elif value.dtype == torch.bool:
+            value.fill_(True)
+        elif not value.is_meta:
+            # 0xA5 in every byte, whatever the width and sign.
+            width = value.element_size()
+            pattern = int.from_bytes(b"\xa5" * width, "little", signed=value.dtype.is_signed)
+            value.fill_(pattern)
+        return value
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: poison(original(*args, **kwargs))
+
+    for owner, names in (
+        (torch, ("empty", "empty_like", "empty_strided")),
+        (torch.Tensor, ("new_empty", "new_empty_strided")),
+        (np, ("empty", "empty_like")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, wrapped(getattr(owner, name)))

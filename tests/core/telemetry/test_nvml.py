@@ -1,0 +1,85 @@
+"""NVML's readings, from an NVML of our own making."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.core.telemetry import nvml
+
+
+class NVMLError(Exception):
+    """As in pynvml."""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    nvml._available.cache_clear()
+    yield
+    nvml._available.cache_clear()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A pynvml that knows one GPU, by its UUID."""
+    module: Any = ModuleType("pynvml")
+    module.NVMLError, module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM = NVMLError, 1, 2
+
+    def by_uuid(uuid: str) -> str:
+        if uuid != "GPU-abc":
+            raise NVMLError(uuid)
+        return "handle"
+
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetHandleByUUID = by_uuid
+    module.nvmlSystemGetDriverVersion = lambda: b"580.1"
+    module.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 2500
+    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980, 2: 3201}[which]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    return module
+
+
+@pytest.mark.usefixtures("library")
+def test_readings_carry_their_units() -> None:
+    assert nvml.energy_j("cuda:0") == 2.5
+    assert nvml.clocks_mhz("cuda:0") == {"core": 1980.0, "memory": 3201.0}
+    assert nvml.driver_version() == "580.1"
+
+
+def test_what_the_gpu_does_not_count_is_none_and_not_zero(library: Any) -> None:
+    def unsupported(*_: object) -> int:
+        raise NVMLError("not supported")
+
+    library.nvmlDeviceGetTotalEnergyConsumption = unsupported
+    library.nvmlDeviceGetClockInfo = unsupported
+    assert nvml.energy_j("cuda:0") is None
+    assert nvml.clocks_mhz("cuda:0") == {}
+
+
+def test_a_gpu_that_nvml_does_not_know_has_no_readings(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="other"))
+    assert nvml.energy_j("cuda:0") is None
+
+
+def test_without_the_drivers_library_there_are_no_readings(library: Any) -> None:
+    def absent() -> None:
+        raise NVMLError("library not found")
+
+    library.nvmlInit = absent
+    assert nvml.energy_j("cuda:0") is None and nvml.driver_version() is None
+
+
+def test_without_the_package_there_are_no_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.energy_j("cuda:0") is None and nvml.driver_version() is None
+
+
+def test_a_cpu_has_no_energy_counter_and_does_not_pretend() -> None:
+    assert nvml.energy_j("cpu") is None
+    assert nvml.clocks_mhz("cpu") == {}

@@ -1,0 +1,93 @@
+"""What is here, and choosing among it; GPUs are pretended where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from sparseflow.core import device
+from sparseflow.errors import DeviceError
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10, 70, 70, 5]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_the_cpu_is_described() -> None:
+    info = device.describe("cpu")
+    assert (info.kind, info.index, info.compute_capability, info.driver) == ("cpu", None, None, None)
+    assert info.name and info.cores >= 1 and info.memory_bytes > 2**20
+    assert info.threads == torch.get_num_threads()
+    assert info.versions["torch"] == torch.__version__
+    assert set(info.flags) <= set(device.CPU_FLAGS)
+
+
+def test_the_key_is_stable_short_and_safe_in_a_file_name() -> None:
+    info = device.describe("cpu")
+    assert info.key() == device.describe("cpu").key()
+    assert re.fullmatch(r"cpu-[a-z0-9-]{1,60}", info.key())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 97},
+        {"versions": {"torch": "9.9"}},
+        {"name": "another"},
+        {"flags": ("amx_bf16",)},
+        {"driver": "999.1"},
+    ],
+)
+def test_the_key_changes_with_what_changes_speed(change: dict[str, object]) -> None:
+    info = device.describe("cpu")
+    assert dataclasses.replace(info, **change).key() != info.key()  # pyright: ignore[reportArgumentType]
+
+
+def test_equal_gpus_of_one_host_share_a_key() -> None:
+    info = device.describe("cpu")
+    assert dataclasses.replace(info, index=0).key() == dataclasses.replace(info, index=3).key()
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_emptiest_gpu_is_picked() -> None:
+    assert device.pick_gpu() == 1
+    assert device.resolve(None) == torch.device("cuda", 1)
+    assert device.resolve(3) == torch.device("cuda", 3)
+    with pytest.raises(DeviceError, match="GPU 4 was asked for; torch sees 0 to 3"):
+        device.resolve(4)
+    with pytest.raises(DeviceError, match="GPU -1"):
+        device.resolve(-1)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_cpu_is_used_and_a_named_gpu_refused() -> None:
+    assert device.resolve(None) == torch.device("cpu")
+    with pytest.raises(DeviceError, match="torch sees none"):
+        device.resolve(0)
+    with pytest.raises(DeviceError, match="no CUDA device"):
+        device.pick_gpu()
+    with pytest.raises(DeviceError):
+        device.describe("cuda")
+
+
+def test_other_kinds_of_device_are_refused() -> None:
+    with pytest.raises(DeviceError, match="must be a CPU or a CUDA device"):
+        device.describe("meta")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described() -> None:
+    info = device.describe("cuda")
+    assert info.kind == "cuda" and info.index is not None and info.cores > 0
+    assert info.compute_capability is not None and info.threads is None

@@ -1,0 +1,214 @@
+"""Runs on disk: what is written is read back, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparseflow.core import jsonl, records
+from sparseflow.core.records import Run
+from sparseflow.errors import FileFormatError, InputError, RunError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.start(tmp_path / "runs", "sparseflow spiking bench", {"batch": [1, 8]}, seed=3)
+
+
+def test_a_run_goes_from_running_to_finished(run: Run) -> None:
+    assert json.loads((run.path / "run.json").read_text())["status"] == "running"
+    run.append({"layer": "conv1", "latency_ms": 1.5, "ok": True})
+    run.extend([{"layer": "conv2", "latency_ms": 2}, {"layer": None, "note": "unstable"}])
+    run.finish()
+    assert sorted(os.listdir(run.path)) == ["run.json", "samples.parquet"]
+    again = Run.open(run.path)
+    assert again.status == "finished" and again.info["rows"] == 3
+    assert again.rows() == [
+        {"layer": "conv1", "latency_ms": 1.5, "ok": True, "note": None},
+        {"layer": "conv2", "latency_ms": 2.0, "ok": None, "note": None},
+        {"layer": None, "latency_ms": None, "ok": None, "note": "unstable"},
+    ]
+
+
+def test_a_run_tells_how_it_was_made(run: Run) -> None:
+    assert run.info["command"] == "sparseflow spiking bench"
+    assert run.info["config"] == {"batch": [1, 8]}
+    assert run.info["environment"]["seed"] == 3
+    assert "spiking-bench" in run.id and run.path.name == run.id
+
+
+def test_two_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
+    paths = {Run.start(tmp_path, "bench", {}).path for _ in range(4)}
+    assert len(paths) == 4
+
+
+def test_a_finished_run_takes_no_more_rows(run: Run) -> None:
+    run.finish()
+    run.finish()
+    for closed in (run, Run.open(run.path)):
+        with pytest.raises(RunError, match="is finished"):
+            closed.append({"a": 1})
+
+
+def test_a_run_without_rows_can_be_finished_and_read(run: Run) -> None:
+    run.finish()
+    assert Run.open(run.path).rows() == []
+
+
+def test_a_block_that_raises_leaves_a_failed_run_that_can_be_taken_up(run: Run) -> None:
+    with pytest.raises(ValueError, match="out of memory"), run:
+        run.append({"a": 1})
+        raise ValueError("out of memory")
+    info = json.loads((run.path / "run.json").read_text())
+    assert (info["status"], info["error"], info["rows"]) == ("failed", "ValueError: out of memory", 1)
+    with Run.open(run.path) as again:
+        again.append({"a": 2})
+    assert again.status == "finished" and again.info["error"] is None
+    assert again.rows() == [{"a": 1}, {"a": 2}]
+
+
+def test_results_are_kept_with_the_run(run: Run) -> None:
+    run.note(speedup=1.4)
+    run.note(identical=True)
+    run.finish()
+    assert Run.open(run.path).info["results"] == {"speedup": 1.4, "identical": True}
+    with pytest.raises(InputError, match="results of a run"):
+        run.note(bad=float("nan"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**60, [1], {"a": 1}, b"x", 1j])
+def test_a_value_that_a_record_cannot_hold_is_refused(run: Run, value: object) -> None:
+    with pytest.raises(InputError, match="column `x`"):
+        run.append({"fine": 1, "x": value})  # pyright: ignore[reportArgumentType]
+    run.append({"fine": "and its column is still free"})
+
+
+def test_a_column_keeps_its_kind_also_after_reopening(run: Run) -> None:
+    run.append({"x": 1})
+    run.append({"x": 2.5})
+    with pytest.raises(InputError, match="column `x` held numbers"):
+        run.append({"x": "two"})
+    run.fail("stopped")
+    with pytest.raises(InputError, match="column `x` held numbers"):
+        Run.open(run.path).append({"x": True})
+
+
+def test_a_config_must_be_json(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="`config`"):
+        Run.start(tmp_path, "bench", {"path": tmp_path})
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_one_process_writes(run: Run) -> None:
+    with pytest.raises(RunError, match="another process"):
+        Run.open(run.path)
+    run.fail("over")
+    Run.open(run.path)
+
+
+WRITER = """
+import sys
+from sparseflow.core.records import Run
+run = Run.start(sys.argv[1], "bench", {})
+print(run.path, flush=True)
+for index in range(10**9):
+    run.append({"index": index, "text": "x" * 200})
+    if index == 500:
+        print("going", flush=True)
+"""
+
+
+def test_a_killed_run_is_readable_and_can_be_taken_up(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        path = Path(child.stdout.readline().strip())
+        assert child.stdout.readline() == "going\n"
+        with pytest.raises(RunError, match="another process"):
+            Run.open(path)
+        child.send_signal(signal.SIGKILL)
+    assert json.loads((path / "run.json").read_text())["status"] == "running"
+    with Run.open(path) as run:
+        kept = [row["index"] for row in run.rows()]
+        assert kept == list(range(len(kept))) and len(kept) > 500
+        run.append({"index": len(kept), "text": "after"})
+    assert [row["index"] for row in Run.open(path).rows()] == list(range(len(kept) + 1))
+
+
+def test_a_kill_between_the_two_renames_of_finishing_loses_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.append({"a": 1})
+
+    def killed(_: Run) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_write_info", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.finish()
+    assert sorted(os.listdir(run.path)) == ["run.json", "samples.jsonl", "samples.parquet"]
+    assert run._writer is not None
+    run._writer.close()
+    with Run.open(run.path) as again:
+        again.append({"a": 2})
+    assert Run.open(run.path).rows() == [{"a": 1}, {"a": 2}]
+
+
+def test_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.append({"a": 1})
+    real = os.write
+    # Half of the line fits, then nothing does.
+    results = iter([lambda fd, data: real(fd, data[:3]), None])
+
+    def write(fd: int, data: memoryview) -> int:
+        step = next(results)
+        if step is None:
+            raise OSError(28, "No space left on device")
+        return step(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl.os, "write", write)
+        with pytest.raises(RunError, match="No space left"):
+            run.append({"a": 2})
+    run.append({"a": 3})
+    assert run.rows() == [{"a": 1}, {"a": 3}]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"id": "x", "status": "flying"}', '{"id": 3, "status": "failed"}']
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(FileFormatError):
+        Run.open(tmp_path)
+
+
+def test_damage_in_the_middle_is_named(run: Run) -> None:
+    run.append({"a": 1})
+    run.fail("x")
+    lines = run.path / "samples.jsonl"
+    lines.write_bytes(b'{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(FileFormatError, match="line 2"):
+        Run.open(run.path)
+    lines.write_bytes(b"[1]\n")
+    with pytest.raises(FileFormatError, match="must be an object"):
+        Run.open(run.path)
+
+
+def test_a_damaged_parquet_file_is_named(run: Run) -> None:
+    run.finish()
+    (run.path / "samples.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(FileFormatError, match=r"samples\.parquet"):
+        Run.open(run.path).rows()
+
+
+def test_the_module_says_which_states_there_are() -> None:
+    assert records.STATUSES == ("running", "finished", "failed")

@@ -1,0 +1,102 @@
+"""The packed format: round trips, and the path of every bit through the wgmma A fragment, emulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.kernels.packed.format import BLOCK, K_CHANNEL, K_EXPONENT, empty_packed, pack, unpack
+from sparseflow.spiking.kernels.packed.group import layout_weights
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+
+IF = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64, 1, 1), (2, 3, 96, 5, 7), (4, 2, 1, 3, 3), (1, 2, 200, 2, 1)])
+@pytest.mark.parametrize("density", [0.0, 0.2, 1.0])
+def test_round_trip(shape: tuple[int, ...], density: float) -> None:
+    spikes = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) < density).float()
+    packed = pack(spikes)
+    assert packed.shape == shape
+    assert torch.equal(unpack(packed), spikes)
+
+
+def test_border_and_padding_are_zero() -> None:
+    packed = pack(torch.ones(2, 1, 70, 3, 3))
+    inner = torch.zeros_like(packed.data, dtype=torch.bool)
+    inner[:, :, 1:-1, 1:-1] = True
+    assert not packed.data[~inner].any()
+    wide = unpack(type(packed)(data=packed.data, channels=128))
+    assert not wide[:, :, 70:].any()
+    assert not empty_packed(1, 1, 64, 2, 2, "cpu").data.any()
+
+
+def test_pack_refuses_other_ranks() -> None:
+    with pytest.raises(InputError, match=r"\[T, N, C, H, W\]"):
+        pack(torch.zeros(3, 4))
+
+
+def _fragment_values(half: int) -> list[tuple[int, float]]:
+    """What the kernel's PTX makes of one halfword: (place along K relative to the lane's, fp16 value)."""
+    word = half | half << 16
+    found = []
+    for r in range(8):
+        turn = 4 * (r // 2)
+        turned = ((word << turn) | (word >> (32 - turn))) & 0xFFFFFFFF if turn else word
+        masked = turned & ((1 << (11 + r % 2)) | (1 << (29 + r % 2)))
+        for p in range(2):
+            bits = (masked >> (16 * p)) & 0xFFFF
+            signed = bits - (1 << 16) if bits >= 1 << 15 else bits
+            value = torch.tensor([signed], dtype=torch.int16).view(torch.float16).item()
+            found.append((8 * r + p, value))
+    return found
+
+
+def test_every_bit_reaches_its_place_along_k() -> None:
+    for lane in range(4):
+        for bit in range(16):
+            channel = 8 * (bit // 2) + 2 * lane + bit % 2
+            hits = [(place + 2 * lane, value) for place, value in _fragment_values(1 << bit) if value != 0]
+            assert len(hits) == 1
+            place, value = hits[0]
+            assert K_CHANNEL[place] == channel
+            assert value == 2.0 ** K_EXPONENT[place]
+
+
+@pytest.mark.parametrize(("parts", "bits"), [(1, 11), (2, 21)])
+def test_weights_are_kept_to_their_bits(parts: int, bits: int) -> None:
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randn((64, 96, 3, 3), generator=g) * 0.3
+    second = torch.randn((64, 64, 1, 1), generator=g)
+    spec = GroupSpec(
+        sources=(SpikeSource(weight=weight, padding=1), SpikeSource(weight=second, stride=2)),
+        bias=torch.zeros(64),
+        neuron=IF,
+    )
+    laid, scale = layout_weights(spec, parts)
+    assert laid.shape == (64, (2 * 9 + 1) * parts * BLOCK)
+    assert torch.isfinite(laid).all()
+    value = torch.tensor([2.0**e for e in K_EXPONENT], dtype=torch.float64)
+    # what the tensor core sums for a spike at every place, put back in the order of channels
+    steps = (laid.double().view(64, 19, parts, BLOCK).sum(2) * value * scale)[
+        ..., torch.tensor(K_CHANNEL).argsort()
+    ]
+    back = steps[:, :18].reshape(64, 2, 9, BLOCK).permute(0, 1, 3, 2).reshape(64, 128, 3, 3)
+    expected = F.pad(weight, (0, 0, 0, 0, 0, 32)).double()
+    assert (back - expected).abs().max() <= 2.0**-bits * 2 * weight.abs().max()
+    assert (steps[:, 18] - second[..., 0, 0].double()).abs().max() <= 2.0**-bits * 2 * second.abs().max()
+    relative = ((back - expected).norm() / expected.norm()).item()
+    assert relative < 2.0**-bits
+
+
+def test_large_weights_do_not_overflow() -> None:
+    weight = torch.full((64, 64, 1, 1), 3.0e4)
+    spec = GroupSpec(sources=(SpikeSource(weight=weight),), bias=torch.zeros(64), neuron=IF)
+    laid, scale = layout_weights(spec, 1)
+    assert torch.isfinite(laid).all()
+    value = torch.tensor([2.0**e for e in K_EXPONENT], dtype=torch.float64)
+    assert torch.allclose(
+        laid.double() * value * scale, torch.full((64, 64), 3.0e4, dtype=torch.float64), rtol=2e-3
+    )
