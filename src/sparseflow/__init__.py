@@ -10,14 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparseflow.spiking import (
-        SparseConv2d,
-        explain,
-        layer_times,
-        optimize,
-        register_neuron,
-        restore,
-    )
+    from sparseflow.spiking.explain import explain
+    from sparseflow.spiking.modules import SparseConv2d
+    from sparseflow.spiking.optimize import layer_times, optimize, restore
+    from sparseflow.spiking.registry import register_neuron
 
 __version__ = "0.1.0"
 
@@ -32,12 +28,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "SparseConv2d": "sparseflow.spiking",
-    "explain": "sparseflow.spiking",
-    "layer_times": "sparseflow.spiking",
-    "optimize": "sparseflow.spiking",
-    "register_neuron": "sparseflow.spiking",
-    "restore": "sparseflow.spiking",
+    "SparseConv2d": "sparseflow.spiking.modules",
+    "explain": "sparseflow.spiking.explain",
+    "layer_times": "sparseflow.spiking.optimize",
+    "optimize": "sparseflow.spiking.optimize",
+    "register_neuron": "sparseflow.spiking.registry",
+    "restore": "sparseflow.spiking.optimize",
 }
 
 

@@ -65,9 +65,15 @@ class PreparedGroup(Protocol):
 
 
 class Backend(Protocol):
-    """One device's way to run groups."""
+    """One device's way to run groups.
+
+    Attributes:
+        name: Short, for people and for cache keys.
+        dtype: In which dense convolutions of a group run.
+    """
 
     name: str
+    dtype: torch.dtype
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         """Why the sparse convolution cannot run here (a sentence), or None when it can."""
@@ -94,6 +100,7 @@ class EventBackend:
     """CPU: spikes as sorted lists of events, groups in Numba."""
 
     name = "events"
+    dtype = torch.float32
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         return None if spec.sources else "no convolution of spikes in this group"
@@ -147,14 +154,25 @@ class EventBackend:
         return events.sum_over_space(native) / (native.H * native.W)
 
 
-def backend_for(sample: torch.Tensor, model: nn.Module) -> Backend | None:
+def backend_for(sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | None = None) -> Backend | None:
     """The backend for a network and its input, or None where none exists for the device or dtype.
+
+    Args:
+        sample: An input; its device counts.
+        model: The network; its parameters' dtype counts unless `dtype` is given.
+        dtype: What the user asked for.
 
     Raises:
         MissingExtraError: The device has a backend whose packages are not installed.
     """
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
-    if sample.device.type == "cpu" and dtype == torch.float32:
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
+    dtype = dtype or own
+    if sample.device.type == "cpu" and dtype == torch.float32 == own:
         extras.require("numba", "spiking")
         return EventBackend()
+    if sample.device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        extras.require("triton", "spiking")
+        from sparseflow.spiking.packed_backend import PackedBackend
+
+        return PackedBackend(dtype=dtype, device=sample.device)
     return None

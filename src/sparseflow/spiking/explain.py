@@ -184,5 +184,7 @@ def _summary(state: Accelerated) -> str:
         return "not measured yet"
     if state.whole.way == "own":
         return f"left as it was: {state.whole.why}"
+    if state.whole.way == "layers":
+        return state.whole.why
     ms = state.whole.ms
     return f"{ms['own']:.2f} ms → {ms['plan']:.2f} ms, {state.whole.why}"

@@ -17,6 +17,8 @@ import torch
 from torch import fx, nn
 
 from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graph.layers import _forward_is_librarys
+from sparseflow.spiking.graph.sites import _is_plain
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 SPIKE_KINDS = ("binary", "integer")
@@ -109,6 +111,7 @@ class GroupFinder:
                 key = id(self._modules[node.target])
                 self._calls[key] = self._calls.get(key, 0) + 1
         self._replaceable = {site.name for site in graph.sites if site.replaceable}
+        self._claimed: set[fx.Node] = set()
 
     def groups(self) -> Iterator[GroupMatch]:
         """Yield every group, in the order in which the network runs them."""
@@ -178,13 +181,17 @@ class GroupFinder:
         bn_node: fx.Node | None = None
         module = self._called(node)
         if isinstance(module, nn.BatchNorm2d):
-            if not module.track_running_stats or len(node.all_input_nodes) != 1:
+            if not _forward_is_librarys(module) or not module.track_running_stats:
+                return None
+            if len(node.all_input_nodes) != 1:
                 return None
             bn_node, node = node, node.all_input_nodes[0]
             if set(node.users) != {bn_node}:
                 return None
             module = self._called(node)
         if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
+            return None
+        if not _is_plain(module) or not _forward_is_librarys(module):
             return None
         source, repeats = node.all_input_nodes[0], None
         if self._kind(source) not in SPIKE_KINDS:
@@ -200,11 +207,12 @@ class GroupFinder:
 
     def _sew_addition(self, neuron: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         users = list(neuron.users)
-        if len(users) != 1 or not _is_addition(users[0]):
+        if len(users) != 1 or not _is_addition(users[0]) or users[0] in self._claimed:
             return neuron, ()
         others = [a for a in users[0].all_input_nodes if a is not neuron]
         if len(others) != 1 or self._kind(others[0]) not in SPIKE_KINDS:
             return neuron, ()
+        self._claimed.add(users[0])
         return users[0], (others[0],)
 
 

@@ -10,6 +10,7 @@ parameters instead.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.backend import Backend, backend_for
 from sparseflow.spiking.dispatch import Chooser, Decision, DecisionCache, Policy, rate_bucket, static_block
 from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
+from sparseflow.spiking.graphs import Replay, captured
 from sparseflow.spiking.modules import SparseConv2d, default_backend
 from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes
 from sparseflow.spiking.profile import Activity, activities, activity_of
@@ -32,6 +34,8 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many are done, and how many there are."""
 
 MOST_PLANS = 8
+MOST_FLIPS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Fraction of spikes that may flip at the threshold when a sum is rounded otherwise, by the model's dtype."""
 
 
 def optimize(
@@ -39,6 +43,7 @@ def optimize(
     sample: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     *,
     policy: Policy = "measured",
+    dtype: torch.dtype | None = None,
     cache: bool | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -51,6 +56,8 @@ def optimize(
         policy: "measured" times every way a layer can run and keeps the fastest, never one slower than the
             network's own; "static" replaces by feature-map height (32 and up: blocks of 16; 16 to 31: 8;
             8 to 15: 4; below: left alone).
+        dtype: On a GPU, the precision of weights inside groups: torch.float16 or torch.bfloat16 to trade
+            accuracy for speed. By default the model's own; a float32 model stays as accurate as float32.
         cache: Remember decisions on disk; a path names the file.
         progress: Told about each measurement.
 
@@ -66,7 +73,7 @@ def optimize(
         check_sample(model, inputs)
     graph = analyze(model, sample)
     store = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
-    accelerated = Accelerated(model, graph, policy=policy, cache=store, progress=progress)
+    accelerated = Accelerated(model, graph, policy=policy, dtype=dtype, cache=store, progress=progress)
     accelerated.install()
     if inputs is not None and policy == "measured":
         try:
@@ -168,7 +175,7 @@ class Accelerated:
     Args:
         model: The network.
         graph: What `analyze` found in it.
-        policy, cache, progress: As for `optimize`.
+        policy, dtype, cache, progress: As for `optimize`.
     """
 
     def __init__(
@@ -177,10 +184,11 @@ class Accelerated:
         graph: SpikeGraph,
         *,
         policy: Policy = "measured",
+        dtype: torch.dtype | None = None,
         cache: DecisionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.policy = model, policy
+        self.model, self.policy, self.dtype = model, policy, dtype
         self._graph: SpikeGraph | None = graph
         self.decisions: dict[str, Decision] = {}
         self.activities: dict[str, Activity] = {}
@@ -190,6 +198,7 @@ class Accelerated:
         self._originals: dict[str, nn.Conv2d] = {}
         self._own_forward = model.__dict__.get("forward")
         self._plans: dict[Any, Plan | None] = {}
+        self._replays: dict[Any, Replay] = {}
         self._stamp: tuple[int, ...] | None = None
 
     @property
@@ -249,11 +258,14 @@ class Accelerated:
         key = _key(args)
         if key not in self._plans:
             self.measure(args)
-        self._refresh()
         plan = self._plans[key]
-        if plan is None:
+        if plan is None or plan.hooked():
             return self.original(*args)
+        self._refresh()
+        replay = self._replays.get(key)
         with torch.no_grad():
+            if replay is not None and replay.at_rest() and not torch.cuda.is_current_stream_capturing():
+                return replay(*args)
             return plan.run(*args)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +289,7 @@ class Accelerated:
             for plan in self._plans.values():
                 if plan is not None:
                     plan.forget()
+            self._replays.clear()
         self._stamp = stamp
 
     def plans(self) -> list[Plan | None]:
@@ -313,10 +326,17 @@ class Accelerated:
         """Decide how to run inputs of this shape, by timing; the network's memories are left as they were."""
         key = _key(inputs)
         while len(self._plans) >= MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)))
-        backend = backend_for(inputs[0], self.model)
-        if self.graph.module is None or backend is None:
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._replays.pop(oldest, None)
+        if self.graph.module is None:
             self._plans[key] = None
+            self._measure_layers(inputs)
+            return
+        backend = backend_for(inputs[0], self.model, self.dtype)
+        if backend is None:
+            self._plans[key] = None
+            self.whole = Decision(way="own", why=f"no backend for {inputs[0].dtype} on {inputs[0].device}")
             return
         self.backend_name = backend.name
         plan = Plan(self.graph, backend)
@@ -338,10 +358,52 @@ class Accelerated:
             plan.settle_forms()
             if self._progress:
                 self._progress("whole network", done, len(plan.groups) + 1)
-            self.whole = self._decide_whole(plan, inputs, chooser)
+            replay = _replay(plan, inputs)
+            self.whole = self._decide_whole(replay or plan.run, inputs, chooser)
             if self._progress:
                 self._progress("done", done + 1, len(plan.groups) + 1)
         self._plans[key] = plan if self.whole.way == "plan" else None
+        if replay is not None and self._plans[key] is not None:
+            self._replays[key] = replay
+        if self._cache:
+            self._cache.save()
+
+    def _measure_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Decide layer by layer, for a network that could not be traced: each convolution on its own input."""
+        chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
+        seen: dict[str, torch.Tensor] = {}
+        sites = [site for site in self.graph.sites if site.replaceable and site.name not in self._originals]
+        handles = [
+            self.model.get_submodule(site.name).register_forward_pre_hook(
+                lambda _, args, name=site.name: seen.update({name: args[0].detach().clone()})
+            )
+            for site in sites
+        ]
+        try:
+            with untouched(self.model):
+                self.original(*inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for done, site in enumerate(site for site in sites if site.name in seen):
+            if self._progress:
+                self._progress(site.name, done, len(sites))
+            x = seen[site.name]
+            self.activities[site.name] = activity_of(x)
+            conv = self.model.get_submodule(site.name)
+            assert isinstance(conv, nn.Conv2d)
+            sparse = SparseConv2d.from_dense(conv, static_block(x.shape[-2]) or 4)
+            with torch.no_grad():
+                key = f"layer|{sparse}|{tuple(x.shape)}|{rate_bucket(self.activities[site.name].firing_rate)}"
+                ways = {
+                    "module": lambda conv=conv, x=x: conv(x),
+                    sparse.backend: lambda sparse=sparse, x=x: sparse(x),
+                }
+                decision = chooser.choose(key, ways, "module")
+            self.decisions[site.name] = decision
+            if decision.way != "module":
+                self._replace(site.name, sparse.block_size)
+        self.whole = Decision(way="layers", why="the network could not be traced; each layer was measured alone")
         if self._cache:
             self._cache.save()
 
@@ -353,6 +415,9 @@ class Accelerated:
             self.model.__dict__["forward"] = self
 
     def _decide(self, group: GroupStep, env: Env, chooser: Chooser, backend: Backend) -> Spikes:
+        if not group.carries_images(env):
+            self.decisions[group.name] = Decision(way="module", why="its values are not feature maps")
+            return group.run(env, way="module")
         before = group.neuron.v
         dense_env: Env = {
             node: value.dense if isinstance(value, Spikes) else value for node, value in env.items()
@@ -368,9 +433,16 @@ class Accelerated:
             return work
 
         candidates: dict[str, Callable[[], object]] = {"module": timed("module"), "dense": timed("dense")}
-        reason = group.refusal(env) if group.match.sources else "no convolution of spikes in this group"
+        reason = group.refusal(env)
         if reason is None:
             candidates["sparse"] = timed("sparse")
+        expected = _spikes_of(candidates["module"]())
+        for way in ("dense", "sparse"):
+            if way in candidates and (wrong := _disagreement(_spikes_of(candidates[way]()), expected)):
+                reason = f"'{way}' disagreed with the network's own modules on the sample: {wrong}"
+                del candidates[way]
+        if chooser.device.startswith("cuda"):
+            candidates = {way: captured(work) for way, work in candidates.items()}
         decision = chooser.choose(self._group_key(group, env, backend), candidates, "module")
         if reason is not None:
             decision = decision.model_copy(update={"why": f"{decision.why}; sparse refused: {reason}"})
@@ -394,7 +466,7 @@ class Accelerated:
         parts.append(f"threads={torch.get_num_threads()}")
         return "|".join(parts)
 
-    def _decide_whole(self, plan: Plan, inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Decision:
+    def _decide_whole(self, run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Decision:
         saved = memories(self.model)
 
         def own() -> object:
@@ -403,7 +475,7 @@ class Accelerated:
 
         def planned() -> object:
             put_back(saved)
-            return plan.run(*inputs)
+            return run(*inputs)
 
         fresh = Chooser(device=chooser.device, rounds=chooser.rounds, warmup=chooser.warmup)
         return fresh.choose("whole", {"own": own, "plan": planned}, "own")
@@ -419,11 +491,36 @@ class Accelerated:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_graph": None, "_plans": {}, "_stamp": None, "_progress": None}
+        return {**self.__dict__, "_graph": None, "_plans": {}, "_replays": {}, "_stamp": None, "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._plans = {}
+        self._plans, self._replays = {}, {}
+
+
+def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
+    """The plan as one CUDA graph; None on a CPU, for a network that is not at rest, or that waits for the device."""
+    neurons = [group.neuron for group in plan.groups]
+    if inputs[0].device.type != "cuda" or any(isinstance(n.v, torch.Tensor) for n in neurons):
+        return None
+    try:
+        return Replay(plan.run, inputs, neurons)
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
+        return None
+
+
+def _spikes_of(result: object) -> torch.Tensor:
+    assert isinstance(result, Spikes)
+    return result.sequence
+
+
+def _disagreement(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """A sentence when spikes differ by more than rounding at the threshold can explain, else None."""
+    allowed = MOST_FLIPS[expected.dtype] * expected.numel() + 1
+    flips = int((found != expected).sum())
+    return None if flips <= allowed else f"{flips} of {expected.numel()} spikes differ"
 
 
 def _key(inputs: tuple[torch.Tensor, ...]) -> Any:

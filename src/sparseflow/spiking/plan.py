@@ -160,6 +160,12 @@ class GroupStep:
             return Spikes(self.backend, dense=out, single=self.single, max_value=self._max_value())
         return Spikes(self.backend, native=out, single=self.single, max_value=self._max_value())
 
+    def carries_images(self, env: Env) -> bool:
+        """Whether everything that the group reads is [T, N, C, H, W] ([N, C, H, W] one step at a time)."""
+        rank = 4 if self.single else 5
+        stems = {conv.input for conv in self.match.dense_convs if conv.repeats}
+        return all(as_dense(env[node]).dim() == rank - (node in stems) for node in self.match.inputs)
+
     def refusal(self, env: Env) -> str | None:
         """Why the sparse way is closed to this group, or None."""
         sources = [self._spikes(conv.input, env) for conv in self.match.sources]
@@ -195,12 +201,12 @@ class GroupStep:
         assert isinstance(module, nn.Conv2d)
         if conv.name not in self._stem:
             weight, bias = fold_match(conv, self.modules)
-            weight = weight.to(module.weight.dtype).contiguous(memory_format=torch.channels_last)
-            self._stem[conv.name] = weight, bias.to(module.weight.dtype)
+            weight = weight.to(self.backend.dtype).contiguous(memory_format=torch.channels_last)
+            self._stem[conv.name] = weight, bias.to(self.backend.dtype)
         weight, bias = self._stem[conv.name]
         x = as_dense(env[conv.input])
         lead = x.shape[:-3]
-        x = x.reshape(-1, *x.shape[-3:]).contiguous(memory_format=torch.channels_last)
+        x = x.reshape(-1, *x.shape[-3:]).to(self.backend.dtype, memory_format=torch.channels_last)
         y = F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
         y = y.view(*lead, *y.shape[1:])
         return y.unsqueeze(0) if y.dim() == 4 else y
@@ -307,6 +313,9 @@ class Plan:
         self.groups = [
             GroupStep(match=match, backend=backend, modules=self.modules, kinds=kinds) for match in matches
         ]
+        self._bypassed_modules = [
+            self.modules[str(n.target)] for g in self.groups for n in g.match.inner if n.op == "call_module"
+        ]
         at_output = {g.match.output: g for g in self.groups}
         inside = {n for g in self.groups for n in g.match.inner}
         bypassed = _bypassed_repetitions(self.groups)
@@ -327,6 +336,10 @@ class Plan:
         """Drop every prepared weight, after the network's own have changed."""
         for group in self.groups:
             group.forget()
+
+    def hooked(self) -> bool:
+        """Whether somebody watches a module that a group would run without calling it."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self._bypassed_modules)
 
     def settle_forms(self) -> None:
         """Let each group emit what its readers take, once every group's way is chosen."""

@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="the event kernels need numba (extra `spikin
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.kernels import events as events_package
-from sparseflow.spiking.kernels.events import Events, PreparedGroup, decode, encode, prepare_group
+from sparseflow.spiking.kernels.events import Events, PreparedGroup, decode, encode, prepare_group, threads
 from sparseflow.spiking.kernels.reference import run_convolution_reference, run_group_reference
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -87,7 +87,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(nbytes: int) -> Any:
         buffer = take(nbytes)
-        buffer[:] = 255
+        buffer.raw[:] = 255
         return buffer
 
     monkeypatch.setattr(pool, "take", poisoned)
@@ -128,7 +128,7 @@ def test_weights_that_need_several_tiles_and_blocks() -> None:
     g = torch.Generator().manual_seed(5)
     spec = GroupSpec(sources=(_source(g, 256, 256, 3),), bias=_grid(g, 256), neuron=LIF)
     group = prepare_group(spec, conv="event")
-    assert group._tiles > 1
+    assert group._packed.tiles > 1
     _check(spec, [_spikes(g, 4, 2, 256, 4, 4, rate=0.05)], prepared=group)
 
 
@@ -265,7 +265,7 @@ def test_any_number_of_threads(threads: int) -> None:
 
 
 def test_thread_pool_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_package.group.threads, "_openmp", lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
     test_any_number_of_threads(3)
 
 

@@ -289,10 +289,10 @@ _RULES: dict[str, Rule] = {
 _VIEWS = {
     *(set(_MOVES) - {"clone", "repeat", "tile", "roll", "gather", "take", "amax", "amin"}),
     *_CASTS,
-    *("view", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout", "pad"),
+    *("view", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout"),
     *("as_strided", "view_as_real", "view_as_complex", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
     *("broadcast_tensors", "meshgrid", "conj", "resolve_conj", "resolve_neg", "positive", "real", "imag"),
-    *("adjoint", "numpy", "interpolate", "values", "rename", "refine_names", "align_to", "set", "slice"),
+    *("adjoint", "numpy", "values", "rename", "refine_names", "align_to", "set", "slice"),
 }
 _WORDS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "a convolution"),

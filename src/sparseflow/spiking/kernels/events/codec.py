@@ -20,7 +20,7 @@ from sparseflow.spiking.kernels.events.conversions import (
     make_max_pool_kernel,
 )
 from sparseflow.spiking.kernels.events.format import Events, address_of_array, allocate_events
-from sparseflow.spiking.kernels.events.records import CODEC, SLACK
+from sparseflow.spiking.kernels.events.records import CODEC
 
 
 def _record(shape: tuple[int, int, int, int, int]) -> tuple[np.ndarray, np.void]:
@@ -68,7 +68,7 @@ def encode(dense: torch.Tensor) -> Events | None:
         return None
     if record["flag"] > 1:
         largest, need = int(record["flag"]), int(record["need"])
-        if need > events.index.shape[-1] - SLACK:
+        if need > events.capacity:
             events = allocate_events((t, n, c, h, w), capacity=need, max_value=largest)
             record["out"] = events.address
             _run(make_encode_kernel, codec, scratch_floats=w * c)

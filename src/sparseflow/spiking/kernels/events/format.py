@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
+import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -13,40 +12,94 @@ from sparseflow.spiking.kernels.events.records import EVENTS, SLACK
 _LARGEST_NARROW = 1 << 16
 
 
+def address_of_array(array: np.ndarray) -> int:
+    """Address of an array's first byte."""
+    return array.__array_interface__["data"][0]
+
+
+def aligned_zeros(size: int, dtype: np.dtype | type) -> np.ndarray:
+    """Zeros [size] that begin on a cache line."""
+    kind = np.dtype(dtype)
+    raw = np.zeros(size * kind.itemsize + 64, dtype=np.uint8)
+    shift = -address_of_array(raw) % 64
+    return raw[shift : shift + size * kind.itemsize].view(kind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Views:
+    """One layout of a buffer: the arrays of an event tensor, and what a kernel is told about them."""
+
+    start: np.ndarray
+    index: np.ndarray
+    record: np.ndarray
+    address: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """Memory and the layouts it has had; making views anew would cost more than a small layer."""
+
+    raw: np.ndarray
+    views: dict[tuple[int, ...], _Views] = field(default_factory=dict)
+
+    def view(self, shape: tuple[int, int, int, int, int], row: int) -> _Views:
+        """The layout for (T, N, C, H, W) with `row` entries between two rows."""
+        key = (*shape, row)
+        found = self.views.get(key)
+        if found is not None:
+            return found
+        t, n, c, h, w = shape
+        entry = _entry(c, w)
+        starts = t * n * h * (w + 1) * 4
+        begin = _start_bytes(shape)
+        start = self.raw[:starts].view(np.int32).reshape(t, n, h, w + 1)
+        index = self.raw[begin : begin + t * n * h * row * entry.itemsize].view(entry).reshape(t, n, h, row)
+        record = np.zeros(1, dtype=EVENTS)
+        record[0] = (address_of_array(index), address_of_array(start), row, entry.itemsize == 4)
+        views = _Views(start=start, index=index, record=record, address=address_of_array(record))
+        self.views[key] = views
+        return views
+
+
 class _Pool:
     """Reuses the memory of dead event tensors: pages and cache lines stay warm, and the total stays small."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._free: list[np.ndarray] = []
+        self._free: list[_Buffer] = []
         self._limit_bytes = limit_bytes
+        self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> np.ndarray:
-        """A uint8 buffer of at least `nbytes`, 64-byte aligned; the smallest that fits and is not four times too big."""
-        fitting = [b for b in self._free if nbytes <= b.nbytes <= 4 * nbytes]
-        if fitting:
-            best = min(fitting, key=lambda b: b.nbytes)
-            self._free = [b for b in self._free if b is not best]
-            return best
+    def take(self, nbytes: int) -> _Buffer:
+        """At least `nbytes`, at most four times that, on a cache line: the smallest free buffer or a new one."""
+        with self._lock:
+            fitting = [b for b in self._free if nbytes <= b.raw.nbytes <= 4 * nbytes]
+            if fitting:
+                best = min(fitting, key=lambda b: b.raw.nbytes)
+                self._free = [b for b in self._free if b is not best]
+                return best
         raw = np.empty(nbytes + 64, dtype=np.uint8)
-        shift = -raw.ctypes.data % 64
-        return raw[shift : shift + nbytes]
+        shift = -address_of_array(raw) % 64
+        return _Buffer(raw[shift : shift + nbytes])
 
-    def give(self, buffer: np.ndarray) -> None:
+    def give(self, buffer: _Buffer) -> None:
         """Take a buffer back; the oldest ones go when more than the limit is idle."""
-        self._free.append(buffer)
-        while len(self._free) > 1 and sum(b.nbytes for b in self._free) > self._limit_bytes:
-            del self._free[0]
+        with self._lock:
+            self._free.append(buffer)
+            while len(self._free) > 1 and sum(b.raw.nbytes for b in self._free) > self._limit_bytes:
+                del self._free[0]
 
 
 _POOL = _Pool(limit_bytes=64 << 20)
 
 
-class _Memory:
-    """One buffer on loan from the pool; it goes back when the last owner dies."""
+class _Loan:
+    """A buffer on loan from the pool; it goes back when the last tensor that uses it dies."""
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = _POOL.take(nbytes)
-        weakref.finalize(self, _POOL.give, self.buffer).atexit = False
+
+    def __del__(self) -> None:
+        _POOL.give(self.buffer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,8 +119,9 @@ class Events:
         start: int32 [T, N, H, W + 1].
         index: uint16, or int32 where W * C > 65536, [T, N, H, capacity].
         max_value: Upper bound of the values; 1 for spikes.
-        record: What a kernel is told, `records.EVENTS`.
-        memory: Owner of the arrays' memory.
+        record: What a kernel is told, one `records.EVENTS`.
+        address: Address of `record`.
+        loan: Owner of the memory.
     """
 
     T: int
@@ -79,7 +133,8 @@ class Events:
     index: np.ndarray
     max_value: int = 1
     record: np.ndarray = field(repr=False)
-    memory: _Memory = field(repr=False)
+    address: int = field(repr=False)
+    loan: _Loan = field(repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -92,6 +147,11 @@ class Events:
         return self.index.dtype == np.int32
 
     @property
+    def capacity(self) -> int:
+        """Entries that a row can hold."""
+        return self.index.shape[-1] - SLACK
+
+    @property
     def nbytes(self) -> int:
         """Bytes set aside, used or not."""
         return self.start.nbytes + self.index.nbytes
@@ -100,15 +160,14 @@ class Events:
         """Sum of all values; for spikes, their number."""
         return int(self.start[..., -1].sum(dtype=np.int64))
 
-    @property
-    def address(self) -> int:
-        """Address of the `records.EVENTS` that kernels read."""
-        return address_of_array(self.record)
+
+def _entry(channels: int, width: int) -> np.dtype:
+    return np.dtype(np.uint16 if width * channels <= _LARGEST_NARROW else np.int32)
 
 
-def address_of_array(array: np.ndarray) -> int:
-    """Address of an array's first byte."""
-    return array.__array_interface__["data"][0]
+def _start_bytes(shape: tuple[int, int, int, int, int]) -> int:
+    t, n, _, h, w = shape
+    return -(-t * n * h * (w + 1) * 4 // 64) * 64
 
 
 def allocate_events(
@@ -122,25 +181,19 @@ def allocate_events(
         max_value: Upper bound of the values.
     """
     t, n, c, h, w = shape
-    entry = np.dtype(np.uint16 if w * c <= _LARGEST_NARROW else np.int32)
     row = -(-(w * c if capacity is None else capacity) // SLACK) * SLACK + SLACK
-    rows = t * n * h
-    start_bytes = -(-rows * (w + 1) * 4 // 64) * 64
-    index_bytes = rows * row * entry.itemsize
-    memory = _Memory(start_bytes + index_bytes)
-    buffer = memory.buffer
-    start = buffer[: rows * (w + 1) * 4].view(np.int32).reshape(t, n, h, w + 1)
-    index = buffer[start_bytes : start_bytes + index_bytes].view(entry).reshape(t, n, h, row)
-    record = np.zeros(1, dtype=EVENTS)
-    record[0] = (address_of_array(index), address_of_array(start), row, entry.itemsize == 4)
+    loan = _Loan(_start_bytes(shape) + t * n * h * row * _entry(c, w).itemsize)
+    views = loan.buffer.view(shape, row)
     return Events(
-        T=t, N=n, C=c, H=h, W=w, start=start, index=index, max_value=max_value, record=record, memory=memory
+        T=t,
+        N=n,
+        C=c,
+        H=h,
+        W=w,
+        start=views.start,
+        index=views.index,
+        max_value=max_value,
+        record=views.record,
+        address=views.address,
+        loan=loan,
     )
-
-
-def record_list(events: list[Events]) -> np.ndarray:
-    """The records of several event tensors, one after the other."""
-    out: np.ndarray = np.empty(max(len(events), 1), dtype=EVENTS)
-    for i, one in enumerate(events):
-        out[i] = one.record[0]
-    return out

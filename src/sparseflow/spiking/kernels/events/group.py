@@ -3,100 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.events import threads
-from sparseflow.spiking.kernels.events.compiler import compile_kernel
-from sparseflow.spiking.kernels.events.format import (
-    Events,
-    address_of_array,
-    allocate_events,
-    record_list,
-)
-from sparseflow.spiking.kernels.events.kernels import (
-    OUT_EVENTS,
-    OUT_EVENTS_AGAIN,
-    OUT_SPIKES,
-    OUT_SUMS,
-    VECTOR_CHOICES,
-    make_group_kernel,
-)
-from sparseflow.spiking.kernels.events.records import DENSE, GROUP, SLACK, SOURCE
-from sparseflow.spiking.kernels.events.simd import ALL_LANES, LANES, VECTOR_BYTES, cpu_features
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.kernels.events.format import Events, allocate_events
+from sparseflow.spiking.kernels.events.kernels import OUT_EVENTS, OUT_EVENTS_AGAIN, OUT_SPIKES, OUT_SUMS
+from sparseflow.spiking.kernels.events.launch import Launch, Shape
+from sparseflow.spiking.kernels.events.packing import pack_group
+from sparseflow.spiking.kernels.events.simd import LANES
+from sparseflow.spiking.kernels.spec import GroupSpec, SpikeSource
 
-_CACHE_BYTES = 640 << 10
-"""Weights of one tile of output channels should fit here: most of a level-2 cache."""
-_ITEMS_PER_THREAD = 4
-"""Work items that a thread should find at least, so that no thread waits long for the last one."""
+_CYCLES_PER_THREAD = 50_000
+"""Less work than this is done before another thread has woken up."""
+_MOST_LAUNCHES = 4
+"""Sets of shapes that a group keeps buffers for."""
 
 
-def _choose_vectors(sources: Sequence[SpikeSource], channels: int) -> int:
-    """Vectors of 16 output channels in one tile."""
-    taps = sum(s.weight.shape[1] * s.weight.shape[2] * s.weight.shape[3] for s in sources)
-    most = 8 if "avx512f" in cpu_features() else 4
-    choices = [v for v in VECTOR_CHOICES if v <= most and taps * v * VECTOR_BYTES <= _CACHE_BYTES]
-
-    def cost(vectors: int) -> float:
-        # Every tile walks all events again, which costs about as much as one more vector.
-        return -(-channels // (LANES * vectors)) * (vectors + 1)
-
-    return min(choices or [1], key=cost)
-
-
-def _aligned(size: int, dtype: np.dtype | type) -> np.ndarray:
-    kind = np.dtype(dtype)
-    raw = np.zeros(size * kind.itemsize + 64, dtype=np.uint8)
-    shift = -raw.ctypes.data % 64
-    return raw[shift : shift + size * kind.itemsize].view(kind)
-
-
-def _pack_weight(weight: torch.Tensor, lanes: int) -> np.ndarray:
-    """[C_out, C_in, k, k] -> [tile, k * k * C_in + 1, lanes], 64-byte aligned.
-
-    The rows of a tile are its weights for each (dx, dy, c), zero beyond C_out, and at last a row of zeros.
-    """
-    c_out, c_in, k, _ = weight.shape
-    tiles, taps = -(-c_out // lanes), k * k * c_in
-    packed = _aligned(tiles * (taps + 1) * lanes, np.float32).reshape(tiles, taps + 1, lanes)
-    padded = torch.zeros(tiles * lanes, c_in, k, k)
-    padded[:c_out] = weight.detach().float().cpu()
-    packed[:, :taps] = padded.unflatten(0, (tiles, lanes)).permute(0, 4, 3, 2, 1).reshape(tiles, taps, lanes)
-    return packed
-
-
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """[..., C, H, W] float32 whose memory is [..., H, W, C]; a copy only where needed."""
-    return x.float().movedim(-3, -1).contiguous()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PackedSource:
-    """One convolution, ready for the kernel."""
-
-    source: SpikeSource
-    packed: np.ndarray
-    lanes: int
-
-    def fill(self, record: np.void, events: Events) -> None:
-        c_out, c_in, k, _ = self.source.weight.shape
-        if events.C != c_in:
-            raise InputError(f"the convolution takes {c_in} channels, got events of shape {events.shape}")
-        if (events.W + 1) * k * c_in >= 1 << 31:
-            raise InputError(f"events of shape {events.shape} are too wide for a {k}x{k} event convolution")
-        one = events.record[0]
-        record["index"], record["start"] = one["index"], one["start"]
-        record["row"], record["wide"] = one["row"], one["wide"]
-        record["height"], record["width"], record["channels"] = events.H, events.W, c_in
-        record["kernel"], record["stride"], record["padding"] = k, self.source.stride, self.source.padding
-        record["weight"] = address_of_array(self.packed)
-        record["tile_bytes"] = 4 * (k * k * c_in + 1) * self.lanes
+def _channels_last(x: torch.Tensor) -> torch.Tensor:
+    """[..., C, H, W] as float32 memory [..., H, W, C]; a copy only where needed."""
+    return x.detach().float().movedim(-3, -1).contiguous()
 
 
 class PreparedGroup:
@@ -110,22 +38,12 @@ class PreparedGroup:
     def __init__(self, spec: GroupSpec, conv: Literal["event", "dense"]) -> None:
         self.spec = spec
         self.conv = conv
-        self.channels = int(spec.bias.shape[0])
-        events = spec.sources if conv == "event" else ()
-        self._vectors = _choose_vectors(events, self.channels) if events else -(-self.channels // LANES)
-        lanes = LANES * self._vectors
-        self._tiles = -(-self.channels // lanes)
-        self._sources = [
-            _PackedSource(source=s, packed=_pack_weight(s.weight, lanes), lanes=lanes) for s in events
-        ]
+        self._packed = pack_group(spec, spec.sources if conv == "event" else ())
         self._dense_weights = [
             s.weight.detach().float().contiguous(memory_format=torch.channels_last)
             for s in (spec.sources if conv == "dense" else ())
         ]
-        self._bias = _aligned(self._tiles * lanes, np.float32)
-        self._bias[: self.channels] = spec.bias.detach().float().cpu().numpy()
-        self._scratch = _aligned(1, np.uint8)
-        self._bits = np.empty(0, dtype=np.uint16)
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
     def __call__(
         self,
@@ -177,14 +95,36 @@ class PreparedGroup:
             else:
                 reals.append(self._convolve(len(reals) - len(dense), source, x))
         shape = self._out_shape(events, reals, skips, post_skips, time_steps)
-        return self._run(shape, events, skips, reals, post_skips, v, want_v, out)
+        if v is not None and tuple(v.shape) != (shape[1], *shape[2:]):
+            raise InputError(f"`v` must be {(shape[1], *shape[2:])}, got {tuple(v.shape)}")
+        # These stay referenced until the kernel has run: it knows addresses only.
+        reals, before = [_channels_last(r) for r in reals], None if v is None else _channels_last(v)
+        after = torch.empty(shape[1], *shape[3:], shape[2]) if want_v else None
+        launch = self._launch(shape, events, skips, reals, post_skips)
+        launch.bind(events, skips, reals, post_skips, before, after)
+        membrane = None if after is None else after.movedim(-1, -3)
+        t, n, c, h, w = shape
+        if out == "dense":
+            result = torch.empty(t, n, h, w, c)
+            launch.run(OUT_SPIKES, result.data_ptr())
+            return result.movedim(-1, -3), membrane
+        most = 1 + sum(e.max_value for e in post_skips)
+        found = allocate_events(shape, max_value=most)
+        need = launch.run(OUT_EVENTS, found.address)
+        if need > found.capacity:
+            # Sums of spikes outgrew a row of spikes: the neurons have run, only their events are rewritten.
+            found = allocate_events(shape, capacity=need, max_value=most)
+            launch.run(OUT_EVENTS_AGAIN, found.address)
+        return found, membrane
 
     def sums(self, spikes: Sequence[Events]) -> torch.Tensor:
         """Bias and convolutions alone: dense float32 [T, N, C_out, H_out, W_out], channels last."""
-        shape = self._out_shape(spikes, (), (), (), None)
-        total, _ = self._run(shape, spikes, (), (), (), None, False, "sums")
-        assert isinstance(total, torch.Tensor)
-        return total
+        t, n, c, h, w = shape = self._out_shape(spikes, (), (), (), None)
+        launch = self._launch(shape, spikes, (), (), ())
+        launch.bind(spikes, (), (), (), None, None)
+        result = torch.empty(t, n, h, w, c)
+        launch.run(OUT_SUMS, result.data_ptr())
+        return result.movedim(-1, -3)
 
     def _convolve(self, number: int, source: SpikeSource, x: torch.Tensor) -> torch.Tensor:
         flat = x.float().flatten(0, 1).contiguous(memory_format=torch.channels_last)
@@ -199,117 +139,62 @@ class PreparedGroup:
         skips: Sequence[Events],
         post_skips: Sequence[Events],
         time_steps: int | None,
-    ) -> tuple[int, int, int, int, int]:
+    ) -> Shape:
         """(T, N, C, H, W) of the output; raises where two inputs disagree."""
-        found: list[tuple[int, int, int, int, int]] = [
-            (e.T, e.N, self.channels, s.source.out_size(e.H), s.source.out_size(e.W))
-            for s, e in zip(self._sources, events, strict=True)
-        ]
+        channels = self._packed.channels
+        found: list[Shape] = []
+        for source, one in zip(self.spec.sources if events else (), events, strict=True):
+            c_in, k = source.weight.shape[1:3]
+            if one.C != c_in:
+                raise InputError(f"the convolution takes {c_in} channels, got events of shape {one.shape}")
+            if (one.W + 1) * k * c_in >= 1 << 31:
+                raise InputError(f"events of shape {one.shape} are too wide for an event convolution")
+            found.append((one.T, one.N, channels, source.out_size(one.H), source.out_size(one.W)))
         found += [e.shape for e in (*skips, *post_skips)]
-        real_shapes = [tuple(r.shape) for r in reals]
-        steps = time_steps or (found[0][0] if found else max((s[0] for s in real_shapes), default=1))
-        found += [(steps if s[0] == 1 else s[0], *s[1:]) for s in real_shapes if len(s) == 5]
-        if not found or len(found) < len(events) + len(reals) + len(skips) + len(post_skips):
-            raise InputError(f"dense inputs must be [T or 1, N, C, H, W], got shapes {real_shapes}")
-        if any(shape != found[0] for shape in found) or found[0][0] != steps or found[0][2] != self.channels:
+        if any(r.dim() != 5 for r in reals):
+            shapes = [tuple(r.shape) for r in reals]
+            raise InputError(f"dense inputs must be [T or 1, N, C, H, W], got shapes {shapes}")
+        steps = time_steps or (found[0][0] if found else max(r.shape[0] for r in reals))
+        for real in reals:
+            t, n, c, h, w = real.shape
+            found.append((steps if t == 1 else t, n, c, h, w))
+        if any(shape != found[0] for shape in found) or found[0][0] != steps or found[0][2] != channels:
             raise InputError(
                 f"the group's inputs give outputs [T, N, C, H, W] of different shapes: {found}; "
-                f"expected {self.channels} channels and {steps} time steps"
+                f"expected {channels} channels and {steps} time steps"
             )
         return found[0]
 
-    def _run(
+    def _workers(self, shape: Shape, events: Sequence[Events]) -> int:
+        """Threads that are worth waking."""
+        t, n, c, h, w = shape
+        vectors = t * n * h * w * -(-c // LANES)
+        # Some 30 cycles for each vector of neurons, and one for each weight vector of one spike in twenty.
+        taps = sum(s.weight[0].numel() for s in self.spec.sources) if events else 0
+        return max(1, min(torch.get_num_threads(), int(vectors * (30 + taps / 20)) // _CYCLES_PER_THREAD))
+
+    def _launch(
         self,
-        shape: tuple[int, int, int, int, int],
+        shape: Shape,
         events: Sequence[Events],
         skips: Sequence[Events],
         reals: Sequence[torch.Tensor],
         post_skips: Sequence[Events],
-        v: torch.Tensor | None,
-        want_v: bool,
-        out: Literal["events", "dense", "sums"],
-    ) -> tuple[Events | torch.Tensor, torch.Tensor | None]:
-        time_steps, images, channels, height, width = shape
-        workers = torch.get_num_threads()
-        lanes = LANES * self._vectors
-        rows = [_rows_contiguous(r) for r in reals]
-
-        group = np.zeros(1, dtype=GROUP)
-        g = group[0]
-        g["time_steps"], g["images"], g["channels"] = time_steps, images, channels
-        g["height"], g["width"] = height, width
-        g["vectors"], g["tiles"], g["used_vectors"] = self._vectors, self._tiles, -(-channels // LANES)
-        g["last_lanes"] = ALL_LANES >> (-channels % LANES)
-        pieces = min(height, -(-workers * _ITEMS_PER_THREAD // (images * self._tiles)))
-        g["block_rows"] = -(-height // pieces)
-        g["blocks"] = images * -(-height // int(g["block_rows"]))
-        finished = np.zeros(int(g["blocks"]), dtype=np.int64)
-        g["finished"] = address_of_array(finished)
-
-        sources = np.zeros(max(len(events), 1), dtype=SOURCE)
-        for i, (source, one) in enumerate(zip(self._sources, events, strict=True)):
-            source.fill(sources[i], one)
-        g["sources"], g["source_list"] = len(events), address_of_array(sources)
-        skip_records, post_records = record_list(skips), record_list(post_skips)
-        g["skips"], g["skip_list"] = len(skips), address_of_array(skip_records)
-        g["posts"], g["post_list"] = len(post_skips), address_of_array(post_records)
-        denses = np.zeros(max(len(rows), 1), dtype=DENSE)
-        for i, row in enumerate(rows):
-            denses[i] = (row.data_ptr(), 0 if row.shape[0] == 1 and time_steps > 1 else row[0].numel())
-        g["denses"], g["dense_list"] = len(rows), address_of_array(denses)
-
-        offsets = max(
-            (s.source.weight.shape[-1] * e.index.shape[-1] for s, e in zip(self._sources, events)), default=0
-        )
-        g["rows_bytes"] = -(-(4 * offsets + 64) // 64) * 64
-        most_width = max([width, *(e.W for e in events)])
-        scratch = int(g["rows_bytes"]) + 12 * width * lanes + 4 * (most_width + 1)
-        g["scratch_bytes"] = -(-scratch // 64) * 64 + 64
-        if self._scratch.size < workers * int(g["scratch_bytes"]):
-            self._scratch = _aligned(workers * int(g["scratch_bytes"]), np.uint8)
-        g["scratch"] = address_of_array(self._scratch)
-
-        neuron: NeuronSpec = self.spec.neuron
-        g["bias"] = address_of_array(self._bias)
-        g["alpha"], g["beta"], g["delta"] = neuron.alpha, neuron.beta, neuron.delta
-        g["threshold"], g["rest"] = neuron.v_threshold, neuron.v_rest
-        g["hard"] = neuron.v_reset is not None
-        before = None if v is None else _rows_contiguous(v)
-        after = torch.empty(images, height, width, channels) if want_v else None
-        if before is not None:
-            if tuple(before.shape) != (images, height, width, channels):
-                raise InputError(f"`v` must be {(images, channels, height, width)}, got {tuple(v.shape)}")  # type: ignore[union-attr]
-            g["v_in"] = before.data_ptr()
-        if after is not None:
-            g["v_out"] = after.data_ptr()
-
-        function = compile_kernel(make_group_kernel)
-        if out == "sums":
-            result = torch.empty(time_steps, images, height, width, channels)
-            g["mode"], g["out"] = OUT_SUMS, result.data_ptr()
-            threads.run(function, address_of_array(group), workers)
-            return result.movedim(-1, -3), None
-        bits = time_steps * images * height * self._tiles * width * self._vectors
-        if self._bits.size < bits:
-            self._bits = _aligned(bits, np.uint16)
-        g["bits"] = address_of_array(self._bits)
-        if out == "dense":
-            result = torch.empty(time_steps, images, height, width, channels)
-            g["mode"], g["out"] = OUT_SPIKES, result.data_ptr()
-            threads.run(function, address_of_array(group), workers)
-            spikes: Events | torch.Tensor = result.movedim(-1, -3)
-        else:
-            most = 1 + sum(e.max_value for e in post_skips)
-            spikes = allocate_events(shape, max_value=most)
-            g["mode"], g["out"] = OUT_EVENTS, spikes.address
-            threads.run(function, address_of_array(group), workers)
-            if g["need"] > spikes.index.shape[-1] - SLACK:
-                # Sums of spikes outgrew a row of spikes: the neurons have run, only their events are rewritten.
-                spikes = allocate_events(shape, capacity=int(g["need"]), max_value=most)
-                g["mode"], g["out"], g["next_item"], g["next_slot"] = OUT_EVENTS_AGAIN, spikes.address, 0, 0
-                finished[:] = 0
-                threads.run(function, address_of_array(group), workers)
-        return spikes, None if after is None else after.movedim(-1, -3)
+    ) -> Launch:
+        """The launch for these shapes."""
+        workers = self._workers(shape, events)
+        constant = tuple(r.shape[0] == 1 and shape[0] > 1 for r in reals)
+        inputs = tuple((e.H, e.W, e.capacity) for e in events)
+        key = (shape, inputs, len(skips), constant, len(post_skips), workers)
+        launch = self._launches.get(key)
+        if launch is None:
+            while len(self._launches) >= _MOST_LAUNCHES:
+                del self._launches[next(iter(self._launches))]
+            launch = Launch(
+                self._packed, self.spec.neuron, shape, events, len(skips), constant, len(post_skips), workers
+            )
+            self._launches[key] = launch
+        return launch
 
 
 def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> PreparedGroup:
