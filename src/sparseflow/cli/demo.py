@@ -43,7 +43,7 @@ def demo(
     for name, ms in sorted(result.ms.items(), key=lambda item: -item[1]):
         console.print(f"  {ms:9.2f} ms  {name}", highlight=False)
     console.print(
-        f"[bold]{speed.median:.2f}x[/] end to end (95 %: {speed.low:.2f}–{speed.high:.2f}) against the fastest "
-        f"dense setting, '{result.baseline}', {result.threads} threads, batches of {result.batch}"
+        f"[bold]{speed.median:.2f}x[/] end to end (95 %: {speed.low:.2f}–{speed.high:.2f}) against the "
+        f"fastest dense setting, '{result.baseline}', {result.threads} threads, batches of {result.batch}"
     )
     console.print(f"report: {result.report}")

@@ -17,7 +17,7 @@ app = typer.Typer(name="spiking", help="Spiking networks: skip what does not fir
 Model = Annotated[
     str,
     typer.Option(
-        help="A shipped network, spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory."
+        help="A shipped network, spiking_resnet18 (34, 50, …), sew_resnet18 (…), or package.module:factory."
     ),
 ]
 Weights = Annotated[Path | None, typer.Option(help="Weights to load, a safetensors file.")]
@@ -30,6 +30,10 @@ Gpu = Annotated[int | None, typer.Option(help="GPU to use; by default the one wi
 Cpu = Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there is a GPU.")]
 Policy = Annotated[str, typer.Option(help="measured, or static: the rule by feature-map height.")]
 Cache = Annotated[bool, typer.Option(help="Remember decisions on disk.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="As --model; may be given several times.")]
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="May be given several times.")]
+StepCounts = Annotated[list[int] | None, typer.Option("--steps", "-T", help="May be given several times.")]
+Half = Annotated[bool, typer.Option("--half", help="On a GPU: let the optimised network use fp16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 DEFAULT_MODEL = "cifar10-spiking-resnet18"
@@ -44,30 +48,29 @@ def _prepare(
     model: str, weights: Path | None, batch: int, steps: int, image: int, width: int, classes: int,
     gpu: int | None, cpu: bool,
 ) -> tuple[nn.Module, torch.Tensor]:  # fmt: skip
+    from sparseflow.spiking import catalog
+
+    settings = catalog.Settings(steps=steps, classes=classes, image=image, width=width)
+    net, x, _ = catalog.Case(model=model, settings=settings, batch=batch).build(weights)
+    place = _place(gpu, cpu)
+    return net.to(place), x.to(place)
+
+
+def _place(gpu: int | None, cpu: bool) -> torch.device:
+    """The GPU that was named, or the one with most free memory, or the CPU where there is none."""
     import torch
 
     from sparseflow.core import device
-    from sparseflow.spiking import catalog, zoo
 
-    settings = catalog.Settings(steps=steps, classes=classes, image=image, width=width)
-    net = catalog.build(model, settings, weights=weights)
-    if model in zoo.names():
-        pixels, _ = zoo.images()
-        images = zoo.normalize(pixels, model)
-        x = images.repeat(-(-batch // len(images)), 1, 1, 1)[:batch]
-    else:
-        x = catalog.sample(settings, batch)
-    place = (
-        torch.device("cpu") if cpu or (gpu is None and not torch.cuda.is_available()) else device.resolve(gpu)
-    )
-    return net.to(place), x.to(place)
+    no_gpu = gpu is None and not torch.cuda.is_available()
+    return torch.device("cpu") if cpu or no_gpu else device.resolve(gpu)
 
 
 @app.command()
 def optimize(
-    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4, image: Image = 32,
-    width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False, policy: Policy = "measured",
-    cache: Cache = True, as_json: Json = False,
+    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4,
+    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
+    policy: Policy = "measured", cache: Cache = True, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Optimise a network for this machine and show, layer by layer, what was done and why."""
     from rich.console import Console
@@ -96,10 +99,11 @@ def optimize(
 
 @app.command()
 def profile(
-    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4, image: Image = 32,
-    width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False, as_json: Json = False,
+    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4,
+    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show what feeds each convolution, how much of it is zero, and how long its group takes when optimised."""
+    """Show what feeds each convolution, how much of it is zero, and its group's time when optimised."""
     from dataclasses import asdict
 
     from rich.console import Console
@@ -154,5 +158,74 @@ def profile(
             f"{row['height']} x {row['width']}" if "height" in row else "–",
             "–" if row["latency_ms"] is None else f"{row['latency_ms']:.3f}",
             row["reason"] or "",
+        )
+    Console().print(table)
+
+
+@app.command()
+def bench(
+    model: Models = None, batch: Batches = None, steps: StepCounts = None,
+    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
+    half: Half = False,
+    rounds: Annotated[int, typer.Option(min=4, help="Paired timing rounds.")] = 20,
+    compiled: Annotated[bool, typer.Option(help="Let the dense side use torch.compile too.")] = True,
+    cache: Cache = True,
+    out: Annotated[Path, typer.Option(help="Folder that gets the run's own folder.")] = Path("runs"),
+    resume: Annotated[Path | None, typer.Option(help="A run's folder to go on with.")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure networks against their strongest dense form: one row a network, time steps and batch size."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparseflow.cli.progress import bar
+    from sparseflow.core.records import Run
+    from sparseflow.spiking.bench import bench_grid
+    from sparseflow.spiking.catalog import Case, Settings
+
+    place = _place(gpu, cpu)
+    cases = [
+        Case(model=m, settings=Settings(steps=t, classes=classes, image=image, width=width), batch=b)
+        for m in model or [DEFAULT_MODEL]
+        for t in steps or [4]
+        for b in batch or [32]
+    ]
+    settings = {"cases": [case.name for case in cases], "half": half, "rounds": rounds, "compiled": compiled}
+    opened = (
+        Run.open(resume) if resume else Run.start(out, "sparseflow spiking bench", settings, 0, device=place)
+    )
+    with opened as run, bar() as tell:
+        results = bench_grid(
+            cases, run, device=place, dtype=torch.float16 if half else None, rounds=rounds, compiled=compiled,
+            cache=cache, progress=tell,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps({"run": str(run.path), "cases": results}, ensure_ascii=False))
+        return
+    table = Table(title=str(run.path), title_justify="left")
+    for heading in (
+        "case",
+        "strongest dense",
+        "ms dense → ours",
+        "speed-up (95 %)",
+        "over eager",
+        "firing",
+        "top-1 agrees",
+    ):
+        table.add_column(heading)
+    for name, row in results.items():
+        if "error" in row:
+            table.add_row(name, f"failed: {row['error']}")
+            continue
+        speed, ms = row["speedup"], row["latency_ms"]
+        table.add_row(
+            name,
+            row["baseline"],
+            f"{ms[row['baseline']]:.3f} → {ms['optimised']:.3f}",
+            f"{speed['median']:.2f}x ({speed['low']:.2f}–{speed['high']:.2f})",
+            f"{row['speedup_eager']['median']:.2f}x",
+            "–" if row["firing_rate"] is None else f"{100 * row['firing_rate']:.1f} %",
+            f"{100 * row['top1_agreement']:.1f} %",
         )
     Console().print(table)

@@ -1,8 +1,9 @@
 """The strongest dense form of a network: what an accelerated one is measured against.
 
 `dense_forms` builds every dense setting worth trying on a device from the network's own graph: as it is,
-channels-last, with BatchNorm folded into the convolutions, with the neurons as plain fused loops, compiled.
-All of them compute what the network computes from rest. The fastest of them is the baseline.
+channels-last, with BatchNorm folded into the convolutions, with the neurons as plain fused loops, compiled;
+on a GPU also TF32, fp16 and bf16, spikingjelly's own fused neurons, and all of it as one CUDA graph. All of
+them compute what the network computes from rest. The fastest of them is the baseline.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import torch
 from torch import fx, nn
 
 from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graphs import Replay
 from sparseflow.spiking.kernels.spec import NeuronSpec
 from sparseflow.spiking.match import GroupFinder, fold_match
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+EAGER = "eager"
+"""Name of the network as its user runs it today: float32, NCHW, nothing folded."""
 
 
 class PlainNeuron(nn.Module):
@@ -54,23 +59,26 @@ class PlainNeuron(nn.Module):
         return out.permute(0, 1, 4, 2, 3) if x.dim() == 5 else out
 
 
-def folded_twin(graph: SpikeGraph) -> fx.GraphModule:
-    """A copy of the network with BatchNorm folded and known neurons as `PlainNeuron`.
+def folded_twin(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
+    """A copy of the network with BatchNorm folded.
 
-    Step mode 'm' only: the twin starts every call from rest.
+    Args:
+        graph: The network's analysis.
+        plain: Put a `PlainNeuron` in place of each known neuron in step mode 'm', which starts every call
+            from rest. Otherwise the network's own neurons stay.
 
     Raises:
         ValueError: The network was not traced.
     """
     if graph.module is None:
         raise ValueError("only a traced network has a folded twin")
-    original = dict(graph.module.named_modules())
+    original: dict[str, nn.Module] = dict(graph.module.named_modules())
     twin = copy.deepcopy(graph.module)
     nodes = {node.name: node for node in twin.graph.nodes}
     for match in GroupFinder(graph).groups():
         spec = graph.neurons[match.neuron_name].spec
         neuron = original[match.neuron_name]
-        if spec is not None and getattr(neuron, "step_mode", "m") == "m":
+        if plain and spec is not None and getattr(neuron, "step_mode", "m") == "m":
             _replace(twin, match.neuron_name, PlainNeuron(spec))
         for conv in (*match.sources, *match.dense_convs):
             if conv.bn_node is None:
@@ -96,15 +104,17 @@ def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
 def dense_forms(
     model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compiled: bool = True
 ) -> dict[str, Forward]:
-    """Every dense setting to try on a CPU: name to a forward that starts from rest.
+    """Every dense setting to try on the sample's device: name to a forward that starts from rest.
 
     Args:
         model: The network itself, not optimised; its memories are reset before each call.
         graph: Its analysis.
-        sample: An input, for warming up compiled forms.
+        sample: An input; CUDA graphs are captured on its shape.
         compiled: Try `torch.compile` too.
     """
-    forms: dict[str, Forward] = {"eager": _from_rest(model)}
+    if sample.device.type == "cuda":
+        return _gpu_forms(model, graph, sample, compiled=compiled)
+    forms: dict[str, Forward] = {EAGER: _from_rest(model)}
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forms["channels_last"] = _channels_last(_from_rest(last))
     if graph.module is None:
@@ -118,6 +128,50 @@ def dense_forms(
             form = _without_gradients(torch.compile(copy.deepcopy(module)))
             forms[f"{name}, compiled"] = _channels_last(form) if "last" in name else form
     return forms
+
+
+def _gpu_forms(
+    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compiled: bool
+) -> dict[str, Forward]:
+    """Dense settings on a GPU.
+
+    "tf32" is float32 with TF32 convolutions, which is also what eager PyTorch does unless told otherwise.
+    """
+    forms: dict[str, Forward] = {EAGER: _from_rest(model)}
+    if graph.module is None:
+        return forms
+    own = folded_twin(graph, plain=False)
+    for name, dtype in (("tf32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            twin = copy.deepcopy(own).to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
+            label = f"{name} {'NCHW' if layout == torch.contiguous_format else 'channels_last'}, folded"
+            eager = _cast(_from_rest(twin), dtype, layout)
+            forms[f"{label}, CUDA graph"] = _graphed(eager, sample)
+    if compiled:
+        half = folded_twin(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        form = _cast(_without_gradients(torch.compile(half)), torch.float16, torch.channels_last)
+        forms["fp16 channels_last, folded, compiled, CUDA graph"] = _graphed(form, sample)
+    return forms
+
+
+def _cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        fits = x.dim() == 4
+        return forward(x.to(dtype=dtype, memory_format=layout) if fits else x.to(dtype)).to(x.dtype)
+
+    return run
+
+
+def _graphed(forward: Forward, sample: torch.Tensor) -> Forward:
+    """`forward` as one CUDA graph, captured when first called."""
+    made: list[Replay] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(Replay(forward, (sample,), ()))
+        return made[0](x)
+
+    return run
 
 
 def _without_gradients(forward: Callable[..., torch.Tensor]) -> Forward:

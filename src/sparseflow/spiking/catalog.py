@@ -66,8 +66,8 @@ def build(name: str, settings: Settings | None = None, *, weights: Path | None =
         model = _from_factory(name)
     else:
         raise InputError(
-            f"no network is called {name!r}; there are {', '.join(zoo.names())}, spiking_resnet18 (34, 50, 101, "
-            "152), sew_resnet18 (…), or give your own as package.module:factory"
+            f"no network is called {name!r}; there are {', '.join(zoo.names())}, spiking_resnet18 (34, 50, "
+            "101, 152), sew_resnet18 (…), or give your own as package.module:factory"
         )
     if weights is not None:
         _load(model, weights)
@@ -121,7 +121,9 @@ def make_it_fire(net: nn.Module, x: torch.Tensor, *, gain: float = 1.6, passes: 
 def sample(settings: Settings, batch: int) -> torch.Tensor:
     """Random images, float32 [batch, 3, image, image], smooth as photographs are rather than white noise."""
     generator = torch.Generator().manual_seed(settings.seed)
-    coarse = torch.randn(batch, 3, max(2, settings.image // 4), max(2, settings.image // 4), generator=generator)
+    coarse = torch.randn(
+        batch, 3, max(2, settings.image // 4), max(2, settings.image // 4), generator=generator
+    )
     size = (settings.image, settings.image)
     return nn.functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
 
@@ -150,3 +152,36 @@ def _load(model: nn.Module, weights: Path) -> None:
         raise InputError(f"there is no file {weights}") from error
     except (SafetensorError, RuntimeError) as error:
         raise FileFormatError(f"{weights} does not fit {type(model).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One network and input of a grid.
+
+    Attributes:
+        model: See the module's text.
+        settings: How to build it, where it does not say so itself.
+        batch: Images.
+    """
+
+    model: str
+    settings: Settings
+    batch: int
+
+    @property
+    def name(self) -> str:
+        s = self.settings
+        if self.model in zoo.names():
+            return f"{self.model}, batch {self.batch}"
+        shape = f"width {s.width}, {s.image}x{s.image}, {s.classes} classes, T {s.steps}"
+        return f"{self.model}, {shape}, batch {self.batch}"
+
+    def build(self, weights: Path | None = None) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
+        """The network, one batch, and its labels where they are known."""
+        model = build(self.model, self.settings, weights=weights)
+        if self.model not in zoo.names():
+            return model, sample(self.settings, self.batch), None
+        pixels, labels = zoo.images()
+        times = -(-self.batch // len(pixels))
+        x = zoo.normalize(pixels, self.model).repeat(times, 1, 1, 1)[: self.batch]
+        return model, x, torch.from_numpy(labels).repeat(times)[: self.batch]

@@ -1,8 +1,8 @@
 """The main job, shown on real input: the shipped network, dense at its strongest against optimised.
 
 Everything is measured on this machine in this process: accuracy and predictions on all shipped images, then
-the time of one batch, dense and optimised in turn, every round on the same images. The result is kept as a run
-(`run.json`, `samples.parquet`) with a page to look at (`report.html`).
+the time of one batch, dense and optimised in turn, every round on the same images. The result is kept as a
+run (`run.json`, `samples.parquet`) with a page to look at (`report.html`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from sparseflow.core import timing
 from sparseflow.core.records import Run
 from sparseflow.spiking import zoo
-from sparseflow.spiking.baselines import Forward, dense_forms, reset
+from sparseflow.spiking.baselines import Forward, dense_forms
+from sparseflow.spiking.bench import OPTIMISED, from_rest, in_turn, warmed
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.optimize import optimize
@@ -108,10 +109,12 @@ def run_demo(
         batches = [b for b in images.split(batch) if len(b) == batch] or [images]
 
         progress("accuracy of the network as it is", 0.03)
-        before = _predictions(_fresh(model), batches)
+        before = _predictions(from_rest(model), batches)
         graph = analyze(model)
         forms = dense_forms(copy.deepcopy(model), graph, batches[0], compiled=compiled)
-        forms = _warm(forms, batches[0], lambda name, part: progress(f"preparing dense: {name}", part))
+        forms = warmed(
+            forms, batches[0], lambda name, part: progress(f"preparing dense: {name}", 0.08 + 0.32 * part)
+        )
 
         progress("measuring each layer", 0.40)
         optimize(
@@ -122,17 +125,17 @@ def run_demo(
                 f"measuring {what}", 0.40 + 0.25 * done / max(total, 1)
             ),
         )
-        optimised = _fresh(model)
+        optimised = from_rest(model)
         after = _predictions(optimised, batches)
         progress("dense and optimised in turn", 0.68)
-        comparison = _compare({**forms, "optimised": optimised}, batches, rounds)
+        comparison = in_turn({**forms, OPTIMISED: optimised}, batches, rounds)
         run.extend(comparison.to_rows(batch=batch))  # type: ignore[arg-type]
         baseline = min(forms, key=lambda name: comparison.samples(name).median_ms)
         used = labels[: len(before)]
         result = DemoResult(
-            speedup=comparison.speedup("optimised", baseline=baseline),
+            speedup=comparison.speedup(OPTIMISED, baseline=baseline),
             baseline=baseline,
-            ms={name: comparison.samples(name).median_ms for name in (*forms, "optimised")},
+            ms={name: comparison.samples(name).median_ms for name in (*forms, OPTIMISED)},
             predictions_identical=bool((before == after).all()),
             accuracy_before=(before == used).float().mean().item(),
             accuracy_after=(after == used).float().mean().item(),
@@ -152,58 +155,5 @@ def run_demo(
     return result
 
 
-def _fresh(model: Any) -> Forward:
-    """`model` from rest at every call, without gradients."""
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        reset(model)
-        with torch.no_grad():
-            return model(x)
-
-    return run
-
-
 def _predictions(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([forward(b).argmax(dim=-1) for b in batches])
-
-
-def _warm(
-    forms: dict[str, Forward], sample: torch.Tensor, progress: Callable[[str, float], None]
-) -> dict[str, Forward]:
-    """Run each form once; a form that cannot run here (no compiler, say) is left out with a warning."""
-    import warnings
-
-    usable: dict[str, Forward] = {}
-    for i, (name, form) in enumerate(forms.items()):
-        progress(name, 0.08 + 0.32 * i / len(forms))
-        try:
-            form(sample)
-        except Exception as error:  # noqa: BLE001 - compilers fail in many ways; the other forms remain
-            first = (str(error).splitlines() or [""])[0]
-            warnings.warn(f"the dense form '{name}' cannot run here: {first}", stacklevel=2)
-            continue
-        usable[name] = form
-    return usable
-
-
-def _compare(forms: dict[str, Forward], batches: Sequence[torch.Tensor], rounds: int) -> timing.Comparison:
-    """Time all forms in turn; in each round all of them see the same batch."""
-
-    def cycling(form: Forward) -> Callable[[], object]:
-        calls = 0
-
-        def work() -> object:
-            nonlocal calls
-            calls += 1
-            return form(batches[calls % len(batches)])
-
-        return work
-
-    return timing.compare(
-        {name: cycling(form) for name, form in forms.items()},
-        baseline="eager",
-        rounds=rounds,
-        warmup=1,
-        device="cpu",
-        seed=0,
-    )

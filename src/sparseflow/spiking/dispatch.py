@@ -1,7 +1,7 @@
 """Decide how each group runs: measured on this device, or by the fixed block rule.
 
-`measured` (the default) times every way that a group can run, on its real input, and keeps the fastest. Sparse
-or folded ways must beat the network's own modules with the whole interval of the paired ratio above 1;
+`measured` (the default) times every way that a group can run, on its real input, and keeps the fastest.
+Sparse or folded ways must beat the network's own modules with the whole interval of the paired ratio above 1;
 otherwise the modules stay. Decisions are remembered on disk by device, shape, dtype and firing rate.
 
 `static` is the rule of thumb by feature-map height: blocks of 16, 8 or 4 pixels, nothing below 8.

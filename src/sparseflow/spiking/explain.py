@@ -1,7 +1,8 @@
-"""`explain`: one row a convolution - what feeds it, how sparse that is, how it runs now, why, and what it saves."""
+"""`explain`: one row a convolution: what feeds it, how sparse that is, how it runs now and why."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,9 +58,10 @@ class Explanation:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=150, record=True, file=_Nowhere())
-        console.print(self.__rich__())
-        return console.export_text().rstrip()
+        console = Console(width=150, file=io.StringIO())
+        with console.capture() as captured:
+            console.print(self.__rich__())
+        return captured.get().rstrip()
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -85,16 +87,6 @@ class Explanation:
                 layer.why + (f"; {layer.flag}" if layer.flag else ""),
             )
         return table
-
-
-class _Nowhere:
-    """A text stream that drops what is written to it."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
 
 
 def _percent(value: float | None) -> str:

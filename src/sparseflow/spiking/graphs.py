@@ -1,8 +1,8 @@
 """CUDA graphs: one launch for many kernels.
 
-`captured` makes a callable replay what it did while it was watched. `Replay` does the same for a whole network
-with inputs, and keeps what the network keeps: membranes are handed back to the neurons after each replay, and a
-network that was not reset since is run without the graph, from the membranes it has.
+`captured` makes a callable replay what it did while it was watched. `Replay` does the same for a whole
+network with inputs, and keeps what the network keeps: membranes are handed back to the neurons after each
+replay. A network that was not reset since is to be run without the graph, from the membranes it has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 WARMUP = 3
 
@@ -50,7 +51,9 @@ class Replay:
         RuntimeError: The run cannot be captured.
     """
 
-    def __init__(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor], neurons: Sequence[Any]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], inputs: Sequence[torch.Tensor], neurons: Sequence[Any]
+    ) -> None:
         self._neurons = list(neurons)
         self._rest = [neuron.v for neuron in self._neurons]
         self._inputs = [x.clone() for x in inputs]
@@ -75,4 +78,4 @@ class Replay:
         self._graph.replay()
         for neuron, v in zip(self._neurons, self._membranes, strict=True):
             neuron.v = v
-        return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
+        return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)

@@ -33,8 +33,8 @@ class ConvMatch:
         input: The fx node whose value is convolved; for a time-constant stem, the node before the repetition.
         node, bn_node: The convolution's and the BatchNorm's own nodes.
         name, bn_name: Their module names.
-        repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once; None
-            when the input has a time axis of its own.
+        repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once;
+            None when the input has a time axis of its own.
     """
 
     input: fx.Node
@@ -232,18 +232,21 @@ def before_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
     """
     if node.op != "call_method" or node.target not in ("repeat", "expand"):
         return node, None
-    sizes = node.args[1:]
+    sizes: tuple[object, ...] = tuple(node.args[1:])
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         sizes = tuple(sizes[0])
     keep = 1 if node.target == "repeat" else -1
-    if len(sizes) < 2 or not isinstance(sizes[0], int) or any(size != keep for size in sizes[1:]):
+    if len(sizes) < 2 or any(size != keep for size in sizes[1:]):
         return node, None
+    steps = sizes[0]
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target not in ("unsqueeze", torch.unsqueeze):
         return node, None
     position = inner.args[1] if len(inner.args) > 1 else inner.kwargs.get("dim")
     source = inner.args[0]
-    return (source, sizes[0]) if position == 0 and isinstance(source, fx.Node) else (node, None)
+    if position != 0 or not isinstance(source, fx.Node) or not isinstance(steps, int):
+        return node, None
+    return source, steps
 
 
 def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sparseflow.errors import InputError
@@ -84,7 +83,7 @@ class SparseConv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() not in (4, 5):
             raise InputError(
-                f"SparseConv2d takes [N, C, H, W] or [T, N, C, H, W], not a tensor of shape {tuple(input.shape)}"
+                f"SparseConv2d takes [N, C, H, W] or [T, N, C, H, W], not a shape of {tuple(input.shape)}"
             )
         if not self.timed:
             return self._run(input)

@@ -3,8 +3,8 @@
 The network keeps its parameters and state_dict keys. Its `forward` becomes an `Accelerated` callable, which
 runs a measured plan (`plan.py`) wherever that is surely faster, and the network's own code everywhere else:
 while training, for an input that requires gradients, or when somebody hooked a module. Under the static
-policy, and where a network cannot be traced, single convolutions become `SparseConv2d` objects around the same
-parameters instead.
+policy, and where a network cannot be traced, single convolutions become `SparseConv2d` objects around the
+same parameters instead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def optimize(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Put the original modules and forward back. Returns `model`; nothing happens if it was never optimised."""
+    """Put the original modules and forward back. Returns `model`, which need not have been optimised."""
     accelerated = model.__dict__.get("forward")
     if isinstance(accelerated, Accelerated):
         accelerated.uninstall()
@@ -132,7 +133,7 @@ def check_model(model: object) -> None:
             raise ModelError(f"`{name}` is on the meta device and holds no numbers; load the weights first")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(
-                f"`{name}` holds NaN or Inf; skipping zeros would hide them (0 * NaN is NaN); mend the weights"
+                f"`{name}` holds NaN or Inf, which skipping zeros would hide (0 * NaN); mend the weights"
             )
     if not any(is_spiking_neuron(module) for module in model.modules()):
         raise ModelError(
@@ -369,13 +370,13 @@ class Accelerated:
             self._cache.save()
 
     def _measure_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Decide layer by layer, for a network that could not be traced: each convolution on its own input."""
+        """Decide layer by layer, for a network that could not be traced."""
         chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
         seen: dict[str, torch.Tensor] = {}
         sites = [site for site in self.graph.sites if site.replaceable and site.name not in self._originals]
         handles = [
             self.model.get_submodule(site.name).register_forward_pre_hook(
-                lambda _, args, name=site.name: seen.update({name: args[0].detach().clone()})
+                partial(_keep_input, seen, site.name)
             )
             for site in sites
         ]
@@ -403,7 +404,9 @@ class Accelerated:
             self.decisions[site.name] = decision
             if decision.way != "module":
                 self._replace(site.name, sparse.block_size)
-        self.whole = Decision(way="layers", why="the network could not be traced; each layer was measured alone")
+        self.whole = Decision(
+            way="layers", why="the network could not be traced; each layer was measured alone"
+        )
         if self._cache:
             self._cache.save()
 
@@ -466,7 +469,9 @@ class Accelerated:
         parts.append(f"threads={torch.get_num_threads()}")
         return "|".join(parts)
 
-    def _decide_whole(self, run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Decision:
+    def _decide_whole(
+        self, run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], chooser: Chooser
+    ) -> Decision:
         saved = memories(self.model)
 
         def own() -> object:
@@ -491,7 +496,14 @@ class Accelerated:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_graph": None, "_plans": {}, "_replays": {}, "_stamp": None, "_progress": None}
+        return {
+            **self.__dict__,
+            "_graph": None,
+            "_plans": {},
+            "_replays": {},
+            "_stamp": None,
+            "_progress": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -499,7 +511,7 @@ class Accelerated:
 
 
 def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
-    """The plan as one CUDA graph; None on a CPU, for a network that is not at rest, or that waits for the device."""
+    """The plan as one CUDA graph; None on a CPU, or when it is not at rest or waits for the device."""
     neurons = [group.neuron for group in plan.groups]
     if inputs[0].device.type != "cuda" or any(isinstance(n.v, torch.Tensor) for n in neurons):
         return None
@@ -509,6 +521,12 @@ def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
         torch.cuda.synchronize()
         warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
         return None
+
+
+def _keep_input(
+    seen: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple[torch.Tensor, ...]
+) -> None:
+    seen[name] = args[0].detach().clone()
 
 
 def _spikes_of(result: object) -> torch.Tensor:

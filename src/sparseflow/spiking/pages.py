@@ -46,9 +46,9 @@ def demo_page(result: DemoResult, comparison: Comparison, run: Run, card: dict[s
     Report(
         title="A spiking network, dense and optimised",
         summary=(
-            f"{card['network'].get('residual', 'spiking')} ResNet-{card['network']['depth']} on CIFAR-10 images, "
-            f"batches of {result.batch}, {result.threads} threads. Both sides ran in turn in one process; the "
-            f"dense side is the fastest of {len(dense)} settings."
+            f"{card['network'].get('residual', 'spiking')} ResNet-{card['network']['depth']} on CIFAR-10 "
+            f"images, batches of {result.batch}, {result.threads} threads. Both sides ran in turn in one "
+            f"process; the dense side is the fastest of {len(dense)} settings."
         ),
         headlines=(
             Headline(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from sparseflow.spiking.backend import Backend, GroupShape, PreparedGroup
 from sparseflow.spiking.graph import SpikeGraph
@@ -267,8 +268,8 @@ def as_dense(value: Any) -> Any:
 
 def run_node(node: fx.Node, env: Env, modules: dict[str, nn.Module]) -> Any:
     """Run one fx node on the values in `env`, as the network's author wrote it."""
-    args = fx.node.map_arg(node.args, lambda n: as_dense(env[n]))
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: as_dense(env[n]))
+    args = map_arg(node.args, lambda n: as_dense(env[n]))
+    kwargs = map_arg(node.kwargs, lambda n: as_dense(env[n]))
     if node.op == "call_module":
         return modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
@@ -301,7 +302,7 @@ class Plan:
     def __init__(self, graph: SpikeGraph, backend: Backend) -> None:
         assert graph.module is not None
         self.graph, self.backend = graph, backend
-        self.modules = dict(graph.module.named_modules())
+        self.modules: dict[str, nn.Module] = dict(graph.module.named_modules())
         nodes = list(graph.module.graph.nodes)
         self._placeholders = [n for n in nodes if n.op == "placeholder"]
         kinds = {
@@ -345,8 +346,7 @@ class Plan:
         """Let each group emit what its readers take, once every group's way is chosen."""
         for group in self.groups:
             wants_native = any(
-                other.way == "sparse"
-                and any(c.input is group.match.output for c in other.match.sources)
+                (other.way == "sparse" and any(c.input is group.match.output for c in other.match.sources))
                 or group.match.output in (*other.match.skips, *other.match.post_skips)
                 for other in self.groups
             )
@@ -367,7 +367,7 @@ class Plan:
             if step.group is not None:
                 env[step.node] = around(step.group, env) if around else step.group.run(env)
             elif step.node.op == "output":
-                return fx.node.map_arg(step.node.args[0], lambda n: as_dense(env[n]))
+                return map_arg(step.node.args[0], lambda n: as_dense(env[n]))
             else:
                 env[step.node] = self._run_plain(step.node, env)
             for node in step.frees:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -160,18 +161,16 @@ def _lookup(cls: type) -> tuple[type, Entry] | None:
 
 def _overridden(module: nn.Module, parent: type) -> str | None:
     """Names that the module's class (or the module itself) defines in place of `parent`'s, for a sentence."""
-    theirs = set(dir(parent)) | _STATE
-    names = {
-        name
-        for cls in type(module).__mro__
-        if cls not in parent.__mro__
-        for name in vars(cls)
-        if name in theirs and name not in _HARMLESS
-    }
-    names |= {
-        name for name in vars(module) if callable(getattr(parent, name, None)) and name not in _HARMLESS
-    }
+    theirs = _names_of(parent)
+    below = [cls for cls in type(module).__mro__ if cls not in parent.__mro__]
+    names = {name for cls in below for name in vars(cls) if name in theirs}
+    names |= {name for name in vars(module) if name in theirs and callable(getattr(parent, name, None))}
     return ", ".join(f"`{name}`" for name in sorted(names)) or None
+
+
+@lru_cache(maxsize=256)
+def _names_of(cls: type) -> frozenset[str]:
+    return frozenset((set(dir(cls)) | _STATE) - _HARMLESS)
 
 
 def _keeps_more_than_spikes(module: nn.Module) -> str | None:

@@ -152,7 +152,7 @@ def samples(
 
     Args:
         title: Heading.
-        times: Candidate -> its samples, in `unit`; top to bottom.
+        times: Candidate -> its samples, in `unit`; top to bottom. The last one has the colour of what is new.
         unit: Unit, written at the axis.
         alt: What the figure says in words; made from the medians when empty.
         caption: A sentence below it.
@@ -172,7 +172,7 @@ def samples(
         medians = []
         for place, values in enumerate(times.values()):
             medians.append(float(np.median(values)))
-            colour = BEFORE if place == 0 else AFTER
+            colour = AFTER if place == len(times) - 1 else BEFORE
             heights = place + jitter.uniform(-0.26, 0.26, len(values))
             axes.plot(values, heights, "o", color=colour, markersize=3, alpha=0.55, markeredgewidth=0)
             axes.plot([medians[-1]] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=2)

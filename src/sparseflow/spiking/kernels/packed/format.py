@@ -76,6 +76,39 @@ class PackedSpikes:
         """Blocks of 64 channels."""
         return self.data.shape[4]
 
+    @property
+    def T(self) -> int:
+        """Time steps."""
+        return self.data.shape[0]
+
+    @property
+    def N(self) -> int:
+        """Images."""
+        return self.data.shape[1]
+
+    @property
+    def C(self) -> int:
+        """Channels, without padding."""
+        return self.channels
+
+    @property
+    def H(self) -> int:
+        """Rows, without border."""
+        return self.data.shape[2] - 2
+
+    @property
+    def W(self) -> int:
+        """Columns, without border."""
+        return self.data.shape[3] - 2
+
+    @property
+    def words(self) -> Tensor:
+        """The same memory as one int64 a pixel and block, [T, N, H + 2, W + 2, G].
+
+        Channel `8j + 2q + p` of a block is bit `16q + 2j + p` of its word.
+        """
+        return self.data.view(torch.int64).squeeze(-1)
+
 
 def blocks_of(channels: int) -> int:
     """Blocks of 64 channels that hold `channels`."""

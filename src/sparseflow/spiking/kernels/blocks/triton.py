@@ -1,0 +1,175 @@
+"""The Triton kernels of the two stages; `conv.py` calls them.
+
+Stage 1 reads the input once (`words_of_planes` or `words_of_pixels`, by memory format) and turns the occupancy
+words into one list of active chunks for every output tile (`list_chunks`). Stage 2 (`convolve`) owns a tile of
+the output, loops over the list and adds the bias: no atomics, no order that depends on timing.
+
+Strides of a tensor arrive divided by a constant A that they all share, except that of its innermost dimension:
+multiplying by the constant tells the compiler how far accesses may be vectorised.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words_of_planes(
+    x_ptr, word_ptr, C, H, W, sn, sc, sh, sw, grid_h, chunks,
+    A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one row of blocks, COLS columns at a time. Input with W innermost."""
+    pid = tl.program_id(0)
+    i = pid % grid_h
+    g = (pid // grid_h) % chunks
+    n = pid // (grid_h * chunks)
+    NB: tl.constexpr = COLS // B
+    row = i * B + tl.arange(0, B)
+    grid_w = tl.cdiv(W * A, B)
+    at = x_ptr + n.to(tl.int64) * (sn * A) + (g * GROUP) * (sc * A)
+    for left in range(0, W * A, COLS):
+        column = left + tl.arange(0, COLS)
+        inside = (row < H)[:, None] & (column < W * A)[None, :]
+        offset = (row * (sh * A))[:, None] + (column * sw)[None, :]
+        fired = tl.zeros([B, COLS], tl.int32)
+        for c in tl.static_range(GROUP):
+            x = tl.load(at + (offset + c * (sc * A)), mask=inside & (g * GROUP + c < C), other=0.0)
+            fired |= (x != 0).to(tl.int32)
+        fired = tl.reshape(fired, [B, NB, B])
+        rows = tl.max(fired, axis=2) << tl.arange(0, B)[:, None]
+        columns = tl.max(fired, axis=0) << (16 + tl.arange(0, B))[None, :]
+        word = tl.sum(rows, axis=0) | tl.sum(columns, axis=1)
+        j = left // B + tl.arange(0, NB)
+        tl.store(word_ptr + ((n * grid_h + i) * grid_w + j) * chunks + g, word, mask=j < grid_w)
+
+
+@triton.jit
+def words_of_pixels(
+    x_ptr, word_ptr, C, H, W, sn, sc, sh, sw, grid_h, grid_w, chunks, parts,
+    A: tl.constexpr, B: tl.constexpr, CB: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program: CB channels (several chunks) of one block. Input with C innermost."""
+    pid = tl.program_id(0)
+    part = pid % parts
+    block = pid // parts
+    i = (block // grid_w) % grid_h
+    j = block % grid_w
+    n = block // (grid_w * grid_h)
+    NG: tl.constexpr = CB // GROUP
+    pixel = tl.arange(0, B * B)
+    row = i * B + pixel // B
+    column = j * B + pixel % B
+    c = part * CB + tl.arange(0, CB)
+    at = x_ptr + n.to(tl.int64) * (sn * A)
+    offset = (row * (sh * A) + column * (sw * A))[:, None] + (c * sc)[None, :]
+    inside = ((row < H) & (column < W))[:, None] & (c < C * A)[None, :]
+    x = tl.load(at + offset, mask=inside, other=0.0)
+    fired = tl.max(tl.reshape((x != 0).to(tl.int32), [B, B, NG, GROUP]), axis=3)
+    rows = tl.max(fired, axis=1) << tl.arange(0, B)[:, None]
+    columns = tl.max(fired, axis=0) << (16 + tl.arange(0, B))[:, None]
+    word = tl.sum(rows, axis=0) | tl.sum(columns, axis=0)
+    g = part * NG + tl.arange(0, NG)
+    tl.store(word_ptr + block * chunks + g, word, mask=g < chunks)
+
+
+@triton.jit
+def list_chunks(
+    word_ptr, count_ptr, chunk_ptr, tiles, tiles_h, tiles_w, H, W, grid_h, grid_w, chunks,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, B: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
+    REACH_H: tl.constexpr, REACH_W: tl.constexpr, TB: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """One program: TB tiles. A chunk is listed when a block has non-zeros in a row and a column of the field."""
+    tile = tl.program_id(0) * TB + tl.arange(0, TB)
+    known = tile < tiles
+    left = (tile % tiles_w) * (TW * S) - P
+    top = ((tile // tiles_w) % tiles_h) * (TH * S) - P
+    n = tile // (tiles_w * tiles_h)
+    bottom = tl.minimum(top + (TH - 1) * S + K, H) - 1
+    right = tl.minimum(left + (TW - 1) * S + K, W) - 1
+    top = tl.maximum(top, 0)
+    left = tl.maximum(left, 0)
+    # A 1x1 convolution of stride 2 reads even rows and columns only; blocks and tiles start at even ones.
+    READ: tl.constexpr = 0x5555 if S > K else 0xFFFF
+    g = tl.arange(0, GP)
+    active = tl.zeros([TB, GP], tl.int32)
+    for di in tl.static_range(REACH_H):
+        i = top // B + di
+        # bits from the first to the last row of the field that lie in this block; none when there is no such row
+        low = tl.maximum(top - i * B, 0)
+        high = tl.minimum(bottom - i * B, B - 1)
+        row_bits = ((2 << tl.maximum(high, 0)) - (1 << low)) & READ
+        row_bits = tl.where((i < grid_h) & (high >= low), row_bits, 0)
+        for dj in tl.static_range(REACH_W):
+            j = left // B + dj
+            low = tl.maximum(left - j * B, 0)
+            high = tl.minimum(right - j * B, B - 1)
+            column_bits = ((2 << tl.maximum(high, 0)) - (1 << low)) & READ
+            needed = known & (row_bits != 0) & (j < grid_w) & (high >= low)
+            at = ((n * grid_h + i) * grid_w + j) * chunks
+            word = tl.load(
+                word_ptr + at[:, None] + g[None, :], mask=needed[:, None] & (g < chunks)[None, :], other=0
+            )
+            hit = ((word & row_bits[:, None]) != 0) & (((word >> 16) & column_bits[:, None]) != 0)
+            active |= hit.to(tl.int32)
+    place = tl.cumsum(active, axis=1) - active
+    tl.store(chunk_ptr + (tile * chunks)[:, None] + place, g[None, :] + tl.zeros([TB, GP], tl.int32),
+             mask=active != 0)  # fmt: skip
+    tl.store(count_ptr + tile, tl.sum(active, axis=1), mask=known)
+
+
+@triton.jit
+def convolve(
+    x_ptr, w_ptr, bias_ptr, y_ptr, count_ptr, chunk_ptr, tiles_h, tiles_w, chunks, C, H, W, CO, CO_PAD, OH, OW,
+    xn, xc, xh, xw, yn, yc, yh, yw,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
+    TC: tl.constexpr, PIXELS: tl.constexpr, XA: tl.constexpr, YA: tl.constexpr, FULL: tl.constexpr,
+    BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: TH x TW output pixels by TC output channels, over the tile's active chunks only.
+
+    PIXELS says that channels are innermost; FULL that every chunk has GROUP channels.
+    """
+    # The tiles of one field's output channels run side by side and share its input in L2.
+    columns = CO_PAD // TC
+    tile = tl.program_id(0) // columns
+    co = (tl.program_id(0) % columns) * TC + tl.arange(0, TC)
+    n = (tile // (tiles_w * tiles_h)).to(tl.int64)
+    m = tl.arange(0, TH * TW)
+    oh = ((tile // tiles_w) % tiles_h) * TH + m // TW
+    ow = (tile % tiles_w) * TW + m % TW
+    if PIXELS:
+        xw = xw * XA
+        yw = yw * YA
+        inside_y = (oh < OH) & (ow < OW)
+        channel = co < CO * YA
+    else:
+        xc = xc * XA
+        yc = yc * YA
+        inside_y = (oh < OH) & (ow < OW * YA)
+        channel = co < CO
+    xh = xh * XA
+    yh = yh * YA
+    kk = tl.arange(0, GROUP)
+    ih = oh * S - P
+    iw = ow * S - P
+    x_at = x_ptr + n * (xn * XA) + ((ih * xh + iw * xw)[:, None] + (kk * xc)[None, :])
+    w_at = w_ptr + kk[:, None] * CO_PAD + co[None, :]
+    steps = tl.load(count_ptr + tile) * (K * K)
+    acc = tl.zeros([TH * TW, TC], ACC)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        g = tl.load(chunk_ptr + tile * chunks + step // (K * K))
+        tap = step % (K * K)
+        dh = tap // K
+        dw = tap % K
+        inside = (ih + dh >= 0) & (ih + dh < H) & (iw + dw >= 0) & (iw + dw < W)
+        wanted = inside[:, None]
+        if not FULL:
+            wanted = wanted & (g * GROUP + kk < C)[None, :]
+        x = tl.load(x_at + (dh * xh + dw * xw + g * GROUP * xc), mask=wanted, other=0.0)
+        w = tl.load(w_at + (tap * chunks + g) * GROUP * CO_PAD)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+    if BIAS:
+        acc += tl.load(bias_ptr + co, mask=channel, other=0.0).to(ACC)[None, :]
+    y_at = y_ptr + n * (yn * YA) + ((oh * yh + ow * yw)[:, None] + (co * yc)[None, :])
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside_y[:, None] & channel[None, :])
