@@ -1,4 +1,4 @@
-"""Analysis: what is known about each value is true at run time, and each convolution gets the right verdict."""
+"""Analysis: what is said about values is true at run time, and each convolution gets the right verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_ways(model: nn.Module, sample: Any) -> Iterator[SpikeGraph]:
     yield analyze(model, sample, method="hooks")
 
 
-# --- one operation at a time ----------------------------------------------------------------------------------
+# --- one operation at a time --------------------------------------------------------------------------------
 
 
 class OneOp(nn.Module):
@@ -234,7 +234,7 @@ def test_a_layer_with_a_hook_or_another_forward_proves_nothing() -> None:
             return input * 0.5 + 1
 
     hooked = nn.Identity()
-    hooked.register_forward_hook(lambda module, args, output: output + 1)
+    hooked.register_forward_hook(lambda module, args, output: torch.add(output, 1))
     for inner in (Half(), hooked):
         for graph in all_ways(nn.Sequential(neuron.IFNode(), inner, nn.Conv2d(4, 2, 1)).eval(), X):
             assert graph.sites[0].value.kind == "dense"
@@ -247,7 +247,7 @@ def test_a_dropout_that_is_active_is_no_identity() -> None:
     assert net.training
 
 
-# --- verdicts on the convolution itself -----------------------------------------------------------------------
+# --- verdicts on the convolution itself ---------------------------------------------------------------------
 
 
 class Doubled(nn.Conv2d):
@@ -308,7 +308,7 @@ def test_a_patched_forward_is_refused() -> None:
         assert graph.sites[0].refusal is Refusal.CUSTOM_CONV
 
 
-# --- wiring ---------------------------------------------------------------------------------------------------
+# --- wiring -------------------------------------------------------------------------------------------------
 
 
 class Fork(nn.Module):
@@ -450,7 +450,7 @@ def test_a_module_made_during_the_call_is_followed() -> None:
         assert graph.sites[0].value.kind == "binary", str(graph)
 
 
-# --- when tracing fails ---------------------------------------------------------------------------------------
+# --- when tracing fails -------------------------------------------------------------------------------------
 
 
 class Untraceable(nn.Module):
@@ -526,7 +526,7 @@ def test_what_nobody_saw_being_made_is_dense() -> None:
     assert graph.method == "hooks" and graph.sites[0].refusal is Refusal.NOT_SPIKE_FED
 
 
-# --- all families ---------------------------------------------------------------------------------------------
+# --- all families -------------------------------------------------------------------------------------------
 
 REPLACED = {
     "spiking_resnet": (11, 12),
@@ -614,11 +614,12 @@ def holds(value: Value, tensor: torch.Tensor, firing: bool) -> None:
         if value.scale is not None:
             counts = tensor.double() / value.scale
             assert torch.allclose(counts, counts.round(), atol=1e-4)
-            assert value.count is not None and 0 <= counts.min() and counts.max() <= value.count + 1e-4
+            assert value.count is not None
+            assert float(counts.min()) >= -1e-4 and float(counts.max()) <= value.count + 1e-4
     else:
         assert value.max_value is not None
         assert bool((tensor == tensor.round()).all())
-        assert 0 <= float(tensor.min()) and float(tensor.max()) <= value.max_value
+        assert float(tensor.min()) >= 0 and float(tensor.max()) <= value.max_value
         assert value.kind == "integer" or value.max_value <= 1
 
 
@@ -644,7 +645,7 @@ class Recorder(fx.Interpreter):
         return result
 
 
-# --- random networks ------------------------------------------------------------------------------------------
+# --- random networks ----------------------------------------------------------------------------------------
 
 UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: F.max_pool2d(x, 3, 1, 1),
@@ -749,10 +750,11 @@ def test_whatever_is_said_about_a_random_network_is_true(steps: list[tuple[Any, 
             holds(site.value, tensor, firing=True)
 
 
-# --- the interface --------------------------------------------------------------------------------------------
+# --- the interface ------------------------------------------------------------------------------------------
 
 
 def test_analysis_changes_nothing() -> None:
+    net: Any
     net, sample = families.FAMILIES["sew_resnet"]("m")
     net(sample)
     state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
@@ -763,7 +765,7 @@ def test_analysis_changes_nothing() -> None:
         pass
     assert all(torch.equal(tensor, state[key]) for key, tensor in net.state_dict().items())
     for name, (held, copy) in memories.items():
-        now = net.get_submodule(name).v
+        now: Any = net.get_submodule(name).v
         assert now is held and torch.equal(now, copy)
     assert hooks == [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in net.modules()]
     assert torch.equal(torch.get_rng_state(), rng)

@@ -105,7 +105,7 @@ class _OwnTau(neuron.LIFNode):
 
 class _Overloud(neuron.IFNode):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + (x > 1000)
+        return torch.add(super().forward(x), x > 1000)
 
 
 class _Dead(neuron.IFNode):
@@ -161,7 +161,7 @@ def test_a_subclass_with_its_own_dynamics_loses_the_spec(
 
 
 def test_looking_at_a_neuron_leaves_it_alone() -> None:
-    node = _Sluggish()
+    node: Any = _Sluggish()
     node(torch.rand(2, 3))
     before, rng = node.v.clone(), torch.get_rng_state()
     held = node.v
@@ -251,7 +251,7 @@ def test_everything_else_is_no_neuron(module: nn.Module) -> None:
     assert not is_spiking_neuron(module) and neuron_info(module) is None
 
 
-# --- the user's own -------------------------------------------------------------------------------------------
+# --- the user's own -----------------------------------------------------------------------------------------
 
 
 class _Mine(nn.Module):

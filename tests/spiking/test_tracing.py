@@ -228,7 +228,7 @@ def test_activations_kept_in_attributes_are_reported_and_not_left_behind() -> No
 
 @pytest.mark.parametrize("model", [None, "net", torch.rand, neuron.IFNode])
 def test_only_modules_are_traced(model: Any) -> None:
-    with pytest.raises(ModelError, match="torch.nn.Module"):
+    with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
         trace(model)
 
 
@@ -239,11 +239,12 @@ def test_a_sample_that_does_not_fit_is_named() -> None:
         trace(Ranks(), {"image": torch.rand(2, 3, 4, 4)})
 
 
-# --- leaving the network as it was ----------------------------------------------------------------------------
+# --- leaving the network as it was --------------------------------------------------------------------------
 
 
 def test_tracing_changes_nothing() -> None:
-    net, sample = Ranks().eval(), torch.rand(2, 3, 4, 4)
+    net: Any = Ranks().eval()
+    sample = torch.rand(2, 3, 4, 4)
     net(sample)
     net.spike.v[0, 0, 0, 0] = float("nan")
     net.extra = {"seen": [torch.ones(2)], "count": 3}
@@ -281,7 +282,7 @@ def test_kept_state_undoes_whatever_a_run_does() -> None:
             self.new = x
             return F.dropout(self.bn(x), 0.5)
 
-    net = Messy().train()
+    net: Any = Messy().train()
     first, mean = net.queue[0], net.bn.running_mean
     rng = torch.get_rng_state()
     with kept_state(net):

@@ -33,7 +33,7 @@ def demo(
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
         return
     console = Console()
-    console.print(result.explanation)
+    console.print(result.explanation.table(brief=True))
     speed = result.speedup
     same = "all predictions identical" if result.predictions_identical else "PREDICTIONS DIFFER"
     console.print(

@@ -34,8 +34,13 @@ Models = Annotated[list[str] | None, typer.Option("--model", help="As --model; m
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="May be given several times.")]
 StepCounts = Annotated[list[int] | None, typer.Option("--steps", "-T", help="May be given several times.")]
 Half = Annotated[bool, typer.Option("--half", help="On a GPU: let the optimised network use fp16.")]
+Dataset = Annotated[str, typer.Option(help="cifar10 or cifar100: 10 or 100 outputs.")]
+Grid = Annotated[
+    bool, typer.Option("--grid", help="Every depth, both datasets, T 4 and 16, batches of 1, 8 and 32.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
+CLASSES = {"cifar10": 10, "cifar100": 100}
 DEFAULT_MODEL = "cifar10-spiking-resnet18"
 
 
@@ -165,7 +170,8 @@ def profile(
 @app.command()
 def bench(
     model: Models = None, batch: Batches = None, steps: StepCounts = None,
-    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
+    image: Image = 32, width: Width = 64, dataset: Dataset = "cifar10", grid: Grid = False,
+    gpu: Gpu = None, cpu: Cpu = False,
     half: Half = False,
     rounds: Annotated[int, typer.Option(min=4, help="Paired timing rounds.")] = 20,
     compiled: Annotated[bool, typer.Option(help="Let the dense side use torch.compile too.")] = True,
@@ -174,22 +180,30 @@ def bench(
     resume: Annotated[Path | None, typer.Option(help="A run's folder to go on with.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure networks against their strongest dense form: one row a network, time steps and batch size."""
+    """Measure networks against their strongest dense form.
+
+    One row a network, dataset, T and batch size. `--resume` goes on with a run that was stopped.
+    """
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from sparseflow.cli.progress import bar
     from sparseflow.core.records import Run
+    from sparseflow.errors import InputError
     from sparseflow.spiking.bench import bench_grid
     from sparseflow.spiking.catalog import Case, Settings
 
+    if dataset not in CLASSES:
+        raise InputError(f"`--dataset` (={dataset}) must be one of: {', '.join(CLASSES)}")
     place = _place(gpu, cpu)
+    depths = [f"spiking_resnet{depth}" for depth in (18, 34, 50, 101, 152)]
     cases = [
-        Case(model=m, settings=Settings(steps=t, classes=classes, image=image, width=width), batch=b)
-        for m in model or [DEFAULT_MODEL]
-        for t in steps or [4]
-        for b in batch or [32]
+        Case(model=m, settings=Settings(steps=t, classes=CLASSES[d], image=image, width=width), batch=b)
+        for m in model or (depths if grid else [DEFAULT_MODEL])
+        for d in (CLASSES if grid else [dataset])
+        for t in steps or ([4, 16] if grid else [4])
+        for b in batch or ([1, 8, 32] if grid else [32])
     ]
     settings = {"cases": [case.name for case in cases], "half": half, "rounds": rounds, "compiled": compiled}
     opened = (

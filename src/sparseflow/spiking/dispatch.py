@@ -158,10 +158,10 @@ class Chooser:
         ratio = result.speedup(best)
         if ratio.low > 1.0:
             way = best
-            why = f"{ratio.median:.2f}x the network's own modules (95 %: {ratio.low:.2f}–{ratio.high:.2f})"
+            why = f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f}) over the network's own modules"
         else:
             way = baseline
-            why = f"nothing beat the network's own modules (best: {best}, {ratio.median:.2f}x)"
+            why = f"nothing surely beat the network's own modules (best: {best}, {ratio.median:.2f}x)"
         decision = Decision(way=way, why=why, ms=ms)
         if self.cache:
             self.cache.put(key, decision)

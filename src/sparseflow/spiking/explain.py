@@ -6,6 +6,8 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from sparseflow.spiking.optimize import Accelerated, accelerated
@@ -56,35 +58,38 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=150, file=io.StringIO())
+        console = Console(width=160, file=io.StringIO())
         with console.capture() as captured:
             console.print(self.__rich__())
         return captured.get().rstrip()
 
-    def __rich__(self) -> Any:
-        from rich.table import Table
+    def __rich__(self) -> Table:
+        return self.table()
 
+    def table(self, *, brief: bool = False) -> Table:
+        """For the console; `brief` leaves out what feeds a layer and why it runs as it does."""
         table = Table(title=f"{self.model}: {self.summary}", title_justify="left")
-        for heading in ("layer", "fed by", "values"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("firing", "zero blocks"):
-            table.add_column(heading, justify="right")
+        table.add_column("layer", no_wrap=True)
+        if not brief:
+            table.add_column("fed by")
+            table.add_column("values")
+        table.add_column("firing", justify="right", no_wrap=True)
+        table.add_column("zero blocks", justify="right", no_wrap=True)
         table.add_column("backend")
         table.add_column("ms before → after", justify="right", no_wrap=True)
-        table.add_column("why", overflow="fold")
-        seen: set[str] = set()
+        if not brief:
+            table.add_column("why")
         for layer in self.layers:
+            source = (", ".join(layer.fed_by) or "–", layer.values)
+            reason = layer.why + (f"; {layer.flag}" if layer.flag else "")
             table.add_row(
                 layer.name,
-                ", ".join(layer.fed_by) or "–",
-                layer.values,
+                *(() if brief else source),
                 _percent(layer.firing_rate) + (" !" if layer.flag else ""),
                 _percent(layer.zero_block_ratio),
                 layer.backend,
-                _times(layer, seen),
-                layer.why + (f"; {layer.flag}" if layer.flag else ""),
+                _times(layer),
+                *(() if brief else (reason,)),
             )
         return table
 
@@ -93,12 +98,11 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def _times(layer: LayerReport, seen: set[str]) -> str:
-    if layer.ms_before is None or layer.ms_after is None or layer.group is None:
+def _times(layer: LayerReport) -> str:
+    if layer.ms_before is None or layer.ms_after is None:
         return "–"
-    if layer.group in seen:
-        return "(in the row above)" if layer.group != layer.name else "–"
-    seen.add(layer.group)
+    if layer.group not in (None, layer.name):
+        return f"in {layer.group}"
     return f"{layer.ms_before:.3f} → {layer.ms_after:.3f}"
 
 

@@ -21,7 +21,7 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
     try:
         graph, _ = _capture(work)
     except RuntimeError:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(torch.cuda.current_device())
         return work
     return graph.replay
 

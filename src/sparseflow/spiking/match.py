@@ -232,9 +232,9 @@ def before_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
     """
     if node.op != "call_method" or node.target not in ("repeat", "expand"):
         return node, None
-    sizes: tuple[object, ...] = tuple(node.args[1:])
+    sizes: list[object] = list(node.args[1:])
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
+        sizes = list(sizes[0])
     keep = 1 if node.target == "repeat" else -1
     if len(sizes) < 2 or any(size != keep for size in sizes[1:]):
         return node, None

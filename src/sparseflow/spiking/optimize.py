@@ -518,7 +518,7 @@ def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
     try:
         return Replay(plan.run, inputs, neurons)
     except RuntimeError as error:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(inputs[0].device)
         warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
         return None
 

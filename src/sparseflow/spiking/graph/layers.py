@@ -41,7 +41,7 @@ def apply_layer(layer: nn.Module, name: str, values: tuple[Any, ...]) -> Value:
 
 def _kept_by(layer: nn.Module, values: tuple[Any, ...]) -> Value | None:
     """The input as far as it survives; None when nothing does."""
-    if len(values) != 1 or not isinstance(values[0], Value) or not _forward_is_librarys(layer):
+    if len(values) != 1 or not isinstance(values[0], Value) or not forward_is_librarys(layer):
         return None
     value: Value = values[0]
     if isinstance(layer, _KEEPING_LAYERS):
@@ -67,7 +67,7 @@ def _kept_by(layer: nn.Module, values: tuple[Any, ...]) -> Value | None:
     return None
 
 
-def _forward_is_librarys(layer: nn.Module) -> bool:
+def forward_is_librarys(layer: nn.Module) -> bool:
     """Whether forward is the library's own, with nothing hooked in that could change the output."""
     if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
         return False
@@ -89,3 +89,6 @@ def layer_may_alias(layer: nn.Module) -> bool:
         nn.LayerNorm,
     )
     return not isinstance(layer, (*computes, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd))
+
+
+_forward_is_librarys = forward_is_librarys

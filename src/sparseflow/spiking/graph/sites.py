@@ -150,7 +150,7 @@ def _structure(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | No
     """What about the convolution itself stands in the way."""
     if isinstance(conv, nn.ConvTranspose2d):
         return Refusal.TRANSPOSED, "transposed convolutions are not replaced"
-    if not _is_plain(conv):
+    if not is_plain(conv):
         return Refusal.CUSTOM_CONV, f"`{type(conv).__name__}` defines its own forward pass"
     if conv._forward_hooks or conv._forward_pre_hooks:
         return Refusal.HOOKED, "it has forward hooks, which would not be called"
@@ -169,7 +169,7 @@ def _structure(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | No
     return None
 
 
-def _is_plain(conv: nn.Conv2d) -> bool:
+def is_plain(conv: nn.Conv2d) -> bool:
     """Whether the module computes what nn.Conv2d computes from `weight` and `bias`, and nothing else."""
     cls = type(conv)
     if "forward" in vars(conv) or cls._conv_forward is not nn.Conv2d._conv_forward:
@@ -178,3 +178,6 @@ def _is_plain(conv: nn.Conv2d) -> bool:
         return True
     author = cls.forward.__qualname__, cls.forward.__module__
     return author == ("Conv2d.forward", "spikingjelly.activation_based.layer.stateless_wrapper")
+
+
+_is_plain = is_plain

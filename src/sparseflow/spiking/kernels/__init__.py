@@ -1,0 +1,1 @@
+"""What runs: one folder a kernel family, each with a plain reference beside it."""

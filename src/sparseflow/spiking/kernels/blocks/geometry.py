@@ -40,7 +40,7 @@ class Tiling:
     tile_w: int = 16
     tile_c: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)

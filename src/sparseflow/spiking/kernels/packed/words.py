@@ -8,7 +8,7 @@ words whole and write them as two int32 halves, because a reduction over 32-bit 
 # ruff: noqa: SIM108
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 
 from sparseflow.errors import DeviceError, InputError
+
+launcher: Callable[..., Any] | None = None
+"""Called with (kernel, grid, arguments, options) instead of launching; `offline_triton.py` sets it."""
 
 
 @triton.jit
@@ -60,7 +63,7 @@ def check_launchable(*tensors: torch.Tensor) -> None:
     Raises:
         DeviceError: A tensor is not on a CUDA GPU, and Triton does not interpret its kernels.
     """
-    if isinstance(channel_shift, triton.JITFunction):
+    if launcher is None and isinstance(channel_shift, triton.JITFunction):
         for tensor in tensors:
             if not tensor.is_cuda:
                 raise DeviceError(
@@ -70,7 +73,9 @@ def check_launchable(*tensors: torch.Tensor) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Launch a kernel: the one place through which all of them go, so that a compile check can step in."""
+    """Launch a kernel. All launches come through here, so that a compile check can step in."""
+    if launcher is not None:
+        return launcher(kernel, grid, args, options)
     return kernel[grid](*args, **options)
 
 

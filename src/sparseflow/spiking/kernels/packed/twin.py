@@ -1,0 +1,338 @@
+"""The fused group in plain Triton: 1-bit spikes -> tensor cores -> bias -> IF/LIF over T -> 1-bit spikes.
+
+What `gluon.py` does on Hopper, for every other GPU and for groups that kernel refuses; and its check, because
+this one also runs in Triton's interpreter. One program owns a tile of `bm` output pixels x `bn` output
+channels and keeps its membrane in registers over all time steps; sums of `tc` time steps share each read of
+the weights, which come from the L2 cache through a software pipeline. A spike reaches the tensor core as fp16
+2.0 (its bit is shifted to the exponent's top bit); the halved weights make up for it.
+
+fp32 accuracy comes from splitting every weight into two or three fp16 numbers (`parts`), never from fp32
+multiplications, which tensor cores do not have.
+"""
+
+# Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
+# ruff: noqa: RUF005, SIM108
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
+from sparseflow.spiking.kernels.packed.neuron import fire
+from sparseflow.spiking.kernels.packed.words import (
+    as_pairs,
+    check_launchable,
+    check_step_size,
+    gather_bits,
+    launch,
+    padded_pixel,
+    spread_bits,
+    time_steps_held,
+)
+from sparseflow.spiking.kernels.spec import GroupSpec
+
+
+@triton.jit
+def spikes_as_fp16(word, c):
+    """Words [P] -> fp16 [P, 64]: 2.0 where the channel's bit is set."""
+    low = word.to(tl.int32)
+    high = (word >> 32).to(tl.int32)
+    half = tl.where((c[None, :] & 4) != 0, high[:, None], low[:, None])
+    half = (half >> (16 * ((c >> 1) & 1))[None, :]) << 14
+    return ((half >> (2 * (c >> 3) + (c & 1))[None, :]) & 0x4000).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _convolve(
+    sums, x_ptr, src, x_step, w_ptr, column, first_k,
+    G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr,
+    TC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """sums[u] += the convolution of time step u; `src` is each pixel's first word of the first."""
+    c = tl.arange(0, 64)
+    weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
+    for step in range(G * K * K):
+        tap = step % (K * K)
+        shift = ((tap // K) * (IW + 2) + tap % K) * G + step // (K * K)
+        added = ()
+        parts = ()
+        for part in tl.static_range(PARTS):
+            parts = parts + (tl.load(weights + (step * PARTS + part) * (64 * COLUMNS)),)
+        for u in tl.static_range(TC):
+            a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) + src), c)
+            total = sums[u]
+            for part in tl.static_range(PARTS):
+                total = tl.dot(a, parts[part], total)
+            added = added + (total,)
+        sums = added
+    return sums
+
+
+@triton.jit
+def twin_kernel(
+    x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
+    scale, alpha, beta, threshold, v_reset, pixels, T, x_step, x2_step, out_step,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    IH: tl.constexpr, IW: tl.constexpr,
+    G2: tl.constexpr, K2: tl.constexpr, STRIDE2: tl.constexpr, PADDING2: tl.constexpr,
+    IH2: tl.constexpr, IW2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
+    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
+
+    `bias` holds beta and delta, `scale` beta and what the weights were divided by. Blocks of channels: G of
+    the first input, G2 of the second, cdiv(C, 64) of the output.
+    """
+    GO: tl.constexpr = (C + 63) // 64
+    COLUMNS: tl.constexpr = GO * 64
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = row < pixels
+    pixel = tl.minimum(row, pixels - 1)
+    n = pixel // (H * W)
+    y = (pixel // W) % H
+    x = pixel % W
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    src = ((n * (IH + 2) + y * STRIDE + 1 - PADDING) * (IW + 2) + x * STRIDE + 1 - PADDING) * G
+    if G2 > 0:
+        src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1 - PADDING2) * (IW2 + 2) + x * STRIDE2 + 1 - PADDING2) * G2
+    word = padded_pixel(pixel, H, W) * GO
+    half = tl.program_id(1) * (BN // 32) + tl.arange(0, BN // 32)
+    real = inside[:, None]
+    if C % 64 != 0:
+        real = real & (column < C)[None, :]
+    flat = (pixel * C)[:, None] + column[None, :]
+    bias = tl.load(bias_ptr + column)[None, :]
+    if READ_V:
+        v = tl.load(v_in_ptr + flat, mask=real, other=0.0)
+    else:
+        v = tl.zeros([BM, BN], tl.float32) + v_reset
+
+    start = tl.full((), 0, tl.int64)
+    for t0 in range(0, T, TC):
+        sums = ()
+        for u in tl.static_range(TC):
+            sums = sums + (tl.zeros([BM, BN], tl.float32),)
+        here = start + t0
+        sums = _convolve(
+            sums, x_ptr + here * x_step, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BN, TC, PARTS
+        )
+        if G2 > 0:
+            sums = _convolve(
+                sums, x2_ptr + here * x2_step, src2, x2_step, w_ptr, column, G * K * K,
+                G2, K2, IW2, COLUMNS, BN, TC, PARTS,
+            )  # fmt: skip
+        for u in tl.static_range(TC):
+            t = here + u
+            current = sums[u] * scale + bias
+            for i in tl.static_range(len(denses)):
+                at = denses[i] + t * dense_steps[i] + flat
+                current += tl.load(at, mask=real, other=0.0).to(tl.float32) * beta
+            for i in tl.static_range(len(skips)):
+                for g in tl.static_range(BN // 64):
+                    bits = tl.load(skips[i] + t * out_step + word + (tl.program_id(1) * (BN // 64) + g))
+                    mine = (tl.arange(0, BN) // 64 == g)[None, :]
+                    ones = spread_bits(bits, tl.arange(0, BN) & 63)
+                    current += tl.where(mine & (ones != 0), beta, 0.0)
+            v, fired = fire(v, current, alpha, threshold, v_reset, SOFT)
+            if C % 64 != 0:
+                fired = fired & (column < C)[None, :]
+            at = out_ptr + (t * out_step + word) * 2
+            tl.store(at[:, None] + half[None, :], gather_bits(fired, BM, BN), mask=inside[:, None])
+    if WRITE_V:
+        tl.store(v_out_ptr + flat, v, mask=real)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinVariant:
+    """How the kernel cuts the work; every choice gives the same result up to the order of sums.
+
+    Attributes:
+        bm: Output pixels of a tile.
+        bn: Output channels of a tile, 64 or 128.
+        tc: Time steps whose sums are held at once.
+        warps: Warps of a program.
+        stages: Depth of the pipeline that loads weights and spikes.
+    """
+
+    bm: int = 64
+    bn: int = 64
+    tc: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    @property
+    def name(self) -> str:
+        """A short unique name, `m64n64t1w4s3`."""
+        return f"m{self.bm}n{self.bn}t{self.tc}w{self.warps}s{self.stages}"
+
+
+def twin_refusal(spec: GroupSpec) -> str | None:
+    """Why this kernel cannot run `spec`, or None when it can."""
+    if not spec.sources:
+        return "no convolution of spikes in this group"
+    if len(spec.sources) > 2:
+        return f"{len(spec.sources)} convolutions of spikes (at most 2)"
+    if spec.post_skips:
+        return "spikes added to the output (its values are integers, not bits)"
+    for i, source in enumerate(spec.sources):
+        k = source.weight.shape[-1]
+        if k not in (1, 3) or source.weight.shape[-2] != k or source.padding not in (0, 1):
+            return f"source {i}: kernel {k}, padding {source.padding}"
+        if source.stride not in (1, 2):
+            return f"source {i}: stride {source.stride}"
+        if not bool(torch.isfinite(source.weight).all()):
+            return f"source {i} has NaN or Inf weights"
+    return None
+
+
+def twin_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[TwinVariant]:
+    """Tunable configurations that fit, the default first."""
+    wide = blocks_of(spec.sources[0].weight.shape[0]) % 2 == 0
+    held = time_steps_held(T, 2)
+    choices = [TwinVariant(bm=128, warps=8), TwinVariant(), TwinVariant(bm=64, tc=2), TwinVariant(bm=128, tc=2, warps=8)]
+    if wide:
+        choices.append(TwinVariant(bm=64, bn=128, warps=8, stages=3))
+        choices.append(TwinVariant(bm=128, bn=128, warps=8, stages=3 if parts == 1 else 2))
+    return [c for c in choices if c.tc <= held]
+
+
+def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
+    """Weights as the kernel reads them, and what to multiply its sums by.
+
+    Returns:
+        (fp16 [K, C], scale): C padded to a multiple of 64 with zeros; rows in the order (source, block of 64
+        channels, tap, part, channel). Part 0 is the weight rounded to fp16, each next one the rest.
+    """
+    largest = max(float(s.weight.abs().max()) for s in spec.sources)
+    # The largest weight just under 2^13, so that rests stay clear of fp16's subnormals.
+    shift = 12 - math.floor(math.log2(largest)) if largest > 0 else 0
+    steps = []
+    for source in spec.sources:
+        c_out, c_in, k, _ = source.weight.shape
+        blocks = blocks_of(c_in)
+        w = torch.zeros(
+            (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK), dtype=torch.float64, device=source.weight.device
+        )
+        w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
+        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
+        pieces = []
+        for _ in range(parts):
+            pieces.append(rest.half())
+            rest = rest - pieces[-1].double()
+        steps.append(torch.stack(pieces, dim=2).flatten(0, 3))
+    return torch.cat(steps).contiguous(), 2.0 ** (-shift - 1)
+
+
+class PreparedTwinGroup:
+    """A group with its weights laid out and its outputs allocated for one shape on one device.
+
+    Called like `group.PreparedPackedGroup`, and like it launches one kernel, allocates nothing, and returns
+    the same tensors at every call.
+
+    Args:
+        spec: The group; `twin_refusal(spec)` must be None.
+        T: Time steps.
+        N: Images.
+        H: Output rows.
+        W: Output columns.
+        device: A CUDA GPU, or the CPU where Triton interprets its kernels.
+        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
+        variant: A name out of `variants()`; None takes the first.
+        in_sizes: (rows, columns) of every source's input; None takes stride x output.
+
+    Raises:
+        InputError: The group or the variant's name is refused.
+        DeviceError: `device` has no Triton.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        *,
+        T: int,
+        N: int,
+        H: int,
+        W: int,
+        device: torch.device | str,
+        parts: int = 1,
+        variant: str | None = None,
+        in_sizes: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        reason = twin_refusal(spec)
+        if reason is not None:
+            raise InputError(f"the packed group kernel does not take this group: {reason}")
+        self.device = torch.device(device)
+        self.spec, self.T, self.N, self.H, self.W, self.parts = spec, T, N, H, W, parts
+        self.in_sizes = list(in_sizes) if in_sizes else [(s.stride * H, s.stride * W) for s in spec.sources]
+        for source, (h, w) in zip(spec.sources, self.in_sizes, strict=True):
+            if (source.out_size(h), source.out_size(w)) != (H, W):
+                raise InputError(f"an input of {h}x{w} does not give an output of {H}x{W}")
+        self._variants = twin_variants(spec, T=T, parts=parts)
+        chosen = [v for v in self._variants if variant is None or v.name == variant]
+        if not chosen:
+            raise InputError(f"no variant {variant!r}; there are {[v.name for v in self._variants]}")
+        self.variant = chosen[0]
+        weights, scale = layout_twin_weights(spec, parts)
+        self.weights = weights.to(self.device)
+        self.scale = scale * spec.neuron.beta
+        self.c_out = spec.sources[0].weight.shape[0]
+        self.bias = torch.zeros(blocks_of(self.c_out) * BLOCK, device=self.device)
+        self.bias[: self.c_out] = (spec.bias.double() * spec.neuron.beta + spec.neuron.delta).float()
+        self.out = empty_packed(T, N, self.c_out, H, W, self.device)
+        self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
+        check_launchable(self.bias)
+        check_step_size(self.v.unsqueeze(0))
+
+    def variants(self) -> list[str]:
+        """Names of the configurations that fit this group and shape."""
+        return [v.name for v in self._variants]
+
+    def __call__(
+        self,
+        spikes: Sequence[PackedSpikes],
+        skips: Sequence[PackedSpikes] = (),
+        dense: Sequence[Tensor] = (),
+        v: Tensor | None = None,
+        want_v: bool = False,
+    ) -> tuple[PackedSpikes, Tensor | None]:
+        """Run the group.
+
+        Args:
+            spikes: One per source.
+            skips: Packed spikes of the output's shape, added to the neuron's input.
+            dense: fp16, bf16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
+            v: Initial membrane, fp32 [N, H, W, C_out]; None starts at rest.
+            want_v: Whether to write the final membrane.
+
+        Returns:
+            (packed spikes [T, N, C_out, H, W], membrane fp32 [N, H, W, C_out] or None).
+        """
+        spec, c, neuron = self.spec, self.variant, self.spec.neuron
+        first, second = spec.sources[0], spec.sources[-1]
+        two = len(spec.sources) > 1
+        denses, dense_steps = as_pairs(dense)
+        x, x2 = spikes[0].words, spikes[-1].words
+        launch(
+            twin_kernel, (triton.cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
+            x, x2, self.weights, self.bias, self.out.data.view(torch.int32),
+            tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
+            self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
+            self.N * self.H * self.W, self.T, x.stride(0), x2.stride(0), self.out.words.stride(0),
+            C=self.c_out, H=self.H, W=self.W,
+            G=spikes[0].blocks, K=first.weight.shape[-1], STRIDE=first.stride, PADDING=first.padding,
+            IH=self.in_sizes[0][0], IW=self.in_sizes[0][1],
+            G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
+            PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
+            BM=c.bm, BN=c.bn, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
+            READ_V=v is not None, WRITE_V=want_v, num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+        return self.out, self.v if want_v else None
