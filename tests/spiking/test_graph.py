@@ -233,8 +233,11 @@ def test_a_layer_with_a_hook_or_another_forward_proves_nothing() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return input * 0.5 + 1
 
+    def louder(module: nn.Module, args: Any, output: Any) -> Any:
+        return output + 1
+
     hooked = nn.Identity()
-    hooked.register_forward_hook(lambda module, args, output: torch.add(output, 1))
+    hooked.register_forward_hook(louder)
     for inner in (Half(), hooked):
         for graph in all_ways(nn.Sequential(neuron.IFNode(), inner, nn.Conv2d(4, 2, 1)).eval(), X):
             assert graph.sites[0].value.kind == "dense"
@@ -754,11 +757,14 @@ def test_whatever_is_said_about_a_random_network_is_true(steps: list[tuple[Any, 
 
 
 def test_analysis_changes_nothing() -> None:
-    net: Any
     net, sample = families.FAMILIES["sew_resnet"]("m")
     net(sample)
     state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
-    memories = {name: (m.v, m.v.clone()) for name, m in net.named_modules() if isinstance(m, neuron.BaseNode)}
+    memories = {
+        name: (m.v, torch.as_tensor(m.v).clone())
+        for name, m in net.named_modules()
+        if isinstance(m, neuron.BaseNode)
+    }
     hooks = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in net.modules()]
     rng = torch.get_rng_state()
     for _ in all_ways(net, sample):
@@ -836,7 +842,8 @@ def test_a_sample_that_does_not_fit_is_named(sample: Any, method: Any) -> None:
     net = nn.Sequential(neuron.IFNode(), nn.Conv2d(4, 4, 3)).eval()
     with pytest.raises(SampleError):
         analyze(net, sample, method=method)
-    assert net[0].v == 0.0
+    node: Any = net[0]
+    assert node.v == 0.0
 
 
 def test_an_unknown_method_is_refused() -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from sparseflow.spiking.graph import SpikeGraph
-from sparseflow.spiking.graph.layers import _forward_is_librarys
-from sparseflow.spiking.graph.sites import _is_plain
+from sparseflow.spiking.graph.layers import forward_is_librarys
+from sparseflow.spiking.graph.sites import is_plain
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 SPIKE_KINDS = ("binary", "integer")
@@ -181,7 +181,7 @@ class GroupFinder:
         bn_node: fx.Node | None = None
         module = self._called(node)
         if isinstance(module, nn.BatchNorm2d):
-            if not _forward_is_librarys(module) or not module.track_running_stats:
+            if not forward_is_librarys(module) or not module.track_running_stats:
                 return None
             if len(node.all_input_nodes) != 1:
                 return None
@@ -191,7 +191,7 @@ class GroupFinder:
             module = self._called(node)
         if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
             return None
-        if not _is_plain(module) or not _forward_is_librarys(module):
+        if not is_plain(module) or not forward_is_librarys(module):
             return None
         source, repeats = node.all_input_nodes[0], None
         if self._kind(source) not in SPIKE_KINDS:

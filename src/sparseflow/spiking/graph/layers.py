@@ -89,6 +89,3 @@ def layer_may_alias(layer: nn.Module) -> bool:
         nn.LayerNorm,
     )
     return not isinstance(layer, (*computes, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd))
-
-
-_forward_is_librarys = forward_is_librarys

@@ -178,6 +178,3 @@ def is_plain(conv: nn.Conv2d) -> bool:
         return True
     author = cls.forward.__qualname__, cls.forward.__module__
     return author == ("Conv2d.forward", "spikingjelly.activation_based.layer.stateless_wrapper")
-
-
-_is_plain = is_plain

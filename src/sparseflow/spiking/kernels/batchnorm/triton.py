@@ -16,12 +16,16 @@ BLOCK = 1024
 
 
 @triton.jit
-def batchnorm_kernel(x_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, total, inner, channels, eps,
-                     BLOCK: tl.constexpr):  # fmt: skip
-    """Memory is flat; the channel of place i is (i // inner) % channels."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def batchnorm_kernel(
+    x_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, total, eps,
+    INNER: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Memory is flat; the channel of place i is (i // INNER) % CHANNELS."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
     inside = at < total
-    channel = ((at // inner) % channels).to(tl.int32)
+    # one 64-bit division a program; those of every value are 32 bits wide and by constants
+    channel = ((start % (INNER * CHANNELS)).to(tl.int32) + tl.arange(0, BLOCK)) // INNER % CHANNELS
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     mean = tl.load(mean_ptr + channel).to(tl.float32)
     scale = tl.load(weight_ptr + channel).to(tl.float32) / tl.sqrt(tl.load(var_ptr + channel).to(tl.float32) + eps)
@@ -73,6 +77,7 @@ def sparse_batchnorm2d(
         return y
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         batchnorm_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x, y, mean, var, weight, bias, x.numel(), inner, x.shape[1], eps, BLOCK=BLOCK, num_warps=4,
+            x, y, mean, var, weight, bias, x.numel(), eps, INNER=inner, CHANNELS=x.shape[1], BLOCK=BLOCK,
+            num_warps=4,
         )  # fmt: skip
     return y

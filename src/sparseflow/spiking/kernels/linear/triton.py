@@ -15,7 +15,7 @@ import triton.language as tl
 from sparseflow.errors import DeviceError, InputError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-ROWS, COLUMNS, FEATURES = 16, 64, 64
+ROWS, COLUMNS, FEATURES = 16, 64, 32
 """Sizes of a tile [ROWS, COLUMNS] of the output and of a chunk [ROWS, FEATURES] of the input."""
 
 

@@ -40,19 +40,27 @@ from sparseflow.spiking.kernels.spec import GroupSpec
 
 
 @triton.jit
-def spikes_as_fp16(word, c):
-    """Words [P] -> fp16 [P, 64]: 2.0 where the channel's bit is set."""
-    low = word.to(tl.int32)
-    high = (word >> 32).to(tl.int32)
-    half = tl.where((c[None, :] & 4) != 0, high[:, None], low[:, None])
-    half = (half >> (16 * ((c >> 1) & 1))[None, :]) << 14
-    return ((half >> (2 * (c >> 3) + (c & 1))[None, :]) & 0x4000).to(tl.int16).to(tl.float16, bitcast=True)
+def spikes_as_fp16(word, P: tl.constexpr):
+    """Words [P] -> fp16 [P, 64]: 2.0 for a spike; place 8j + 4p + 2h + i along K is channel 8j + 4h + 2i + p.
+
+    In this order one AND makes two spikes of a 32-bit register, and a thread's eight values are contiguous.
+    """
+    turn = (2 * tl.arange(0, 8))[None, :]
+    low = word.to(tl.int32)[:, None] >> turn
+    high = (word >> 32).to(tl.int32)[:, None] >> turn
+    even = tl.join((low << 14) & 0x40004000, (high << 14) & 0x40004000)
+    odd = tl.join((low << 13) & 0x40004000, (high << 13) & 0x40004000)
+    # [P, 8, h, p] -> [P, 8, p, h]: each pair of fp16 stays in its register
+    pair = tl.join(even, odd).permute(0, 1, 3, 2).reshape([P, 32])
+    first = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(first, second).reshape([P, 64])
 
 
 @triton.jit
 def _convolve(
     sums, x_ptr, src, x_step, w_ptr, column, first_k,
-    G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     TC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """sums[u] += the convolution of time step u; `src` is each pixel's first word of the first."""
@@ -66,7 +74,7 @@ def _convolve(
         for part in tl.static_range(PARTS):
             parts = parts + (tl.load(weights + (step * PARTS + part) * (64 * COLUMNS)),)
         for u in tl.static_range(TC):
-            a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) + src), c)
+            a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) + src), BM)
             total = sums[u]
             for part in tl.static_range(PARTS):
                 total = tl.dot(a, parts[part], total)
@@ -123,12 +131,12 @@ def twin_kernel(
             sums = sums + (tl.zeros([BM, BN], tl.float32),)
         here = start + t0
         sums = _convolve(
-            sums, x_ptr + here * x_step, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BN, TC, PARTS
+            sums, x_ptr + here * x_step, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BM, TC, PARTS
         )
         if G2 > 0:
             sums = _convolve(
                 sums, x2_ptr + here * x2_step, src2, x2_step, w_ptr, column, G * K * K,
-                G2, K2, IW2, COLUMNS, BN, TC, PARTS,
+                G2, K2, IW2, COLUMNS, BM, TC, PARTS,
             )  # fmt: skip
         for u in tl.static_range(TC):
             t = here + u
@@ -149,6 +157,12 @@ def twin_kernel(
             tl.store(at[:, None] + half[None, :], gather_bits(fired, BM, BN), mask=inside[:, None])
     if WRITE_V:
         tl.store(v_out_ptr + flat, v, mask=real)
+
+
+TWIN_CHANNEL: tuple[int, ...] = tuple(
+    8 * (k // 8) + 4 * (k // 2 % 2) + 2 * (k % 2) + k // 4 % 2 for k in range(BLOCK)
+)
+"""Channel of a block at each place along K; see `spikes_as_fp16`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +224,7 @@ def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
 
     Returns:
         (fp16 [K, C], scale): C padded to a multiple of 64 with zeros; rows in the order (source, block of 64
-        channels, tap, part, channel). Part 0 is the weight rounded to fp16, each next one the rest.
+        channels, tap, part, `TWIN_CHANNEL`). Part 0 is the weight rounded to fp16, each next one the rest.
     """
     largest = max(float(s.weight.abs().max()) for s in spec.sources)
     # The largest weight just under 2^13, so that rests stay clear of fp16's subnormals.
@@ -223,7 +237,7 @@ def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
             (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK), dtype=torch.float64, device=source.weight.device
         )
         w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
-        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
+        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)[:, :, list(TWIN_CHANNEL)]
         pieces = []
         for _ in range(parts):
             pieces.append(rest.half())
