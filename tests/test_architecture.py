@@ -45,8 +45,9 @@ def test_the_public_names_are_there_and_lazy() -> None:
         "import sys, sparseflow; assert 'torch' not in sys.modules; "
         "assert set(sparseflow.__all__) <= set(dir(sparseflow)); "
         "names = set(sparseflow.__all__) - {'__version__'}; "
-        "found = {name: getattr(sparseflow, name) for name in names}; "
-        "import sparseflow.spiking as wing; assert all(getattr(wing, name) is found[name] for name in names)"
+        "import sparseflow.spiking.optimize, sparseflow.spiking.explain; "
+        # Two of them are also the names of their files; what users get must be the function all the same.
+        "assert all(callable(getattr(sparseflow, name)) for name in names)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@
 ::
 
     PYTHONPATH=src python benchmarks/spiking/package_network.py runs/train/spiking_resnet18_w32 \\
-        --test cifar10-test.tar.gz --name cifar10-spiking-resnet18
+        --test cifar10-test.tar.gz --name cifar10-sew-resnet18
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run", type=Path, help="folder with metrics.json and weights.safetensors")
     parser.add_argument("--test", type=Path, help="archive of test images; omit to keep the shipped ones")
-    parser.add_argument("--name", default="cifar10-spiking-resnet18")
+    parser.add_argument("--name", default="cifar10-sew-resnet18")
     parser.add_argument("--data", type=Path, default=DATA, help="package data folder")
     args = parser.parse_args(argv)
     try:

@@ -41,7 +41,7 @@ Grid = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
-DEFAULT_MODEL = "cifar10-spiking-resnet18"
+DEFAULT_MODEL = "cifar10-sew-resnet18"
 
 
 @app.callback()

@@ -120,12 +120,12 @@ def dense_forms(
     if graph.module is None:
         return forms
     twin = folded_twin(graph)
-    forms["folded"] = _without_gradients(twin)
+    forms["folded"] = _from_rest(twin)
     twin_last = copy.deepcopy(twin).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    forms["folded, channels_last"] = _channels_last(_without_gradients(twin_last))
+    forms["folded, channels_last"] = _channels_last(_from_rest(twin_last))
     if compiled:
         for name, module in (("folded", twin), ("folded, channels_last", twin_last)):
-            form = _without_gradients(torch.compile(copy.deepcopy(module)))
+            form = _from_rest(torch.compile(copy.deepcopy(module)))  # type: ignore[arg-type]
             forms[f"{name}, compiled"] = _channels_last(form) if "last" in name else form
     return forms
 
@@ -149,7 +149,7 @@ def _gpu_forms(
             forms[f"{label}, CUDA graph"] = _graphed(eager, sample)
     if compiled:
         half = folded_twin(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        form = _cast(_without_gradients(torch.compile(half)), torch.float16, torch.channels_last)
+        form = _cast(_from_rest(torch.compile(half)), torch.float16, torch.channels_last)
         forms["fp16 channels_last, folded, compiled, CUDA graph"] = _graphed(form, sample)
     return forms
 
@@ -170,14 +170,6 @@ def _graphed(forward: Forward, sample: torch.Tensor) -> Forward:
         if not made:
             made.append(Replay(forward, (sample,), ()))
         return made[0](x)
-
-    return run
-
-
-def _without_gradients(forward: Callable[..., torch.Tensor]) -> Forward:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return forward(x)
 
     return run
 

@@ -71,33 +71,45 @@ class DecisionCache:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_cache_path()
-        self._content = self._read()
-
-    def _read(self) -> _CacheFile:
-        try:
-            return _CacheFile.model_validate_json(self.path.read_bytes())
-        except FileNotFoundError:
-            return _CacheFile()
-        except (OSError, ValidationError, ValueError) as error:
-            first = str(error).splitlines()[0]
+        self._learned: dict[str, Decision] = {}
+        self._content, problem = self._read()
+        if problem is not None:
             warnings.warn(
-                f"the decision cache {self.path} cannot be used ({first}); it is rebuilt", stacklevel=3
+                f"the decision cache {self.path} cannot be used ({problem}); it is rebuilt", stacklevel=3
             )
-            return _CacheFile()
+
+    def _read(self) -> tuple[_CacheFile, str | None]:
+        """What the file holds, and what is wrong with it."""
+        try:
+            return _CacheFile.model_validate_json(self.path.read_bytes()), None
+        except FileNotFoundError:
+            return _CacheFile(), None
+        except (OSError, ValidationError, ValueError) as error:
+            return _CacheFile(), str(error).splitlines()[0]
 
     def get(self, key: str) -> Decision | None:
         found = self._content.decisions.get(key)
         return None if found is None else found.model_copy(update={"remembered": True})
 
     def put(self, key: str, decision: Decision) -> None:
-        self._content.decisions[key] = decision
+        self._content.decisions[key] = self._learned[key] = decision
 
     def save(self) -> None:
-        """Write what was learned, merged with what other processes have written since."""
-        merged = {**self._read().decisions, **self._content.decisions}
+        """Write what was learned, merged with what other processes have written since.
+
+        A place that cannot be written to costs the memory, not the work: it is a warning.
+        """
+        merged = {**self._read()[0].decisions, **self._learned}
         content = _CacheFile(decisions=merged).model_dump(mode="json")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, json.dumps(content, indent=1, sort_keys=True).encode())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, json.dumps(content, indent=1, sort_keys=True).encode())
+        except OSError as error:
+            warnings.warn(
+                f"decisions cannot be remembered in {self.path} ({error}); set SPARSEFLOW_CACHE to a folder "
+                "that can be written",
+                stacklevel=2,
+            )
 
 
 def default_cache_path() -> Path:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from sparseflow.spiking.graph import SpikeGraph
 from sparseflow.spiking.graph.layers import forward_is_librarys
-from sparseflow.spiking.graph.sites import is_plain
+from sparseflow.spiking.graph.sites import is_plain, padding_of
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 SPIKE_KINDS = ("binary", "integer")
@@ -191,7 +191,7 @@ class GroupFinder:
             module = self._called(node)
         if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
             return None
-        if not is_plain(module) or not forward_is_librarys(module):
+        if not is_plain(module) or not forward_is_librarys(module) or module.padding_mode != "zeros":
             return None
         source, repeats = node.all_input_nodes[0], None
         if self._kind(source) not in SPIKE_KINDS:
@@ -279,9 +279,11 @@ def group_spec(
     bias = torch.zeros(channels)
     for conv in match.sources:
         module = modules[conv.name]
-        assert isinstance(module, nn.Conv2d) and isinstance(module.padding, tuple)
+        assert isinstance(module, nn.Conv2d)
+        padding = padding_of(module)
+        assert padding is not None and padding[0] == padding[1]
         weight, shift = fold_match(conv, modules)
-        sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=module.padding[0]))
+        sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
         bias = bias.to(shift.device) + shift
     return GroupSpec(
         sources=tuple(sources),

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from sparseflow.errors import InputError
+from sparseflow.spiking.graph.sites import is_plain, padding_of
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 ConvBackend = Literal["dense", "events", "blocks"]
 BLOCK_SIZES = (4, 8, 16)
@@ -43,7 +45,7 @@ class SparseConv2d(nn.Conv2d):
         self.backend: ConvBackend = backend
         self.timed = False
         self.last_ms: float | None = None
-        self._prepared: tuple[tuple[int, int], Any] | None = None
+        self._prepared: tuple[tuple[int, ...], Any] | None = None
 
     @classmethod
     def from_dense(
@@ -57,8 +59,12 @@ class SparseConv2d(nn.Conv2d):
             backend: Where to run; by default what `conv`'s device can do.
 
         Raises:
-            InputError: `conv` has another geometry, or `block_size` is unknown.
+            InputError: `conv` is not a plain `nn.Conv2d`, has another geometry, or `block_size` is unknown.
         """
+        if not isinstance(conv, nn.Conv2d) or not is_plain(conv):
+            raise InputError(
+                f"`conv` must compute what nn.Conv2d computes; {type(conv).__name__} has a forward of its own"
+            )
         reason = refusal(conv)
         if reason is not None:
             raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
@@ -97,8 +103,7 @@ class SparseConv2d(nn.Conv2d):
         return output
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if self.backend == "dense" or self.training or (needs_grad and x.requires_grad):
+        if self.backend == "dense" or self.training or (torch.is_grad_enabled() and x.requires_grad):
             return self._dense(x)
         with torch.no_grad():
             output = self._events(x) if self.backend == "events" else self._blocks(x)
@@ -114,21 +119,33 @@ class SparseConv2d(nn.Conv2d):
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return None
         from sparseflow.spiking.kernels import events
-        from sparseflow.spiking.kernels.spec import SpikeSource
 
-        stamp = (self.weight.data_ptr(), self.weight._version)
-        if self._prepared is None or self._prepared[0] != stamp:
-            source = SpikeSource(
-                weight=self.weight.detach(), stride=int(self.stride[0]), padding=int(self.padding[0])
-            )
-            self._prepared = stamp, events.prepare_conv(source, self.bias)
-        sequence = x if x.dim() == 5 else x.unsqueeze(0)
-        try:
-            coded = events.encode(sequence)
-        except InputError:
+        coded = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
+        if coded is None:
             return None
-        y = self._prepared[1](coded)
+        stamp = tuple(
+            number
+            for tensor in (self.weight, self.bias)
+            if tensor is not None
+            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        )
+        if self._prepared is None or self._prepared[0] != stamp:
+            self._prepared = stamp, events.prepare_group(self._spec(), conv="event")
+        y = self._prepared[1].sums([coded])
         return y if x.dim() == 5 else y[0]
+
+    def _spec(self) -> GroupSpec:
+        """The convolution as a group, whose neuron nobody asks for."""
+        bias = torch.zeros(self.out_channels) if self.bias is None else self.bias.detach()
+        source = SpikeSource(weight=self.weight.detach(), stride=self.stride[0], padding=self._pixels())
+        neuron = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
+        return GroupSpec(sources=(source,), bias=bias, neuron=neuron)
+
+    def _pixels(self) -> int:
+        """Zeros on every side."""
+        padding = padding_of(self)
+        assert padding is not None
+        return padding[0]
 
     def _blocks(self, x: torch.Tensor) -> torch.Tensor | None:
         if not x.is_cuda:
@@ -140,10 +157,14 @@ class SparseConv2d(nn.Conv2d):
             self.weight,
             self.bias,
             stride=int(self.stride[0]),
-            padding=int(self.padding[0]),
+            padding=self._pixels(),
             block_size=self.block_size,
         )
         return y.view(*x.shape[:-3], *y.shape[1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is prepared holds addresses of its own memory: a copy prepares anew.
+        return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}, block_size={self.block_size}"
@@ -162,7 +183,8 @@ def refusal(conv: nn.Conv2d) -> str | None:
         return f"dilation {tuple(conv.dilation)} is not 1"
     if conv.padding_mode != "zeros":
         return f"padding_mode '{conv.padding_mode}' is not 'zeros'"
-    if conv.padding not in ((0, 0), (1, 1), "valid") or (kernel == (1, 1) and conv.padding == (1, 1)):
+    padding = padding_of(conv)
+    if padding not in ((0, 0), (1, 1)) or (kernel == (1, 1) and padding != (0, 0)):
         return f"padding {conv.padding} with kernel {kernel} is not covered"
     return None
 

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sparseflow.core import timing
-from sparseflow.errors import ModelError, SampleError
+from sparseflow.errors import InputError, ModelError, SampleError
 from sparseflow.spiking.backend import Backend, backend_for
 from sparseflow.spiking.dispatch import Chooser, Decision, DecisionCache, Policy, rate_bucket, static_block
 from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
 from sparseflow.spiking.graphs import Replay, captured
-from sparseflow.spiking.modules import SparseConv2d, default_backend
-from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes
+from sparseflow.spiking.modules import SparseConv2d, default_backend, refusal
+from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes, as_dense
 from sparseflow.spiking.profile import Activity, activities, activity_of
 from sparseflow.spiking.registry import is_spiking_neuron
 from sparseflow.spiking.state import memories, put_back, untouched
@@ -62,26 +63,44 @@ def optimize(
         cache: Remember decisions on disk; a path names the file.
         progress: Told about each measurement.
 
+    Whatever is raised, the model is then as it was.
+
     Raises:
         ModelError: Not a module; in training mode; on `meta`; NaN or Inf weights; no spiking neuron.
-        SampleError: The sample does not fit the model or its device. The model is then as it was.
+        SampleError: The sample does not fit the model or its device, or the static policy has none.
+        InputError: `policy` or `dtype` is unknown.
+        MissingExtraError: What runs on this device is not installed.
     """
+    if policy not in ("measured", "static"):
+        raise InputError(f"`policy` (={policy!r}) must be 'measured' or 'static'")
+    if dtype not in (None, *MOST_FLIPS):
+        raise InputError(f"`dtype` (={dtype!r}) must be torch.float32, torch.float16 or torch.bfloat16")
     check_model(model)
-    if isinstance(model.__dict__.get("forward"), Accelerated):
-        restore(model)
     inputs = _as_inputs(sample)
-    if inputs is not None:
-        check_sample(model, inputs)
-    graph = analyze(model, sample)
-    store = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
-    accelerated = Accelerated(model, graph, policy=policy, dtype=dtype, cache=store, progress=progress)
-    accelerated.install()
-    if inputs is not None and policy == "measured":
-        try:
+    before = model.__dict__.get("forward")
+    before = before if isinstance(before, Accelerated) else None
+    if before is not None:
+        before.uninstall()
+    accelerated: Accelerated | None = None
+    try:
+        if inputs is not None:
+            check_sample(model, inputs)
+        elif policy == "measured" and (weight := next(model.parameters(), None)) is not None:
+            backend_for(weight, model, dtype)  # what is missing should be said now, not in the first call
+        graph = analyze(model, inputs)
+        store = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
+        accelerated = Accelerated(
+            model, graph, inputs, policy=policy, dtype=dtype, cache=store, progress=progress
+        )
+        accelerated.install()
+        if inputs is not None and policy == "measured":
             accelerated.measure(inputs)
-        except BaseException:
+    except BaseException:
+        if accelerated is not None:
             accelerated.uninstall()
-            raise
+        if before is not None:
+            before.reinstall()
+        raise
     return model
 
 
@@ -129,6 +148,8 @@ def check_model(model: object) -> None:
     if model.training:
         raise ModelError("the model is in training mode; call model.eval() before sparseflow.optimize(model)")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ModelError(f"`{name}` has no shape yet; run the model once, so that it gets one")
         if tensor.is_meta:
             raise ModelError(f"`{name}` is on the meta device and holds no numbers; load the weights first")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -157,7 +178,8 @@ def check_sample(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             model(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
-        raise SampleError(f"the model cannot take a sample of shape {shapes}: {error}") from error
+        types = ", ".join(str(t.dtype) for t in inputs)
+        raise SampleError(f"the model cannot take a sample of shape {shapes}, {types}: {error}") from error
 
 
 def _as_inputs(sample: Any) -> tuple[torch.Tensor, ...] | None:
@@ -176,6 +198,7 @@ class Accelerated:
     Args:
         model: The network.
         graph: What `analyze` found in it.
+        inputs: The sample that it was analysed with, or None.
         policy, dtype, cache, progress: As for `optimize`.
     """
 
@@ -183,6 +206,7 @@ class Accelerated:
         self,
         model: nn.Module,
         graph: SpikeGraph,
+        inputs: tuple[torch.Tensor, ...] | None = None,
         *,
         policy: Policy = "measured",
         dtype: torch.dtype | None = None,
@@ -191,23 +215,33 @@ class Accelerated:
     ) -> None:
         self.model, self.policy, self.dtype = model, policy, dtype
         self._graph: SpikeGraph | None = graph
+        self._analysed: Any = None if inputs is None else _key(inputs)
         self.decisions: dict[str, Decision] = {}
         self.activities: dict[str, Activity] = {}
         self.whole: Decision | None = None
         self.backend_name = "dense"
         self._cache, self._progress = cache, progress
         self._originals: dict[str, nn.Conv2d] = {}
+        self._sparse: dict[str, SparseConv2d] = {}
         self._own_forward = model.__dict__.get("forward")
         self._plans: dict[Any, Plan | None] = {}
         self._replays: dict[Any, Replay] = {}
-        self._stamp: tuple[int, ...] | None = None
+        self._stamp: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
 
     @property
     def graph(self) -> SpikeGraph:
         """What was found in the network."""
         if self._graph is None:
-            self._graph = analyze(self.model)
+            self._graph = self._analyze(None)
         return self._graph
+
+    def _analyze(self, inputs: tuple[torch.Tensor, ...] | None) -> SpikeGraph:
+        """Analyse the network itself, without what was put in front of it."""
+        self.uninstall()
+        try:
+            return analyze(self.model, inputs)
+        finally:
+            self.reinstall()
 
     # Installing and removing
 
@@ -221,53 +255,81 @@ class Accelerated:
     def uninstall(self) -> None:
         """Put every original module and the original forward back."""
         for name, conv in self._originals.items():
-            _set_submodule(self.model, name, conv)
-        self._originals.clear()
-        self._plans.clear()
+            sparse = self._sparse[name]
+            if self.model.get_submodule(name) is sparse:
+                # What was assigned or switched meanwhile holds for the original too.
+                conv.weight, conv.bias = sparse.weight, sparse.bias
+                conv.train(sparse.training)
+                _set_submodule(self.model, name, conv)
         if self._own_forward is None:
             self.model.__dict__.pop("forward", None)
         else:
             self.model.__dict__["forward"] = self._own_forward
 
+    def reinstall(self) -> None:
+        """Take `uninstall` back."""
+        for name, conv in self._originals.items():
+            if self.model.get_submodule(name) is conv:
+                _set_submodule(self.model, name, self._sparse[name])
+        self.model.__dict__["forward"] = self
+
     def _replace(self, name: str, block_size: int = 16, backend: Any = None) -> None:
         conv = self.model.get_submodule(name)
         if isinstance(conv, nn.Conv2d) and not isinstance(conv, SparseConv2d):
             sparse = SparseConv2d.from_dense(conv, block_size, backend=backend)
-            self._originals[name] = conv
+            self._originals[name], self._sparse[name] = conv, sparse
             _set_submodule(self.model, name, sparse)
 
     def _replace_static(self, site: ConvSite) -> None:
         if not site.replaceable:
             return
-        shape = site.value.shape
-        if shape is None:
+        if self._analysed is None:
             raise SampleError("the static policy decides by feature-map height and needs a sample to see it")
+        conv, shape = self.model.get_submodule(site.name), site.value.shape
+        assert isinstance(conv, nn.Conv2d)
+        unfit = refusal(conv) if shape else f"called {len(site.nodes)} times, so its height is not one number"
+        if unfit is not None or shape is None:
+            self.decisions[site.name] = Decision(way="dense", why=str(unfit))
+            return
         block = static_block(shape[-2])
         if block is None:
             why = f"{shape[-2]} rows: below 8 the blocks cost more than they save"
             self.decisions[site.name] = Decision(way="dense", why=why)
             return
         self._replace(site.name, block)
-        backend = default_backend(self.model.get_parameter(f"{site.name}.weight").device)
-        self.decisions[site.name] = Decision(way=backend, why=f"{shape[-2]} rows: blocks of {block}")
+        backend = default_backend(conv.weight.device)
+        why = f"{shape[-2]} rows: blocks of {block}"
+        if backend == "dense":
+            why += f"; but nothing that skips them on {conv.weight.device} is installed (extra `spiking`)"
+        self.decisions[site.name] = Decision(way=backend, why=why)
 
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or self.policy != "measured" or not self._may_accelerate(args):
             return self.original(*args, **kwargs)
-        key = _key(args)
-        if key not in self._plans:
-            self.measure(args)
-        plan = self._plans[key]
-        if plan is None or plan.hooked():
+        plan = self._plan_for(args)
+        if plan is None or plan.overruled():
             return self.original(*args)
-        self._refresh()
-        replay = self._replays.get(key)
+        replay = self._replays.get(_key(args))
         with torch.no_grad():
-            if replay is not None and replay.at_rest() and not torch.cuda.is_current_stream_capturing():
+            fits = replay is not None and replay.at_rest() and not plan.watched()
+            if replay is not None and fits and not torch.cuda.is_current_stream_capturing():
                 return replay(*args)
             return plan.run(*args)
+
+    def _plan_for(self, args: tuple[torch.Tensor, ...]) -> Plan | None:
+        """The plan for inputs of this shape, measured now if they are the first; None for the own forward."""
+        key = _key(args)
+        known = next((plan for plan in self._plans.values() if plan is not None), None)
+        if known is not None:
+            self._refresh(known)
+        if key not in self._plans:
+            try:
+                self.measure(args)
+            except SampleError:
+                return None  # the network's own code says what is wrong with its input
+        return self._plans[key]
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The network's own forward."""
@@ -276,22 +338,44 @@ class Accelerated:
         return type(self.model).forward(self.model, *args, **kwargs)
 
     def _may_accelerate(self, args: tuple[Any, ...]) -> bool:
-        tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad for a in args)
-        return tensors and not self.model.training and self.graph.module is not None
+        tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad and a.numel() > 0 for a in args)
+        return bool(args) and tensors and not self.model.training
 
-    def _refresh(self) -> None:
-        """Prepare weights anew after somebody changed them (an optimiser, load_state_dict, .to())."""
-        stamp = tuple(
-            number
-            for tensor in (*self.model.parameters(), *self.model.buffers())
-            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        )
+    def _refresh(self, plan: Plan) -> None:
+        """Notice what changed in the network since the last call.
+
+        New numbers (an optimiser, load_state_dict, .to()) are prepared anew. Other modules, other parameters or
+        neurons with other constants make another network, which is measured anew.
+        """
+        parts, _ = stamp = self._look(plan)
         if self._stamp is not None and stamp != self._stamp:
-            for plan in self._plans.values():
-                if plan is not None:
-                    plan.forget()
+            if parts != self._stamp[0]:
+                self._plans.clear()
+                self._analysed = None
+            for known in self._plans.values():
+                if known is not None:
+                    known.forget()
             self._replays.clear()
         self._stamp = stamp
+
+    def _look(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """What the network consists of, and where and which edition its numbers are.
+
+        Numbers written through `.data` leave no trace that could be seen here.
+        """
+        parts: list[Any] = []
+        numbers: list[int] = []
+        for module in self.model.modules():
+            held = vars(module)
+            parts.append(id(module))
+            for tensor in (*held["_parameters"].values(), *held["_buffers"].values()):
+                if tensor is not None:
+                    parts.append(id(tensor))
+                    numbers += (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for group in plan.groups:
+            held = vars(group.neuron)
+            parts += (v for k, v in held.items() if k != "v" and isinstance(v, int | float | str | None))
+        return tuple(parts), tuple(numbers)
 
     def plans(self) -> list[Plan | None]:
         """One entry an input shape seen, oldest first; None where the network's own code stays."""
@@ -299,10 +383,7 @@ class Accelerated:
 
     def times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
         """See `layer_times`."""
-        key = _key(inputs)
-        if key not in self._plans:
-            self.measure(inputs)
-        plan = self._plans[key]
+        plan = self._plan_for(inputs)
         found: dict[str, float] = {}
         if plan is None:
             return found
@@ -330,6 +411,12 @@ class Accelerated:
             oldest = next(iter(self._plans))
             del self._plans[oldest]
             self._replays.pop(oldest, None)
+        if self.whole is not None and self.whole.way == "layers":
+            self._plans[key] = None
+            return
+        if key != self._analysed:
+            # A trace holds for inputs like the one it was made with: branches and loops may depend on shapes.
+            self._graph, self._analysed = self._analyze(inputs), key
         if self.graph.module is None:
             self._plans[key] = None
             self._measure_layers(inputs)
@@ -337,10 +424,16 @@ class Accelerated:
         backend = backend_for(inputs[0], self.model, self.dtype)
         if backend is None:
             self._plans[key] = None
-            self.whole = Decision(way="own", why=f"no backend for {inputs[0].dtype} on {inputs[0].device}")
+            held = next((p.dtype for p in self.model.parameters()), inputs[0].dtype)
+            asked = f" with dtype={self.dtype}" if self.dtype not in (None, held) else ""
+            self.whole = Decision(way="own", why=f"no backend for {held}{asked} on {inputs[0].device}")
             return
         self.backend_name = backend.name
         plan = Plan(self.graph, backend)
+        if plan.conflict is not None:
+            self._plans[key] = None
+            self.whole = Decision(way="own", why=plan.conflict)
+            return
         chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
         with untouched(self.model):
             if not self.activities:
@@ -364,6 +457,7 @@ class Accelerated:
             if self._progress:
                 self._progress("done", done + 1, len(plan.groups) + 1)
         self._plans[key] = plan if self.whole.way == "plan" else None
+        self._stamp = self._look(plan)
         if replay is not None and self._plans[key] is not None:
             self._replays[key] = replay
         if self._cache:
@@ -376,7 +470,7 @@ class Accelerated:
         sites = [site for site in self.graph.sites if site.replaceable and site.name not in self._originals]
         handles = [
             self.model.get_submodule(site.name).register_forward_pre_hook(
-                partial(_keep_input, seen, site.name)
+                partial(_keep_input, seen, site.name), with_kwargs=True
             )
             for site in sites
         ]
@@ -395,7 +489,8 @@ class Accelerated:
             assert isinstance(conv, nn.Conv2d)
             sparse = SparseConv2d.from_dense(conv, static_block(x.shape[-2]) or 4)
             with torch.no_grad():
-                key = f"layer|{sparse}|{tuple(x.shape)}|{rate_bucket(self.activities[site.name].firing_rate)}"
+                rate = rate_bucket(self.activities[site.name].firing_rate)
+                key = f"layer|{sparse}|{tuple(x.shape)}|{x.dtype}@{rate}|threads={torch.get_num_threads()}"
                 ways = {
                     "module": lambda conv=conv, x=x: conv(x),
                     sparse.backend: lambda sparse=sparse, x=x: sparse(x),
@@ -418,8 +513,9 @@ class Accelerated:
             self.model.__dict__["forward"] = self
 
     def _decide(self, group: GroupStep, env: Env, chooser: Chooser, backend: Backend) -> Spikes:
-        if not group.carries_images(env):
-            self.decisions[group.name] = Decision(way="module", why="its values are not feature maps")
+        misfit = group.misfit(env)
+        if misfit is not None:
+            self.decisions[group.name] = Decision(way="module", why=misfit)
             return group.run(env, way="module")
         before = group.neuron.v
         dense_env: Env = {
@@ -456,7 +552,7 @@ class Accelerated:
 
     def _group_key(self, group: GroupStep, env: Env, backend: Backend) -> str:
         """What a group's time depends on, beside the device."""
-        parts = [backend.name, type(group.neuron).__name__]
+        parts = [backend.name, str(backend.dtype), type(group.neuron).__name__]
         for conv in (*group.match.sources, *group.match.dense_convs):
             module = group.modules[conv.name]
             assert isinstance(module, nn.Conv2d)
@@ -465,7 +561,8 @@ class Accelerated:
             rate = activity_of(dense).firing_rate if conv in group.match.sources else 1.0
             geometry = (tuple(dense.shape), module.out_channels, module.kernel_size[0], module.stride[0])
             parts.append(f"{geometry}{module.weight.dtype}@{rate_bucket(rate)}")
-        parts.append(f"+{len(group.match.skips)}+{len(group.match.dense)}+{len(group.match.post_skips)}")
+        for added in (group.match.skips, group.match.dense, group.match.post_skips):
+            parts.append(f"+{[tuple(as_dense(env[node]).shape) for node in added]}")
         parts.append(f"threads={torch.get_num_threads()}")
         return "|".join(parts)
 
@@ -491,14 +588,17 @@ class Accelerated:
         twin = Accelerated.__new__(Accelerated)
         memo[id(self)] = twin
         twin.__setstate__(self.__getstate__())
-        for name in ("model", "_originals", "_own_forward"):
+        for name in ("model", "_originals", "_sparse", "_own_forward"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
+            "decisions": dict(self.decisions),
+            "activities": dict(self.activities),
             "_graph": None,
+            "_analysed": None,
             "_plans": {},
             "_replays": {},
             "_stamp": None,
@@ -524,9 +624,9 @@ def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
 
 
 def _keep_input(
-    seen: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple[torch.Tensor, ...]
+    seen: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    seen[name] = args[0].detach().clone()
+    seen[name] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
 
 
 def _spikes_of(result: object) -> torch.Tensor:

@@ -23,9 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.node import map_arg
+from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backend import Backend, GroupShape, PreparedGroup
 from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graph.layers import forward_is_librarys
+from sparseflow.spiking.graph.sites import padding_of
 from sparseflow.spiking.kernels.spec import GroupSpec
 from sparseflow.spiking.match import (
     SPIKE_KINDS,
@@ -35,6 +38,7 @@ from sparseflow.spiking.match import (
     fold_match,
     group_spec,
 )
+from sparseflow.spiking.order import conflict
 from sparseflow.spiking.registry import neuron_info
 
 Way = Literal["sparse", "dense", "module"]
@@ -147,12 +151,15 @@ class GroupStep:
         skips = [self._spikes(node, env).native for node in match.skips]
         post = [self._spikes(node, env).native for node in match.post_skips]
         steps, shape = self._sizes(sources, match.skips, dense, env)
+        v = self.neuron.v
+        if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
+            # What becomes of the membranes of another batch is for the neuron to say.
+            return self._run_modules(env)
         if way not in self._prepared or self._shape != shape:
             self._shape = shape
             spec = self.spec(shape.output[0])
             self._prepared[way] = self.backend.prepare(spec, shape, "sparse" if way == "sparse" else "dense")
         fed = [s.native if way == "sparse" else s.sequence for s in sources]
-        v = self.neuron.v
         v = v if isinstance(v, torch.Tensor) else self._constant_membrane(v, shape)
         out, v = self._prepared[way](fed, skips, dense, post, steps=steps, v=v, out=emit)
         self.neuron.v = v
@@ -161,11 +168,41 @@ class GroupStep:
             return Spikes(self.backend, dense=out, single=self.single, max_value=self._max_value())
         return Spikes(self.backend, native=out, single=self.single, max_value=self._max_value())
 
-    def carries_images(self, env: Env) -> bool:
-        """Whether everything that the group reads is [T, N, C, H, W] ([N, C, H, W] one step at a time)."""
+    def misfit(self, env: Env) -> str | None:
+        """Why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
         rank = 4 if self.single else 5
         stems = {conv.input for conv in self.match.dense_convs if conv.repeats}
-        return all(as_dense(env[node]).dim() == rank - (node in stems) for node in self.match.inputs)
+        if any(as_dense(env[node]).dim() != rank - (node in stems) for node in self.match.inputs):
+            return "its values are not feature maps"
+        match = self.match
+        constant = [self._conv_shape(conv, env) for conv in match.dense_convs]
+        constant += [tuple(self._sequence(node, env).shape) for node in match.dense]
+        shapes = [self._conv_shape(conv, env) for conv in match.sources]
+        shapes += [tuple(self._sequence(node, env).shape) for node in (*match.skips, *match.post_skips)]
+        # Only a dense value may be constant over time; whatever else is broadcast is left to the network.
+        steps = {s[0] for s in shapes} | {s[0] for s in constant if s[0] != 1}
+        if len({s[1:] for s in (*shapes, *constant)}) > 1 or len(steps) > 1:
+            return "it adds tensors of different shapes"
+        return None
+
+    def _conv_shape(self, conv: ConvMatch, env: Env) -> tuple[int, ...]:
+        """[T, N, C, H, W] of what a convolution of the group yields."""
+        module = self.modules[conv.name]
+        assert isinstance(module, nn.Conv2d)
+        value = as_dense(env[conv.input])
+        value = value.unsqueeze(0) if value.dim() == 4 else value
+        if module.padding == "same":
+            sides: list[int] = list(value.shape[-2:])
+        else:
+            pads = padding_of(module)
+            assert pads is not None
+            spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+            sides = [
+                (size + 2 * pad - span - 1) // stride + 1
+                for size, pad, span, stride in zip(value.shape[-2:], pads, spans, module.stride, strict=True)
+            ]
+        steps = conv.repeats or value.shape[0]
+        return (steps, value.shape[1], module.out_channels, *sides)
 
     def refusal(self, env: Env) -> str | None:
         """Why the sparse way is closed to this group, or None."""
@@ -223,9 +260,10 @@ class GroupStep:
             output = whole[0][2:]
         else:
             spec_conv = self.modules[self.match.sources[0].name]
-            assert isinstance(spec_conv, nn.Conv2d) and isinstance(spec_conv.padding, tuple)
+            padding = padding_of(spec_conv) if isinstance(spec_conv, nn.Conv2d) else None
+            assert isinstance(spec_conv, nn.Conv2d) and padding is not None
             _, _, _, height, width = shapes[0]
-            k, s, p = spec_conv.kernel_size[0], spec_conv.stride[0], spec_conv.padding[0]
+            k, s, p = spec_conv.kernel_size[0], spec_conv.stride[0], padding[0]
             output = (spec_conv.out_channels, (height + 2 * p - k) // s + 1, (width + 2 * p - k) // s + 1)
         every = [*shapes, *whole]
         steps = max([*(shape[0] for shape in every), *repeats])
@@ -314,12 +352,20 @@ class Plan:
         self.groups = [
             GroupStep(match=match, backend=backend, modules=self.modules, kinds=kinds) for match in matches
         ]
-        self._bypassed_modules = [
-            self.modules[str(n.target)] for g in self.groups for n in g.match.inner if n.op == "call_module"
-        ]
         at_output = {g.match.output: g for g in self.groups}
         inside = {n for g in self.groups for n in g.match.inner}
         bypassed = _bypassed_repetitions(self.groups)
+        owner = {n: g.match.output for g in self.groups for n in g.match.inner}
+        late = {
+            n: g.match.output
+            for g in self.groups
+            for conv in g.match.dense_convs
+            for n in bypassed
+            if n is conv.node.all_input_nodes[0] or n in conv.node.all_input_nodes[0].all_input_nodes
+        }
+        self.conflict = conflict(graph.module, graph.neurons, {**late, **owner})
+        self._within = [module for module in graph.model.modules() if module is not graph.model]
+        self._bypassed_modules = self._not_called(inside)
         listed: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
             if node.op == "placeholder" or (node in inside and node not in at_output) or node in bypassed:
@@ -338,9 +384,32 @@ class Plan:
         for group in self.groups:
             group.forget()
 
-    def hooked(self) -> bool:
-        """Whether somebody watches a module that a group would run without calling it."""
-        return any(m._forward_hooks or m._forward_pre_hooks for m in self._bypassed_modules)
+    def _not_called(self, inside: set[fx.Node]) -> list[nn.Module]:
+        """The network's modules that a run of the plan may leave out: containers, and what groups replace."""
+        assert self.graph.module is not None
+        called: set[nn.Module] = set()
+        for node in self.graph.module.graph.nodes:
+            if node.op == "call_module" and node not in inside and not self._is_global_pool(node):
+                called |= set(self.modules[str(node.target)].modules())
+        return [module for module in self._within if module not in called]
+
+    def overruled(self) -> str | None:
+        """Why the network's own code must run after all (a sentence), or None.
+
+        Somebody watches a module that the plan would not call, or has put one of them into training mode.
+        """
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "every module is hooked"
+        for module in self._bypassed_modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"a {type(module).__name__} is hooked"
+            if module.training:
+                return f"a {type(module).__name__} is in training mode"
+        return None
+
+    def watched(self) -> bool:
+        """Whether any module within the network is hooked, so that it must be called each time."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._within)
 
     def settle_forms(self) -> None:
         """Let each group emit what its readers take, once every group's way is chosen."""
@@ -386,7 +455,8 @@ class Plan:
         if node.op != "call_module":
             return False
         module = self.modules[str(node.target)]
-        return isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1))
+        known = isinstance(module, nn.AdaptiveAvgPool2d) and forward_is_librarys(module)
+        return known and module.output_size in (1, (1, 1))
 
 
 def _bypassed_repetitions(groups: Sequence[GroupStep]) -> set[fx.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,10 +80,10 @@ def activities(
     handles = []
     for name in names:
 
-        def look(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-            found[name] = activity_of(args[0])
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            found[name] = activity_of(args[0] if args else next(iter(kwargs.values())))
 
-        handles.append(model.get_submodule(name).register_forward_pre_hook(look))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(look, with_kwargs=True))
     try:
         with untouched(model):
             model(*inputs)

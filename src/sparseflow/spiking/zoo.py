@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sparseflow.spiking.networks import SpikingResNet
 
-DEFAULT = "cifar10-spiking-resnet18"
+DEFAULT = "cifar10-sew-resnet18"
 _CARD_FIELDS = ("network", "normalization", "test_accuracy", "correct", "test_images")
 
 

@@ -63,19 +63,22 @@ def compile_one(
 
 def main() -> None:
     conv: dict[str, Any] = {
-        "K": 3, "S": 1, "P": 1, "GROUP": 16, "TH": 4, "TW": 32, "TC": 64, "PIXELS": False, "XA": 8, "YA": 8,
+        "K": 3, "S": 1, "P": 1, "GROUP": 16, "TH": 2, "TW": 32, "TC": 64, "PIXELS": False, "XA": 8, "YA": 8,
         "FULL": True, "BIAS": True, "ACC": tl.float32, "PRECISION": "ieee", "STAGES": 4,
     }  # fmt: skip
     rows, pixels = ("xw", "yw"), ("xc", "yc")
     listing = {"K": 3, "S": 1, "P": 1, "B": 16, "TH": 4, "TW": 32, "REACH_H": 2, "REACH_W": 3, "TB": 128, "GP": 4}
+    words = {"A": 4, "B": 16, "GROUP": 16}
     wide = {**conv, "PIXELS": True, "TH": 8, "TW": 16}
     work: dict[str, tuple[Any, dict[str, Any], str, int, tuple[str, ...]]] = {
-        "words of planes": (blocks.words_of_planes, {"A": 4, "B": 16, "COLS": 64, "GROUP": 16}, "fp32", 4, ("sw",)),
-        "words of pixels": (blocks.words_of_pixels, {"A": 8, "B": 16, "CB": 64, "GROUP": 16}, "fp16", 8, ("sc",)),
+        "words of planes": (blocks.words_of_planes, {**words, "COLS": 64, "FULL": True}, "fp32", 4, ("sw",)),
+        "words of pixels": (blocks.words_of_pixels, {**words, "CB": 64}, "fp32", 8, ("sc",)),
         "lists": (blocks.list_chunks, listing, "fp32", 4, ()),
         "convolve fp16 planes": (blocks.convolve, conv, "fp16", 4, rows),
         "convolve bf16 pixels 1x1": (blocks.convolve, {**wide, "K": 1, "P": 0, "GROUP": 32}, "bf16", 4, pixels),
-        "convolve fp32 planes": (blocks.convolve, {**conv, "TH": 2, "XA": 4, "YA": 4}, "fp32", 4, rows),
+        "convolve fp16 pixels": (blocks.convolve, wide, "fp16", 4, pixels),
+        "convolve fp32 planes": (blocks.convolve, {**conv, "XA": 4, "YA": 4}, "fp32", 4, rows),
+        "convolve fp32 pixels": (blocks.convolve, {**wide, "TH": 4, "XA": 4, "YA": 4}, "fp32", 8, pixels),
         "convolve tf32 planes": (blocks.convolve, {**conv, "XA": 4, "YA": 4, "PRECISION": "tf32"}, "fp32", 4, rows),
         "linear": (
             linear_kernel,

@@ -67,13 +67,11 @@ def _check(
     assert lists == run_active_reference(active.words, active.geometry, active.tiling)
     weight, offset = _parameters(c_out, x.shape[1], k, x.dtype)
     given = offset if bias else None
-    y = sparse_conv2d(x, weight, given, stride=stride, padding=padding, block_size=block, tiling=tiling)
+    y = sparse_conv2d(x, weight, given, stride=stride, padding=padding, block_size=block, active=active)
     expected = run_conv2d_reference(x, weight, given, stride=stride, padding=padding)
     assert y.dtype == x.dtype and y.shape == expected.shape
     scale = max(expected.abs().max().item(), 1.0)
     assert (y.double() - expected).abs().max().item() <= TOLERANCE[x.dtype] * scale
-    reused = sparse_conv2d(x, weight, given, stride=stride, padding=padding, block_size=block, active=active)
-    assert torch.equal(reused, y)
     return active
 
 
@@ -86,15 +84,20 @@ def test_matches_float64(
     k: int, stride: int, padding: int, block: int, dtype: torch.dtype, channels_last: bool
 ) -> None:
     # neither height, width, channels nor output channels fill their last block, chunk or tile
-    x = _input(2, 20, 13, 18, rate=0.01, dtype=dtype)
+    x = _input(2, 20, 11, 18, rate=0.01, dtype=dtype)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     active = _check(x, k, c_out=19, stride=stride, padding=padding, block=block)
     assert 0 < active.active_ratio() <= 1
-    weight, _ = _parameters(19, 20, k, dtype)
-    y = sparse_conv2d(x, weight, stride=stride, padding=padding, block_size=block)
-    last = torch.channels_last
-    assert y.is_contiguous(memory_format=last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_both_stages_in_one_call(memory_format: torch.memory_format) -> None:
+    x = _input(2, 40, 9, 8, rate=0.02).contiguous(memory_format=memory_format)
+    weight, bias = _parameters(7, 40, 3, torch.float32)
+    y = sparse_conv2d(x, weight, bias, block_size=4)
+    assert (y - run_conv2d_reference(x, weight, bias)).abs().max() < 1e-5
+    assert y.is_contiguous(memory_format=memory_format)
 
 
 @pytest.mark.gpu
@@ -112,18 +115,19 @@ def test_one_spike_in_each_corner_of_blocks_and_image(
 ) -> None:
     size = block + 3
     corners = [0, block - 1, block, size - 1]
-    x = torch.zeros(16, 3, size, size, device=DEVICE)
+    x = torch.zeros(16, 16, size, size, device=DEVICE)
     for n, (row, column) in enumerate((r, c) for r in corners for c in corners):
-        x[n, n % 3, row, column] = 1
+        x[n, n, row, column] = 1
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    tiling = Tiling(tile_h=4, tile_w=4, tile_c=16, warps=1)
+    edge = 8 if block == 16 else 4
+    tiling = Tiling(tile_h=edge, tile_w=edge, tile_c=16, warps=1)
     active = _check(x, k, c_out=4, stride=stride, block=block, tiling=tiling)
     # one spike occupies one row and one column of one block: only tiles that read it have anything to do
     assert active.zero_block_ratio() == 0.75
-    read = run_conv2d_reference(x, torch.ones(1, 3, k, k, device=DEVICE), stride=stride, padding=k // 2)[:, 0]
-    read = torch.nn.functional.pad(read, (0, -read.shape[2] % 4, 0, -read.shape[1] % 4))
-    worked = read.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).sum((2, 4)) > 0
+    read = run_conv2d_reference(x, torch.ones(1, 16, k, k, device=DEVICE), stride=stride, padding=k // 2)[:, 0]
+    read = torch.nn.functional.pad(read, (0, -read.shape[2] % edge, 0, -read.shape[1] % edge))
+    worked = read.unflatten(2, (-1, edge)).unflatten(1, (-1, edge)).sum((2, 4)) > 0
     assert torch.equal(active.counts > 0, worked.flatten())
 
 
@@ -149,10 +153,10 @@ def test_all_ones() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_many_channels(channels_last: bool) -> None:
-    x = _input(1, 530, 5, 5, rate=0.002, dtype=torch.float16, binary=True)
+    x = _input(1, 530, 5, 4, rate=0.001, dtype=torch.float16, binary=True)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     for k in (3, 1):
-        assert _check(x, k, c_out=70, block=4).active_ratio() < 0.9
+        assert _check(x, k, c_out=40, block=4).active_ratio() < 0.9
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 40), (3, 150), (7, 7)])
@@ -165,7 +169,7 @@ def test_odd_sizes(height: int, width: int, channels_last: bool) -> None:
 
 
 def test_any_strides() -> None:
-    wide = _input(2, 36, 12, 20, rate=0.03)
+    wide = _input(1, 36, 8, 12, rate=0.03)
     _check(wide[:, ::2, :, 1:], 3)
     _check(wide.transpose(2, 3), 3, block=4)
     _check(wide[:1, :1].expand(3, 18, -1, -1), 1)
@@ -279,7 +283,7 @@ def test_compiles_for_hopper_without_spills() -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout)
-    assert len(kernels) == 9
+    assert len(kernels) == 11
     for name, report in kernels.items():
         assert report["spill_bytes"] == 0, (name, report)
     assert kernels["convolve fp16 planes"]["wgmma"] and kernels["convolve tf32 planes"]["wgmma"]

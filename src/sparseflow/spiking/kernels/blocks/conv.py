@@ -116,7 +116,8 @@ def prescan(
             kernels.words_of_planes[(n * grid_h * chunks,)](
                 x, words, c, h, w // a, strides[0] // a, strides[1] // a, strides[2] // a, strides[3],
                 grid_h, chunks,
-                A=a, B=b, COLS=columns, GROUP=group, num_warps=min(max(b * columns // 256, 1), 4),
+                A=a, B=b, COLS=columns, GROUP=group, FULL=c % group == 0,
+                num_warps=min(max(b * columns // 256, 1), 4),
             )  # fmt: skip
         reach_h, reach_w = reach(geometry, tiling)
         gp = _power_of_two(chunks)

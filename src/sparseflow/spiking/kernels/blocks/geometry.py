@@ -129,21 +129,27 @@ def geometry_of(
 def choose_tiling(geometry: Geometry, dtype: torch.dtype, channels_last: bool, c_out: int) -> Tiling:
     """Tile sizes by rule, no measuring.
 
-    A tile of 128 pixels feeds a warpgroup; rows of 32 keep stores of NCHW outputs whole, while channels-last
-    outputs store whole pixels anyway and gain from squarer tiles, whose halo is smaller. Small chunks are
-    skipped more often; a 1x1 convolution has no taps to fill its steps with and takes longer ones.
+    Rows of 32 pixels keep stores of NCHW outputs whole; channels-last outputs store whole pixels anyway and gain
+    from squarer tiles, whose halo is smaller. Small tiles and few registers keep many programs on a
+    multiprocessor, which is what a nearly silent layer lives on: it writes its bias. Small chunks are skipped
+    more often; a 1x1 convolution has no taps to fill its steps with and takes longer ones.
     """
+    full = dtype in (torch.float32, torch.float64)  # products run on the plain ALUs
     out_w = geometry.out_w
-    tile_w = 8 if out_w <= 8 else 16 if out_w <= 16 or (channels_last and geometry.block == 16) else 32
-    if channels_last and geometry.block < 16 and out_w > 8:
-        tile_w = 16 if geometry.block == 8 else 8
-    # float32 products run on the plain ALUs, whose accumulators and operands take more registers
-    pixels = 64 if dtype in (torch.float32, torch.float64) or tile_w == 8 else 128
-    tile_c = 16 if c_out <= 16 else 32 if c_out <= 32 or dtype == torch.float64 else 64
+    if out_w <= 8:
+        tile_w = 8
+    elif channels_last:
+        tile_w = 8 if geometry.block == 4 else 16
+    else:
+        tile_w = 16 if out_w <= 16 else 32
+    pixels = 128 if channels_last and not full and tile_w == 16 else 64
     return Tiling(
-        group=16 if geometry.kernel == 3 or dtype in (torch.float32, torch.float64) else 32,
-        tile_h=pixels // tile_w, tile_w=tile_w, tile_c=tile_c,
-    )  # fmt: skip
+        group=16 if geometry.kernel == 3 or full else 32,
+        tile_h=pixels // tile_w,
+        tile_w=tile_w,
+        tile_c=16 if c_out <= 16 else 32 if c_out <= 32 or dtype == torch.float64 else 64,
+        warps=8 if channels_last and dtype == torch.float32 else 4,
+    )
 
 
 @lru_cache(maxsize=1024)

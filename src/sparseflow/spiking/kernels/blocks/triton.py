@@ -2,7 +2,7 @@
 
 Stage 1 reads the input once (`words_of_planes` or `words_of_pixels`, by memory format) and turns the occupancy
 words into one list of active chunks for every output tile (`list_chunks`). Stage 2 (`convolve`) owns a tile of
-the output, loops over the list and adds the bias: no atomics, no order that depends on timing.
+the output, loops over the list and starts from the bias: no atomics, no order that depends on timing.
 
 Strides of a tensor arrive divided by a constant A that they all share, except that of its innermost dimension:
 multiplying by the constant tells the compiler how far accesses may be vectorised.
@@ -17,9 +17,12 @@ import triton.language as tl
 @triton.jit
 def words_of_planes(
     x_ptr, word_ptr, C, H, W, sn, sc, sh, sw, grid_h, chunks,
-    A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one row of blocks, COLS columns at a time. Input with W innermost."""
+    """One program: one chunk of one row of blocks, COLS columns at a time. Input with W innermost.
+
+    FULL says that every chunk has GROUP channels.
+    """
     pid = tl.program_id(0)
     i = pid % grid_h
     g = (pid // grid_h) % chunks
@@ -31,12 +34,15 @@ def words_of_planes(
     for left in range(0, W * A, COLS):
         column = left + tl.arange(0, COLS)
         inside = (row < H)[:, None] & (column < W * A)[None, :]
-        offset = (row * (sh * A))[:, None] + (column * sw)[None, :]
-        fired = tl.zeros([B, COLS], tl.int32)
+        values = at + ((row * (sh * A))[:, None] + (column * sw)[None, :])
+        fired = tl.zeros([B, COLS], tl.int1)
         for c in tl.static_range(GROUP):
-            x = tl.load(at + (offset + c * (sc * A)), mask=inside & (g * GROUP + c < C), other=0.0)
-            fired |= (x != 0).to(tl.int32)
-        fired = tl.reshape(fired, [B, NB, B])
+            wanted = inside
+            if not FULL:
+                wanted = inside & (g * GROUP + c < C)
+            fired |= tl.load(values, mask=wanted, other=0.0) != 0
+            values += sc * A
+        fired = tl.reshape(fired.to(tl.int32), [B, NB, B])
         rows = tl.max(fired, axis=2) << tl.arange(0, B)[:, None]
         columns = tl.max(fired, axis=0) << (16 + tl.arange(0, B))[None, :]
         word = tl.sum(rows, axis=0) | tl.sum(columns, axis=1)
@@ -157,6 +163,9 @@ def convolve(
     w_at = w_ptr + kk[:, None] * CO_PAD + co[None, :]
     steps = tl.load(count_ptr + tile) * (K * K)
     acc = tl.zeros([TH * TW, TC], ACC)
+    if BIAS:
+        # First rather than last: a silent tile then waits for its count and its bias at once.
+        acc += tl.load(bias_ptr + co, mask=channel, other=0.0).to(ACC)[None, :]
     for step in tl.range(0, steps, num_stages=STAGES):
         g = tl.load(chunk_ptr + tile * chunks + step // (K * K))
         tap = step % (K * K)
@@ -169,7 +178,5 @@ def convolve(
         x = tl.load(x_at + (dh * xh + dw * xw + g * GROUP * xc), mask=wanted, other=0.0)
         w = tl.load(w_at + (tap * chunks + g) * GROUP * CO_PAD)
         acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
-    if BIAS:
-        acc += tl.load(bias_ptr + co, mask=channel, other=0.0).to(ACC)[None, :]
     y_at = y_ptr + n * (yn * YA) + ((oh * yh + ow * yw)[:, None] + (co * yc)[None, :])
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside_y[:, None] & channel[None, :])

@@ -87,13 +87,14 @@ def neuron_kernel(
             t = start + (t0 + u)
             current = base
             if len(varying) + len(skips) > 0:
-                total = tl.zeros([P, 64], tl.float32)
                 for i in tl.static_range(len(varying)):
                     at = varying[i] + t * varying_steps[i] + flat
-                    total += tl.load(at, mask=real, other=0.0).to(tl.float32)
+                    term = tl.load(at, mask=real, other=0.0).to(tl.float32)
+                    total = term if i == 0 else total + term
                 for i in tl.static_range(len(skips)):
                     bits = tl.load(skips[i] + t * word_step + word, mask=inside, other=0)
-                    total += spread_bits(bits, lane).to(tl.float32)
+                    term = spread_bits(bits, lane).to(tl.float32)
+                    total = term if len(varying) + i == 0 else total + term
                 current = total * beta + base
             currents = currents + (current,)
         for u in tl.static_range(TC):
@@ -204,14 +205,14 @@ def neuron(
     varying, varying_steps = as_pairs([x for x in rows if x.shape[0] > 1])
     posts = tuple(x.words for x in post_skips if isinstance(x, PackedSpikes))
     post_denses, post_steps = as_pairs([channels_last(x) for x in post_skips if isinstance(x, Tensor)])
-    some = next(iter(rows), None)  # stands in for what is not there
-    words = bits.words if bits is not None else next(iter([*posts, *(s.words for s in skips)]), None)
-    check_step_size(*steady, *varying, *post_denses, *([words] if words is not None else []))
-    some = some if some is not None else skips[0].words
+    skip_words = tuple(s.words for s in skips)
+    some = [*rows, *skip_words][0]  # stands in for what is not there
+    words = next(iter([*([bits.words] if bits is not None else []), *posts, *skip_words]), None)
+    check_step_size(*steady, *varying, *post_denses, *([] if words is None else [words]))
     pixels = n * h * w
     launch(
         neuron_kernel, (triton.cdiv(pixels, _PIXELS), -(-c // 64)),
-        tuple(steady), varying, varying_steps, tuple(s.words for s in skips), posts, post_denses, post_steps,
+        tuple(steady), varying, varying_steps, skip_words, posts, post_denses, post_steps,
         bias if bias is not None else some, v if v is not None else some, last if last is not None else some,
         bits.data.view(torch.int32) if bits is not None else some, flat if flat is not None else some,
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,

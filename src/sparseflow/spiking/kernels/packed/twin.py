@@ -40,18 +40,16 @@ from sparseflow.spiking.kernels.spec import GroupSpec
 
 
 @triton.jit
-def spikes_as_fp16(word, P: tl.constexpr):
-    """Words [P] -> fp16 [P, 64]: 2.0 for a spike; place 8j + 4p + 2h + i along K is channel 8j + 4h + 2i + p.
+def spikes_as_fp16(halves, P: tl.constexpr):
+    """Halfwords int16 [P, 4] of a block of channels -> fp16 [P, 64], 2.0 for a spike.
 
-    In this order one AND makes two spikes of a 32-bit register, and a thread's eight values are contiguous.
+    Lane q of a matrix fragment needs exactly the bits of halfword q, two neighbouring ones a register, so the
+    compiler can do all of this where the fragment is.
     """
-    turn = (2 * tl.arange(0, 8))[None, :]
-    low = word.to(tl.int32)[:, None] >> turn
-    high = (word >> 32).to(tl.int32)[:, None] >> turn
-    even = tl.join((low << 14) & 0x40004000, (high << 14) & 0x40004000)
-    odd = tl.join((low << 13) & 0x40004000, (high << 13) & 0x40004000)
-    # [P, 8, h, p] -> [P, 8, p, h]: each pair of fp16 stays in its register
-    pair = tl.join(even, odd).permute(0, 1, 3, 2).reshape([P, 32])
+    word = halves.to(tl.int32) & 0xFFFF
+    word = word | (word << 15)  # bits b and b + 1 now lie 16 apart
+    turn = 14 - 2 * tl.arange(0, 8)
+    pair = ((word[:, None, :] << turn[None, :, None]) & 0x40004000).reshape([P, 32])
     first = pair.to(tl.int16).to(tl.float16, bitcast=True)
     second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.join(first, second).reshape([P, 64])
@@ -63,7 +61,7 @@ def _convolve(
     G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     TC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[u] += the convolution of time step u; `src` is each pixel's first word of the first."""
+    """sums[u] += the convolution of time step u; `src` is where each pixel's halfwords begin."""
     c = tl.arange(0, 64)
     weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
     for step in range(G * K * K):
@@ -74,7 +72,7 @@ def _convolve(
         for part in tl.static_range(PARTS):
             parts = parts + (tl.load(weights + (step * PARTS + part) * (64 * COLUMNS)),)
         for u in tl.static_range(TC):
-            a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) + src), BM)
+            a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) * 4 + src), BM)
             total = sums[u]
             for part in tl.static_range(PARTS):
                 total = tl.dot(a, parts[part], total)
@@ -109,9 +107,12 @@ def twin_kernel(
     y = (pixel // W) % H
     x = pixel % W
     column = tl.program_id(1) * BN + tl.arange(0, BN)
+    lane = tl.arange(0, 4)[None, :]
     src = ((n * (IH + 2) + y * STRIDE + 1 - PADDING) * (IW + 2) + x * STRIDE + 1 - PADDING) * G
+    src = (src * 4)[:, None] + lane
     if G2 > 0:
         src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1 - PADDING2) * (IW2 + 2) + x * STRIDE2 + 1 - PADDING2) * G2
+        src2 = (src2 * 4)[:, None] + lane
     word = padded_pixel(pixel, H, W) * GO
     half = tl.program_id(1) * (BN // 32) + tl.arange(0, BN // 32)
     real = inside[:, None]
@@ -131,11 +132,11 @@ def twin_kernel(
             sums = sums + (tl.zeros([BM, BN], tl.float32),)
         here = start + t0
         sums = _convolve(
-            sums, x_ptr + here * x_step, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BM, TC, PARTS
+            sums, x_ptr + here * x_step * 4, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BM, TC, PARTS
         )
         if G2 > 0:
             sums = _convolve(
-                sums, x2_ptr + here * x2_step, src2, x2_step, w_ptr, column, G * K * K,
+                sums, x2_ptr + here * x2_step * 4, src2, x2_step, w_ptr, column, G * K * K,
                 G2, K2, IW2, COLUMNS, BM, TC, PARTS,
             )  # fmt: skip
         for u in tl.static_range(TC):
@@ -157,12 +158,6 @@ def twin_kernel(
             tl.store(at[:, None] + half[None, :], gather_bits(fired, BM, BN), mask=inside[:, None])
     if WRITE_V:
         tl.store(v_out_ptr + flat, v, mask=real)
-
-
-TWIN_CHANNEL: tuple[int, ...] = tuple(
-    8 * (k // 8) + 4 * (k // 2 % 2) + 2 * (k % 2) + k // 4 % 2 for k in range(BLOCK)
-)
-"""Channel of a block at each place along K; see `spikes_as_fp16`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +207,11 @@ def twin_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[TwinVarian
     """Tunable configurations that fit, the default first."""
     wide = blocks_of(spec.sources[0].weight.shape[0]) % 2 == 0
     held = time_steps_held(T, 2)
-    choices = [TwinVariant(bm=128, warps=8), TwinVariant(), TwinVariant(bm=64, tc=2), TwinVariant(bm=128, tc=2, warps=8)]
+    choices = [TwinVariant(tc=held)] if parts == 1 else []
+    choices += [TwinVariant(), TwinVariant(stages=4), TwinVariant(bm=128, warps=8)]
     if wide:
-        choices.append(TwinVariant(bm=64, bn=128, warps=8, stages=3))
-        choices.append(TwinVariant(bm=128, bn=128, warps=8, stages=3 if parts == 1 else 2))
-    return [c for c in choices if c.tc <= held]
+        choices += [TwinVariant(bn=128, warps=8), TwinVariant(bn=128, warps=4, stages=2)]
+    return list(dict.fromkeys(choices))
 
 
 def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
@@ -224,7 +219,7 @@ def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
 
     Returns:
         (fp16 [K, C], scale): C padded to a multiple of 64 with zeros; rows in the order (source, block of 64
-        channels, tap, part, `TWIN_CHANNEL`). Part 0 is the weight rounded to fp16, each next one the rest.
+        channels, tap, part, channel). Part 0 is the weight rounded to fp16, each next one the rest.
     """
     largest = max(float(s.weight.abs().max()) for s in spec.sources)
     # The largest weight just under 2^13, so that rests stay clear of fp16's subnormals.
@@ -237,7 +232,7 @@ def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
             (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK), dtype=torch.float64, device=source.weight.device
         )
         w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
-        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)[:, :, list(TWIN_CHANNEL)]
+        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
         pieces = []
         for _ in range(parts):
             pieces.append(rest.half())
@@ -337,7 +332,7 @@ class PreparedTwinGroup:
         x, x2 = spikes[0].words, spikes[-1].words
         launch(
             twin_kernel, (triton.cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
-            x, x2, self.weights, self.bias, self.out.data.view(torch.int32),
+            spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
             self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
             self.N * self.H * self.W, self.T, x.stride(0), x2.stride(0), self.out.words.stride(0),

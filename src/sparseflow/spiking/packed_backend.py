@@ -1,0 +1,327 @@
+"""`PackedBackend`: the GPU's way to run a plan. Spikes travel as one bit each, groups as one fused kernel.
+
+A sparse group is the Gluon kernel on Hopper and its plain-Triton twin everywhere else; a dense group is
+`F.conv2d` in the model's dtype with one fused neuron behind it. After `prepare` nothing waits for the GPU and
+the host decides nothing by values, so a whole plan captures into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.backend import Convolution, Form, GroupShape, PreparedGroup
+from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
+from sparseflow.spiking.kernels.spec import GroupSpec
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+ChooseVariant = Callable[[GroupSpec, GroupShape, Sequence[str]], str | None]
+"""Given a group, its shape and the kernel's variants, the name of the one to use, or None for the first."""
+
+
+@dataclass(kw_only=True)
+class DenseSpikes:
+    """Spikes that are not packed: small integers, or bits that nobody has needed packed yet.
+
+    Attributes:
+        values: [T, N, C, H, W].
+    """
+
+    values: Tensor
+    _packed: PackedSpikes | None = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(T, N, C, H, W)."""
+        t, n, c, h, w = self.values.shape
+        return t, n, c, h, w
+
+    @property
+    def T(self) -> int:
+        """Time steps."""
+        return self.values.shape[0]
+
+    @property
+    def N(self) -> int:
+        """Images."""
+        return self.values.shape[1]
+
+    @property
+    def C(self) -> int:
+        """Channels."""
+        return self.values.shape[2]
+
+    @property
+    def H(self) -> int:
+        """Rows."""
+        return self.values.shape[3]
+
+    @property
+    def W(self) -> int:
+        """Columns."""
+        return self.values.shape[4]
+
+    def packed(self) -> PackedSpikes:
+        """The same, one bit each; only for spikes known to be 0 or 1."""
+        if self._packed is None:
+            from sparseflow.spiking.kernels.packed import codec
+
+            self._packed = codec.pack(self.values)
+        return self._packed
+
+
+Native = PackedSpikes | DenseSpikes
+
+
+class PackedBackend:
+    """GPU: spikes packed into bits, groups in Triton.
+
+    Args:
+        device: The GPU (or the CPU, where TRITON_INTERPRET=1 has Triton interpret its kernels).
+        dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of every weight of a sparse group.
+        choose_variant: Picks a kernel's variant; None takes each kernel's first.
+        own_membranes: Each group writes its membrane into one buffer of its own, so that a captured graph
+            carries it from replay to replay without a copy. Otherwise every call returns a new tensor and
+            leaves the one handed in as it was.
+
+    Raises:
+        InputError: `dtype` is another one.
+    """
+
+    name = "packed"
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        choose_variant: ChooseVariant | None = None,
+        own_membranes: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise InputError(f"packed spikes serve networks in fp16, bf16 or fp32, got {dtype}")
+        self.device, self.dtype = torch.device(device), dtype
+        self.own_membranes = own_membranes
+        self._choose = choose_variant
+
+    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        """Why the sparse convolution cannot run here, or None when it can."""
+        if shape.max_value > 1:
+            return "small integers do not fit into one bit"
+        from sparseflow.spiking.kernels.packed import twin
+
+        return twin.twin_refusal(replace(spec, post_skips=0))
+
+    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
+        """Lay out weights and buffers for one group.
+
+        Raises:
+            InputError: A sparse convolution that `refusal` refuses.
+        """
+        with self.guard():
+            if convolution == "dense":
+                return _DenseGroup(self, spec, shape)
+            reason = self.refusal(spec, shape)
+            if reason is not None:
+                raise InputError(f"this group cannot run on packed spikes: {reason}")
+            return _SparseGroup(self, spec, shape)
+
+    def encode(self, dense: Tensor, max_value: int | None = None) -> Native:
+        """[T, N, C, H, W] spikes to this backend's form; packed only when first needed, unless known to be bits."""
+        spikes = DenseSpikes(values=dense)
+        if max_value == 1:
+            with self.guard():
+                return spikes.packed()
+        return spikes
+
+    def decode(self, native: Native) -> Tensor:
+        """Spikes [T, N, C, H, W] in the model's dtype."""
+        if isinstance(native, DenseSpikes):
+            return native.values
+        from sparseflow.spiking.kernels.packed import codec
+
+        with self.guard():
+            return codec.unpack(native, self.dtype)
+
+    def spatial_mean(self, native: Native) -> Tensor:
+        """Mean over H and W: [T, N, C] in the model's dtype."""
+        if isinstance(native, DenseSpikes):
+            return native.values.mean(dim=(-2, -1))
+        from sparseflow.spiking.kernels.packed import pooling
+
+        with self.guard():
+            return pooling.spatial_mean(native, self.dtype)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make this backend's GPU the current one, on which Triton launches."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def is_hopper(self) -> bool:
+        """Whether the Gluon kernel runs here."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
+
+    def variant(self, spec: GroupSpec, shape: GroupShape, names: Sequence[str]) -> str | None:
+        """The kernel variant to use for a group."""
+        return self._choose(spec, shape, names) if self._choose else None
+
+
+def _split(skips: Sequence[Native]) -> tuple[list[PackedSpikes], list[Tensor]]:
+    """Skips as bits, and the others as tensors [T, N, C, H, W]."""
+    bits: list[PackedSpikes] = []
+    reals: list[Tensor] = []
+    for skip in skips:
+        if isinstance(skip, DenseSpikes) and skip._packed is None:
+            reals.append(skip.values)
+        else:
+            bits.append(skip._packed if isinstance(skip, DenseSpikes) else skip)  # type: ignore[arg-type]
+    return bits, reals
+
+
+def _membrane_rows(v: Tensor | None) -> Tensor | None:
+    """[N, C, H, W] as contiguous fp32 [N, H, W, C]; no copy for what a group of this backend returned."""
+    return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
+
+
+class _SparseGroup:
+    """A group on the packed kernels. `kernel` and `variant` say which one runs."""
+
+    def __init__(self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape) -> None:
+        from sparseflow.spiking.kernels.packed import twin
+
+        self.backend, self.spec, self.shape = backend, spec, shape
+        fused = replace(spec, post_skips=0)
+        _, h, w = shape.output
+        sizes = [(height, width) for _, height, width in shape.sources]
+        parts = 2 if backend.dtype == torch.float32 else 1
+        geometry: dict[str, Any] = {
+            "T": shape.steps, "N": shape.images, "H": h, "W": w, "device": backend.device, "parts": parts,
+            "in_sizes": sizes,
+        }  # fmt: skip
+        names = self._gluon_variants(fused, parts)
+        self.kernel = "gluon" if names else "twin"
+        if names:
+            from sparseflow.spiking.kernels.packed import group
+
+            variant = backend.variant(spec, shape, names)
+            self._group: Any = group.PreparedPackedGroup(fused, variant=variant, **geometry)
+        else:
+            names = [v.name for v in twin.twin_variants(fused, T=shape.steps, parts=parts)]
+            variant = backend.variant(spec, shape, names)
+            self._group = twin.PreparedTwinGroup(fused, variant=variant, **geometry)
+        self.variant = self._group.variant.name
+
+    def _gluon_variants(self, spec: GroupSpec, parts: int) -> list[str]:
+        """Variants of the Hopper kernel; none where it cannot run."""
+        if not self.backend.is_hopper():
+            return []
+        from sparseflow.spiking.kernels.packed import group
+
+        if group.refusal(spec) is not None:
+            return []
+        _, h, w = self.shape.output
+        found = group.variants(spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=parts)
+        return [v.name for v in found]
+
+    def __call__(
+        self,
+        sources: Sequence[Native],
+        skips: Sequence[Native],
+        dense: Sequence[Tensor],
+        post_skips: Sequence[Native],
+        *,
+        steps: int,
+        v: Tensor | None,
+        out: Form,
+    ) -> tuple[Any, Tensor]:
+        from sparseflow.spiking.kernels.packed import codec, words
+
+        with self.backend.guard():
+            fed = [s.packed() if isinstance(s, DenseSpikes) else s for s in sources]
+            for s in fed:
+                if s.T != steps:
+                    raise InputError(f"a source has {s.T} time steps, the group runs {steps}")
+            bits, others = _split(skips)
+            reals = [*dense, *others]
+            if self.kernel == "gluon" and len(reals) > 1:
+                # That kernel reads one; the sum is fp32, so nothing is rounded twice.
+                reals = [sum((x.float() for x in reals[1:]), start=reals[0].float())]
+            if not self.backend.own_membranes:
+                self._group.v = torch.empty_like(self._group.v)
+            rows = [words.channels_last(x) for x in reals]
+            spikes, last = self._group(fed, bits, rows, _membrane_rows(v), True)
+            membrane = last.permute(0, 3, 1, 2)
+            if post_skips:
+                added = [s.values if isinstance(s, DenseSpikes) else s for s in post_skips]
+                total = codec.unpack(spikes, self.backend.dtype, add=added)
+                return total if out == "dense" else DenseSpikes(values=total), membrane
+            return codec.unpack(spikes, self.backend.dtype) if out == "dense" else spikes, membrane
+
+
+class _DenseGroup:
+    """A group whose convolutions are the library's, with the fused neuron behind them."""
+
+    def __init__(self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape) -> None:
+        self.backend, self.spec, self.shape = backend, spec, shape
+        c, h, w = shape.output
+        self._weights = [
+            s.weight.to(backend.device, backend.dtype).contiguous(memory_format=torch.channels_last)
+            for s in spec.sources
+        ]
+        # Added in fp32 by the neuron: cuDNN would spend a pass over memory on it.
+        self._bias = spec.bias.to(backend.device, torch.float32) if bool(spec.bias.any()) else None
+        self._out: PackedSpikes | None = None
+        if not spec.post_skips:
+            self._out = empty_packed(shape.steps, shape.images, c, h, w, backend.device)
+        self._v: Tensor | None = None
+        if backend.own_membranes:
+            self._v = torch.empty((shape.images, h, w, c), dtype=torch.float32, device=backend.device)
+
+    def _convolve(self, number: int, x: Tensor) -> Tensor:
+        source = self.spec.sources[number]
+        flat = x.to(self.backend.dtype).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        y = F.conv2d(flat, self._weights[number], stride=source.stride, padding=source.padding)
+        return y.unflatten(0, x.shape[:2])
+
+    def __call__(
+        self,
+        sources: Sequence[Tensor],
+        skips: Sequence[Native],
+        dense: Sequence[Tensor],
+        post_skips: Sequence[Native],
+        *,
+        steps: int,
+        v: Tensor | None,
+        out: Form,
+    ) -> tuple[Any, Tensor]:
+        from sparseflow.spiking.kernels.packed.neuron import neuron
+
+        packs = out == "native" and not post_skips
+        with self.backend.guard():
+            bits, others = _split(skips)
+            currents = [self._convolve(i, x) for i, x in enumerate(sources)]
+            found = neuron(
+                [*currents, *dense, *others],
+                self.spec.neuron,
+                steps=steps,
+                bias=self._bias,
+                skips=bits,
+                post_skips=[s.values if isinstance(s, DenseSpikes) else s for s in post_skips],
+                v=_membrane_rows(v),
+                packed=self._out if packs and self._out is not None else False,
+                dense=None if packs else self.backend.dtype,
+                v_out=True if self._v is None else self._v,
+            )
+        assert found.v is not None
+        membrane = found.v.permute(0, 3, 1, 2)
+        if packs:
+            return found.packed, membrane
+        assert found.dense is not None
+        return found.dense if out == "dense" else DenseSpikes(values=found.dense), membrane
