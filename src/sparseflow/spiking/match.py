@@ -181,7 +181,7 @@ class GroupFinder:
         bn_node: fx.Node | None = None
         module = self._called(node)
         if isinstance(module, nn.BatchNorm2d):
-            if not forward_is_librarys(module) or not module.track_running_stats:
+            if not forward_is_librarys(module) or not module.track_running_stats or module.training:
                 return None
             if len(node.all_input_nodes) != 1:
                 return None

@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 MOST_PLANS = 8
 MOST_FLIPS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Fraction of spikes that may flip at the threshold when a sum is rounded otherwise, by the model's dtype."""
+"""Fraction of spikes that may flip at the threshold when a sum is rounded otherwise, by the dtype of its weights."""
 
 
 def optimize(
@@ -537,7 +537,9 @@ class Accelerated:
             candidates["sparse"] = timed("sparse")
         expected = _spikes_of(candidates["module"]())
         for way in ("dense", "sparse"):
-            if way in candidates and (wrong := _disagreement(_spikes_of(candidates[way]()), expected)):
+            if way in candidates and (
+                wrong := _disagreement(_spikes_of(candidates[way]()), expected, backend.dtype)
+            ):
                 reason = f"'{way}' disagreed with the network's own modules on the sample: {wrong}"
                 del candidates[way]
         if chooser.device.startswith("cuda"):
@@ -634,9 +636,9 @@ def _spikes_of(result: object) -> torch.Tensor:
     return result.sequence
 
 
-def _disagreement(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+def _disagreement(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
     """A sentence when spikes differ by more than rounding at the threshold can explain, else None."""
-    allowed = MOST_FLIPS[expected.dtype] * expected.numel() + 1
+    allowed = MOST_FLIPS[dtype] * expected.numel() + 1
     flips = int((found != expected).sum())
     return None if flips <= allowed else f"{flips} of {expected.numel()} spikes differ"
 

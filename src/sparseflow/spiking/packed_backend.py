@@ -135,7 +135,10 @@ class PackedBackend:
             return _SparseGroup(self, spec, shape)
 
     def encode(self, dense: Tensor, max_value: int | None = None) -> Native:
-        """[T, N, C, H, W] spikes to this backend's form; packed only when first needed, unless known to be bits."""
+        """[T, N, C, H, W] spikes to this backend's form.
+
+        They are packed when first needed as bits, or at once where `max_value` says that they are.
+        """
         spikes = DenseSpikes(values=dense)
         if max_value == 1:
             with self.guard():
@@ -246,7 +249,7 @@ class _SparseGroup:
         with self.backend.guard():
             fed = [s.packed() if isinstance(s, DenseSpikes) else s for s in sources]
             for s in fed:
-                if s.T != steps:
+                if steps != s.T:
                     raise InputError(f"a source has {s.T} time steps, the group runs {steps}")
             bits, others = _split(skips)
             reals = [*dense, *others]

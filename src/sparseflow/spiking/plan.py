@@ -51,14 +51,22 @@ class Spikes:
         native: The backend's form, or None.
         dense: float [T, N, C, H, W], or [N, C, H, W] when `single`.
         single: The network runs one step at a time, so its dense tensors carry no time axis.
+        dtype: What the network's own operations compute in.
         max_value: Largest spike value (1 for binary spikes).
     """
 
     def __init__(
-        self, backend: Backend, *, native: Any = None, dense: Any = None, single: bool, max_value: int = 1
+        self,
+        backend: Backend,
+        *,
+        native: Any = None,
+        dense: Any = None,
+        single: bool,
+        dtype: torch.dtype,
+        max_value: int = 1,
     ) -> None:
         self._backend, self._native, self._dense = backend, native, dense
-        self.single, self.max_value = single, max_value
+        self.single, self.dtype, self.max_value = single, dtype, max_value
 
     @property
     def native(self) -> Any:
@@ -78,14 +86,14 @@ class Spikes:
     @property
     def dense(self) -> torch.Tensor:
         """Dense, as the network's own operations expect it."""
-        sequence = self.sequence
+        sequence = self.sequence.to(self.dtype)
         return sequence[0] if self.single else sequence
 
     def spatial_mean(self) -> torch.Tensor:
         """Mean over H and W, [T, N, C], or [N, C] when the network runs one step at a time."""
         if self._native is None:
             return self.dense.mean(dim=(-2, -1))
-        mean = self._backend.spatial_mean(self._native)
+        mean = self._backend.spatial_mean(self._native).to(self.dtype)
         return mean[0] if self.single else mean
 
 
@@ -98,6 +106,8 @@ class GroupStep:
 
     Attributes:
         match: What belongs to the group.
+        kinds: Largest value of every node that holds spikes.
+        dtype: What the network's own operations compute in.
         way: How it runs; 'module' until somebody decides otherwise.
         emit: The form in which its spikes are wanted by whoever reads them next.
     """
@@ -106,6 +116,7 @@ class GroupStep:
     backend: Backend
     modules: dict[str, nn.Module]
     kinds: dict[fx.Node, int]
+    dtype: torch.dtype
     way: Way = "module"
     emit: Literal["native", "dense"] = "native"
     _prepared: dict[Way, PreparedGroup] = field(default_factory=dict)
@@ -165,8 +176,8 @@ class GroupStep:
         self.neuron.v = v
         if emit == "dense":
             out = out[0] if self.single else out
-            return Spikes(self.backend, dense=out, single=self.single, max_value=self._max_value())
-        return Spikes(self.backend, native=out, single=self.single, max_value=self._max_value())
+            return self._wrap(self.match.output, dense=out)
+        return self._wrap(self.match.output, native=out)
 
     def misfit(self, env: Env) -> str | None:
         """Why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
@@ -212,8 +223,16 @@ class GroupStep:
         _, shape = self._sizes(sources, self.match.skips, dense, env)
         return self.backend.refusal(self.spec(shape.output[0]), shape)
 
-    def _max_value(self) -> int:
-        return self.kinds.get(self.match.output, 1)
+    def _wrap(self, node: fx.Node, *, native: Any = None, dense: torch.Tensor | None = None) -> Spikes:
+        """The value of `node` as spikes."""
+        return Spikes(
+            self.backend,
+            native=native,
+            dense=dense,
+            single=self.single,
+            dtype=self.dtype,
+            max_value=self.kinds.get(node, 1),
+        )
 
     def _constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
         info = neuron_info(self.neuron)
@@ -226,7 +245,7 @@ class GroupStep:
     def _spikes(self, node: fx.Node, env: Env) -> Spikes:
         value = env[node]
         if not isinstance(value, Spikes):
-            value = Spikes(self.backend, dense=value, single=self.single, max_value=self.kinds.get(node, 1))
+            value = self._wrap(node, dense=value)
             env[node] = value
         return value
 
@@ -281,7 +300,7 @@ class GroupStep:
         for node in self.match.inner:
             self._run_inner(node, local)
         value = local[self.match.output]
-        return Spikes(self.backend, dense=value, single=self.single, max_value=self._max_value())
+        return self._wrap(self.match.output, dense=value)
 
     def _run_inner(self, node: fx.Node, local: Env) -> None:
         """Run `node`, and first whatever repetition of a constant input the plan had left out."""
@@ -349,8 +368,10 @@ class Plan:
             if n.name in graph.values and graph.values[n.name].kind in SPIKE_KINDS
         }
         matches = list(GroupFinder(graph).groups())
+        own = next((p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32)
         self.groups = [
-            GroupStep(match=match, backend=backend, modules=self.modules, kinds=kinds) for match in matches
+            GroupStep(match=match, backend=backend, modules=self.modules, kinds=kinds, dtype=own)
+            for match in matches
         ]
         at_output = {g.match.output: g for g in self.groups}
         inside = {n for g in self.groups for n in g.match.inner}

@@ -16,6 +16,7 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of
 from sparseflow.spiking.kernels.packed.words import (
     as_pairs,
+    cdiv,
     channels_last,
     check_launchable,
     check_step_size,
@@ -82,8 +83,8 @@ def pack(spikes: Tensor, out: PackedSpikes | None = None) -> PackedSpikes:
         spikes = spikes.view(torch.uint8)
     pixels = n * (h + 2) * (w + 2)
     launch(
-        pack_kernel, (triton.cdiv(pixels, _PIXELS), g, t),
-        spikes, out.data.view(torch.int32), pixels, *spikes.stride()[:2], spikes.stride(2), *spikes.stride()[3:],
+        pack_kernel, (cdiv(pixels, _PIXELS), g, t),
+        spikes, out.data.view(torch.int32), pixels, *spikes.stride(),
         C=c, H=h, W=w, P=_PIXELS, num_warps=4,
     )  # fmt: skip
     return out
@@ -91,7 +92,8 @@ def pack(spikes: Tensor, out: PackedSpikes | None = None) -> PackedSpikes:
 
 @triton.jit
 def unpack_kernel(
-    words_ptr, out_ptr, skips, denses, dense_steps, pixels, word_step, out_step, n_stride, pixel_stride, c_stride,
+    words_ptr, out_ptr, skips, denses, dense_steps, pixels, word_step,
+    out_step, n_stride, pixel_stride, c_stride,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of P pixels of one time step, blocks of channels, T)."""
@@ -151,7 +153,7 @@ def unpack(
     check_step_size(out, *denses)
     pixels = n * h * w
     launch(
-        unpack_kernel, (triton.cdiv(pixels, _PIXELS), spikes.blocks, t),
+        unpack_kernel, (cdiv(pixels, _PIXELS), spikes.blocks, t),
         words, flat, skips, denses, steps, pixels, words.stride(0), flat.stride(0),
         c * h * w, c if channels_last else 1, 1 if channels_last else h * w,
         C=c, G=spikes.blocks, H=h, W=w, P=_PIXELS, num_warps=4,

@@ -6,6 +6,7 @@ registers over all time steps and writes packed spikes, dense spikes, or both. T
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # ruff: noqa: RUF005, SIM108
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
 from sparseflow.spiking.kernels.packed.words import (
     as_pairs,
+    cdiv,
     channels_last,
     check_launchable,
     check_step_size,
@@ -87,6 +89,7 @@ def neuron_kernel(
             t = start + (t0 + u)
             current = base
             if len(varying) + len(skips) > 0:
+                total = base
                 for i in tl.static_range(len(varying)):
                     at = varying[i] + t * varying_steps[i] + flat
                     term = tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -115,9 +118,7 @@ def neuron_kernel(
                 for i in tl.static_range(len(post_denses)):
                     at = post_denses[i] + t * post_steps[i] + flat
                     value += tl.load(at, mask=real, other=0.0).to(tl.float32)
-                tl.store(
-                    dense_ptr + t * dense_step + flat, value.to(dense_ptr.dtype.element_ty), mask=real
-                )
+                tl.store(dense_ptr + t * dense_step + flat, value.to(dense_ptr.dtype.element_ty), mask=real)
     if WRITE_V:
         tl.store(v_out_ptr + flat, v, mask=real)
 
@@ -211,16 +212,14 @@ def neuron(
     check_step_size(*steady, *varying, *post_denses, *([] if words is None else [words]))
     pixels = n * h * w
     launch(
-        neuron_kernel, (triton.cdiv(pixels, _PIXELS), -(-c // 64)),
+        neuron_kernel, (cdiv(pixels, _PIXELS), cdiv(c, 64)),
         tuple(steady), varying, varying_steps, skip_words, posts, post_denses, post_steps,
         bias if bias is not None else some, v if v is not None else some, last if last is not None else some,
         bits.data.view(torch.int32) if bits is not None else some, flat if flat is not None else some,
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
         pixels, steps, words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
-        C=c, G=-(-c // 64), H=h, W=w, P=_PIXELS, TC=time_steps_held(steps),
+        C=c, G=cdiv(c, 64), H=h, W=w, P=_PIXELS, TC=time_steps_held(steps),
         SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
         PACKED=bits is not None, DENSE=flat is not None, num_warps=4,
     )  # fmt: skip
-    return NeuronOutput(
-        packed=bits, dense=None if flat is None else flat.permute(0, 1, 4, 2, 3), v=last
-    )
+    return NeuronOutput(packed=bits, dense=None if flat is None else flat.permute(0, 1, 4, 2, 3), v=last)

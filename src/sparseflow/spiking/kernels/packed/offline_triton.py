@@ -66,18 +66,24 @@ class _Driver:
 @contextmanager
 def compiling(arch: int = 90) -> Iterator[list[Compiled]]:
     """Compile for `arch` (90 is Hopper) instead of launching; yields the list of what was compiled."""
-    from triton.runtime import driver
+    from triton.runtime import driver as drivers
+
+    driver: Any = drivers
 
     found: list[Compiled] = []
 
-    def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **options)
         registers, spills = _ptxas(compiled.asm["ptx"], arch)
         found.append(
             Compiled(
-                kernel=kernel.__name__, grid=grid, registers=registers, spill_bytes=spills,
-                shared_bytes=compiled.metadata.shared, asm=compiled.asm,
-            )  # fmt: skip
+                kernel=kernel.__name__,
+                grid=grid,
+                registers=registers,
+                spill_bytes=spills,
+                shared_bytes=compiled.metadata.shared,
+                asm=compiled.asm,
+            )
         )
 
     before = driver._active
@@ -93,7 +99,8 @@ def compiling(arch: int = 90) -> Iterator[list[Compiled]]:
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    tools = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
+    tool = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     name = f"sm_{arch}a" if arch >= 90 and f"sm_{arch}a" in ptx else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

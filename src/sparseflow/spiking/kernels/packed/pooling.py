@@ -12,7 +12,13 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.packed.format import PackedSpikes
 from sparseflow.spiking.kernels.packed.format import pack as pack_reference
 from sparseflow.spiking.kernels.packed.format import unpack as unpack_reference
-from sparseflow.spiking.kernels.packed.words import check_launchable, check_step_size, launch, spread_bits
+from sparseflow.spiking.kernels.packed.words import (
+    cdiv,
+    check_launchable,
+    check_step_size,
+    launch,
+    spread_bits,
+)
 
 
 def max_pool_reference(spikes: PackedSpikes, kernel: int, stride: int, padding: int) -> PackedSpikes:
@@ -50,9 +56,7 @@ def max_pool_kernel(
     tl.store(out_ptr + at, value, mask=at < words)
 
 
-def max_pool(
-    spikes: PackedSpikes, kernel: int, stride: int | None = None, padding: int = 0
-) -> PackedSpikes:
+def max_pool(spikes: PackedSpikes, kernel: int, stride: int | None = None, padding: int = 0) -> PackedSpikes:
     """Maximum over windows, for spikes the OR of their bits.
 
     Args:
@@ -82,7 +86,7 @@ def max_pool(
     out = PackedSpikes(data=data, channels=c)
     words = out.words.numel()
     launch(
-        max_pool_kernel, (triton.cdiv(words, 256),),
+        max_pool_kernel, (cdiv(words, 256),),
         spikes.words, out.words, words,
         G=g, HO=ho, WO=wo, IH=h, IW=w, KERNEL=kernel, STRIDE=stride, PADDING=padding, P=256, num_warps=4,
     )  # fmt: skip

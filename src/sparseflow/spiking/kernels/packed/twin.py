@@ -11,7 +11,8 @@ multiplications, which tensor cores do not have.
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
-# ruff: noqa: RUF005, SIM108
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# ruff: noqa: RUF005, SIM108, B007
 from __future__ import annotations
 
 import math
@@ -28,6 +29,7 @@ from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks
 from sparseflow.spiking.kernels.packed.neuron import fire
 from sparseflow.spiking.kernels.packed.words import (
     as_pairs,
+    cdiv,
     check_launchable,
     check_step_size,
     gather_bits,
@@ -110,6 +112,7 @@ def twin_kernel(
     lane = tl.arange(0, 4)[None, :]
     src = ((n * (IH + 2) + y * STRIDE + 1 - PADDING) * (IW + 2) + x * STRIDE + 1 - PADDING) * G
     src = (src * 4)[:, None] + lane
+    src2 = src
     if G2 > 0:
         src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1 - PADDING2) * (IW2 + 2) + x * STRIDE2 + 1 - PADDING2) * G2
         src2 = (src2 * 4)[:, None] + lane
@@ -210,7 +213,7 @@ def twin_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[TwinVarian
     choices = [TwinVariant(tc=held)] if parts == 1 else []
     choices += [TwinVariant(), TwinVariant(stages=4), TwinVariant(bm=128, warps=8)]
     if wide:
-        choices += [TwinVariant(bn=128, warps=8), TwinVariant(bn=128, warps=4, stages=2)]
+        choices += [TwinVariant(bn=128, warps=8)]
     return list(dict.fromkeys(choices))
 
 
@@ -228,9 +231,8 @@ def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
     for source in spec.sources:
         c_out, c_in, k, _ = source.weight.shape
         blocks = blocks_of(c_in)
-        w = torch.zeros(
-            (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK), dtype=torch.float64, device=source.weight.device
-        )
+        shape = (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK)
+        w = torch.zeros(shape, dtype=torch.float64, device=source.weight.device)
         w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
         rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
         pieces = []
@@ -331,7 +333,7 @@ class PreparedTwinGroup:
         denses, dense_steps = as_pairs(dense)
         x, x2 = spikes[0].words, spikes[-1].words
         launch(
-            twin_kernel, (triton.cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
+            twin_kernel, (cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
             self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,

@@ -4,8 +4,6 @@ A *word* is the int64 of one pixel and one block of 64 channels (`format.PackedS
 words whole and write them as two int32 halves, because a reduction over 32-bit integers is the cheaper one.
 """
 
-# Kernels are Triton's subset of Python: constexpr branches stay `if` statements.
-# ruff: noqa: SIM108
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -55,6 +53,11 @@ def padded_pixel(pixel, H: tl.constexpr, W: tl.constexpr):
     y = (pixel // W) % H
     x = pixel % W
     return (n * (H + 2) + y + 1) * (W + 2) + x + 1
+
+
+def cdiv(a: int, b: int) -> int:
+    """How many `b` cover `a`."""
+    return -(-a // b)
 
 
 def check_launchable(*tensors: torch.Tensor) -> None:

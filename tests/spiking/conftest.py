@@ -1,0 +1,74 @@
+"""What the spiking tests share: a decision cache of their own, one thread, and timings made up at will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.core import timing
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "decisions"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class MadeUpTimes:
+    """Stands in for `timing.compare`: runs each candidate once and reports the times that it was told.
+
+    Attributes:
+        ms: Candidate -> milliseconds of every round, or one number for each round.
+        asked: The candidates of each call, in order.
+    """
+
+    def __init__(self, ms: Mapping[str, float | tuple[float, ...]]) -> None:
+        self.ms = dict(ms)
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(
+        self, candidates: Mapping[str, Callable[[], object]], *, rounds: int, baseline: str, **_: Any
+    ) -> timing.Comparison:
+        self.asked.append(tuple(candidates))
+        for work in candidates.values():
+            work()
+        times = {}
+        for name in candidates:
+            told = self.ms.get(name, 5.0)
+            times[name] = told if isinstance(told, tuple) else (told,) * rounds
+        return timing.Comparison(
+            baseline=baseline,
+            times_ms=times,
+            order=(tuple(candidates),) * rounds,
+            timer="made up",
+            device="cpu",
+            warmup=0,
+            seed=0,
+        )
+
+
+@pytest.fixture
+def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpTimes]:
+    """`prefer("sparse")` makes every decision find this way the fastest, and the plan faster than its network.
+
+    Several ways stand in order of preference; other times can be given by name (`prefer("dense", plan=9.0)`).
+    """
+
+    def install(*ways: str, **ms: float | tuple[float, ...]) -> MadeUpTimes:
+        ranked = {way: 1.0 + i / 10 for i, way in enumerate(ways)}
+        made_up = MadeUpTimes({"own": 5.0, "plan": 1.0, "module": 5.0, **ranked, **ms})
+        monkeypatch.setattr(timing, "compare", made_up)
+        return made_up
+
+    return install
