@@ -3,8 +3,11 @@
 A group is convolution + folded BatchNorm + IF/LIF over T. Every variant of every layer is first checked
 in a process of its own (fresh random input, poisoned output, fp64 reference, a time limit: a variant
 that hangs is killed and recorded); only what passed is timed, in CUDA graphs, interleaved with the dense
-groups: cuDNN convolution (fp16, bf16 channels_last; TF32; fp32) followed by one fused Triton neuron
-kernel over T.
+groups. A dense group is as strong as two kernels get: cuDNN's convolution (fp16, bf16, TF32 or fp32;
+channels_last, benchmarked, without bias; for a 1x1 also cuBLAS), then one Triton kernel that adds bias and
+residuals, runs the neurons over T in registers and writes the spikes that the next convolution reads.
+
+Every row states floors: `packed` and `dense` bytes at 4.3 TB/s, and the dense FLOPs at 790 TFLOP/s.
 
     PYTHONPATH=src python benchmarks/spiking/gpu_groups.py --out runs/groups.json --quick
 """
@@ -31,6 +34,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from sparseflow.spiking.kernels.packed.autotune import capture, time_graphs
 from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack, unpack
 from sparseflow.spiking.kernels.packed.group import (
     PreparedPackedGroup,
@@ -44,6 +48,11 @@ from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 MISMATCH_LIMIT = 2e-5
 """Largest fraction of spikes that may differ from the fp64 reference on the same rounded weights."""
+
+
+BYTES_PER_S = 4.3e12
+FLOPS_PER_S = 790e12
+"""What an H200 reaches: memory, and fp16 tensor cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +86,22 @@ class Layer:
         """Multiplications and additions of all convolutions, dense."""
         h, w = self.out
         return 2.0 * self.T * self.N * h * w * self.c_out * (self.c_in * self.k**2 + self.second)
+
+    def floors_us(self) -> dict[str, float]:
+        """Least time of the FLOPs, of the packed group's bytes and of the dense fp16 group's bytes."""
+        h, w = self.out
+        area_in = self.size * (self.width or self.size)
+        inputs = self.T * self.N * (area_in * self.c_in + 4 * h * w * self.second)
+        outputs = self.T * self.N * h * w * self.c_out
+        addends = outputs * int(self.skip)
+        weights = 2.0 * self.c_out * (self.c_in * self.k**2 + self.second)
+        packed = weights * self.parts + (inputs + outputs + addends) / 8
+        # the convolution's result is written once and read once
+        dense = weights + 2.0 * (inputs + outputs * 3 + addends)
+        return {
+            "flops": self.flops / FLOPS_PER_S * 1e6, "packed_bytes": packed / BYTES_PER_S * 1e6,
+            "dense_bytes": dense / BYTES_PER_S * 1e6,
+        }  # fmt: skip
 
 
 def _layer(name: str, size: int, c_in: int, c_out: int, **kw: Any) -> Layer:
@@ -244,6 +269,7 @@ class Checker:
             spec = make_spec_shape(layer)
         self.layer, self.density, self.seed, self.limit_s = layer, density, seed, limit_s
         self.left = [v.name for v in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts)]
+        self.default = self.left[0]
         self.rows: dict[str, dict[str, Any]] = {}
         self.path = folder / f"{layer.name}.jsonl"
         self.log = folder / f"{layer.name}.log"
@@ -327,88 +353,105 @@ def compile_only(wanted: list[Layer]) -> None:
 
 
 @triton.jit
-def dense_neuron_kernel(x_ptr, skip_ptr, s_ptr, M, T, alpha, beta, threshold, v_reset, SKIP: tl.constexpr,
+def dense_neuron_kernel(x_ptr, x2_ptr, skip_ptr, bias_ptr, s_ptr, M, alpha, beta, threshold, v_reset,
+                        T: tl.constexpr, C: tl.constexpr, SECOND: tl.constexpr, SKIP: tl.constexpr,
                         BLOCK: tl.constexpr):  # fmt: skip
-    """LIF with hard reset over T on elementwise values [T, M]: the dense group's second and last kernel."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Bias and LIF with hard reset over T on channels-last values [T, M], M = pixels x C.
+
+    One pass: all loads of a thread (16 bytes each) before its first store, the membrane in registers.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < M
-    v = tl.zeros([BLOCK], tl.float32) + v_reset
-    for t in range(T):
+    bias = tl.load(bias_ptr + (at % C)) * beta
+    currents = ()
+    for t in tl.static_range(T):
         x = tl.load(x_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+        if SECOND:
+            x += tl.load(x2_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
         if SKIP:
             x += tl.load(skip_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
-        v = v * alpha + x * beta
+        currents = currents + (x,)  # noqa: RUF005
+    v = tl.zeros([BLOCK], tl.float32) + v_reset
+    for t in tl.static_range(T):
+        v = v * alpha + (currents[t] * beta + bias)
         fired = v >= threshold
         v = tl.where(fired, v_reset, v)
         tl.store(s_ptr + t * M + at, fired.to(s_ptr.dtype.element_ty), mask=inside)
 
 
-def dense_group(case: Case, dtype: torch.dtype, tf32: bool, neuron: bool = True) -> Callable[[], Any]:
-    """The dense group as one callable: cuDNN convolution(s), then the neuron; channels_last."""
-    layer = case.layer
-    flats = [s.flatten(0, 1).to(dtype).contiguous(memory_format=torch.channels_last) for s in case.spikes]
-    weights = [s.weight.to(dtype).contiguous(memory_format=torch.channels_last) for s in case.spec.sources]
-    skips = [s.flatten(0, 1).to(dtype).contiguous(memory_format=torch.channels_last) for s in case.skips]
-    bias = case.spec.bias.to(dtype)
+@dataclass(frozen=True, kw_only=True)
+class DenseWay:
+    """One way to run the dense group.
+
+    Attributes:
+        dtype: Of weights, spikes and the convolution's result.
+        tf32: Whether fp32 convolutions may use TF32.
+        gemm: A 1x1 convolution as a matrix product (cuBLAS) instead of cuDNN.
+        block: Elements a CTA of the neuron kernel, with 8 (fp16) or 4 (fp32) a thread.
+    """
+
+    dtype: torch.dtype = torch.float16
+    tf32: bool = False
+    gemm: bool = False
+    block: int = 1024
+
+
+def dense_group(case: Case, way: DenseWay, part: str = "group") -> Callable[[], Any]:
+    """The dense group as one callable, channels_last; `part` may be "conv" or "neuron" alone."""
+    layer, dtype = case.layer, way.dtype
+    last = torch.channels_last
+    flats = [s.flatten(0, 1).to(dtype).contiguous(memory_format=last) for s in case.spikes]
+    weights = [s.weight.to(dtype).contiguous(memory_format=last) for s in case.spec.sources]
+    skips = [s.flatten(0, 1).to(dtype).contiguous(memory_format=last) for s in case.skips]
+    bias = case.spec.bias.float()
     h, w = layer.out
-    out = torch.empty((layer.T * layer.N, layer.c_out, h, w), dtype=dtype, device="cuda").to(
-        memory_format=torch.channels_last
-    )
+    shape = (layer.T * layer.N, layer.c_out, h, w)
+    out = torch.empty(shape, dtype=dtype, device="cuda", memory_format=last)
     m = layer.N * layer.c_out * h * w
     n = case.spec.neuron
+    threads = way.block // (8 if dtype.itemsize == 2 else 4)
 
-    def run() -> torch.Tensor:
-        torch.backends.cudnn.allow_tf32 = tf32
-        x = F.conv2d(flats[0], weights[0], bias, layer.stride, layer.k // 2)
-        for flat, weight in zip(flats[1:], weights[1:], strict=True):
-            x = x + F.conv2d(flat, weight, None, 2, 0)
-        if not neuron:
-            return x
-        skip = skips[0] if skips else x
-        dense_neuron_kernel[(triton.cdiv(m, 1024),)](
-            x, skip, out, m, layer.T, n.alpha, n.beta, n.v_threshold, n.v_rest, SKIP=bool(skips), BLOCK=1024,
-            num_warps=4,
+    def convolve() -> list[torch.Tensor]:
+        torch.backends.cudnn.allow_tf32 = way.tf32
+        torch.backends.cuda.matmul.allow_tf32 = way.tf32
+        if way.gemm:
+            rows = flats[0].permute(0, 2, 3, 1).reshape(-1, layer.c_in)
+            first = (rows @ weights[0].flatten(1).t()).view(shape[0], h, w, -1).permute(0, 3, 1, 2)
+        else:
+            first = F.conv2d(flats[0], weights[0], None, layer.stride, layer.k // 2)
+        rest = [F.conv2d(f, x, None, 2, 0) for f, x in zip(flats[1:], weights[1:], strict=True)]
+        return [first, *rest]
+
+    def neurons(x: list[torch.Tensor]) -> torch.Tensor:
+        if any(not y.is_contiguous(memory_format=last) for y in x):
+            raise RuntimeError("the convolution's result is not channels_last")
+        dense_neuron_kernel[(triton.cdiv(m, way.block),)](
+            x[0], x[-1], skips[0] if skips else x[0], bias, out, m, n.alpha, n.beta, n.v_threshold, n.v_rest,
+            T=layer.T, C=layer.c_out, SECOND=len(x) > 1, SKIP=bool(skips), BLOCK=way.block,
+            num_warps=max(1, threads // 32),
         )  # fmt: skip
         return out
 
-    return run
+    if part == "conv":
+        return convolve
+    if part == "neuron":
+        once = convolve()
+        return lambda: neurons(once)
+    return lambda: neurons(convolve())
 
 
-def capture(fn: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `calls` calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            fn()
-    return graph
-
-
-def time_graphs(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds a call, `rounds` samples each, taken in turn so that drift hits all alike."""
-    for graph in graphs.values():
-        graph.replay()
-    torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    names = list(graphs)
-    for r in range(rounds):
-        events = []
-        for name in names[r % len(names) :] + names[: r % len(names)]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            events.append((name, begin, end))
-        torch.cuda.synchronize()
-        for name, begin, end in events:
-            samples[name].append(begin.elapsed_time(end) * 1000.0 / calls)
-    return samples
+def dense_ways(layer: Layer, quick: bool) -> dict[str, DenseWay]:
+    """The dense groups to time; a packed group with two parts is compared with TF32 and fp32."""
+    ways: dict[str, DenseWay] = {"dense tf32": DenseWay(dtype=torch.float32, tf32=True, block=512)}
+    if layer.parts == 2 or not quick:
+        ways["dense fp32"] = DenseWay(dtype=torch.float32, block=512)
+    if layer.parts == 1:
+        ways["dense fp16"] = DenseWay()
+        ways["dense fp16 b512"] = DenseWay(block=512)
+        ways["dense bf16"] = DenseWay(dtype=torch.bfloat16)
+        if layer.k == 1 and layer.stride == 1 and not layer.second:
+            ways["dense fp16 gemm"] = DenseWay(gemm=True)
+    return ways
 
 
 def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick: bool) -> dict[str, Any]:
@@ -427,12 +470,11 @@ def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:400]
 
-    attempt("dense fp16", lambda: dense_group(case, torch.float16, False))
-    attempt("dense bf16", lambda: dense_group(case, torch.bfloat16, False))
-    attempt("conv fp16", lambda: dense_group(case, torch.float16, False, neuron=False))
-    attempt("dense tf32", lambda: dense_group(case, torch.float32, True))
-    if layer.parts == 2 or not quick:
-        attempt("dense fp32", lambda: dense_group(case, torch.float32, False))
+    for name, way in dense_ways(layer, quick).items():
+        attempt(name, lambda way=way: dense_group(case, way))
+    base = DenseWay(dtype=torch.float32, tf32=True, block=512) if layer.parts == 2 else DenseWay()
+    attempt("conv alone", lambda: dense_group(case, base, "conv"))
+    attempt("neuron alone", lambda: dense_group(case, base, "neuron"))
     spikes, skips, dense, v = case.packed()
     for name in passed:
 
@@ -441,7 +483,7 @@ def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick
             return lambda: group(spikes, skips, dense, v)
 
         attempt(name, make)
-    samples = time_graphs(graphs, calls, rounds)
+    samples = time_graphs(graphs, calls=calls, rounds=rounds)
     rates = {s.float().mean().item() for s in case.spikes}
     return {"samples_us": samples, "errors": errors, "density": max(rates)}
 
@@ -458,16 +500,21 @@ def table(result: dict[str, Any]) -> str:
             )
             continue
         median = {k: statistics.median(v) for k, v in timing["samples_us"].items()}
-        dense_names = (
-            ("dense fp32", "dense tf32") if row["layer"]["parts"] == 2 else ("dense fp16", "dense bf16")
-        )
-        dense = min(median[d] for d in dense_names if d in median)
+        dense = min(t for k, t in median.items() if k.startswith("dense "))
         ours = sorted((t, v) for v, t in median.items() if v in row["checks"])
         flops = row["flops"]
         bad = {v: r["status"] for v, r in row["checks"].items() if r["status"] != "ok"}
-        head = f"{name:18s} dense {dense:7.1f} conv {median.get('conv fp16', 0):6.1f} "
+        floor = row["floors_us"]
+        head = (
+            f"{name:18s} dense {dense:6.1f} (conv {median.get('conv alone', 0):5.1f} + neuron "
+            f"{median.get('neuron alone', 0):5.1f}; floor flops {floor['flops']:.1f}, bytes "
+            f"{floor['dense_bytes']:.1f}; packed bytes {floor['packed_bytes']:.1f}) "
+        )
         if ours:
+            default = row["default"]
             head += f"| {dense / ours[0][0]:5.2f}x {flops / ours[0][0] / 1e6:4.0f} TF | "
+            if default in median:
+                head += f"default +{100 * (median[default] / ours[0][0] - 1):.1f} % | "
             head += "  ".join(
                 f"{v} {t:.1f} ({row['checks'][v].get('registers')}r{row['checks'][v].get('spills')}s)"
                 for t, v in ours[:5]
@@ -493,6 +540,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(2, min(10, (os.cpu_count() or 4) - 4)))
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cudnn-limit", type=int, default=0, help="algorithms that cuDNN tries; 0 for all")
     parser.add_argument(
         "--compile-only", action="store_true", help="no GPU: compile every variant and report"
     )
@@ -509,6 +557,7 @@ def main() -> None:
         return
     begun = time.monotonic()
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = args.cudnn_limit
     wanted = [*FIRST, *FEATURES] if args.quick else list(ALL.values())
     if args.layers:
         wanted = [x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in args.layers.split(","))]
@@ -544,7 +593,8 @@ def main() -> None:
     print(f"checks done after {time.monotonic() - begun:.0f} s", flush=True)
     for checker in finished:
         layer = checker.layer
-        result["layers"][layer.name] = {"layer": asdict(layer), "flops": layer.flops, "checks": checker.rows}
+        result["layers"][layer.name] = {"layer": asdict(layer), "flops": layer.flops, "checks": checker.rows,
+                                         "floors_us": layer.floors_us(), "default": checker.default}  # fmt: skip
         bad = [r for r in checker.rows.values() if r["status"] != "ok"]
         for row in bad[:2]:
             print(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ import torch
 
 from sparseflow.core.files import write_atomic
 from sparseflow.spiking import catalog
+from sparseflow.spiking.baselines import OUR_DENSE
 from sparseflow.spiking.bench import OPTIMISED, bench, from_rest
 from sparseflow.spiking.optimize import accelerated, layer_times
 
@@ -75,6 +77,8 @@ def measure(
         model, x, labels=labels, dtype=dtype, rounds=args.rounds, compiled=args.compiled, cache=False
     )
     row = result.to_dict()
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     from_rest(model)(x)
     row |= {
@@ -103,7 +107,9 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['case']:34} {row['dtype'][6:]:8} {ms['eager']:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms "
         f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) eager {eager['median']:6.2f}x "
-        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} [{base}]"
+        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} [{base}] ours dense "
+        f"{ms.get(OUR_DENSE, float('nan')):.3f} acc {row['accuracy_before']} {row['accuracy_after']} mem "
+        f"{row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
     )
 
 

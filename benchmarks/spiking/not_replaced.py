@@ -47,9 +47,15 @@ class Case:
 
 def linear_cases(quick: bool, tiny: bool) -> Iterator[Case]:
     """Classifiers of ResNets and a wide hidden layer, T x batch rows."""
-    shapes = {"resnet18 head, T=4, batch 32": (128, 512, 10), "resnet50 head, T=16, batch 32": (512, 2048, 100)}
+    shapes = {
+        "resnet18 head, T=4, batch 32": (128, 512, 10),
+        "resnet50 head, T=16, batch 32": (512, 2048, 100),
+    }
     if not quick:
-        shapes |= {"resnet18 head, T=16, batch 32": (512, 512, 100), "vgg hidden, T=4, batch 32": (128, 4096, 4096)}
+        shapes |= {
+            "resnet18 head, T=16, batch 32": (512, 512, 100),
+            "vgg hidden, T=4, batch 32": (128, 4096, 4096),
+        }
     if tiny:
         shapes = {"tiny": (20, 70, 10)}
     for name, shape in shapes.items():
@@ -124,7 +130,8 @@ def run_batchnorm(bench: Bench, case: Case, seed: int) -> str:
         check = close_to(run_batchnorm2d_reference(given, mean, var, weight, bias), precision)
         bench.admit(
             f"ATen {precision} {layout}",
-            lambda given=given: lambda: F.batch_norm(given, mean, var, weight, bias), check, precision=precision,
+            lambda given=given: lambda: F.batch_norm(given, mean, var, weight, bias),
+            check, precision=precision,
         )  # fmt: skip
         bench.admit(
             f"sparse {precision} {layout}",
@@ -135,7 +142,7 @@ def run_batchnorm(bench: Bench, case: Case, seed: int) -> str:
 
 
 def floors(ceilings: Ceilings | None, kind: str, case: Case) -> dict[str, float | None]:
-    """Milliseconds at best of the whole layer, by precision: what dense and sparse kernels must move alike."""
+    """Milliseconds at best, by precision: what dense and sparse kernels must move and do alike."""
     if kind == "linear":
         m, k, n = case.shape
         values, flops = m * k + n * k + m * n, 2.0 * m * k * n
@@ -180,8 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no GPU here; --dry-run tries the script without one")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rounds, calls = (2, 1) if args.dry_run else (15, 20) if args.quick else (40, 20)
-    bench = Bench(device, rounds=rounds, calls=calls, seed=args.seed)
+    rounds, calls, warmup = (2, 1, 0) if args.dry_run else (15, 20, 2) if args.quick else (40, 20, 2)
+    bench = Bench(device, rounds=rounds, calls=calls, warmup=warmup, seed=args.seed)
     results = Results(args.out, device, vars(args), seed=args.seed, limit_s=args.time_limit_s)
     peaks = measured_ceilings(device)
     results.content["ceilings"] = asdict(peaks) if peaks else None

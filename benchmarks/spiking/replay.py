@@ -1,7 +1,7 @@
-"""What the GPU benchmarks share: check a candidate, capture it, time it against the others, keep every sample.
+"""What the GPU benchmarks share: check a candidate, capture it, time it against the others, keep all samples.
 
-A candidate is a callable that returns its result. `Bench.admit` runs it, checks what it returned, captures it in
-a CUDA graph, then fills the result with NaN, replays and checks again: what is timed is what was checked.
+A candidate is a callable that returns its result. `Bench.admit` runs it, checks what it returned, captures it
+in a CUDA graph, then spoils the result, replays and checks again: what is timed is what was checked.
 `Bench.compare` times the admitted ones in paired rounds (`sparseflow.core.timing`). On a CPU nothing is
 captured; that serves to try the scripts without a GPU.
 """
@@ -40,7 +40,7 @@ class WrongResult(Exception):
 
 
 def close_to(expected: torch.Tensor, precision: str) -> Check:
-    """A check of the largest and the root-mean-square error against float64, relative to the largest value."""
+    """A check of the largest and the rms error against float64, relative to the largest value."""
     scale = max(expected.abs().max().item(), 1e-30)
 
     def check(found: torch.Tensor) -> dict[str, float]:
@@ -49,7 +49,9 @@ def close_to(expected: torch.Tensor, precision: str) -> Check:
         error = (found.double() - expected) / scale
         report = {"max_error": error.abs().max().item(), "rms_error": error.square().mean().sqrt().item()}
         if not report["max_error"] <= TOLERANCE[precision]:
-            raise WrongResult(f"error {report['max_error']:.2e} of the largest value (limit {TOLERANCE[precision]})")
+            raise WrongResult(
+                f"error {report['max_error']:.2e} of the largest value (limit {TOLERANCE[precision]})"
+            )
         return report
 
     return check
@@ -62,7 +64,10 @@ def same_spikes(expected: torch.Tensor, limit: float = 1e-6) -> Check:
         if found.shape != expected.shape:
             raise WrongResult(f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
         # a NaN is neither 0 nor 1, so it differs from both
-        report = {"mismatch": (found != expected).double().mean().item(), "rate": expected.double().mean().item()}
+        report = {
+            "mismatch": (found != expected).double().mean().item(),
+            "rate": expected.double().mean().item(),
+        }
         if not report["mismatch"] <= limit:
             raise WrongResult(f"{report['mismatch']:.2e} of the spikes differ (limit {limit})")
         return report
@@ -91,11 +96,13 @@ class Bench:
         device: Where to run.
         rounds: Samples of each candidate.
         calls: Calls in one CUDA graph, hence in one sample; times are divided by it.
+        warmup: Samples of each candidate that do not count.
         seed: Orders the candidates within each round.
     """
 
-    def __init__(self, device: torch.device, *, rounds: int, calls: int, seed: int) -> None:
-        self.device, self.rounds, self.calls, self.seed = device, rounds, calls, seed
+    def __init__(self, device: torch.device, *, rounds: int, calls: int, warmup: int, seed: int) -> None:
+        self.device, self.rounds, self.calls, self.warmup, self.seed = device, rounds, calls, warmup, seed
+        self._kept: list[Run] = []
         self.work: dict[str, Callable[[], object]] = {}
         self.checks: dict[str, dict[str, float]] = {}
         self.errors: dict[str, str] = {}
@@ -103,9 +110,17 @@ class Bench:
     def start(self) -> None:
         """Forget the candidates of the previous row."""
         self.work, self.checks, self.errors = {}, {}, {}
+        self._kept.clear()
 
     def admit(
-        self, name: str, make: Callable[[], Run], check: Check | None, *, precision: str = "", graph: bool = True
+        self,
+        name: str,
+        make: Callable[[], Run],
+        check: Check | None,
+        *,
+        precision: str = "",
+        graph: bool = True,
+        poison: Callable[[torch.Tensor], object] = lambda held: held.fill_(float("nan")),
     ) -> None:
         """Check and capture a candidate; what goes wrong is recorded and the candidate left out.
 
@@ -115,6 +130,7 @@ class Bench:
             check: What its result must satisfy; None for work that has no result of its own to check.
             precision: Runs under `convolutions(precision)`; empty leaves torch's flags as a user has them.
             graph: Capture it; otherwise it is called `calls` times a sample, launches included.
+            poison: Spoils a result before it is computed once more and checked.
         """
         try:
             with convolutions(precision) if precision else contextlib.nullcontext():
@@ -126,11 +142,13 @@ class Bench:
                 if graph and self.device.type == "cuda":
                     work, held = self._capture(run)
                     if check:
-                        held.fill_(float("nan"))
+                        poison(held)
                         work()
                         report = check(held)
                 self.checks[name] = report
                 self.work[name] = work
+                # A graph knows addresses only: what it reads must stay.
+                self._kept.append(run)
         except Exception as error:  # one candidate must not cost the others their row
             self.errors[name] = f"{type(error).__name__}: {error}"[:500]
             print(f"    {name}: left out: {self.errors[name][:160]}", flush=True)
@@ -166,7 +184,12 @@ class Bench:
         if baseline not in self.work:
             raise RuntimeError(f"the baseline was left out: {self.errors.get(baseline)}")
         found = timing.compare(
-            self.work, rounds=self.rounds, baseline=baseline, warmup=2, device=self.device, seed=self.seed
+            self.work,
+            rounds=self.rounds,
+            baseline=baseline,
+            warmup=self.warmup,
+            device=self.device,
+            seed=self.seed,
         )
         times = {name: tuple(t / self.calls for t in values) for name, values in found.times_ms.items()}
         return replace(found, times_ms=times, calls_per_sample=self.calls)
@@ -224,7 +247,9 @@ class Results:
         # A kernel that hangs holds the main thread; only leaving the process ends it.
         self.content["status"] = f"stopped after {limit_s:g} s"
         self.save()
-        print(f"stopped after {limit_s:g} s; {self.path} holds what was finished", file=sys.stderr, flush=True)
+        print(
+            f"stopped after {limit_s:g} s; {self.path} holds what was finished", file=sys.stderr, flush=True
+        )
         os._exit(3)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparseflow.core import extras
-from sparseflow.errors import RunError
+from sparseflow.errors import InputError, RunError
 from sparseflow.spiking.kernels.spec import GroupSpec
 
 Convolution = Literal["sparse", "dense"]
@@ -138,10 +138,13 @@ class EventBackend:
     def encode(self, dense: torch.Tensor) -> Any:
         from sparseflow.spiking.kernels import events
 
-        coded = events.encode(dense)
-        if coded is None:
-            raise RunError("a tensor that the analysis proved to hold spikes holds other numbers")
-        return coded
+        try:
+            return events.encode(dense)
+        except InputError as error:
+            raise RunError(
+                f"a tensor of shape {tuple(dense.shape)} that the analysis proved to hold spikes holds other "
+                "numbers"
+            ) from error
 
     def decode(self, native: Any) -> torch.Tensor:
         from sparseflow.spiking.kernels import events

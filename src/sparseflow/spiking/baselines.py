@@ -14,12 +14,18 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from sparseflow.spiking.backend import backend_for
 from sparseflow.spiking.graph import SpikeGraph
 from sparseflow.spiking.graphs import Replay
 from sparseflow.spiking.kernels.spec import NeuronSpec
 from sparseflow.spiking.match import GroupFinder, fold_match
+from sparseflow.spiking.plan import Plan
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+OUR_DENSE = "our fused neuron, dense, fp16 channels_last, CUDA graph"
+"""Name of the form that shares our neuron kernel but neither packs nor skips; told, but not a baseline: nobody
+has it without SparseFlow."""
 
 EAGER = "eager"
 """Name of the network as its user runs it today: float32, NCHW, nothing folded."""
@@ -147,11 +153,28 @@ def _gpu_forms(
             label = f"{name} {'NCHW' if layout == torch.contiguous_format else 'channels_last'}, folded"
             eager = _cast(_from_rest(twin), dtype, layout)
             forms[f"{label}, CUDA graph"] = _graphed(eager, sample)
+    forms[OUR_DENSE] = _graphed(_dense_plan(graph, sample, torch.float16), sample)
     if compiled:
         half = folded_twin(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
         form = _cast(_from_rest(torch.compile(half)), torch.float16, torch.channels_last)
         forms["fp16 channels_last, folded, compiled, CUDA graph"] = _graphed(form, sample)
     return forms
+
+
+def _dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype) -> Forward:
+    """Every group as the library's convolution with our fused neuron behind it: nothing is skipped or packed."""
+    backend = backend_for(sample, graph.model, dtype)
+    assert backend is not None
+    plan = Plan(graph, backend)
+    for group in plan.groups:
+        group.way, group.emit = "dense", "dense"
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        reset(graph.model)
+        with torch.no_grad():
+            return plan.run(x)
+
+    return run
 
 
 def _cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:

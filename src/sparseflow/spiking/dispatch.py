@@ -135,6 +135,7 @@ class Chooser:
         rounds, warmup: Interleaved timing rounds that count, and that do not.
         cache: Remembers decisions; None measures every time.
         seed: Orders the candidates within each round.
+        calls_per_sample: Calls timed as one; more than 1 hides what it costs to start work on an idle GPU.
     """
 
     device: str
@@ -142,6 +143,7 @@ class Chooser:
     warmup: int = 2
     cache: DecisionCache | None = None
     seed: int = 0
+    calls_per_sample: int = 1
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
         """Time `candidates` and keep the fastest; `baseline` stays unless another is surely faster.
@@ -164,6 +166,7 @@ class Chooser:
             warmup=self.warmup,
             device=self.device,
             seed=self.seed,
+            calls_per_sample=self.calls_per_sample,
         )
         ms = {name: result.samples(name).median_ms for name in candidates}
         best = min((n for n in candidates if n != baseline), key=ms.__getitem__)

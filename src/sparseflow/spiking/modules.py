@@ -11,7 +11,7 @@ from torch import nn
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.graph.sites import is_plain, padding_of
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.kernels.spec import SpikeSource
 
 ConvBackend = Literal["dense", "events", "blocks"]
 BLOCK_SIZES = (4, 8, 16)
@@ -116,12 +116,13 @@ class SparseConv2d(nn.Conv2d):
 
     def _events(self, x: torch.Tensor) -> torch.Tensor | None:
         """Event-driven; None when the input is not spikes or not float32 on a CPU."""
-        if x.device.type != "cpu" or x.dtype != torch.float32:
+        if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
             return None
         from sparseflow.spiking.kernels import events
 
-        coded = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
-        if coded is None:
+        try:
+            coded = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
+        except InputError:
             return None
         stamp = tuple(
             number
@@ -130,16 +131,10 @@ class SparseConv2d(nn.Conv2d):
             for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
         )
         if self._prepared is None or self._prepared[0] != stamp:
-            self._prepared = stamp, events.prepare_group(self._spec(), conv="event")
-        y = self._prepared[1].sums([coded])
+            source = SpikeSource(weight=self.weight.detach(), stride=self.stride[0], padding=self._pixels())
+            self._prepared = stamp, events.prepare_conv(source, self.bias)
+        y = self._prepared[1](coded)
         return y if x.dim() == 5 else y[0]
-
-    def _spec(self) -> GroupSpec:
-        """The convolution as a group, whose neuron nobody asks for."""
-        bias = torch.zeros(self.out_channels) if self.bias is None else self.bias.detach()
-        source = SpikeSource(weight=self.weight.detach(), stride=self.stride[0], padding=self._pixels())
-        neuron = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
-        return GroupSpec(sources=(source,), bias=bias, neuron=neuron)
 
     def _pixels(self) -> int:
         """Zeros on every side."""

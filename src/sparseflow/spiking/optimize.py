@@ -36,8 +36,10 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many are done, and how many there are."""
 
 MOST_PLANS = 8
+GPU_CALLS = 20
+"""Replays of a group timed together: one alone would mostly measure how long an idle GPU takes to start."""
 MOST_FLIPS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Fraction of spikes that may flip at the threshold when a sum is rounded otherwise, by the dtype of its weights."""
+"""Fraction of spikes that may flip at the threshold when sums are rounded otherwise, by the weights' dtype."""
 
 
 def optimize(
@@ -434,7 +436,9 @@ class Accelerated:
             self._plans[key] = None
             self.whole = Decision(way="own", why=plan.conflict)
             return
-        chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
+        queued = GPU_CALLS if inputs[0].is_cuda else 1
+        chooser = Chooser(device=str(inputs[0].device), cache=self._cache, calls_per_sample=queued)
+        start = memories(self.model)
         with untouched(self.model):
             if not self.activities:
                 names = [s.name for s in self.graph.sites if s.fed_by]
@@ -450,6 +454,7 @@ class Accelerated:
 
             plan.run(*inputs, around=around)
             plan.settle_forms()
+            put_back(start)
             if self._progress:
                 self._progress("whole network", done, len(plan.groups) + 1)
             replay = _replay(plan, inputs)
@@ -547,7 +552,8 @@ class Accelerated:
         decision = chooser.choose(self._group_key(group, env, backend), candidates, "module")
         if reason is not None:
             decision = decision.model_copy(update={"why": f"{decision.why}; sparse refused: {reason}"})
-        group.way = decision.way  # type: ignore[assignment]
+        candidates.clear()
+        group.settle(decision.way)  # type: ignore[arg-type]
         self.decisions[group.name] = decision
         group.neuron.v = before
         return group.run(env)

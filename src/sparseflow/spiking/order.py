@@ -6,7 +6,7 @@ Neither shows, unless somebody writes into a tensor that others read: then it ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch import fx, nn
 
@@ -14,7 +14,10 @@ from sparseflow.spiking.graph import layers, rules
 
 
 def conflict(
-    module: fx.GraphModule, neurons: Mapping[str, object], groups: Mapping[fx.Node, fx.Node]
+    module: fx.GraphModule,
+    neurons: Mapping[str, object],
+    groups: Mapping[fx.Node, fx.Node],
+    spikes: Container[fx.Node],
 ) -> str | None:
     """What in the network would come out differently if each group ran when its output is due.
 
@@ -22,6 +25,7 @@ def conflict(
         module: The traced network.
         neurons: Names of its neurons.
         groups: Every node that belongs to a group, with that group's output.
+        spikes: Nodes whose values may be held in another form beside the tensor.
 
     Returns:
         A sentence, or None when the order does not matter.
@@ -44,10 +48,14 @@ def conflict(
             return f"`{writer.name}` writes into the network's input"
         if mine is not None and groups.get(written) is not mine:
             return f"`{writer.name}` writes into `{written.name}`, which others hold too"
+        copied = any(node in spikes for node in memory[written])
         names = [node for node in memory[written] if order[node] < order[writer]]
         for reader in {user for name in names for user in name.users} - {writer}:
-            together = mine is not None and groups.get(reader) is mine and order[reader] < order[writer]
-            if due[reader] >= due[writer] and not together:
+            if order[reader] < order[writer]:
+                kept = due[reader] < due[writer] or (mine is not None and groups.get(reader) is mine)
+            else:
+                kept = due[reader] > due[writer] and not copied
+            if not kept:
                 return f"`{writer.name}` writes into a tensor that `{reader.name}` reads"
     return None
 

@@ -208,13 +208,15 @@ class _SparseGroup:
             "T": shape.steps, "N": shape.images, "H": h, "W": w, "device": backend.device, "parts": parts,
             "in_sizes": sizes,
         }  # fmt: skip
-        names = self._gluon_variants(fused, parts)
+        # More dense addends than the Hopper kernel reads are added up for it, see `__call__`.
+        single = replace(fused, dense_inputs=min(fused.dense_inputs, 1))
+        names = self._gluon_variants(single, parts)
         self.kernel = "gluon" if names else "twin"
         if names:
             from sparseflow.spiking.kernels.packed import group
 
             variant = backend.variant(spec, shape, names)
-            self._group: Any = group.PreparedPackedGroup(fused, variant=variant, **geometry)
+            self._group: Any = group.PreparedPackedGroup(single, variant=variant, **geometry)
         else:
             names = [v.name for v in twin.twin_variants(fused, T=shape.steps, parts=parts)]
             variant = backend.variant(spec, shape, names)
@@ -222,7 +224,7 @@ class _SparseGroup:
         self.variant = self._group.variant.name
 
     def _gluon_variants(self, spec: GroupSpec, parts: int) -> list[str]:
-        """Variants of the Hopper kernel; none where it cannot run."""
+        """Variants of the Hopper kernel that fit; none where it cannot run."""
         if not self.backend.is_hopper():
             return []
         from sparseflow.spiking.kernels.packed import group

@@ -136,6 +136,11 @@ class GroupStep:
     def single(self) -> bool:
         return getattr(self.neuron, "step_mode", "m") == "s"
 
+    def settle(self, way: Way) -> None:
+        """Run this way from now on, and drop the buffers of the others."""
+        self.way = way
+        self._prepared = {kept: held for kept, held in self._prepared.items() if kept == way}
+
     def forget(self) -> None:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
@@ -384,7 +389,7 @@ class Plan:
             for n in bypassed
             if n is conv.node.all_input_nodes[0] or n in conv.node.all_input_nodes[0].all_input_nodes
         }
-        self.conflict = conflict(graph.module, graph.neurons, {**late, **owner})
+        self.conflict = conflict(graph.module, graph.neurons, {**late, **owner}, kinds)
         self._within = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._not_called(inside)
         listed: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []

@@ -56,7 +56,8 @@ def compile_one(
     registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers and spills, said
     return {
-        "registers": int(registers[1]), "spill_bytes": int(spills[1]), "shared_bytes": compiled.metadata.shared,
+        "registers": int(registers[1]), "spill_bytes": int(spills[1]),
+        "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
     }  # fmt: skip
 
@@ -67,19 +68,31 @@ def main() -> None:
         "FULL": True, "BIAS": True, "ACC": tl.float32, "PRECISION": "ieee", "STAGES": 4,
     }  # fmt: skip
     rows, pixels = ("xw", "yw"), ("xc", "yc")
-    listing = {"K": 3, "S": 1, "P": 1, "B": 16, "TH": 4, "TW": 32, "REACH_H": 2, "REACH_W": 3, "TB": 128, "GP": 4}
+    listing = {
+        "K": 3,
+        "S": 1,
+        "P": 1,
+        "B": 16,
+        "TH": 4,
+        "TW": 32,
+        "REACH_H": 2,
+        "REACH_W": 3,
+        "TB": 128,
+        "GP": 4,
+    }
     words = {"A": 4, "B": 16, "GROUP": 16}
+    fp32, small = {**conv, "XA": 4, "YA": 4}, {"K": 1, "P": 0, "GROUP": 32}
     wide = {**conv, "PIXELS": True, "TH": 8, "TW": 16}
     work: dict[str, tuple[Any, dict[str, Any], str, int, tuple[str, ...]]] = {
         "words of planes": (blocks.words_of_planes, {**words, "COLS": 64, "FULL": True}, "fp32", 4, ("sw",)),
         "words of pixels": (blocks.words_of_pixels, {**words, "CB": 64}, "fp32", 8, ("sc",)),
         "lists": (blocks.list_chunks, listing, "fp32", 4, ()),
         "convolve fp16 planes": (blocks.convolve, conv, "fp16", 4, rows),
-        "convolve bf16 pixels 1x1": (blocks.convolve, {**wide, "K": 1, "P": 0, "GROUP": 32}, "bf16", 4, pixels),
+        "convolve bf16 pixels 1x1": (blocks.convolve, {**wide, **small}, "bf16", 4, pixels),
         "convolve fp16 pixels": (blocks.convolve, wide, "fp16", 4, pixels),
-        "convolve fp32 planes": (blocks.convolve, {**conv, "XA": 4, "YA": 4}, "fp32", 4, rows),
+        "convolve fp32 planes": (blocks.convolve, fp32, "fp32", 4, rows),
         "convolve fp32 pixels": (blocks.convolve, {**wide, "TH": 4, "XA": 4, "YA": 4}, "fp32", 8, pixels),
-        "convolve tf32 planes": (blocks.convolve, {**conv, "XA": 4, "YA": 4, "PRECISION": "tf32"}, "fp32", 4, rows),
+        "convolve tf32 planes": (blocks.convolve, {**fp32, "PRECISION": "tf32"}, "fp32", 4, rows),
         "linear": (
             linear_kernel,
             {"TM": 16, "TN": 64, "TK": 32, "BIAS": True, "PRECISION": "ieee"}, "fp32", 4, ("xk", "wk"),

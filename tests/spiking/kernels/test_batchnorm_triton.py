@@ -22,9 +22,9 @@ pytestmark = [
 ]
 
 
-def _parameters(channels: int) -> tuple[torch.Tensor, ...]:
+def _parameters(channels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(channels)
-    mean, weight, bias = (torch.randn(channels, generator=g).to(DEVICE) for _ in range(3))
+    mean, weight, bias = torch.randn((3, channels), generator=g).to(DEVICE)
     return mean, (torch.rand(channels, generator=g) + 0.1).to(DEVICE), weight, bias
 
 

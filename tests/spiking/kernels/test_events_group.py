@@ -33,12 +33,6 @@ def _spikes(generator: torch.Generator, *shape: int, rate: float = 0.2, largest:
     return fired * torch.randint(1, largest + 1, shape, generator=generator)
 
 
-def _encode(x: torch.Tensor) -> Events:
-    out = encode(x)
-    assert out is not None
-    return out
-
-
 def _dense(out: Events | torch.Tensor) -> torch.Tensor:
     return decode(out) if isinstance(out, Events) else out
 
@@ -64,8 +58,8 @@ def _check(
     conv: Literal["event", "dense"]
     for conv in ("event", "dense"):
         group = prepared if prepared is not None and conv == "event" else prepare_group(spec, conv=conv)
-        inputs: list[Any] = [_encode(x) for x in spikes] if conv == "event" else spikes
-        others = [_encode(x) for x in skips], dense, [_encode(x) for x in post_skips]
+        inputs: list[Any] = [encode(x) for x in spikes] if conv == "event" else spikes
+        others = [encode(x) for x in skips], dense, [encode(x) for x in post_skips]
         out: Literal["events", "dense"]
         for out in ("events", "dense"):
             found, found_v = group(inputs, *others, v, True, out, time_steps=time_steps)
@@ -151,7 +145,7 @@ def test_single_steps_carry_the_membrane() -> None:
     expected, expected_v = run_group_reference(spec, [x])
     group, v = prepare_group(spec, conv="event"), None
     for t in range(4):
-        out, v = group([_encode(x[t : t + 1])], v=v, want_v=True)
+        out, v = group([encode(x[t : t + 1])], v=v, want_v=True)
         assert torch.equal(_dense(out), expected[t : t + 1])
     assert v is not None and torch.equal(v, expected_v)
 
@@ -161,7 +155,7 @@ def test_membrane_is_returned_only_on_request_and_input_is_kept() -> None:
     spec = GroupSpec(sources=(_source(g, 3, 4, 1),), bias=_grid(g, 4), neuron=IF)
     v = _grid(g, 1, 4, 2, 2)
     before = v.clone()
-    assert prepare_group(spec, conv="event")([_encode(_spikes(g, 2, 1, 3, 2, 2))], v=v)[1] is None
+    assert prepare_group(spec, conv="event")([encode(_spikes(g, 2, 1, 3, 2, 2))], v=v)[1] is None
     assert torch.equal(v, before)
 
 
@@ -247,7 +241,7 @@ def test_rows_of_more_than_65536_entries() -> None:
         sources=(_source(g, c, c, 3),), bias=_grid(g, c), neuron=LIF, skips=1, post_skips=1
     )
     x, y = _spikes(g, 2, 1, c, 3, w, rate=0.02), _spikes(g, 2, 1, c, 3, w, rate=0.02, largest=2)
-    assert _encode(x).wide
+    assert encode(x).wide
     _check(spec, [x], [y], [], [y])
 
 
@@ -282,7 +276,7 @@ def test_earlier_outputs_stay_valid_while_they_are_held() -> None:
     spec = GroupSpec(sources=(_source(g, 8, 16, 3),), bias=_grid(g, 16), neuron=LIF)
     group = prepare_group(spec, conv="event")
     inputs = [_spikes(g, 2, 1, 8, 4, 4) for _ in range(3)]
-    outputs = [group([_encode(x)])[0] for x in inputs]
+    outputs = [group([encode(x)])[0] for x in inputs]
     for x, out in zip(inputs, outputs, strict=True):
         assert torch.equal(_dense(out), run_group_reference(spec, [x])[0])
 
@@ -293,7 +287,7 @@ def test_sums_are_the_convolution_alone() -> None:
     spec = GroupSpec(sources=(source,), bias=_grid(g, 70), neuron=IF)
     x = _spikes(g, 2, 3, 20, 7, 6, largest=2)
     expected = run_convolution_reference(source, x) + spec.bias.view(-1, 1, 1)
-    assert torch.equal(prepare_group(spec, conv="event").sums([_encode(x)]), expected)
+    assert torch.equal(prepare_group(spec, conv="event").sums([encode(x)]), expected)
 
 
 @pytest.mark.parametrize(("c_in", "c_out", "k", "rate"), [(32, 32, 3, 0.1), (256, 64, 3, 0.3), (256, 256, 1, 0.2)])
@@ -304,7 +298,7 @@ def test_error_against_float64_is_that_of_dense(c_in: int, c_out: int, k: int, r
     spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=IF)
     x = _spikes(g, 2, 2, c_in, 8, 8, rate=rate)
     exact = run_convolution_reference(source, x.double())
-    ours = (prepare_group(spec, conv="event").sums([_encode(x)]).double() - exact).square().mean().sqrt()
+    ours = (prepare_group(spec, conv="event").sums([encode(x)]).double() - exact).square().mean().sqrt()
     dense = (run_convolution_reference(source, x).double() - exact).square().mean().sqrt()
     assert ours <= 1.1 * dense
 
@@ -332,16 +326,16 @@ def test_prepare_refuses_what_it_cannot_run(spec: GroupSpec, message: str) -> No
 def test_call_refuses_inputs_that_do_not_fit() -> None:
     x = torch.zeros(2, 1, 3, 4, 4)
     group = prepare_group(_spec(skips=1, dense_inputs=1), conv="event")
-    skip, dense = _encode(torch.zeros(2, 1, 4, 4, 4)), torch.zeros(2, 1, 4, 4, 4)
+    skip, dense = encode(torch.zeros(2, 1, 4, 4, 4)), torch.zeros(2, 1, 4, 4, 4)
     for message, arguments in {
-        "takes 1 `skips`, got 0": ([_encode(x)], [], [dense]),
+        "takes 1 `skips`, got 0": ([encode(x)], [], [dense]),
         "cannot take a Tensor": ([x], [skip], [dense]),
-        "takes 3 channels": ([_encode(x[:, :, :2])], [skip], [dense]),
-        "different shapes": ([_encode(x)], [_encode(torch.zeros(2, 1, 4, 4, 5))], [dense]),
-        "4 channels and 2 time steps": ([_encode(x)], [skip], [torch.zeros(3, 1, 4, 4, 4)]),
-        "must be .T or 1, N, C, H, W.": ([_encode(x)], [skip], [torch.zeros(1, 4, 4, 4)]),
+        "takes 3 channels": ([encode(x[:, :, :2])], [skip], [dense]),
+        "different shapes": ([encode(x)], [encode(torch.zeros(2, 1, 4, 4, 5))], [dense]),
+        "4 channels and 2 time steps": ([encode(x)], [skip], [torch.zeros(3, 1, 4, 4, 4)]),
+        "must be .T or 1, N, C, H, W.": ([encode(x)], [skip], [torch.zeros(1, 4, 4, 4)]),
     }.items():
         with pytest.raises(InputError, match=message):
             group(*arguments)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="`v` must be"):
-        group([_encode(x)], [skip], [dense], v=torch.zeros(1, 4, 4, 5))
+        group([encode(x)], [skip], [dense], v=torch.zeros(1, 4, 4, 5))

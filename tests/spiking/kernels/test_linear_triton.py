@@ -44,7 +44,9 @@ def test_matches_float64(shape: tuple[int, int, int], rate: float, dtype: torch.
 def test_one_spike_at_each_edge_of_a_chunk(row: int, feature: int) -> None:
     x = torch.zeros(2 * ROWS + 1, 2 * FEATURES + 1, device=DEVICE)
     x[row, feature] = 1
-    weight = torch.arange((COLUMNS + 1) * x.shape[1], dtype=torch.float32, device=DEVICE).view(COLUMNS + 1, -1)
+    weight = torch.arange((COLUMNS + 1) * x.shape[1], dtype=torch.float32, device=DEVICE).view(
+        COLUMNS + 1, -1
+    )
     expected = torch.zeros(x.shape[0], COLUMNS + 1, device=DEVICE)
     expected[row] = weight[:, feature]
     assert torch.equal(sparse_linear(x, weight), expected)

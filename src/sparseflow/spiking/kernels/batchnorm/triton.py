@@ -1,8 +1,9 @@
-"""BatchNorm2d in eval mode over memory as it lies: a block of zeros gets its channels' shifts, unmultiplied."""
+"""BatchNorm2d in eval mode over memory as it lies: a block of zeros gets its channels' shifts as they are."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +29,9 @@ def batchnorm_kernel(
     channel = ((start % (INNER * CHANNELS)).to(tl.int32) + tl.arange(0, BLOCK)) // INNER % CHANNELS
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     mean = tl.load(mean_ptr + channel).to(tl.float32)
-    scale = tl.load(weight_ptr + channel).to(tl.float32) / tl.sqrt(tl.load(var_ptr + channel).to(tl.float32) + eps)
+    scale = tl.load(weight_ptr + channel).to(tl.float32) / tl.sqrt(
+        tl.load(var_ptr + channel).to(tl.float32) + eps
+    )
     bias = tl.load(bias_ptr + channel).to(tl.float32)
     y = bias - mean * scale
     if tl.max((x != 0).to(tl.int32), axis=0) > 0:
@@ -73,10 +76,11 @@ def sparse_batchnorm2d(
     if not x.is_cuda and isinstance(batchnorm_kernel, triton.runtime.JITFunction):
         raise DeviceError(f"the Triton kernels need a CUDA device, and the input is on {x.device}")
     y = torch.empty_like(x)
+    kernel: Any = batchnorm_kernel  # its launch arguments are not in its signature
     if y.numel() == 0:
         return y
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        batchnorm_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+        kernel[(triton.cdiv(x.numel(), BLOCK),)](
             x, y, mean, var, weight, bias, x.numel(), eps, INNER=inner, CHANNELS=x.shape[1], BLOCK=BLOCK,
             num_warps=4,
         )  # fmt: skip

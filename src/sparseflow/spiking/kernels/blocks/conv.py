@@ -35,9 +35,10 @@ class ActiveChunks:
         geometry: The convolution it was made for.
         tiling: The tile and chunk sizes it was made for.
         words: int32 [N, grid_h, grid_w, chunks], the occupancy of every block; see `geometry.py`.
-        counts: int32 [tiles], active chunks of every output tile, in the order (image, tile row, tile column).
-        chunks: int32 [tiles, chunks]; the first `counts` entries of a row are the active chunks, ascending. The
-            others are not initialised.
+        counts: int32 [tiles], active chunks of every output tile, in the order (image, tile row, tile
+            column).
+        chunks: int32 [tiles, chunks]; the first `counts` entries of a row are the active chunks, ascending.
+            The others are not initialised.
     """
 
     geometry: Geometry
@@ -146,7 +147,8 @@ def sparse_conv2d(
 
     A weight that is NaN or Inf spoils an output only where a non-zero input meets it: 0 x NaN is skipped.
     The weight is laid out anew when it has changed since the last call (one small copy, kept as long as the
-    weight lives); a captured CUDA graph keeps the layout it was captured with.
+    weight lives). A captured CUDA graph reads that copy: it sees a changed weight after the next call outside
+    of a capture.
 
     Args:
         x: [N, C_in, H, W], fp16, bf16, fp32 or fp64, any strides; channels-last in gives channels-last out.
@@ -166,7 +168,12 @@ def sparse_conv2d(
         InputError: Shapes, dtypes or an argument are not covered, or `active` belongs to another convolution.
         DeviceError: `x` is not on a GPU (Triton's interpreter takes CPU tensors).
     """
-    if weight.dim() != 4 or weight.shape[2] != weight.shape[3] or x.dim() != 4 or weight.shape[1] != x.shape[1]:
+    if (
+        weight.dim() != 4
+        or weight.shape[2] != weight.shape[3]
+        or x.dim() != 4
+        or weight.shape[1] != x.shape[1]
+    ):
         raise InputError(
             f"an input of shape {tuple(x.shape)} and a weight of shape {tuple(weight.shape)} do not make a "
             "convolution: [N, C_in, H, W] and [C_out, C_in, k, k] are expected"
@@ -174,7 +181,7 @@ def sparse_conv2d(
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
             raise InputError(
-                f"`{name}` ({other.dtype} on {other.device}) must be as the input is ({x.dtype} on {x.device})"
+                f"`{name}` ({other.dtype}, {other.device}) must be as the input is ({x.dtype}, {x.device})"
             )
     geometry = geometry_of(
         tuple(x.shape), kernel_size=weight.shape[2], stride=stride, padding=padding, block_size=block_size
@@ -224,27 +231,35 @@ def sparse_conv2d(
 
 
 _layouts: Any = WeakTensorKeyDictionary()
-"""Weight -> (its data pointer and version, sizes of the layout, layout)."""
+"""Weight -> {(group, tile_c): (data pointer and version of the weight, layout)}."""
 
 
 def _laid_out(weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """[k*k, C_in, C_out], both channels padded with zeros to whole chunks and tiles, contiguous."""
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    c_out, c_in, k, _ = weight.shape
+    shape = k * k, -(-c_in // tiling.group) * tiling.group, -(-c_out // tiling.tile_c) * tiling.tile_c
     # An inference tensor does not count its changes, so nothing tells whether a kept layout is still right.
-    keep = not weight.is_inference()
-    stamp = (weight.data_ptr(), weight._version, tiling.group, tiling.tile_c) if keep else None
-    if keep:
-        known = _layouts.get(weight)
-        if known is not None and known[0] == stamp:
-            return known[1]
+    if weight.is_inference():
+        return _fill(weight, weight.new_zeros(shape))
+    stamp = weight.data_ptr(), weight._version
+    kept = _layouts.setdefault(weight, {})
+    known = kept.get((tiling.group, tiling.tile_c))
+    if known is not None and known[0] == stamp:
+        return known[1]
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # It holds nothing until the graph is replayed: part of the graph, not for other callers.
+        return _fill(weight, weight.new_zeros(shape))
+    # A changed weight goes into the same memory, since a graph may have been captured with it.
+    reuse = known is not None and known[1].dtype == weight.dtype and known[1].device == weight.device
+    laid = _fill(weight, known[1] if known is not None and reuse else weight.new_zeros(shape))
+    kept[tiling.group, tiling.tile_c] = stamp, laid
+    return laid
+
+
+def _fill(weight: torch.Tensor, laid: torch.Tensor) -> torch.Tensor:
+    c_out, c_in, k, _ = weight.shape
     with torch.no_grad():
-        c_out, c_in, k, _ = weight.shape
-        rows, columns = -(-c_in // tiling.group) * tiling.group, -(-c_out // tiling.tile_c) * tiling.tile_c
-        laid = weight.new_zeros((k * k, rows, columns))
         laid[:, :c_in, :c_out] = weight.detach().permute(2, 3, 1, 0).reshape(k * k, c_in, c_out)
-    # What is laid out while capturing holds nothing until the graph is replayed: not for other callers.
-    if keep and not capturing:
-        _layouts[weight] = stamp, laid
     return laid
 
 

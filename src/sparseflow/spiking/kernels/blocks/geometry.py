@@ -118,7 +118,9 @@ def geometry_of(
         raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
     _, channels, height, width = shape
     if channels < 1 or min(height, width) + 2 * padding < kernel_size:
-        raise InputError(f"an input of shape {tuple(shape)} is too small for a {kernel_size}x{kernel_size} kernel")
+        raise InputError(
+            f"an input of shape {tuple(shape)} is too small for a {kernel_size}x{kernel_size} kernel"
+        )
     return Geometry(
         channels=channels, height=height, width=width, kernel=kernel_size, stride=stride, padding=padding,
         block=block_size,
@@ -129,8 +131,8 @@ def geometry_of(
 def choose_tiling(geometry: Geometry, dtype: torch.dtype, channels_last: bool, c_out: int) -> Tiling:
     """Tile sizes by rule, no measuring.
 
-    Rows of 32 pixels keep stores of NCHW outputs whole; channels-last outputs store whole pixels anyway and gain
-    from squarer tiles, whose halo is smaller. Small tiles and few registers keep many programs on a
+    Rows of 32 pixels keep stores of NCHW outputs whole; channels-last outputs store whole pixels anyway and
+    gain from squarer tiles, whose halo is smaller. Small tiles and few registers keep many programs on a
     multiprocessor, which is what a nearly silent layer lives on: it writes its bias. Small chunks are skipped
     more often; a 1x1 convolution has no taps to fill its steps with and takes longer ones.
     """

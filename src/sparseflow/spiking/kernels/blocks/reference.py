@@ -1,4 +1,4 @@
-"""What the two-stage kernels compute, in plain torch: occupancy words, lists of active chunks, convolution."""
+"""What the two-stage kernels compute, in plain torch: occupancy words, active chunks, convolution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_words_reference(x: torch.Tensor, block: int, group: int) -> torch.Tensor
     Returns:
         int32 [N, ceil(H/block), ceil(W/block), ceil(C/group)]; see `geometry.py` for the bits.
     """
-    n, c, h, w = x.shape
+    c, h, w = x.shape[1:]
     fired = F.pad((x != 0).to(torch.uint8), (0, -w % block, 0, -h % block, 0, -c % group)).bool()
     fired = fired.unflatten(3, (-1, block)).unflatten(2, (-1, block)).unflatten(1, (-1, group)).any(2)
     rows = fired.any(5)  # [N, G, GH, row, GW]
@@ -74,5 +74,9 @@ def run_conv2d_reference(
 ) -> torch.Tensor:
     """The convolution itself, [N, C_out, H_out, W_out] in `dtype`: skipping zeros changes nothing of it."""
     return F.conv2d(
-        x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), stride=stride, padding=padding
+        x.to(dtype),
+        weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+        stride=stride,
+        padding=padding,
     )

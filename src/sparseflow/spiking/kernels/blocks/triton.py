@@ -1,11 +1,12 @@
 """The Triton kernels of the two stages; `conv.py` calls them.
 
-Stage 1 reads the input once (`words_of_planes` or `words_of_pixels`, by memory format) and turns the occupancy
-words into one list of active chunks for every output tile (`list_chunks`). Stage 2 (`convolve`) owns a tile of
-the output, loops over the list and starts from the bias: no atomics, no order that depends on timing.
+Stage 1 reads the input once (`words_of_planes` or `words_of_pixels`, by memory format) and turns the
+occupancy words into one list of active chunks for every output tile (`list_chunks`). Stage 2 (`convolve`)
+owns a tile of the output, starts from the bias and loops over the list: no atomics, no order that depends on
+timing.
 
-Strides of a tensor arrive divided by a constant A that they all share, except that of its innermost dimension:
-multiplying by the constant tells the compiler how far accesses may be vectorised.
+Strides of a tensor arrive divided by a constant A that they all share, except that of its innermost
+dimension: multiplying by the constant tells the compiler how far accesses may be vectorised.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def list_chunks(
     K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, B: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
     REACH_H: tl.constexpr, REACH_W: tl.constexpr, TB: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """One program: TB tiles. A chunk is listed when a block has non-zeros in a row and a column of the field."""
+    """One program: TB tiles. A chunk is listed if a block is occupied in a row and a column of the field."""
     tile = tl.program_id(0) * TB + tl.arange(0, TB)
     known = tile < tiles
     left = (tile % tiles_w) * (TW * S) - P
@@ -101,7 +102,7 @@ def list_chunks(
     active = tl.zeros([TB, GP], tl.int32)
     for di in tl.static_range(REACH_H):
         i = top // B + di
-        # bits from the first to the last row of the field that lie in this block; none when there is no such row
+        # bits from the first to the last row of the field that lie in this block; none without such a row
         low = tl.maximum(top - i * B, 0)
         high = tl.minimum(bottom - i * B, B - 1)
         row_bits = ((2 << tl.maximum(high, 0)) - (1 << low)) & READ
@@ -126,11 +127,13 @@ def list_chunks(
 
 @triton.jit
 def convolve(
-    x_ptr, w_ptr, bias_ptr, y_ptr, count_ptr, chunk_ptr, tiles_h, tiles_w, chunks, C, H, W, CO, CO_PAD, OH, OW,
+    x_ptr, w_ptr, bias_ptr, y_ptr, count_ptr, chunk_ptr, tiles_h, tiles_w, chunks,
+    C, H, W, CO, CO_PAD, OH, OW,
     xn, xc, xh, xw, yn, yc, yh, yw,
-    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
-    TC: tl.constexpr, PIXELS: tl.constexpr, XA: tl.constexpr, YA: tl.constexpr, FULL: tl.constexpr,
-    BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+    TH: tl.constexpr, TW: tl.constexpr, TC: tl.constexpr, PIXELS: tl.constexpr,
+    XA: tl.constexpr, YA: tl.constexpr, FULL: tl.constexpr, BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: TH x TW output pixels by TC output channels, over the tile's active chunks only.
 

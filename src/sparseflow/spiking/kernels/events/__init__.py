@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sparseflow.spiking.kernels.events.codec import decode, encode, max_pool, sum_over_space
 from sparseflow.spiking.kernels.events.format import Events
-from sparseflow.spiking.kernels.events.group import PreparedGroup, prepare_group
+from sparseflow.spiking.kernels.events.group import PreparedGroup, prepare_conv, prepare_group
 
 __all__ = [
     "Events",
@@ -17,6 +17,7 @@ __all__ = [
     "decode",
     "encode",
     "max_pool",
+    "prepare_conv",
     "prepare_group",
     "sum_over_space",
 ]

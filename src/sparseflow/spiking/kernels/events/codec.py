@@ -13,6 +13,7 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.events import threads
 from sparseflow.spiking.kernels.events.compiler import compile_kernel
 from sparseflow.spiking.kernels.events.conversions import (
+    LARGEST_COUNT,
     NOT_A_COUNT,
     make_count_kernel,
     make_decode_kernel,
@@ -30,50 +31,62 @@ def _record(shape: tuple[int, int, int, int, int]) -> tuple[np.ndarray, np.void]
     return codec, c
 
 
-def _run(make: Callable[[str], Callable[[Any], None]], codec: np.ndarray, *, scratch_floats: int = 0) -> None:
-    workers = torch.get_num_threads()
-    each = -(-4 * scratch_floats // 64) * 64 + 64
-    scratch = np.empty(workers * each, dtype=np.uint8)
-    codec[0]["scratch"], codec[0]["scratch_bytes"] = address_of_array(scratch), each
-    codec[0]["next_item"] = codec[0]["next_slot"] = 0
-    threads.run(compile_kernel(make), address_of_array(codec), workers)
+def _run(make: Callable[[str], Callable[[Any], None]], codec: np.ndarray) -> None:
+    codec[0]["next_item"] = codec[0]["next_slot"] = codec[0]["need"] = 0
+    threads.run(compile_kernel(make), address_of_array(codec), torch.get_num_threads())
 
 
-def encode(dense: torch.Tensor) -> Events | None:
+def _run_to_events(
+    make: Callable[[str], Callable[[Any], None]],
+    codec: np.ndarray,
+    shape: tuple[int, int, int, int, int],
+) -> Events:
+    """Run a kernel whose output is events of `shape`, again with more room where some row did not fit."""
+    record = codec[0]
+    t, _, c, _, w = shape
+    row_bytes = -(-4 * w * c // 64) * 64
+    each = -(-(row_bytes + (t + 1) * 2 * w * -(-c // 16) + 64) // 64) * 64
+    scratch = np.empty(torch.get_num_threads() * each, dtype=np.uint8)
+    record["scratch"], record["scratch_bytes"] = address_of_array(scratch), each
+    record["row_bytes"] = row_bytes
+    row: int | None = None
+    while True:
+        events = allocate_events(shape, row=row)
+        record["out"] = events.address
+        _run(make, codec)
+        if record["flag"] >= NOT_A_COUNT or record["need"] == 0:
+            return replace(events, max_value=max(1, int(record["flag"])))
+        row = int(record["need"])
+
+
+def encode(dense: torch.Tensor) -> Events:
     """Events of a tensor of small whole numbers.
 
     Args:
         dense: [T, N, C, H, W], any dtype and memory format; channels last is fastest.
 
     Returns:
-        Its events, or None when it holds a negative number, a fraction, a NaN or a number over 255.
+        Its events.
 
     Raises:
-        InputError: Not five dimensions.
+        InputError: It has not five dimensions, or holds a negative number, a fraction, a NaN or a number over 255.
     """
     if dense.dim() != 5:
         raise InputError(f"`dense` must be [T, N, C, H, W], got shape {tuple(dense.shape)}")
     dense = dense.detach().float()
     t, n, c, h, w = dense.shape
-    events = allocate_events((t, n, c, h, w))
-    codec, record = _record(events.shape)
+    codec, record = _record((t, n, c, h, w))
     record["source"] = dense.data_ptr()
     for name, stride in zip(("t", "n", "c", "h", "w"), dense.stride(), strict=True):
         record[f"stride_{name}"] = stride
     if c == 1:
         record["stride_c"] = 1
-    record["out"] = events.address
-    _run(make_encode_kernel, codec, scratch_floats=w * c)
+    events = _run_to_events(make_encode_kernel, codec, (t, n, c, h, w))
     if record["flag"] >= NOT_A_COUNT:
-        return None
-    if record["flag"] > 1:
-        largest, need = int(record["flag"]), int(record["need"])
-        if need > events.capacity:
-            events = allocate_events((t, n, c, h, w), capacity=need, max_value=largest)
-            record["out"] = events.address
-            _run(make_encode_kernel, codec, scratch_floats=w * c)
-        else:
-            events = replace(events, max_value=largest)
+        raise InputError(
+            f"`dense` must hold whole numbers from 0 to {LARGEST_COUNT} to become events, and it holds others; "
+            "run this layer dense"
+        )
     return events
 
 
@@ -116,10 +129,8 @@ def max_pool(events: Events, *, kernel: int, stride: int | None = None, padding:
             f"a {kernel}x{kernel} window with stride {stride} and padding {padding} does not fit "
             f"{events.H}x{events.W} pixels"
         )
-    out = allocate_events((events.T, events.N, events.C, height, width))
     codec, record = _record(events.shape)
-    record["source"], record["out"] = events.address, out.address
+    record["source"] = events.address
     record["out_height"], record["out_width"] = height, width
     record["kernel"], record["stride"], record["padding"] = kernel, stride, padding
-    _run(make_max_pool_kernel, codec, scratch_floats=width * events.C)
-    return out
+    return _run_to_events(make_max_pool_kernel, codec, (events.T, events.N, events.C, height, width))

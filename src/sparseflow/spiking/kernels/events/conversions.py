@@ -1,6 +1,7 @@
 """Kernels between events and dense tensors: encode, decode, sums over space, max pooling.
 
-A work item is one plane, that is one image at one time step.
+A work item of encode and of max pooling is one row of one image at all time steps; of the others, one image at one
+time step.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import numpy as np
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
-from sparseflow.spiking.kernels.events.kernels import add_events
+from sparseflow.spiking.kernels.events.emit import add_step, emit_row
+from sparseflow.spiking.kernels.events.planes import PLANE_BYTES
 from sparseflow.spiking.kernels.events.records import CODEC, EVENTS, SLACK, field_offset
 from sparseflow.spiking.kernels.events.simd import (
     ALL_LANES,
     add_one,
     address_of,
-    append_entries,
     as_pointer,
     atomic_add,
     atomic_max,
-    count_bits,
     fill_lanes,
     load_bits,
     read_float,
@@ -54,27 +54,41 @@ def _zero(out: int, floats: int) -> None:
 
 
 @jit
-def _encode_counts(address: int, row: int, out: Any, line: int, width: int, channels: int) -> None:
-    """Encode a row of whole numbers one by one; says in the record what cannot be done."""
+def _find_bits(row: int, pixel: int, bits: int, width: int, channels: int) -> bool:
+    """Bits of a row of zeros and ones whose pixels lie `pixel` floats apart; False at the first other value."""
+    vectors = (channels + 15) // 16
+    last_lanes = ALL_LANES >> (16 * vectors - channels)
+    for x in range(width):
+        for vector in range(vectors):
+            valid = ALL_LANES if vector < vectors - 1 else last_lanes
+            found = load_bits(row + 4 * (x * pixel + 16 * vector), valid)
+            if found >> 16:
+                return False
+            write_short(bits + 2 * (x * vectors + vector), found)
+    return True
+
+
+@jit
+def _write_counts(address: int, values: int, out: Any, line: int, width: int, channels: int) -> None:
+    """Write a row of whole numbers one by one; says in the record what cannot be done."""
     start = out.start + 4 * line * (width + 1)
-    for x in range(width + 1):
-        write_int(start + 4 * x, 0)
-    total, largest = 0, 0
+    write_int(start, 0)
+    length, largest = 0, 0
     for i in range(width * channels):
-        value = read_float(row + 4 * i)
+        value = read_float(values + 4 * i)
         if not (np.float32(0.0) <= value <= np.float32(LARGEST_COUNT)) or value != np.floor(value):
             atomic_max(address + _FLAG, NOT_A_COUNT)
             return
-        total += np.int64(value)
+        length += np.int64(value)
         largest = max(largest, np.int64(value))
     atomic_max(address + _FLAG, largest)
-    atomic_max(address + _NEED, total)
-    if total > out.row - SLACK:
+    if length + SLACK > out.row:
+        atomic_max(address + _NEED, length + SLACK)
         return
     filled = line * out.row
     for x in range(width):
         for entry in range(x * channels, (x + 1) * channels):
-            for _ in range(np.int64(read_float(row + 4 * entry))):
+            for _ in range(np.int64(read_float(values + 4 * entry))):
                 if out.wide:
                     write_int(out.index + 4 * filled, entry)
                 else:
@@ -84,60 +98,56 @@ def _encode_counts(address: int, row: int, out: Any, line: int, width: int, chan
 
 
 @jit
-def _encode_row(row: int, pixel: int, out: Any, line: int, width: int, channels: int) -> bool:
-    """Encode a row of zeros and ones whose pixels lie `pixel` floats apart; False at the first other value."""
-    start = out.start + 4 * line * (width + 1)
-    wide = out.wide
-    size = 4 if wide else 2
-    begin = out.index + line * out.row * size
-    place = begin
-    vectors = (channels + 15) // 16
-    last_lanes = ALL_LANES >> (16 * vectors - channels)
-    write_int(start, 0)
-    for x in range(width):
-        for vector in range(vectors):
-            valid = ALL_LANES if vector < vectors - 1 else last_lanes
-            found = load_bits(row + 4 * (x * pixel + 16 * vector), valid)
-            if found >> 16:
-                return False
-            if wide:
-                append_entries(place, x * channels + 16 * vector, found, 1)
-            else:
-                append_entries(place, x * channels + 16 * vector, found, 0)
-            place += size * count_bits(found)
-        write_int(start + 4 * (x + 1), (place - begin) // size)
-    return True
+def _gather_row(codec: Any, t: int, n: int, y: int, values: int) -> None:
+    """Copy one row to `values` [W, C]."""
+    channels, stride_c, stride_w = codec.channels, codec.stride_c, codec.stride_w
+    row = codec.source + 4 * (t * codec.stride_t + n * codec.stride_n + y * codec.stride_h)
+    for c in range(channels):
+        for x in range(codec.width):
+            write_int(values + 4 * (x * channels + c), read_int(row + 4 * (c * stride_c + x * stride_w)))
 
 
 @jit
 def run_encode(address: int) -> None:
-    """Dense float32, any strides -> events. `flag` becomes the largest value, or NOT_A_COUNT."""
+    """Dense float32, any strides -> events. `flag` becomes the largest value above 1, or NOT_A_COUNT."""
     codec = carray(as_pointer(address), 1, CODEC)[0]
     out = carray(as_pointer(codec.out), 1, EVENTS)[0]
-    scratch = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
+    values = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
     width, channels, height = codec.width, codec.channels, codec.height
-    stride_c, stride_w = codec.stride_c, codec.stride_w
+    vectors = (channels + 15) // 16
+    rows, step_bytes = codec.images * height, 2 * width * vectors
+    masks = values + codec.row_bytes
+    bits = masks + step_bytes + 8
     while True:
-        plane = atomic_add(address + _NEXT_ITEM, 1)
-        if plane >= codec.time_steps * codec.images:
+        row = atomic_add(address + _NEXT_ITEM, 1)
+        if row >= rows:
             break
-        t, n = plane // codec.images, plane % codec.images
-        for y in range(height):
-            row = codec.source + 4 * (t * codec.stride_t + n * codec.stride_n + y * codec.stride_h)
-            line = plane * height + y
-            pixel = stride_w
-            if stride_c != 1:
-                # Gather the row, so that its channels lie together.
-                for c in range(channels):
-                    for x in range(width):
-                        value = read_int(row + 4 * (c * stride_c + x * stride_w))
-                        write_int(scratch + 4 * (x * channels + c), value)
-                row, pixel = scratch, channels
-            if not _encode_row(row, pixel, out, line, width, channels):
-                for x in range(width if row != scratch else 0):
-                    for c in range(channels):
-                        write_int(scratch + 4 * (x * channels + c), read_int(row + 4 * (x * pixel + c)))
-                _encode_counts(address, scratch, out, line, width, channels)
+        n, y = row // height, row % height
+        binary = True
+        for t in range(codec.time_steps):
+            if binary:
+                at, pixel = values, channels
+                if codec.stride_c == 1:
+                    at = codec.source + 4 * (t * codec.stride_t + n * codec.stride_n + y * codec.stride_h)
+                    pixel = codec.stride_w
+                else:
+                    _gather_row(codec, t, n, y, values)
+                binary = _find_bits(at, pixel, bits + t * step_bytes, width, channels)
+        if binary:
+            emit_row(
+                codec.out, 0, 0, rows, row, bits, step_bytes, masks, width, channels, 1, vectors, address + _NEED
+            )
+            continue
+        # Numbers other than 0 and 1 do not share time steps: each step's plane holds all of its own.
+        for plane in range(out.planes):
+            line = plane * rows + row
+            entry = out.table + PLANE_BYTES * plane
+            if read_int(entry + 4):
+                _gather_row(codec, read_int(entry + 8), n, y, values)
+                _write_counts(address, values, out, line, width, channels)
+            else:
+                for x in range(width + 1):
+                    write_int(out.start + 4 * (line * (width + 1) + x), 0)
 
 
 @jit
@@ -146,14 +156,16 @@ def run_decode(address: int) -> None:
     codec = carray(as_pointer(address), 1, CODEC)[0]
     events = carray(as_pointer(codec.source), 1, EVENTS)[0]
     channels = codec.channels
-    size = codec.width * channels
+    size, rows = codec.width * channels, codec.images * codec.height
     while True:
-        plane = atomic_add(address + _NEXT_ITEM, 1)
-        if plane >= codec.time_steps * codec.images:
+        item = atomic_add(address + _NEXT_ITEM, 1)
+        if item >= codec.time_steps * codec.images:
             break
-        for line in range(plane * codec.height, (plane + 1) * codec.height):
-            _zero(codec.out + 4 * line * size, size)
-            add_events(events, line, codec.width, codec.out + 4 * line * size, channels, 0, channels)
+        t, n = item // codec.images, item % codec.images
+        for row in range(n * codec.height, (n + 1) * codec.height):
+            values = codec.out + 4 * (t * rows + row) * size
+            _zero(values, size)
+            add_step(events, t, rows, row, codec.width, values, channels, 0, channels)
 
 
 @jit
@@ -161,18 +173,24 @@ def run_count(address: int) -> None:
     """Events -> float32 [T, N, C]: sums over space."""
     codec = carray(as_pointer(address), 1, CODEC)[0]
     events = carray(as_pointer(codec.source), 1, EVENTS)[0]
-    width, channels, wide = codec.width, codec.channels, events.wide
+    width, height, channels, wide = codec.width, codec.height, codec.channels, events.wide
     while True:
-        plane = atomic_add(address + _NEXT_ITEM, 1)
-        if plane >= codec.time_steps * codec.images:
+        item = atomic_add(address + _NEXT_ITEM, 1)
+        if item >= codec.time_steps * codec.images:
             break
-        sums = codec.out + 4 * plane * channels
+        t, n = item // codec.images, item % codec.images
+        sums = codec.out + 4 * item * channels
         _zero(sums, channels)
-        for line in range(plane * codec.height, (plane + 1) * codec.height):
-            first = line * events.row
-            for i in range(first, first + read_int(events.start + 4 * (line * (width + 1) + width))):
-                entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
-                add_one(sums + 4 * (entry % channels))
+        for plane in range(events.planes):
+            entry = events.table + PLANE_BYTES * plane
+            if read_int(entry + 8) <= t < read_int(entry + 12):
+                first = (plane * codec.images + n) * height
+                for line in range(first, first + height):
+                    begin = line * events.row
+                    count = read_int(events.start + 4 * (line * (width + 1) + width))
+                    for i in range(begin, begin + count):
+                        at = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
+                        add_one(sums + 4 * (at % channels))
 
 
 @jit
@@ -195,19 +213,29 @@ def run_max_pool(address: int) -> None:
     """Events of zeros and ones -> events of their maximum over square windows."""
     codec = carray(as_pointer(address), 1, CODEC)[0]
     events = carray(as_pointer(codec.source), 1, EVENTS)[0]
-    out = carray(as_pointer(codec.out), 1, EVENTS)[0]
     marks = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
+    width, height, channels = codec.out_width, codec.out_height, codec.channels
+    vectors = (channels + 15) // 16
+    rows, step_bytes = codec.images * height, 2 * width * vectors
+    masks = marks + codec.row_bytes
+    bits = masks + step_bytes + 8
     while True:
-        plane = atomic_add(address + _NEXT_ITEM, 1)
-        if plane >= codec.time_steps * codec.images:
+        row = atomic_add(address + _NEXT_ITEM, 1)
+        if row >= rows:
             break
-        for out_y in range(codec.out_height):
-            _zero(marks, codec.out_width * codec.channels)
-            top = out_y * codec.stride - codec.padding
-            for y in range(max(0, top), min(codec.height, top + codec.kernel)):
-                _mark_row(codec, events, plane * codec.height + y, marks)
-            line = plane * codec.out_height + out_y
-            _encode_row(marks, codec.channels, out, line, codec.out_width, codec.channels)
+        n, out_y = row // height, row % height
+        top = out_y * codec.stride - codec.padding
+        for t in range(codec.time_steps):
+            _zero(marks, width * channels)
+            for plane in range(events.planes):
+                entry = events.table + PLANE_BYTES * plane
+                if read_int(entry + 8) <= t < read_int(entry + 12):
+                    for y in range(max(0, top), min(codec.height, top + codec.kernel)):
+                        _mark_row(codec, events, (plane * codec.images + n) * codec.height + y, marks)
+            _find_bits(marks, channels, bits + t * step_bytes, width, channels)
+        emit_row(
+            codec.out, 0, 0, rows, row, bits, step_bytes, masks, width, channels, 1, vectors, address + _NEED
+        )
 
 
 def make_encode_kernel(digest: str) -> Any:

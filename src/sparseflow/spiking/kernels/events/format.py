@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sparseflow.spiking.kernels.events.planes import plane_table, planes_of
 from sparseflow.spiking.kernels.events.records import EVENTS, SLACK
 
 _LARGEST_NARROW = 1 << 16
@@ -49,13 +50,16 @@ class _Buffer:
         if found is not None:
             return found
         t, n, c, h, w = shape
-        entry = _entry(c, w)
-        starts = t * n * h * (w + 1) * 4
+        entry, table = _entry(c, w), plane_table(t, c)
+        planes = len(table)
+        starts = planes * n * h * (w + 1) * 4
         begin = _start_bytes(shape)
-        start = self.raw[:starts].view(np.int32).reshape(t, n, h, w + 1)
-        index = self.raw[begin : begin + t * n * h * row * entry.itemsize].view(entry).reshape(t, n, h, row)
+        start = self.raw[:starts].view(np.int32).reshape(planes, n, h, w + 1)
+        index = self.raw[begin : begin + planes * n * h * row * entry.itemsize]
+        index = index.view(entry).reshape(planes, n, h, row)
         record = np.zeros(1, dtype=EVENTS)
-        record[0] = (address_of_array(index), address_of_array(start), row, entry.itemsize == 4)
+        addresses = address_of_array(index), address_of_array(start)
+        record[0] = (*addresses, row, entry.itemsize == 4, planes, address_of_array(table))
         views = _Views(start=start, index=index, record=record, address=address_of_array(record))
         self.views[key] = views
         return views
@@ -106,9 +110,10 @@ class _Loan:
 class Events:
     """A spike tensor [T, N, C, H, W] of small whole numbers, as the list of its non-zeros.
 
-    The events of row (t, n, y) are contiguous in `index[t, n, y]`, ordered by x; `start[t, n, y, x]` is where
-    those of pixel x begin and `start[t, n, y, W]` how many the row has. An entry is `x * C + c`; a value of 2 is
-    the same entry twice. The arrays are views of pooled memory: they hold this tensor as long as it lives.
+    Events lie in planes, each of which stands for a span of time steps (see `planes.py`). Those of row (plane, n, y)
+    are contiguous in `index[plane, n, y]`, ordered by x; `start[plane, n, y, x]` is where those of pixel x begin and
+    `start[plane, n, y, W]` how many the row has. An entry is `x * C + c`; a value of 2 is the same entry twice. The
+    arrays are views of pooled memory: they hold this tensor as long as it lives.
 
     Attributes:
         T: Time steps.
@@ -116,8 +121,8 @@ class Events:
         C: Channels.
         H: Rows.
         W: Columns.
-        start: int32 [T, N, H, W + 1].
-        index: uint16, or int32 where W * C > 65536, [T, N, H, capacity].
+        start: int32 [planes, N, H, W + 1].
+        index: uint16, or int32 where W * C > 65536, [planes, N, H, entries of a row].
         max_value: Upper bound of the values; 1 for spikes.
         record: What a kernel is told, one `records.EVENTS`.
         address: Address of `record`.
@@ -147,9 +152,9 @@ class Events:
         return self.index.dtype == np.int32
 
     @property
-    def capacity(self) -> int:
-        """Entries that a row can hold."""
-        return self.index.shape[-1] - SLACK
+    def row(self) -> int:
+        """Entries between the beginnings of two rows."""
+        return self.index.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +163,8 @@ class Events:
 
     def count(self) -> int:
         """Sum of all values; for spikes, their number."""
-        return int(self.start[..., -1].sum(dtype=np.int64))
+        events = self.start[..., -1].sum((1, 2), dtype=np.int64)
+        return int((events * [p.hi - p.lo for p in planes_of(self.T, self.C)]).sum())
 
 
 def _entry(channels: int, width: int) -> np.dtype:
@@ -166,23 +172,34 @@ def _entry(channels: int, width: int) -> np.dtype:
 
 
 def _start_bytes(shape: tuple[int, int, int, int, int]) -> int:
-    t, n, _, h, w = shape
-    return -(-t * n * h * (w + 1) * 4 // 64) * 64
+    t, n, c, h, w = shape
+    return -(-len(plane_table(t, c)) * n * h * (w + 1) * 4 // 64) * 64
+
+
+def first_row(channels: int, width: int) -> int:
+    """Entries to set aside for a row of spikes at first: half of all, which is seldom outgrown."""
+    return longest_row(channels, width) - width * channels // 2
+
+
+def longest_row(channels: int, width: int) -> int:
+    """Entries that certainly hold a row of spikes."""
+    return (width + 1) * -(-channels // SLACK) * SLACK + SLACK
 
 
 def allocate_events(
-    shape: tuple[int, int, int, int, int], *, capacity: int | None = None, max_value: int = 1
+    shape: tuple[int, int, int, int, int], *, row: int | None = None, max_value: int = 1
 ) -> Events:
     """Events with memory from the pool and no content.
 
     Args:
         shape: (T, N, C, H, W).
-        capacity: Entries that a row can hold, W * C by default.
+        row: Entries to set aside for one row; `first_row` when None.
         max_value: Upper bound of the values.
     """
     t, n, c, h, w = shape
-    row = -(-(w * c if capacity is None else capacity) // SLACK) * SLACK + SLACK
-    loan = _Loan(_start_bytes(shape) + t * n * h * row * _entry(c, w).itemsize)
+    row = -(-(first_row(c, w) if row is None else row) // SLACK) * SLACK
+    rows = len(plane_table(t, c)) * n * h
+    loan = _Loan(_start_bytes(shape) + rows * row * _entry(c, w).itemsize)
     views = loan.buffer.view(shape, row)
     return Events(
         T=t,

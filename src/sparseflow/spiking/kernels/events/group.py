@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from sparseflow.spiking.kernels.events.kernels import OUT_EVENTS, OUT_EVENTS_AGA
 from sparseflow.spiking.kernels.events.launch import Launch, Shape
 from sparseflow.spiking.kernels.events.packing import pack_group
 from sparseflow.spiking.kernels.events.simd import LANES
-from sparseflow.spiking.kernels.spec import GroupSpec, SpikeSource
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 _CYCLES_PER_THREAD = 50_000
 """Less work than this is done before another thread has woken up."""
@@ -109,12 +109,13 @@ class PreparedGroup:
             launch.run(OUT_SPIKES, result.data_ptr())
             return result.movedim(-1, -3), membrane
         most = 1 + sum(e.max_value for e in post_skips)
-        found = allocate_events(shape, max_value=most)
+        found = allocate_events(shape, row=launch.row, max_value=most)
         need = launch.run(OUT_EVENTS, found.address)
-        if need > found.capacity:
-            # Sums of spikes outgrew a row of spikes: the neurons have run, only their events are rewritten.
-            found = allocate_events(shape, capacity=need, max_value=most)
-            launch.run(OUT_EVENTS_AGAIN, found.address)
+        while need:
+            # Some row outgrew its room: the neurons have run, only their events are written again.
+            launch.row = need
+            found = allocate_events(shape, row=need, max_value=most)
+            need = launch.run(OUT_EVENTS_AGAIN, found.address)
         return found, membrane
 
     def sums(self, spikes: Sequence[Events]) -> torch.Tensor:
@@ -184,7 +185,7 @@ class PreparedGroup:
         """The launch for these shapes."""
         workers = self._workers(shape, events)
         constant = tuple(r.shape[0] == 1 and shape[0] > 1 for r in reals)
-        inputs = tuple((e.H, e.W, e.capacity) for e in events)
+        inputs = tuple((e.H, e.W, e.row) for e in events)
         key = (shape, inputs, len(skips), constant, len(post_skips), workers)
         launch = self._launches.get(key)
         if launch is None:
@@ -195,6 +196,27 @@ class PreparedGroup:
             )
             self._launches[key] = launch
         return launch
+
+
+def prepare_conv(
+    source: SpikeSource, bias: torch.Tensor | None = None
+) -> Callable[[Events], torch.Tensor]:
+    """One convolution without a neuron.
+
+    Args:
+        source: Weight, stride and padding.
+        bias: float32 [C_out], or None.
+
+    Returns:
+        A function from events [T, N, C_in, H, W] to dense float32 [T, N, C_out, H_out, W_out], channels last.
+
+    Raises:
+        InputError: The event kernel does not run this convolution.
+    """
+    bias = torch.zeros(source.weight.shape[0]) if bias is None else bias.detach()
+    neuron = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=None)
+    prepared = prepare_group(GroupSpec(sources=(source,), bias=bias, neuron=neuron), conv="event")
+    return lambda events: prepared.sums([events])
 
 
 def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> PreparedGroup:

@@ -1,13 +1,13 @@
 """The group kernel: convolutions of events, residuals, neuron and new events, one output row at a time.
 
-A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and time
-step of it:
+A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and plane of
+events (`planes.py`; a plane is one or several time steps):
 
 1.  `_gather` joins the events of the k input rows under the output row into one list, ordered by x: each entry
     becomes the number of its weight row. Weights lie as [dx][dy][c][lanes], so that the events under one output
     pixel, whatever their dy and dx, are one contiguous piece of that list.
 2.  `_convolve` sums the weight rows of each pixel's piece in registers (`simd.add_rows`).
-3.  `fire` steps the neurons of the row; spikes leave as bits.
+3.  When a time step is complete, `fire` steps the neurons of the row; spikes leave as bits.
 
 The thread that finishes the last tile of a block turns its bits into events (or dense spikes). Membranes, currents
 and row numbers live in a few kilobytes of scratch memory, so main memory sees events only.
@@ -25,19 +25,17 @@ from typing import Any
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
-from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP, SLACK, SOURCE, field_offset
+from sparseflow.spiking.kernels.events.emit import add_step, emit_row
+from sparseflow.spiking.kernels.events.planes import MOST_DEPTH, PLANE_BYTES
+from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP, SOURCE, field_offset
 from sparseflow.spiking.kernels.events.simd import (
     ALL_LANES,
     add_lanes,
-    add_one,
     add_rows,
     address_of,
-    append_entries,
     as_pointer,
     atomic_add,
-    atomic_max,
     copy_lanes,
-    count_bits,
     expand_entries,
     fill_lanes,
     fire,
@@ -60,22 +58,6 @@ _NEED = field_offset(GROUP, "need")
 
 
 @jit
-def add_events(events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int) -> None:
-    """Add 1.0 in `values` [W, lanes] for each event of row `line` whose channel is in first .. first+lanes."""
-    count = read_int(events.start + 4 * (line * (width + 1) + width))
-    wide, row = events.wide, line * events.row
-    for i in range(row, row + count):
-        entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
-        if channels == lanes:
-            add_one(values + 4 * entry)
-        else:
-            x = entry // channels
-            c = entry - x * channels - first
-            if 0 <= c < lanes:
-                add_one(values + 4 * (x * lanes + c))
-
-
-@jit
 def _prefetch_row(source: Any, line: int) -> None:
     """Ask for the beginning of an input row that is needed soon: rows lie too far apart for the hardware to guess."""
     starts = source.start + 4 * line * (source.width + 1)
@@ -87,22 +69,22 @@ def _prefetch_row(source: Any, line: int) -> None:
 
 
 @jit
-def _gather(source: Any, plane: int, y: int, rows: int, ends: int) -> None:
-    """Fill `rows` with the weight rows of the events under output row y.
+def _gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
+    """Fill `rows` with the weight rows of the events under output row y; `image` is plane * N + n.
 
     `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
     """
     k, stride, width, channels, wide = source.kernel, source.stride, source.width, source.channels, source.wide
     top = y * stride - source.padding
     first, last = max(0, -top), min(k, source.height - top)
-    line = plane * source.height + top + first
+    line = image * source.height + top + first
     starts_line = 4 * (width + 1)
     index_line = (4 if wide else 2) * source.row
     starts = source.start + line * starts_line
     index = source.index + line * index_line
     for ahead in range(stride):
         if top + k + ahead < source.height:
-            _prefetch_row(source, plane * source.height + top + k + ahead)
+            _prefetch_row(source, image * source.height + top + k + ahead)
 
     filled = rows
     write_int(ends, 0)
@@ -138,23 +120,26 @@ def _make_convolve(vectors: int) -> Any:
     def convolve(
         source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int, out_width: int
     ) -> None:
-        k, stride, padding, width = source.kernel, source.stride, source.padding, source.width
-        weight = source.weight + tile * source.tile_bytes
-        channels = source.channels
-        for x in range(out_width):
-            left = x * stride - padding
+        k, stride, width = source.kernel, source.stride, source.width
+        left = -source.padding
+        # The numbers count from the row of weights that belongs to column 0, not to column `left`.
+        column = k * source.channels
+        zero = (left + k) * column
+        table = source.weight + tile * source.tile_bytes - left * column * vectors * _LINE
+        for _ in range(out_width):
             begin, end = read_int(ends + 4 * max(left, 0)), read_int(ends + 4 * min(left + k, width))
-            # The numbers count from the row of weights that belongs to column 0, not to column `left`.
-            skipped = left * k * channels
-            table = weight - skipped * vectors * _LINE
-            zero = skipped + k * k * channels
-            so_far, to = first + x * first_step, out + x * vectors * _LINE
+            so_far = first
             while True:
                 stop = min(begin + block, end)
-                add_rows(rows, begin, stop, table, zero, so_far, to, vectors)
+                add_rows(rows, begin, stop, table, zero, so_far, out, vectors)
                 if stop >= end:
                     break
-                begin, so_far = stop, to
+                begin, so_far = stop, out
+            left += stride
+            zero += stride * column
+            table -= stride * column * vectors * _LINE
+            first += first_step
+            out += vectors * _LINE
 
     return convolve
 
@@ -242,6 +227,54 @@ def _fire_row(group: Any, tile: int, current: int, membrane: int, bits: int) -> 
 
 
 @jit
+def _convolve_step(
+    group: Any,
+    source: Any,
+    tile: int,
+    n: int,
+    y: int,
+    rows: int,
+    ends: int,
+    cursor: int,
+    level: int,
+    alone: bool,
+    first: int,
+    first_step: int,
+    out: int,
+) -> None:
+    """out = first + convolution of one time step.
+
+    Walks the planes from where the last step stopped to this step's own. Sums of planes that later steps share stay
+    at `level`, one row for each depth; they start from `first` for the first source, which is the same at every
+    step (`alone`), and from zero for the others.
+    """
+    pixel_bytes = _LINE * group.vectors
+    row_bytes = group.width * pixel_bytes
+    plane = read_int(cursor)
+    while True:
+        entry = source.table + PLANE_BYTES * plane
+        depth, leaf = read_int(entry), read_int(entry + 4)
+        from_, step = first, first_step
+        if depth:
+            from_, step = level + (depth - 1) * row_bytes, pixel_bytes
+        elif not (leaf or alone):
+            zeros = source.kernel * source.kernel * source.channels * pixel_bytes
+            from_, step = source.weight + tile * source.tile_bytes + zeros, 0
+        complete = leaf and (alone or depth == 0)
+        to = out if complete else level + depth * row_bytes
+        _gather(source, plane * group.images + n, y, rows, ends)
+        _convolve(group, source, tile, rows, ends, from_, step, to)
+        plane += 1
+        if leaf:
+            break
+    write_int(cursor, plane)
+    if not complete:
+        for x in range(group.width):
+            for i in range(x * pixel_bytes, (x + 1) * pixel_bytes, _LINE):
+                add_lanes(first + x * first_step + i - x * pixel_bytes, to + i, out + i, ALL_LANES)
+
+
+@jit
 def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     """All time steps of one output row of one tile."""
     lanes = 16 * group.vectors
@@ -251,11 +284,14 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     base = scratch + group.rows_bytes
     current = base + row_bytes
     membrane = current + row_bytes
-    ends = membrane + row_bytes
+    levels = membrane + row_bytes
+    cursors = levels + MOST_DEPTH * group.sources * row_bytes
+    ends = cursors + _LINE * group.sources
     sources = carray(as_pointer(group.source_list), group.sources, SOURCE)
     skips = carray(as_pointer(group.skip_list), group.skips, EVENTS)
     denses = carray(as_pointer(group.dense_list), group.denses, DENSE)
     pixels = 4 * (n * group.height + y) * group.width * group.channels
+    out_rows, out_row = group.images * group.height, n * group.height + y
 
     # `first` is what the sum starts from: the bias of every pixel, plus what is constant over time.
     first, first_step = group.bias + tile * pixel_bytes, 0
@@ -265,26 +301,30 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
             first, first_step = base, pixel_bytes
     if group.mode != OUT_SUMS:
         _load_membrane(group, tile, group.v_in + pixels if group.v_in else 0, membrane)
+    for i in range(group.sources):
+        write_int(cursors + _LINE * i, 0)
 
     for t in range(group.time_steps):
-        plane = t * group.images + n
-        line = plane * group.height + y
         so_far, step = first, first_step
         for i in range(group.sources):
-            _gather(sources[i], plane, y, rows, ends)
-            _convolve(group, sources[i], tile, rows, ends, so_far, step, current)
+            level = levels + MOST_DEPTH * row_bytes * i
+            _convolve_step(
+                group, sources[i], tile, n, y, rows, ends, cursors + _LINE * i, level, i == 0, so_far, step, current
+            )
             so_far, step = current, pixel_bytes
         for i in range(group.denses):
             if denses[i].time != 0:
                 _add_dense(group, tile, so_far, step, denses[i].data + 4 * t * denses[i].time + pixels, current)
                 so_far, step = current, pixel_bytes
-        if group.skips:
-            if so_far != current:
-                for i in range(0, row_bytes, _LINE):
-                    copy_lanes(so_far + i, current + i, ALL_LANES)
-                so_far = current
-            for i in range(group.skips):
-                add_events(skips[i], line, group.width, current, group.channels, tile * lanes, lanes)
+        if group.skips and so_far != current:
+            for i in range(0, row_bytes, _LINE):
+                copy_lanes(so_far + i, current + i, ALL_LANES)
+            so_far = current
+        for i in range(group.skips):
+            add_step(
+                skips[i], t, out_rows, out_row, group.width, current, group.channels, tile * lanes, lanes
+            )
+        line = t * out_rows + out_row
         if group.mode == OUT_SUMS:
             _copy_out(group, tile, so_far, group.out + 4 * line * group.width * group.channels)
         else:
@@ -295,79 +335,12 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
         _copy_out(group, tile, membrane, group.v_out + pixels)
 
 
-def _make_write_row(wide: int) -> Any:
-    """`write_row` for int32 (1) or uint16 (0) entries."""
-    size = 4 if wide else 2
-
-    @jit
-    def write_row(group: Any, line: int, out: int, start: int) -> None:
-        """Write the entries of one row from its bits and from what is added to the output."""
-        width, channels, tiles, vectors = group.width, group.channels, group.tiles, group.vectors
-        post_count, posts = group.posts, carray(as_pointer(group.post_list), group.posts, EVENTS)
-        pixel_bits = 2 * vectors
-        tile_bits = pixel_bits * width
-        bits = group.bits + line * tiles * tile_bits
-        place = out
-        write_int(start, 0)
-        for x in range(width):
-            at, entry = bits + x * pixel_bits, x * channels
-            for _ in range(tiles):
-                for j in range(vectors):
-                    fired = read_short(at + 2 * j)
-                    append_entries(place, entry, fired, wide)
-                    place += size * count_bits(fired)
-                    entry += 16
-                at += tile_bits
-            for i in range(post_count):
-                post = posts[i]
-                starts = post.start + 4 * (line * (width + 1) + x)
-                begin, count = read_int(starts), read_int(starts + 4) - read_int(starts)
-                source = post.index + size * (line * post.row + begin)
-                for j in range(0, size * count, _LINE // 2):
-                    copy_lanes(source + j, place + j, ALL_LANES >> 8)
-                place += size * count
-            write_int(start + 4 * (x + 1), (place - out) // size)
-
-    return write_row
-
-
-_write_row_narrow, _write_row_wide = _make_write_row(0), _make_write_row(1)
-
-
 @jit
-def _count_row(group: Any, line: int) -> int:
-    """Entries that one row of the output needs."""
-    total = 0
-    shorts = group.tiles * group.width * group.vectors
-    for i in range(shorts):
-        total += count_bits(read_short(group.bits + 2 * (line * shorts + i)))
-    posts = carray(as_pointer(group.post_list), group.posts, EVENTS)
-    for i in range(group.posts):
-        total += read_int(posts[i].start + 4 * (line * (group.width + 1) + group.width))
-    return total
-
-
-@jit
-def _emit_events(group: Any, address: int, line: int) -> None:
-    """Turn one row's bits, and what is added to the output, into events."""
-    out = carray(as_pointer(group.out), 1, EVENTS)[0]
-    start = out.start + 4 * line * (group.width + 1)
-    if group.posts:
-        need = _count_row(group, line)
-        atomic_max(address + _NEED, need)
-        if need > out.row - SLACK:
-            return
-    if out.wide:
-        _write_row_wide(group, line, out.index + 4 * line * out.row, start)
-    else:
-        _write_row_narrow(group, line, out.index + 2 * line * out.row, start)
-
-
-@jit
-def _emit_spikes(group: Any, line: int) -> None:
+def _emit_spikes(group: Any, t: int, n: int, y: int) -> None:
     """Turn one row's bits, and what is added to the output, into dense float32."""
     posts = carray(as_pointer(group.post_list), group.posts, EVENTS)
     width, vectors, tiles, channels = group.width, group.vectors, group.tiles, group.channels
+    line = (t * group.images + n) * group.height + y
     row = group.out + 4 * line * width * channels
     for tile in range(tiles):
         for j in range(vectors):
@@ -377,8 +350,35 @@ def _emit_spikes(group: Any, line: int) -> None:
             for x in range(width):
                 fired = read_short(bits + 2 * x * vectors)
                 store_bits(fired, row + 4 * x * channels + _LINE * vector, valid)
+    rows = group.images * group.height
     for i in range(group.posts):
-        add_events(posts[i], line, width, row, channels, 0, channels)
+        add_step(posts[i], t, rows, n * group.height + y, width, row, channels, 0, channels)
+
+
+@jit
+def _emit(group: Any, address: int, n: int, y: int, masks: int) -> None:
+    """Turn one row's bits at all time steps into the output."""
+    if group.mode == OUT_SPIKES:
+        for t in range(group.time_steps):
+            _emit_spikes(group, t, n, y)
+        return
+    rows, row = group.images * group.height, n * group.height + y
+    row_bytes = 2 * group.tiles * group.width * group.vectors
+    emit_row(
+        group.out,
+        group.post_list,
+        group.posts,
+        rows,
+        row,
+        group.bits + row * row_bytes,
+        rows * row_bytes,
+        masks,
+        group.width,
+        group.channels,
+        group.tiles,
+        group.vectors,
+        address + _NEED,
+    )
 
 
 @jit
@@ -400,13 +400,8 @@ def run_group(address: int) -> None:
                 _run_row(group, tile, n, y, scratch)
         if group.mode == OUT_SUMS or atomic_add(group.finished + 8 * block, 1) != tiles - 1:
             continue
-        for t in range(group.time_steps):
-            for y in range(first, last):
-                line = (t * group.images + n) * group.height + y
-                if group.mode == OUT_SPIKES:
-                    _emit_spikes(group, line)
-                else:
-                    _emit_events(group, address, line)
+        for y in range(first, last):
+            _emit(group, address, n, y, scratch + group.rows_bytes - group.masks_bytes)
 
 
 def make_group_kernel(digest: str) -> Any:

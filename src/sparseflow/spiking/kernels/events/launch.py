@@ -9,9 +9,10 @@ import torch
 
 from sparseflow.spiking.kernels.events import threads
 from sparseflow.spiking.kernels.events.compiler import compile_kernel
-from sparseflow.spiking.kernels.events.format import Events, address_of_array, aligned_zeros
+from sparseflow.spiking.kernels.events.format import Events, address_of_array, aligned_zeros, first_row
 from sparseflow.spiking.kernels.events.kernels import OUT_SUMS, make_group_kernel
 from sparseflow.spiking.kernels.events.packing import PackedGroup
+from sparseflow.spiking.kernels.events.planes import MOST_DEPTH
 from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP
 from sparseflow.spiking.kernels.events.simd import ALL_LANES, LANES
 from sparseflow.spiking.kernels.spec import NeuronSpec
@@ -39,6 +40,9 @@ class Launch:
         constant: For each dense input, whether it is the same at every time step.
         posts: How many event tensors are added to the neuron's output.
         workers: Threads.
+
+    Attributes:
+        row: Entries that a row of the output gets.
     """
 
     def __init__(
@@ -70,13 +74,17 @@ class Launch:
         self._finished = np.zeros(blocks, dtype=np.int64)
         lanes = LANES * packed.vectors
         kernels = [int(source["kernel"]) for source in self._sources]
-        rows_bytes = max((4 * k * (e.capacity + 64) for k, e in zip(kernels, events, strict=False)), default=0)
-        rows_bytes = _up_to_line(rows_bytes + 64)
+        shorts = packed.tiles * w * packed.vectors
+        masks_bytes = _up_to_line(2 * shorts + 64)
+        rows_bytes = max((4 * k * e.row for k, e in zip(kernels, events, strict=False)), default=0)
+        rows_bytes = _up_to_line(rows_bytes + 64) + masks_bytes
+        buffers = 3 + MOST_DEPTH * len(events)
         most_width = max([w, *(e.W for e in events)])
-        scratch_bytes = rows_bytes + 3 * 4 * w * lanes + _up_to_line(4 * (most_width + 1))
+        scratch_bytes = rows_bytes + buffers * 4 * w * lanes + 64 * len(events) + _up_to_line(4 * (most_width + 1))
         self._scratch = aligned_zeros(workers * scratch_bytes, np.uint8)
-        self._bits = aligned_zeros(t * n * h * packed.tiles * w * packed.vectors, np.uint16)
+        self._bits = aligned_zeros(t * n * h * shorts + 32, np.uint16)
 
+        self.row = first_row(c, w)
         self._group = np.zeros(1, dtype=GROUP)
         self._address = address_of_array(self._group)
         for name, value in {
@@ -105,6 +113,7 @@ class Launch:
             "scratch": address_of_array(self._scratch),
             "scratch_bytes": scratch_bytes,
             "rows_bytes": rows_bytes,
+            "masks_bytes": masks_bytes,
             "hard": neuron.v_reset is not None,
             "alpha": neuron.alpha,
             "beta": neuron.beta,
@@ -134,7 +143,7 @@ class Launch:
             after: Where the membrane after the last step goes, likewise.
         """
         for source, one in zip(self._sources, events, strict=False):
-            for name in ("index", "start", "row", "wide"):
+            for name in ("index", "start", "row", "wide", "planes", "table"):
                 source[name] = one.record[name][0]
         for records, tensors in ((self._skips, skips), (self._posts, posts)):
             for i, one in enumerate(tensors):
@@ -153,7 +162,7 @@ class Launch:
             out: Address of the output, as the mode asks.
 
         Returns:
-            Most entries that a row of the output needs; 0 when that is certain to fit.
+            0, or how many entries the longest row of the output needs when some row did not fit.
         """
         group = self._group[0]
         group["mode"], group["out"] = mode, out

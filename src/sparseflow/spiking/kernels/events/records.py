@@ -27,17 +27,21 @@ def field_offset(record: np.dtype, name: str) -> int:
 
 EVENTS = _record(
     "index",  # address of the entries, uint16 or (wide) int32
-    "start",  # address of int32 [T, N, H, W + 1]
+    "start",  # address of int32 [planes, N, H, W + 1]
     "row",  # entries between the beginnings of two rows
     "wide",
+    "planes",
+    "table",  # address of `planes.plane_table`
 )
 """A spike tensor in event form."""
 
 SOURCE = _record(
-    "index",
+    "index",  # the first six as in EVENTS
     "start",
     "row",
     "wide",
+    "planes",
+    "table",
     "height",
     "width",
     "channels",
@@ -58,7 +62,7 @@ DENSE = _record(
 GROUP = _record(
     "next_item",  # atomic: work items handed out so far
     "next_slot",  # atomic: threads that have asked for scratch memory
-    "need",  # atomic: most entries that any output row holds
+    "need",  # atomic: length of the longest output row that did not fit, 0 when all did
     "time_steps",
     "images",
     "channels",
@@ -88,6 +92,7 @@ GROUP = _record(
     "scratch",  # address of the threads' private memory
     "scratch_bytes",  # of one thread
     "rows_bytes",  # of the part that holds numbers of weight rows
+    "masks_bytes",  # of the part that holds one output row of bits
     "hard",  # 1 for a hard reset
     floats=("alpha", "beta", "delta", "threshold", "rest"),
 )
@@ -95,19 +100,21 @@ GROUP = _record(
 
 CODEC = _record(
     "next_item",
-    "flag",  # atomic: what encode found, see kernels.py
+    "next_slot",
+    "need",  # as in GROUP
+    "flag",  # atomic: what encode found, see conversions.py
     "time_steps",
     "images",
     "channels",
     "height",
     "width",
-    "source",  # float32 for encode, EVENTS otherwise
+    "source",  # address of float32 for encode, of EVENTS otherwise
     "stride_t",
     "stride_n",
     "stride_c",
     "stride_h",
     "stride_w",
-    "out",
+    "out",  # address of EVENTS, or of float32 [T, N, H, W, C] or [T, N, C]
     "out_height",
     "out_width",
     "kernel",
@@ -115,7 +122,6 @@ CODEC = _record(
     "padding",
     "scratch",
     "scratch_bytes",
-    "next_slot",
-    "need",
+    "row_bytes",  # of the part of the scratch memory that holds a row of floats
 )
 """One conversion between events and dense tensors, or one reduction of events."""

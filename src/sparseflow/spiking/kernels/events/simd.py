@@ -55,7 +55,7 @@ def _store(builder: Any, value: Any, address: Any, align: int) -> None:
 
 def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _const(0, _I32))
-    order = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    order = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order)
 
 
@@ -169,41 +169,54 @@ def expand_entries(typingctx: Any, source: Any, add: Any, out: Any, wide: Any) -
 
 
 @intrinsic(prefer_literal=True)
-def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, wide: Any) -> Any:
-    """Write `first + lane` for every set bit, packed from `out` on; all sixteen places may be overwritten.
+def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, wide: Any) -> Any:
+    """Write `first + lane` for every set bit, packed from `out` on; all `lanes` places may be overwritten.
 
     Args:
-        out: Address of 16 writable entries.
+        out: Address of `lanes` writable entries.
         first: Entry of lane 0.
-        bits: Which of the sixteen lanes to keep.
+        bits: Which of the lanes to keep.
+        lanes: Literal 16 or 32.
         wide: Literal 1 for int32 entries, 0 for uint16.
     """
-    if not isinstance(wide, types.IntegerLiteral):
+    if not isinstance(wide, types.IntegerLiteral) or not isinstance(lanes, types.IntegerLiteral):
         return None
-    scalar, vector, size = (_I32, _INTS, 4) if wide.literal_value else (_I16, _SHORTS, 2)
-    native = "avx512vbmi2" in cpu_features() and "avx512vl" in cpu_features()
+    count, scalar = lanes.literal_value, _I32 if wide.literal_value else _I16
+    size = scalar.width // 8
+    # One AVX-512 register holds 16 int32 or 32 uint16.
+    step = LANES if wide.literal_value else count
+    vector = ir.VectorType(scalar, step)
+    native = {"avx512vbmi2", "avx512vl", "avx512bw"} <= cpu_features()
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, first, bits, _ = args
+        out, first, bits, *_ = args
         start = builder.trunc(first, scalar)
-        if native:
-            lanes = ir.Constant(vector, list(range(LANES)))
-            entries = builder.add(_splat(builder, start, vector), lanes)
-            name = f"llvm.x86.avx512.mask.compress.v{LANES}i{8 * size}"
-            kind = ir.FunctionType(vector, [vector, vector, _MASK])
-            compress = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-            packed = builder.call(compress, [entries, ir.Constant(vector, None), _mask_of(builder, bits)])
-            _store(builder, packed, out, size)
-        else:
+        if not native:
             place = out
-            for lane in range(LANES):
+            for lane in range(count):
                 _store(builder, builder.add(start, _const(lane, scalar)), place, size)
                 kept = builder.and_(builder.lshr(bits, _const(lane)), _const(1))
                 place = builder.add(place, builder.mul(kept, _const(size)))
+            return context.get_dummy_value()
+        name = f"llvm.x86.avx512.mask.compress.v{step}i{scalar.width}"
+        mask = ir.VectorType(_I1, step)
+        kind = ir.FunctionType(vector, [vector, vector, mask])
+        compress = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        for low in range(0, count, step):
+            entries = builder.add(
+                _splat(builder, start, vector), ir.Constant(vector, [low + lane for lane in range(step)])
+            )
+            some = builder.trunc(builder.lshr(bits, _const(low)), ir.IntType(step))
+            packed = builder.call(
+                compress, [entries, ir.Constant(vector, None), builder.bitcast(some, mask)]
+            )
+            _store(builder, packed, out, size)
+            kept = builder.ctpop(builder.zext(some, _I64))
+            out = builder.add(out, builder.mul(kept, _const(size)))
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, wide), codegen
+    return types.void(i64, i64, i64, lanes, wide), codegen
 
 
 @intrinsic
@@ -358,6 +371,27 @@ def write_int(typingctx: Any, address: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _store(builder, builder.trunc(args[1], _I32), args[0], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def read_long(typingctx: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], _I64, 2)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def write_long(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store an int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, args[1], args[0], 2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

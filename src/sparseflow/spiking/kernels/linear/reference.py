@@ -7,7 +7,10 @@ import torch.nn.functional as F
 
 
 def run_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float64
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """`x` [M, K] times `weight` [N, K] transposed, plus `bias` [N]: [M, N], computed and returned in `dtype`."""
+    """`x` [M, K] times `weight` [N, K] transposed, plus `bias` [N]: [M, N], all in `dtype`."""
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -7,6 +7,7 @@ non-zero is the weight's chunk loaded too and multiplied.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
@@ -78,8 +79,9 @@ def sparse_linear(
     if y.numel() == 0:
         return y
     columns = triton.cdiv(n, COLUMNS)
+    kernel: Any = linear_kernel  # its launch arguments are not in its signature
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        linear_kernel[(triton.cdiv(m, ROWS) * columns,)](
+        kernel[(triton.cdiv(m, ROWS) * columns,)](
             x, weight, y if bias is None else bias, y, m, n, k, *x.stride(), *weight.stride(), columns,
             TM=ROWS, TN=COLUMNS, TK=FEATURES, BIAS=bias is not None,
             PRECISION="tf32" if allow_tf32 and x.dtype == torch.float32 else "ieee", num_warps=4,

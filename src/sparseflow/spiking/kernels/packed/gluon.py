@@ -30,13 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 @gluon.constexpr_function
 def _fragment(bm, num_warps):
-    """wgmma's A and accumulator fragments as [BM, 4, 2, 4, 2] = (row, k/16, (k/8)%2, quad lane, pair)."""
-    warps = [[16 << i, 0, 0, 0, 0] for i in range(num_warps.bit_length() - 1)]
-    regs = [[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
-    rows = 16 * num_warps
-    while rows < bm:
-        regs.append([rows, 0, 0, 0, 0])
-        rows *= 2
+    """wgmma's A and accumulator fragments as [BM, 4, 2, 4, 2] = (row, k/16, (k/8)%2, quad lane, pair).
+
+    With `bm` of 8 rows a warp instead of 16: one half of such a fragment, the rows g or the rows g + 8.
+    """
+    rows = bm // num_warps
+    warps = [[rows << i, 0, 0, 0, 0] for i in range(num_warps.bit_length() - 1)]
+    regs = [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]
+    if rows == 16:
+        regs.insert(1, [8, 0, 0, 0, 0])
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [bm, 4, 2, 4, 2])
 
@@ -45,6 +47,17 @@ def _fragment(bm, num_warps):
 def _halves(bm, num_warps):
     """Layout of [BM, 4]: the four halfwords of one block of channels, for every pixel of a tile."""
     return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _fragment(bm, num_warps))))
+
+
+@gluon.constexpr_function
+def _sums_layout(px, bn, num_warps, pair, mma):
+    """Layout of one time step's sums [PX, BN]: wgmma's accumulator, or half of its rows."""
+    if pair == 1:
+        return mma
+    regs = [[0, 1]] + [[0, 8 << i] for i in range((bn // 8).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warps = [[8 << i, 0] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [px, bn])
 
 
 @gluon.constexpr_function
@@ -111,6 +124,12 @@ def _spread(half, like, BM: gl.constexpr):
 def _unit_shift(unit, taps, width, ch):
     """Halfwords from a batch's first unit to its unit `unit`: a tap of a 3x3, or a block of a 1x1."""
     return unit * 4 if taps == 1 else ((unit // 3) * (width + 2) + unit % 3) * ch
+
+
+@gluon.jit
+def _place(pixel, H: gl.constexpr, W: gl.constexpr):
+    """Image, row and column of a pixel counted over all images."""
+    return pixel // (H * W), (pixel // W) % H, pixel % W
 
 
 @gluon.jit
@@ -240,6 +259,19 @@ def _gather(base, t, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constex
 
 
 @gluon.jit
+def _time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """An accumulator as one [PX, BN] a time step: with PAIR == 2 rows g belong to the first, g + 8 to the second."""
+    if PAIR == 1:
+        return (acc,)
+    else:
+        first, second = gl.split(acc.reshape([BM // 16, 2, 8, BN]).permute((0, 2, 3, 1)))
+        return (
+            gl.convert_layout(first.reshape([BM // 2, BN]), SUMS, assert_trivial=True),
+            gl.convert_layout(second.reshape([BM // 2, BN]), SUMS, assert_trivial=True),
+        )
+
+
+@gluon.jit
 def _column_block(bits, blk: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
     """Block `blk` of packed bits [BM, BN / 64, 4] as [BM, 4] in layout `L`."""
     if BN == 64:
@@ -308,6 +340,7 @@ def group_kernel(
     BM: gl.constexpr,
     BN: gl.constexpr,
     TC: gl.constexpr,
+    PAIR: gl.constexpr,
     UB: gl.constexpr,
     UB2: gl.constexpr,
     PARTS: gl.constexpr,
@@ -331,6 +364,10 @@ def group_kernel(
     HALVES: gl.constexpr = _halves(BM, NUM_WARPS)
     STEPS: gl.constexpr = UB * PARTS
     STEPS2: gl.constexpr = UB2 * PARTS
+    PX: gl.constexpr = BM // PAIR
+    TA: gl.constexpr = TC // PAIR
+    SUMS: gl.constexpr = _sums_layout(PX, BN, NUM_WARPS, PAIR, MMA)
+    OUT: gl.constexpr = _halves(PX, NUM_WARPS)
 
     slots = gl.allocate_shared_memory(gl.float16, [RING * STEPS, BN, 64], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
@@ -374,29 +411,34 @@ def group_kernel(
 
     row = gl.arange(0, BM, layout=gl.SliceLayout(1, HALVES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, HALVES)).expand_dims(0)
-    acc_row = gl.arange(0, BM, layout=gl.SliceLayout(1, MMA))
-    acc_col = column + gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
+    if PAIR == 1:
+        row_pixel = row
+        row_step = row * 0
+    else:
+        row_pixel = (row // 16) * 8 + row % 8
+        row_step = (row // 8) % 2
+    out_row = gl.arange(0, PX, layout=gl.SliceLayout(1, OUT))
+    out_lane = gl.arange(0, 4, layout=gl.SliceLayout(0, OUT)).expand_dims(0)
+    sum_row = gl.arange(0, PX, layout=gl.SliceLayout(1, SUMS))
+    sum_col = column + gl.arange(0, BN, layout=gl.SliceLayout(0, SUMS))
     PAD: gl.constexpr = 0 if TAPS == 9 else 1
 
     for tile in range(first_tile, tiles, tile_stride):
-        pixel = tile * BM + row
-        inside = (pixel < pixels).expand_dims(1)
-        pixel = gl.minimum(pixel, pixels - 1)
-        n = pixel // (H * W)
-        y = (pixel // W) % H
-        x = pixel % W
-        src = (((n * (IH + 2) + y * STRIDE + PAD) * (IW + 2) + x * STRIDE + PAD) * CH).expand_dims(1) + lane
-        dst = (((n * (H + 2) + y + 1) * (W + 2) + x + 1) * OCH).expand_dims(1) + (lane + column // 16)
+        n, y, x = _place(gl.minimum(tile * PX + row_pixel, pixels - 1), H, W)
+        src = ((n * (IH + 2) + y * STRIDE + PAD) * (IW + 2) + x * STRIDE + PAD) * CH
+        src = (src + row_step * x_step).expand_dims(1) + lane
         if UB2 > 0:
-            src2 = (((n * (IH2 + 2) + y * STRIDE2 + 1) * (IW2 + 2) + x * STRIDE2 + 1) * CH2).expand_dims(
-                1
-            ) + lane
-        acc_pixel = gl.minimum(tile * BM + acc_row, pixels - 1).expand_dims(1)
-        state = acc_pixel * C_OUT + acc_col.expand_dims(0)
+            src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1) * (IW2 + 2) + x * STRIDE2 + 1) * CH2
+            src2 = (src2 + row_step * x2_step).expand_dims(1) + lane
+        inside = (tile * PX + out_row < pixels).expand_dims(1)
+        n, y, x = _place(gl.minimum(tile * PX + out_row, pixels - 1), H, W)
+        dst = (((n * (H + 2) + y + 1) * (W + 2) + x + 1) * OCH).expand_dims(1) + (out_lane + column // 16)
+        sum_pixel = gl.minimum(tile * PX + sum_row, pixels - 1).expand_dims(1)
+        state = sum_pixel * C_OUT + sum_col.expand_dims(0)
         if READ_V:
             v = gl.load(v_in_ptr + state)
         else:
-            v = gl.full([BM, BN], 0.0, gl.float32, MMA) + v_reset
+            v = gl.full([PX, BN], 0.0, gl.float32, SUMS) + v_reset
 
         if SPLIT > 1:
             mine = tile >= 0
@@ -404,7 +446,7 @@ def group_kernel(
             mine: gl.constexpr = True
         for t0 in range(0, T, TC):
             acc = ()
-            for t in gl.static_range(TC):
+            for a in gl.static_range(TA):
                 acc = acc + (gl.full([BM, BN], 0.0, gl.float32, MMA),)
             here = t0 * x_step
             if SPLIT == 1:
@@ -413,7 +455,15 @@ def group_kernel(
                 stop = gl.minimum(begin + count, batches)
             for batch in range(begin, stop):
                 words = _load_units(
-                    x_ptr, src, here + _batch_shift(batch, TAPS, UB, IW, CH), x_step, UB, TC, TAPS, IW, CH
+                    x_ptr,
+                    src,
+                    here + _batch_shift(batch, TAPS, UB, IW, CH),
+                    PAIR * x_step,
+                    UB,
+                    TA,
+                    TAPS,
+                    IW,
+                    CH,
                 )
                 slot = used % RING
                 if RESIDENT:
@@ -421,7 +471,7 @@ def group_kernel(
                     mbarrier.wait(full.index(slot), 0)
                 else:
                     mbarrier.wait(full.index(slot), (used // RING) & 1)
-                acc = _multiply(words, acc, batch > begin, slots, slot * STEPS, UB, TC, PARTS, BM, A)
+                acc = _multiply(words, acc, batch > begin, slots, slot * STEPS, UB, TA, PARTS, BM, A)
                 if not RESIDENT:
                     used += 1
                     gl.thread_barrier()
@@ -445,7 +495,7 @@ def group_kernel(
                 here2 = t0 * x2_step
                 for batch in range(gl.maximum(begin - batches, 0), begin + count - batches):
                     words = _load_units(
-                        x2_ptr, src2, here2 + batch * (UB2 * 4), x2_step, UB2, TC, 1, IW2, CH2
+                        x2_ptr, src2, here2 + batch * (UB2 * 4), PAIR * x2_step, UB2, TA, 1, IW2, CH2
                     )
                     slot = used % RING
                     if RESIDENT:
@@ -454,7 +504,7 @@ def group_kernel(
                     else:
                         mbarrier.wait(full.index(slot), (used // RING) & 1)
                     acc = _multiply(
-                        words, acc, batch + batches > begin, slots, slot * STEPS, UB2, TC, PARTS, BM, A
+                        words, acc, batch + batches > begin, slots, slot * STEPS, UB2, TA, PARTS, BM, A
                     )
                     if not RESIDENT:
                         used += 1
@@ -477,39 +527,43 @@ def group_kernel(
                         fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
 
             if SPLIT > 1:
-                part_at = acc_row.expand_dims(1) * BN + gl.arange(
+                part_at = gl.arange(0, BM, layout=gl.SliceLayout(1, MMA)).expand_dims(1) * BN + gl.arange(
                     0, BN, layout=gl.SliceLayout(0, MMA)
                 ).expand_dims(0)
                 tile_id = tile * gl.num_programs(1) + gl.program_id(1)
-                part_base = part_ptr + tile_id * (SPLIT * TC * BM * BN)
+                part_base = part_ptr + tile_id * (SPLIT * TA * BM * BN)
                 mine = _share(
-                    acc, part_base, count_ptr + tile_id, gl.program_id(2), part_at, SPLIT, BM * BN, TC
+                    acc, part_base, count_ptr + tile_id, gl.program_id(2), part_at, SPLIT, BM * BN, TA
                 )
             if mine:
-                bias = gl.load(bias_ptr + acc_col).expand_dims(0)
-                for t in gl.static_range(TC):
+                bias = gl.load(bias_ptr + sum_col).expand_dims(0)
+                for a in gl.static_range(TA):
                     if SPLIT > 1:
-                        current = _gather(part_base, t, part_at, SPLIT, BM * BN, TC) * scale + bias
+                        whole = _gather(part_base, a, part_at, SPLIT, BM * BN, TA)
                     else:
-                        current = acc[t] * scale + bias
-                    if DENSE:
-                        current += (
-                            gl.load(dense_ptr + (state + (t0 + t) * dense_step)).to(gl.float32) * skip_value
-                        )
-                    if SKIPS:
-                        gl.static_assert(BN == 64, "identity skips need BN == 64")
-                        half = gl.load(skip_ptr + (dst + (t0 + t) * out_step))
-                        current += gl.where(_spread(half, current, BM), skip_value, 0.0)
-                    v = v * alpha + current
-                    spikes = v >= threshold
-                    if SOFT:
-                        v = gl.where(spikes, v - threshold, v)
-                    else:
-                        v = gl.where(spikes, v_reset, v)
-                    bits = _pack(spikes, BM, BN)
-                    for blk in gl.static_range(BN // 64):
-                        piece = _column_block(bits, blk, BN, BM, HALVES).to(gl.int16)
-                        gl.store(out_ptr + (dst + ((t0 + t) * out_step + blk * 4)), piece, mask=inside)
+                        whole = acc[a]
+                    sums = _time_steps(whole, BM, BN, PAIR, SUMS)
+                    for s in gl.static_range(PAIR):
+                        t = t0 + (a * PAIR + s)
+                        current = sums[s] * scale + bias
+                        if DENSE:
+                            current += (
+                                gl.load(dense_ptr + (state + t * dense_step)).to(gl.float32) * skip_value
+                            )
+                        if SKIPS:
+                            gl.static_assert(BN == 64, "identity skips need BN == 64")
+                            half = gl.load(skip_ptr + (dst + t * out_step))
+                            current += gl.where(_spread(half, current, PX), skip_value, 0.0)
+                        v = v * alpha + current
+                        spikes = v >= threshold
+                        if SOFT:
+                            v = gl.where(spikes, v - threshold, v)
+                        else:
+                            v = gl.where(spikes, v_reset, v)
+                        bits = _pack(spikes, PX, BN)
+                        for blk in gl.static_range(BN // 64):
+                            piece = _column_block(bits, blk, BN, PX, OUT).to(gl.int16)
+                            gl.store(out_ptr + (dst + (t * out_step + blk * 4)), piece, mask=inside)
         if WRITE_V:
             if mine:
-                gl.store(v_out_ptr + state, v, mask=(tile * BM + acc_row < pixels).expand_dims(1))
+                gl.store(v_out_ptr + state, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))

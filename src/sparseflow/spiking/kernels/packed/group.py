@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,40 +21,10 @@ from sparseflow.spiking.kernels.packed.format import (
     blocks_of,
     empty_packed,
 )
+from sparseflow.spiking.kernels.packed.variants import Variant, units_of, variants
 from sparseflow.spiking.kernels.spec import GroupSpec
 
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a Hopper SM that CTAs can use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """How the kernel cuts the work; every choice gives the same result.
-
-    Attributes:
-        bm: Output pixels of a tile.
-        bn: Output channels of a tile, 64 or 128.
-        tc: Time steps whose sums are held at once; each weight is read T / tc times a tile.
-        ub: Units of a K batch: 3 or 9 taps, or blocks of a 1x1.
-        ring: K batches held in shared memory.
-        warps: Warps of a CTA.
-        split: CTAs that share one tile's K loop.
-        ctas: CTAs an SM; 0 starts one CTA a tile instead of persistent ones.
-    """
-
-    bm: int = 64
-    bn: int = 64
-    tc: int = 4
-    ub: int = 3
-    ring: int = 3
-    warps: int = 4
-    split: int = 1
-    ctas: int = 2
-
-    @property
-    def name(self) -> str:
-        """A short unique name, `m64n64t4u3r3w4s1c2`."""
-        return f"m{self.bm}n{self.bn}t{self.tc}u{self.ub}r{self.ring}w{self.warps}s{self.split}c{self.ctas}"
+__all__ = ["PreparedPackedGroup", "Variant", "kernel_constants", "prepare_group", "refusal", "variants"]
 
 
 def refusal(spec: GroupSpec) -> str | None:
@@ -80,72 +49,6 @@ def refusal(spec: GroupSpec) -> str | None:
         if not bool(torch.isfinite(source.weight).all()):
             return f"source {i} has NaN or Inf weights"
     return None
-
-
-def _units(spec: GroupSpec) -> tuple[int, int]:
-    """K steps (units) of the first and the second source."""
-    first = spec.sources[0].weight
-    second = blocks_of(spec.sources[1].weight.shape[1]) if len(spec.sources) > 1 else 0
-    return blocks_of(first.shape[1]) * first.shape[-1] ** 2, second
-
-
-def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1) -> list[Variant]:
-    """Tunable configurations that fit, the default first; `H` and `W` are the output's."""
-    units, units2 = _units(spec)
-    taps = spec.sources[0].weight.shape[-1] ** 2
-    c_out = spec.sources[0].weight.shape[0]
-    tc = next(c for c in (4, 2, 1) if T % c == 0)
-    wide = c_out % 128 == 0
-    found: list[Variant] = []
-
-    def add(**kw: int) -> None:
-        v = Variant(**kw)
-        if units % v.ub or T % v.tc or (spec.skips and v.bn > BLOCK):
-            return
-        batches = units // v.ub + units2
-        batch_bytes = v.ub * parts * v.bn * 2 * BLOCK
-        room = (SHARED_BYTES // max(v.ctas, 1) - 2048) // batch_bytes
-        v = replace(v, ring=min(v.ring, room, -(-batches // v.split)))
-        keeps = v.tc > 1 or v.ring == batches  # one time step at a time pays only when the weights stay
-        shares = v.split == 1 or (v.tc == T and batches >= 2 * v.split)
-        if v.ring > 0 and keeps and shares and (v.ring > 1 or batches == 1) and v not in found:
-            found.append(v)
-
-    if taps == 9:
-        every = units // 9  # batches of nine taps
-        if not units2:
-            add(bm=128, tc=1, ub=9, ring=every, warps=8, ctas=2)
-            add(bm=64, tc=1, ub=9, ring=every, warps=4, ctas=3)
-            add(bm=128, tc=1, ub=9, ring=every, warps=8, ctas=1)
-            add(bm=256, tc=1, ub=9, ring=every, warps=16, ctas=1)
-        if tc > 1:
-            add(bm=64, tc=2, ub=3, ring=3, warps=4, ctas=3)
-            add(bm=64, tc=2, ub=3, ring=4, warps=4, ctas=2)
-        add(bm=64, tc=tc, ub=3, ring=4, warps=4, ctas=2)
-        add(bm=64, tc=tc, ub=3, ring=4, warps=4, ctas=0)
-        add(bm=128, tc=tc, ub=3, ring=6, warps=8, ctas=1)
-        add(bm=128, tc=tc, ub=3, ring=6, warps=8, ctas=0)
-        if wide and tc >= 2:
-            add(bm=64, bn=128, tc=2, ub=3, ring=2, warps=4, ctas=2)
-            add(bm=128, bn=128, tc=2, ub=3, ring=4, warps=8, ctas=1)
-        for split in (2, 3, 4):
-            add(bm=64, tc=tc, ub=3, ring=4, warps=4, split=split, ctas=0)
-        return found
-    for ub in (4, 2, 1):
-        if units % ub:
-            continue
-        if not units2:
-            add(bm=128, tc=1, ub=ub, ring=units // ub, warps=8, ctas=2)
-            add(bm=64, tc=1, ub=ub, ring=units // ub, warps=4, ctas=4)
-        add(bm=64, tc=tc, ub=ub, ring=12 // ub, warps=4, ctas=2)
-        add(bm=64, tc=tc, ub=ub, ring=12 // ub, warps=4, ctas=0)
-        add(bm=128, tc=tc, ub=ub, ring=20 // ub, warps=8, ctas=1)
-        if wide and tc >= 2:
-            add(bm=64, bn=128, tc=2, ub=ub, ring=6 // ub, warps=4, ctas=2)
-        for split in (2, 4):
-            add(bm=64, tc=tc, ub=ub, ring=12 // ub, warps=4, split=split, ctas=0)
-        break
-    return found
 
 
 def layout_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
@@ -196,7 +99,7 @@ class PreparedPackedGroup:
         W: Output columns.
         device: A Hopper GPU.
         parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
-        variant: A name out of `variants()`; None takes the first.
+        variant: A name out of `variants()`; None takes the likely fastest, the first of them.
         in_sizes: (rows, columns) of every source's input; None takes stride x output.
 
     Raises:
@@ -244,14 +147,14 @@ class PreparedPackedGroup:
         self.out = empty_packed(T, N, self.c_out, H, W, self.device)
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         v = self.variant
-        self.tiles = -(-N * H * W // v.bm)
+        self.tiles = -(-N * H * W // v.pixels)
         columns = self.c_out // v.bn
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         walkers = self.tiles if v.ctas == 0 else min(self.tiles, max(1, sms * v.ctas // (columns * v.split)))
         self.grid = (walkers, columns, v.split)
         if v.split > 1:
             shares = self.tiles * columns
-            self._partial = torch.empty(shares * v.split * v.tc * v.bm * v.bn, device=self.device)
+            self._partial = torch.empty(shares * v.split * (v.tc // v.pair) * v.bm * v.bn, device=self.device)
             self._count = torch.zeros(shares, dtype=torch.int32, device=self.device)
         else:
             self._partial = self.bias
@@ -304,7 +207,7 @@ class PreparedPackedGroup:
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             self._descriptor = TensorDescriptor.from_tensor(self.weights, [c.bn, BLOCK], layout)
         x, x2 = spikes[0].data, spikes[-1].data
-        units, units2 = _units(spec)
+        units, units2 = units_of(spec)
         constants = kernel_constants(
             spec, c, H=self.H, W=self.W, in_sizes=self.in_sizes, parts=self.parts, skips=len(skips),
             dense=len(dense), read_v=v is not None, write_v=want_v,
@@ -337,7 +240,7 @@ def kernel_constants(
 ) -> dict[str, int | bool]:
     """Compile-time constants of `group_kernel` for a group and a variant."""
     c, first, second = variant, spec.sources[0], spec.sources[-1]
-    units, units2 = _units(spec)
+    units, units2 = units_of(spec)
     c_out = first.weight.shape[0]
     return {
         "H": H, "W": W, "IH": in_sizes[0][0], "IW": in_sizes[0][1],
@@ -345,7 +248,7 @@ def kernel_constants(
         "STRIDE": first.stride,
         "IH2": in_sizes[-1][0], "IW2": in_sizes[-1][1], "CH2": blocks_of(second.weight.shape[1]) * 4,
         "STRIDE2": second.stride, "OCH": c_out // 16, "C_OUT": c_out,
-        "BM": c.bm, "BN": c.bn, "TC": c.tc, "UB": c.ub, "UB2": 1 if units2 else 0, "PARTS": parts,
+        "BM": c.bm, "BN": c.bn, "TC": c.tc, "PAIR": c.pair, "UB": c.ub, "UB2": 1 if units2 else 0, "PARTS": parts,
         "RING": c.ring, "RESIDENT": c.split == 1 and c.ring == units // c.ub + units2, "SPLIT": c.split,
         "SOFT": spec.neuron.v_reset is None, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
         "WRITE_V": write_v, "NUM_WARPS": c.warps,

@@ -53,9 +53,10 @@ def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
 def neuron_kernel(
     steady, varying, varying_steps, skips, posts, post_denses, post_steps,
     bias_ptr, v_in_ptr, v_out_ptr, out_ptr, dense_ptr,
-    alpha, beta, delta, threshold, v_reset, pixels, T, word_step, dense_step,
-    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, TC: tl.constexpr,
-    SOFT: tl.constexpr, BIAS: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+    alpha, beta, delta, threshold, v_reset, pixels, word_step, dense_step,
+    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr,
+    READ_V: tl.constexpr, WRITE_V: tl.constexpr,
     PACKED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of P pixels, blocks of channels). `steady` currents are constant over time."""
@@ -217,8 +218,8 @@ def neuron(
         bias if bias is not None else some, v if v is not None else some, last if last is not None else some,
         bits.data.view(torch.int32) if bits is not None else some, flat if flat is not None else some,
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
-        pixels, steps, words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
-        C=c, G=cdiv(c, 64), H=h, W=w, P=_PIXELS, TC=time_steps_held(steps),
+        pixels, words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
+        C=c, G=cdiv(c, 64), H=h, W=w, P=_PIXELS, T=steps, TC=time_steps_held(steps),
         SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
         PACKED=bits is not None, DENSE=flat is not None, num_warps=4,
     )  # fmt: skip

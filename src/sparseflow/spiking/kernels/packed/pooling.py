@@ -95,16 +95,16 @@ def max_pool(spikes: PackedSpikes, kernel: int, stride: int | None = None, paddi
 
 @triton.jit
 def spatial_mean_kernel(
-    words_ptr, out_ptr, pixels, area, C: tl.constexpr, G: tl.constexpr, P: tl.constexpr
+    words_ptr, out_ptr, area, PIXELS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
     """Grid (T x N, blocks of channels). The border is counted along: it is zero."""
     image = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     lane = tl.arange(0, 64)
     count = tl.zeros([64], tl.int32)
-    for start in range(0, pixels, P):
+    for start in range(0, PIXELS, P):
         pixel = start + tl.arange(0, P)
-        word = tl.load(words_ptr + (image * pixels + pixel) * G + block, mask=pixel < pixels, other=0)
+        word = tl.load(words_ptr + (image * PIXELS + pixel) * G + block, mask=pixel < PIXELS, other=0)
         count += tl.sum(spread_bits(word, lane), 0).to(tl.int32)
     c = block * 64 + lane
     mean = tl.div_rn(count.to(tl.float32), area)
@@ -130,6 +130,6 @@ def spatial_mean(spikes: PackedSpikes, dtype: torch.dtype = torch.float32) -> Te
     check_step_size(spikes.data)
     launch(
         spatial_mean_kernel, (t * n, spikes.blocks),
-        spikes.words, out, (h + 2) * (w + 2), float(h * w), C=c, G=spikes.blocks, P=32, num_warps=4,
+        spikes.words, out, float(h * w), PIXELS=(h + 2) * (w + 2), C=c, G=spikes.blocks, P=32, num_warps=4,
     )  # fmt: skip
     return out

@@ -86,13 +86,13 @@ def _convolve(
 @triton.jit
 def twin_kernel(
     x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
-    scale, alpha, beta, threshold, v_reset, pixels, T, x_step, x2_step, out_step,
+    scale, alpha, beta, threshold, v_reset, pixels, x_step, x2_step, out_step,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     IH: tl.constexpr, IW: tl.constexpr,
     G2: tl.constexpr, K2: tl.constexpr, STRIDE2: tl.constexpr, PADDING2: tl.constexpr,
     IH2: tl.constexpr, IW2: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
     SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
@@ -337,13 +337,13 @@ class PreparedTwinGroup:
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
             self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
-            self.N * self.H * self.W, self.T, x.stride(0), x2.stride(0), self.out.words.stride(0),
+            self.N * self.H * self.W, x.stride(0), x2.stride(0), self.out.words.stride(0),
             C=self.c_out, H=self.H, W=self.W,
             G=spikes[0].blocks, K=first.weight.shape[-1], STRIDE=first.stride, PADDING=first.padding,
             IH=self.in_sizes[0][0], IW=self.in_sizes[0][1],
             G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
             PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
-            BM=c.bm, BN=c.bn, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
+            BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
             READ_V=v is not None, WRITE_V=want_v, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         return self.out, self.v if want_v else None

@@ -1,0 +1,193 @@
+"""Kernel parts between bits, events and dense rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import carray
+
+from sparseflow.spiking.kernels.events.compiler import jit
+from sparseflow.spiking.kernels.events.planes import PLANE_BYTES
+from sparseflow.spiking.kernels.events.records import EVENTS, SLACK
+from sparseflow.spiking.kernels.events.simd import (
+    ALL_LANES,
+    add_one,
+    append_entries,
+    as_pointer,
+    atomic_max,
+    copy_lanes,
+    count_bits,
+    read_int,
+    read_long,
+    read_short,
+    write_int,
+    write_long,
+)
+
+
+@jit
+def add_plane(
+    events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int
+) -> None:
+    """Add 1.0 in `values` [W, lanes] for each event of row `line` whose channel is in first .. first+lanes."""
+    count = read_int(events.start + 4 * (line * (width + 1) + width))
+    wide, row = events.wide, line * events.row
+    for i in range(row, row + count):
+        entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
+        if channels == lanes:
+            add_one(values + 4 * entry)
+        else:
+            x = entry // channels
+            c = entry - x * channels - first
+            if 0 <= c < lanes:
+                add_one(values + 4 * (x * lanes + c))
+
+
+@jit
+def add_step(
+    events: Any,
+    t: int,
+    rows: int,
+    row: int,
+    width: int,
+    values: int,
+    channels: int,
+    first: int,
+    lanes: int,
+) -> None:
+    """`add_plane` for every plane that fires at step t; `row` is n * H + y and `rows` N * H."""
+    for plane in range(events.planes):
+        entry = events.table + PLANE_BYTES * plane
+        if read_int(entry + 8) <= t < read_int(entry + 12):
+            add_plane(events, plane * rows + row, width, values, channels, first, lanes)
+
+
+@jit
+def select_plane(entry: int, bits: int, step_bytes: int, nbytes: int, masks: int) -> None:
+    """Bits of one plane from bits of all time steps.
+
+    Args:
+        entry: Address of the plane's row in the plane table.
+        bits: Address of a row of bits at step 0.
+        step_bytes: Bytes between two steps.
+        nbytes: Bytes of a row; up to seven more are read and written.
+        masks: Address of the result.
+    """
+    lo, hi = read_int(entry + 8), read_int(entry + 12)
+    above_lo, above_hi = read_int(entry + 16), read_int(entry + 20)
+    for i in range(0, nbytes, 8):
+        own = read_long(bits + lo * step_bytes + i)
+        for t in range(lo + 1, hi):
+            own &= read_long(bits + t * step_bytes + i)
+        if above_hi:
+            above = read_long(bits + above_lo * step_bytes + i)
+            for t in range(above_lo + 1, above_hi):
+                above &= read_long(bits + t * step_bytes + i)
+            own &= ~above
+        write_long(masks + i, own)
+
+
+def _make_write_row(wide: int) -> Any:
+    """`write_row` for int32 (1) or uint16 (0) entries."""
+    size = 4 if wide else 2
+
+    @jit
+    def write_row(
+        out: Any, posts: Any, line: int, masks: int, width: int, channels: int, tiles: int, vectors: int
+    ) -> bool:
+        pixel_bytes = 2 * vectors
+        paired = pixel_bytes & ~3
+        tile_bytes = pixel_bytes * width
+        post_count = posts.size
+        begin = out.index + size * line * out.row
+        place, end = begin, begin + size * (out.row - SLACK)
+        start = out.start + 4 * line * (width + 1)
+        pixel_room = size * 16 * tiles * vectors
+        write_int(start, 0)
+        for x in range(width):
+            if place + pixel_room > end:
+                return False
+            at, entry = masks + x * pixel_bytes, x * channels
+            for _ in range(tiles):
+                for j in range(0, paired, 4):
+                    fired = read_int(at + j) & 0xFFFFFFFF
+                    append_entries(place, entry, fired, 32, wide)
+                    place += size * count_bits(fired)
+                    entry += 32
+                if paired < pixel_bytes:
+                    fired = read_short(at + paired)
+                    append_entries(place, entry, fired, 16, wide)
+                    place += size * count_bits(fired)
+                    entry += 16
+                at += tile_bytes
+            for i in range(post_count):
+                post = posts[i]
+                starts = post.start + 4 * (line * (width + 1) + x)
+                first, count = read_int(starts), read_int(starts + 4) - read_int(starts)
+                source = post.index + size * (line * post.row + first)
+                if place + size * count > end:
+                    return False
+                # Sixteen are copied whether there are any or not: no branch to mispredict.
+                copy_lanes(source, place, ALL_LANES if wide else ALL_LANES >> 8)
+                for j in range(16 * size, size * count, 16 * size):
+                    copy_lanes(source + j, place + j, ALL_LANES if wide else ALL_LANES >> 8)
+                place += size * count
+            write_int(start + 4 * (x + 1), (place - begin) // size)
+        return True
+
+    return write_row
+
+
+_write_row_narrow, _write_row_wide = _make_write_row(0), _make_write_row(1)
+
+
+@jit
+def emit_row(
+    out_at: int,
+    post_list: int,
+    post_count: int,
+    rows: int,
+    row: int,
+    bits: int,
+    step_bytes: int,
+    masks: int,
+    width: int,
+    channels: int,
+    tiles: int,
+    vectors: int,
+    need: int,
+) -> None:
+    """Write one row of every plane.
+
+    Args:
+        out_at: Address of the output's `records.EVENTS`.
+        post_list: Address of event tensors of the output's shape, which are added to the bits.
+        post_count: How many.
+        rows: N * H.
+        row: n * H + y.
+        bits: Address of the row's bits at step 0, uint16 [tiles, W, vectors].
+        step_bytes: Bytes between two steps.
+        masks: Address of room for one step of bits and eight bytes more.
+        width: W.
+        channels: C.
+        tiles: See `bits`.
+        vectors: See `bits`.
+        need: Address of an int64 that becomes the length of the longest row that did not fit.
+    """
+    out = carray(as_pointer(out_at), 1, EVENTS)[0]
+    posts = carray(as_pointer(post_list), post_count, EVENTS)
+    nbytes = 2 * tiles * width * vectors
+    for plane in range(out.planes):
+        select_plane(out.table + PLANE_BYTES * plane, bits, step_bytes, nbytes, masks)
+        line = plane * rows + row
+        if out.wide:
+            fits = _write_row_wide(out, posts, line, masks, width, channels, tiles, vectors)
+        else:
+            fits = _write_row_narrow(out, posts, line, masks, width, channels, tiles, vectors)
+        if not fits:
+            length = SLACK + 16 * tiles * vectors
+            for i in range(0, nbytes, 2):
+                length += count_bits(read_short(masks + i))
+            for i in range(post_count):
+                length += read_int(posts[i].start + 4 * (line * (width + 1) + width))
+            atomic_max(need, length)

@@ -1,0 +1,66 @@
+"""The plain-Triton kernels compile for real GPUs, without spills, through the calls that launch them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the packed kernels need triton")
+
+_COMPILE = """
+import json, sys
+import torch
+from sparseflow.spiking.kernels.packed import codec, neuron, offline_triton, pooling, twin
+from sparseflow.spiking.kernels.packed.format import empty_packed
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+
+lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
+
+
+def group(t, n, c_in, c_out, k, size, parts):
+    source = SpikeSource(weight=torch.ones(c_out, c_in, k, k), padding=k // 2)
+    spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=lif, skips=1)
+    run = twin.PreparedTwinGroup(spec, T=t, N=n, H=size, W=size, device="cpu", parts=parts)
+    inputs = [empty_packed(t, n, c_in, size, size, "cpu")], [empty_packed(t, n, c_out, size, size, "cpu")]
+    run(*inputs, want_v=True)
+
+
+with offline_triton.compiling(int(sys.argv[1])) as found:
+    for t, n, c, size in ((4, 2, 128, 28), (1, 1, 1, 1)):
+        x = torch.zeros(t, n, size, size, c, dtype=torch.float16).permute(0, 1, 4, 2, 3)
+        p = codec.pack(x)
+        codec.unpack(p, torch.float16, add=[p])
+        pooling.spatial_mean(p)
+        v = torch.zeros(n, size, size, c)
+        neuron.neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, v_out=True)
+        neuron.neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
+        group(t, n, c, c, 3, size, 1)
+    pooling.max_pool(empty_packed(4, 2, 64, 28, 28, "cpu"), 3, 2, 1)
+    group(4, 2, 256, 64, 1, 14, 2)
+rows = [(c.kernel, c.registers, c.spill_bytes, c.shared_bytes, c.asm["ptx"].count("mma")) for c in found]
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_without_spills(arch: int) -> None:
+    # In a process of its own: in this one, Triton may be interpreting.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(arch)], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kernels = {name for name, *_ in found}
+    assert kernels == {
+        "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel", "neuron_kernel",
+        "twin_kernel",
+    }  # fmt: skip
+    for name, registers, spill_bytes, shared_bytes, multiplies in found:
+        assert spill_bytes == 0 and registers < 255, (name, registers, spill_bytes)
+        assert shared_bytes <= 99 * 1024, (name, shared_bytes)
+        assert (multiplies > 0) == (name == "twin_kernel"), name

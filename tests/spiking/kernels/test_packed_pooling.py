@@ -1,0 +1,52 @@
+"""Pooling on packed spikes against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the packed kernels need triton")
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.kernels.packed.format import pack
+from sparseflow.spiking.kernels.packed.pooling import (
+    max_pool,
+    max_pool_reference,
+    spatial_mean,
+    spatial_mean_reference,
+)
+from tests.spiking.kernels.packed_cases import DEVICE, seeded, spikes
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.mark.parametrize(
+    "window", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (3, 3, 0), (2, 1, 1), (5, 2, 1), (1, 2, 0)]
+)
+@pytest.mark.parametrize("size", [(8, 8), (7, 9), (5, 6)])
+def test_max_pool(window: tuple[int, int, int], size: tuple[int, int]) -> None:
+    packed = pack(spikes(seeded(1), 2, 2, 70, *size, rate=0.05))
+    found, expected = max_pool(packed, *window), max_pool_reference(packed, *window)
+    assert found.shape == expected.shape
+    assert torch.equal(found.data, expected.data)
+
+
+def test_max_pool_steps_by_its_window() -> None:
+    packed = pack(spikes(seeded(2), 1, 1, 64, 6, 6, rate=0.1))
+    assert torch.equal(max_pool(packed, 2).data, max_pool_reference(packed, 2, 2, 0).data)
+
+
+@pytest.mark.parametrize("window", [(3, 2, 2), (1, 1, 1), (7, 1, 0)])
+def test_max_pool_refuses_windows(window: tuple[int, int, int]) -> None:
+    with pytest.raises(InputError, match="cannot pool 6x4"):
+        max_pool(pack(torch.zeros(1, 1, 3, 6, 4, device=DEVICE)), *window)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 3, 200, 7, 7), (3, 1, 64, 4, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_spatial_mean(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for rate in (0.0, 0.3, 1.0):
+        packed = pack(spikes(seeded(3), *shape, rate=rate))
+        found = spatial_mean(packed, dtype)
+        assert found.dtype == dtype and found.shape == shape[:3]
+        assert torch.equal(found, spatial_mean_reference(packed, dtype))

@@ -1,0 +1,505 @@
+"""A plan computes what its network computes, whatever way each group runs in; exactly, on exact weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from spikingjelly.activation_based import functional, layer, neuron
+
+from sparseflow.errors import RunError
+from sparseflow.spiking.backend import EventBackend
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.plan import Spikes
+from sparseflow.spiking.registry import register_neuron, unregister_neuron
+from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.nets import (
+    Constant,
+    Small,
+    dyadic,
+    force,
+    from_rest,
+    images,
+    membranes,
+    planned,
+    ready,
+    same,
+    small,
+)
+
+WAYS = ("module", "dense", "sparse")
+BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
+"""Families in which real numbers of many digits reach a convolution, so that no weights make its sums exact."""
+
+
+def agree(net: nn.Module, x: torch.Tensor, way: str, *, exact: bool = True) -> dict[str, str]:
+    """Two calls in a row, from rest: outputs and membranes are the network's own. Returns each group's way."""
+    plan = planned(net, x)
+    ways = force(plan, way, x)
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [(net(x), membranes(net)) for _ in range(2)]
+        functional.reset_net(net)
+        found = [(plan.run(x), membranes(net)) for _ in range(2)]
+    assert not same(expected[0][1], expected[1][1]), "the second call starts from the first one's membranes"
+    if exact:
+        assert same(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    return ways
+
+
+# --- the thirteen families ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_family_in_every_way(name: str, mode: str, way: str) -> None:
+    net, x = FAMILIES[name](mode)
+    dyadic(net)
+    x = x.mul(16).round().div(16)
+    ways = agree(net, x, way, exact=name not in BY_VALUE)
+    assert way == "module" or not ways or set(ways.values()) & {way, "dense"}
+
+
+def test_the_families_reach_the_sparse_way() -> None:
+    """Otherwise the test above would compare the network with itself."""
+    reached = {}
+    for name, mode in CASES:
+        net, x = FAMILIES[name](mode)
+        ways = force(planned(net, x), "sparse", x)
+        reached[name, mode] = list(ways.values()).count("sparse")
+    assert reached["spiking_resnet", "s"] == reached["spiking_resnet", "m"] == 8
+    assert reached["sew_resnet", "s"] == reached["sew_resnet", "m"] >= 12
+    for name in ("ms_resnet", "spiking_vgg", "parametric_lif_net", "qkformer", "spike_driven_transformer"):
+        assert all(count > 0 for (family, _), count in reached.items() if family == name)
+
+
+# --- neurons and layers ---------------------------------------------------------------------------------------
+
+NEURONS: dict[str, Callable[[], nn.Module]] = {
+    "IF": neuron.IFNode,
+    "IF soft": lambda: neuron.IFNode(v_reset=None),
+    "IF reset to -0.5": lambda: neuron.IFNode(v_threshold=0.75, v_reset=-0.5),
+    "LIF": neuron.LIFNode,
+    "LIF without decayed input": lambda: neuron.LIFNode(decay_input=False),
+    "LIF soft": lambda: neuron.LIFNode(tau=2.0, v_reset=None),
+    "LIF reset to 0.25": lambda: neuron.LIFNode(tau=2.0, v_reset=0.25),
+    "LIF reset to -1, input whole": lambda: neuron.LIFNode(tau=2.0, v_reset=-1.0, decay_input=False),
+    "PLIF": lambda: neuron.ParametricLIFNode(init_tau=2.0),
+    "PLIF soft": lambda: neuron.ParametricLIFNode(init_tau=2.0, v_reset=None, decay_input=False),
+}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["s", "m"])
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_every_neuron(make: Any, mode: str, way: str) -> None:
+    x = images(3, 2) if mode == "m" else images(2)
+    ways = agree(small(mode, make), x, way)
+    assert ways == {"conv1": "dense", "conv2": way, "conv3": way}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(("bias", "affine"), [(True, True), (True, False), (False, False)])
+def test_bias_and_plain_batchnorm(bias: bool, affine: bool, way: str) -> None:
+    agree(small(bias=bias, affine=affine), images(3, 2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(
+    "conv",
+    [
+        lambda: layer.Conv2d(6, 6, 3, stride=2, padding=1, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, padding="same", step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, padding="valid", step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, stride=2, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, stride=2, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, padding=1, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, step_mode="m"),
+    ],
+)
+def test_every_geometry_at_odd_sizes(conv: Any, way: str) -> None:
+    net = Small()
+    net.conv2 = conv()
+    ready(net)
+    for size in (3, 5, 8):
+        ways = agree(net, images(3, 1, size=size), way)
+        assert ways["conv2"] == way
+
+
+class Resnet(Small):
+    """Residuals before and behind neurons, stacked, strided, and through an average pool."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode)
+        self.conv4, self.sn4 = layer.Conv2d(6, 8, 3, stride=2, padding=1), neuron.LIFNode()
+        self.down = layer.Conv2d(6, 8, 1, stride=2)
+        self.conv5, self.sn5 = layer.Conv2d(8, 8, 3, padding=1), neuron.IFNode()
+        self.pool = layer.AvgPool2d(2)
+        self.conv6, self.sn6 = layer.Conv2d(8, 8, 3, padding=1), neuron.IFNode()
+        functional.set_step_mode(self, mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.sn1(self.bn1(self.conv1(x)))
+        b = self.sn2(self.bn2(self.conv2(a)) + a + a * 2)
+        c = self.sn4(self.conv4(b) + self.down(a))
+        d = self.sn5(self.conv5(c)) + c  # small integers
+        e = self.sn6(self.conv6(self.pool(d)) + self.pool(c)) + self.pool(d)
+        return self.fc(e.flatten(-2).mean(-1))
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["s", "m"])
+def test_residuals_of_every_kind(mode: str, way: str) -> None:
+    agree(ready(Resnet(mode)), images(3, 2) if mode == "m" else images(2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_integers_go_through_several_sew_blocks(way: str) -> None:
+    class Sew(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            b = self.sn2(self.bn2(self.conv2(a))) + a
+            c = b + a + b  # up to 5, outside of every group
+            return self.fc(self.sn3(self.conv3(c)).flatten(-2).mean(-1))
+
+    agree(ready(Sew()), images(3, 2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_shared_convolution_and_a_shared_neuron(way: str) -> None:
+    class Shared(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            b = self.sn2(self.bn2(self.conv2(a)))
+            c = self.sn2(self.bn2(self.conv2(b)))
+            return self.fc(self.sn3(self.conv3(c)).flatten(-2).mean(-1))
+
+    ways = agree(ready(Shared()), images(3, 2), way)
+    assert set(ways) == {"conv1", "conv3"}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1)), nn.AvgPool2d(2)])
+def test_pools_read_spikes(pool: nn.Module, way: str) -> None:
+    class Pooled(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.pool = pool
+            self.fc = nn.LazyLinear(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.pool(self.features(x)).flatten(1))
+
+    net = Pooled()
+    net(images(2))
+    agree(ready(net), images(2), way)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_constant_stem_is_computed_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = ready(Constant()), images(2)
+    agree(net, x, way)
+    plan = planned(net, x)
+    force(plan, way, x)
+    seen: list[tuple[int, ...]] = []
+    convolve = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda x, *a, **k: seen.append(tuple(x.shape)) or convolve(x, *a, **k))
+    functional.reset_net(net)
+    with torch.no_grad():
+        plan.run(x)
+    assert seen[0] == ((6, 3, 8, 8) if way == "module" else (2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_plan_runs_other_batches_and_sizes(way: str) -> None:
+    net = small()
+    plan = planned(net, images(3, 2))
+    force(plan, way, images(3, 2))
+    for x in (images(3, 5), images(3, 1, size=12), images(1, 2), images(7, 1, size=6), images(3, 2)):
+        expected, v = from_rest(net, x), membranes(net)
+        functional.reset_net(net)
+        assert same(plan.run(x), expected) and same(membranes(net), v)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, x.shape[:2]),
+        lambda x: x[:1].expand(3, -1, -1, -1, -1),
+        lambda x: x.flip(-1).transpose(-1, -2),
+        lambda x: torch.stack([x, x], -1)[..., 0],
+    ],
+    ids=["channels last", "expanded", "transposed", "strided"],
+)
+def test_memory_layouts(layout: Any, way: str) -> None:
+    agree(small(), layout(images(3, 2)), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_membranes_of_another_batch_are_the_neurons_business(way: str) -> None:
+    net = small()
+    plan = planned(net, images(3, 2))
+    force(plan, way, images(3, 2))
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [net(images(3, n)) for n in (2, 3, 3)], membranes(net)
+        functional.reset_net(net)
+        found = [plan.run(images(3, n)) for n in (2, 3, 3)], membranes(net)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_membrane_set_by_hand_is_where_it_starts(way: str) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, way, x)
+    functional.reset_net(net)
+    net.sn2.v = 0.25
+    with torch.no_grad():
+        expected, v = net(x), membranes(net)
+        functional.reset_net(net)
+        net.sn2.v = 0.25
+        assert same(plan.run(x), expected) and same(membranes(net), v)
+    assert not same(from_rest(net, x), expected)
+
+
+class Shifted(Small):
+    """Adds a parameter to what reaches a neuron."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sn1(self.bn1(self.conv1(x)))
+        x = self.sn2(self.bn2(self.conv2(x)) + self.shift)
+        return self.sn3(self.conv3(x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 2, 6, 8, 8), None),
+        ((3, 2, 6, 8, 8), None),
+        ((6, 1, 1), "not feature maps"),
+        ((1, 1, 6, 1, 1), "different shapes"),
+        ((1, 1, 6, 8, 8), "different shapes"),
+        ((3, 1, 6, 8, 8), "different shapes"),
+        ((1, 2, 1, 8, 8), "different shapes"),
+    ],
+)
+def test_broadcast_additions(shape: tuple[int, ...], reason: str | None) -> None:
+    net, x = ready(Shifted(*shape)), images(3, 2)
+    plan = planned(net, x)
+    found: list[str | None] = []
+
+    def around(group: Any, env: Any) -> Spikes:
+        found.append(group.misfit(env))
+        return group.run(env)
+
+    with torch.no_grad():
+        plan.run(x, around=around)
+    assert found[1] == reason or (reason is not None and reason in str(found[1]))
+    ways = agree(net, x, "sparse")
+    assert ways["conv2"] == ("module" if reason else "sparse")
+
+
+def test_a_skip_that_is_broadcast_over_time_is_left_to_the_network() -> None:
+    class First(Small):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            s = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.bn2(self.conv2(s)) + s[:1])))
+
+    ways = agree(ready(First()), images(3, 2), "sparse")
+    assert ways["conv2"] == "module"
+
+
+# --- inputs and outputs ---------------------------------------------------------------------------------------
+
+
+def test_several_inputs_defaults_and_nested_outputs() -> None:
+    class Rich(Small):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, mask: Any = None) -> Any:
+            a = self.sn1(self.bn1(self.conv1(x + y)))
+            b = self.sn2(self.bn2(self.conv2(a)))
+            out = self.fc(self.sn3(self.conv3(b)).flatten(-2).mean(-1)) * scale
+            return {"out": out, "spikes": (a, [b])}
+
+    net, x, y = ready(Rich()), images(3, 2), images(3, 2, seed=1)
+    plan = planned(net, x, y)
+    assert force(plan, "sparse", x, y)["conv2"] == "sparse"
+    expected = from_rest(net, x, y)
+    functional.reset_net(net)
+    assert expected["spikes"][1][0].sum() > 0
+    assert same(plan.run(x, y), expected)
+
+
+def test_a_convolution_called_by_keyword() -> None:
+    class Keyword(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.conv2(input=x))))
+
+    assert agree(ready(Keyword()), images(2), "sparse")["conv2"] == "sparse"
+
+
+def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    alive: list[int] = []
+
+    def around(group: Any, env: Any) -> Spikes:
+        alive.append(len(env))
+        return group.run(env)
+
+    with torch.no_grad():
+        plan.run(x, around=around)
+    assert alive == [1, 1, 1]
+
+
+# --- forms of spikes ------------------------------------------------------------------------------------------
+
+
+def test_spikes_convert_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EventBackend()
+    dense = (images(3, 2) > 0.5).float()
+    calls: list[str] = []
+    for name in ("encode", "decode"):
+        original = getattr(EventBackend, name)
+        monkeypatch.setattr(
+            EventBackend, name, lambda self, x, name=name, f=original: calls.append(name) or f(self, x)
+        )
+    spikes = Spikes(backend, dense=dense, single=False, dtype=torch.float32)
+    assert spikes.dense is dense and spikes.sequence is dense and calls == []
+    assert spikes.native is spikes.native and calls == ["encode"]
+    back = Spikes(backend, native=spikes.native, single=False, dtype=torch.float32)
+    assert same(back.spatial_mean(), dense.mean((-2, -1))) and calls == ["encode"]
+    assert same(back.dense, dense) and same(back.dense, dense) and calls == ["encode", "decode"]
+    single = Spikes(backend, dense=dense[0], single=True, dtype=torch.float32)
+    assert same(single.sequence, dense[:1]) and same(single.dense, dense[0])
+    again = Spikes(backend, native=single.native, single=True, dtype=torch.float32)
+    assert same(again.dense, dense[0]) and same(again.spatial_mean(), dense[0].mean((-2, -1)))
+
+
+def test_groups_emit_what_their_readers_take() -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    assert [group.emit for group in plan.groups] == ["native", "native", "dense"]
+    force(plan, "dense", x)
+    assert [group.emit for group in plan.groups] == ["dense", "dense", "dense"]
+
+
+def test_a_neuron_that_lies_about_its_spikes_is_found_out() -> None:
+    class Liar(neuron.IFNode):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    register_neuron(Liar)
+    try:
+        net = ready(Small())
+        net.sn1 = Liar(step_mode="m")
+        plan = planned_without_sample(net)
+        with torch.no_grad(), pytest.raises(RunError, match="holds other numbers"):
+            assert [group.name for group in plan.groups] == ["conv2", "conv3"]
+            plan.groups[0].way = "sparse"
+            plan.run(images(3, 2))
+    finally:
+        unregister_neuron(Liar)
+
+
+def planned_without_sample(net: nn.Module) -> Any:
+    from sparseflow.spiking.plan import Plan
+
+    return Plan(analyze(net), EventBackend())
+
+
+# --- when the network's own code must run ---------------------------------------------------------------------
+
+
+def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(small())
+            self.head = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    net, x = Nested().eval(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    assert plan.overruled() is None and not plan.watched()
+    for name in ("body", "body.0", "body.0.conv2", "body.0.bn2", "body.0.sn2", "body.0.sn2.surrogate_function"):
+        for register in ("register_forward_hook", "register_forward_pre_hook"):
+            handle = getattr(net.get_submodule(name), register)(lambda *a: None)
+            assert "is hooked" in str(plan.overruled()) and plan.watched()
+            handle.remove()
+            assert plan.overruled() is None
+    calls: list[int] = []
+    handle = net.head.register_forward_hook(lambda *a: calls.append(1))
+    assert plan.overruled() is None and plan.watched()
+    with torch.no_grad():
+        plan.run(x)
+    assert calls == [1]
+    handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
+    assert plan.overruled() is not None
+    handle.remove()
+    net.body[0].bn2.train()
+    assert "training mode" in str(plan.overruled())
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_forgotten_weights_are_prepared_anew(way: str) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, way, x)
+    before = from_rest(net, x)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(-1)
+    expected = from_rest(net, x)
+    functional.reset_net(net)
+    plan.forget()
+    assert not same(before, expected) and same(plan.run(x), expected)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_events_take_no_more_memory_than_dense_spikes() -> None:
+    """Bytes of every layer's output, as events with all rows full, against float32."""
+    net, x = small(channels=32), images(3, 2, size=16)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    sizes: list[tuple[int, int]] = []
+
+    def around(group: Any, env: Any) -> Spikes:
+        spikes = group.run(env, emit="native")
+        sizes.append((spikes.native.nbytes, spikes.sequence.nbytes))
+        return spikes
+
+    with torch.no_grad():
+        plan.run(x, around=around)
+    assert len(sizes) == 3 and all(native < dense for native, dense in sizes), sizes
