@@ -67,7 +67,8 @@ def make_case(name: str, rate: float, *, time_steps: int, images: int, seed: int
     current = F.conv2d(spikes[0, :4], weight, stride=stride, padding=k // 2).flatten()[:1_000_000]
     bias = NEURON.v_threshold / NEURON.beta - torch.quantile(current, 1 - OUTPUT_RATE)
     return Case(
-        spec=GroupSpec(sources=(source,), bias=bias.expand(c_out).contiguous() * 0.8, neuron=NEURON), spikes=spikes
+        spec=GroupSpec(sources=(source,), bias=bias.expand(c_out).contiguous() * 0.8, neuron=NEURON),
+        spikes=spikes,
     )
 
 
@@ -149,7 +150,9 @@ def run_case(name: str, rate: float, arguments: argparse.Namespace) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
     parser.add_argument("--rounds", type=int, default=20)
@@ -157,7 +160,9 @@ def main() -> None:
     parser.add_argument("--time-steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which needs a C++ compiler")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile, which needs a C++ compiler"
+    )
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     if arguments.threads is not None:
@@ -165,7 +170,11 @@ def main() -> None:
     with torch.inference_mode():
         rows = [run_case(name, rate, arguments) for name in arguments.layers for rate in arguments.rates]
     if arguments.out is not None:
-        content = {"environment": environment("cpu", seed=arguments.seed), "threads": torch.get_num_threads(), "rows": rows}
+        content = {
+            "environment": environment("cpu", seed=arguments.seed),
+            "threads": torch.get_num_threads(),
+            "rows": rows,
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(content, indent=1, default=str))
 

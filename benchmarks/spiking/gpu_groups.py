@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ from sparseflow.spiking.kernels.packed.group import (
     PreparedPackedGroup,
     kernel_constants,
     prepare_group,
+    silence_words,
     variants,
 )
 from sparseflow.spiking.kernels.packed.offline import compile_offline
 from sparseflow.spiking.kernels.packed.reference import group_reference
+from sparseflow.spiking.kernels.packed.silence import mark
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 MISMATCH_LIMIT = 2e-5
@@ -74,6 +76,9 @@ class Layer:
     state: bool = False  # reads and writes the membrane
     soft: bool = False
     width: int = 0
+    tile: int = 0  # pixels of the input's activity words, 0 for none; with them silence is skipped
+    silent: float = 0.0  # fraction of the input's blocks of channels that never fire
+    quiet: float = 0.0  # fraction of the images without a spike
     check_only: bool = False
 
     @property
@@ -122,6 +127,18 @@ FEATURES = [
     _layer("check_parts", 6, 192, 64, N=4, parts=2, check_only=True),
     _layer("check_96", 6, 96, 64, N=4, T=1, check_only=True),
 ]
+SILENT_CHECKS = [
+    _layer("check_silent", 9, 320, 128, N=6, tile=16, silent=0.5, check_only=True),
+    _layer("check_silent_1x1", 6, 1024, 64, k=1, N=5, tile=16, silent=0.5, check_only=True),
+    _layer("check_silent_down", 9, 192, 64, stride=2, width=5, N=5, T=8, tile=8, silent=0.5, check_only=True),
+    _layer("check_silent_64", 7, 64, 64, N=9, tile=16, quiet=0.5, state=True, check_only=True),
+]
+SILENT = [
+    _layer(f"{kind}_{size}_{c}", size, c, c, tile=16, silent=silent)
+    for kind, silent in (("active", 0.0), ("silent50", 0.5), ("silent80", 0.8))
+    for size, c in ((28, 128), (14, 256), (7, 512), (16, 128), (8, 256), (4, 512))
+    if c > 128 or silent < 0.8
+] + [_layer("active_56_64", 56, 64, 64, tile=16), _layer("quiet50_56_64", 56, 64, 64, tile=16, quiet=0.5)]
 MORE = [
     _layer("down_28_128", 56, 64, 128, stride=2), _layer("down_14_256", 28, 128, 256, stride=2),
     _layer("down_7_512", 14, 256, 512, stride=2),
@@ -139,7 +156,7 @@ MORE = [
     _layer("n8_56_64", 56, 64, 64, N=8), _layer("n8_28_128", 28, 128, 128, N=8),
     _layer("n8_14_256", 14, 256, 256, N=8), _layer("n8_7_512", 7, 512, 512, N=8),
 ]  # fmt: skip
-ALL = {layer.name: layer for layer in [*FIRST, *FEATURES, *MORE]}
+ALL = {layer.name: layer for layer in [*FIRST, *FEATURES, *SILENT_CHECKS, *SILENT, *MORE]}
 
 
 @dataclass
@@ -159,7 +176,17 @@ class Case:
         """The inputs as the packed kernel takes them."""
         dense = [d.permute(0, 1, 3, 4, 2).contiguous() for d in self.dense]
         v = None if self.v is None else self.v.permute(0, 2, 3, 1).contiguous()
-        return [pack(s) for s in self.spikes], [pack(s) for s in self.skips], dense, v
+        spikes = [pack(s) for s in self.spikes]
+        if self.layer.tile:
+            spikes = [mark(s, self.layer.tile) for s in spikes]
+        return spikes, [pack(s) for s in self.skips], dense, v
+
+    def silenced(self, fraction: float) -> Case:
+        """The same case with this fraction of the input's blocks of channels silent."""
+        blocks = -(-self.layer.c_in // 64)
+        spikes = [self.spikes[0].clone(), *self.spikes[1:]]
+        spikes[0][:, :, 64 * (blocks - round(blocks * fraction)) :] = 0
+        return replace(self, spikes=spikes)
 
     def prepare(self, variant: str | None) -> PreparedPackedGroup:
         """The packed kernel for this case."""
@@ -167,6 +194,7 @@ class Case:
         return prepare_group(
             self.spec, T=self.layer.T, N=self.layer.N, H=h, W=w, device="cuda", parts=self.layer.parts,
             variant=variant, in_sizes=[(s.shape[3], s.shape[4]) for s in self.spikes],
+            emit_activity=self.layer.tile > 0,
         )  # fmt: skip
 
 
@@ -200,11 +228,21 @@ def make_case(layer: Layer, density: float, seed: int) -> Case:
     spec = GroupSpec(
         sources=tuple(sources), bias=bias, neuron=neuron, skips=len(skips), dense_inputs=len(dense)
     )
-    return Case(layer=layer, spec=spec, spikes=spikes, skips=skips, dense=dense, v=v)
+    spikes[0][:, layer.N - round(layer.N * layer.quiet) :] = 0
+    case = Case(layer=layer, spec=spec, spikes=spikes, skips=skips, dense=dense, v=v)
+    return case.silenced(layer.silent)
 
 
-def check(case: Case, variant: str, expected: tuple[torch.Tensor, torch.Tensor], seed: int) -> dict[str, Any]:
-    """Run one variant on a poisoned output and compare with the reference; raises nothing on a mismatch."""
+Expected = tuple[torch.Tensor, torch.Tensor]
+
+
+def check(
+    case: Case, variant: str, expected: Expected, others: list[tuple[Case, Expected]], seed: int
+) -> dict[str, Any]:
+    """Run one variant on a poisoned output and compare with the reference; raises nothing on a mismatch.
+
+    `others` are inputs that are swapped in between replays of one CUDA graph.
+    """
     started = time.perf_counter()
     group = case.prepare(variant)
     spikes, skips, dense, v = case.packed()
@@ -213,6 +251,8 @@ def check(case: Case, variant: str, expected: tuple[torch.Tensor, torch.Tensor],
     for run in range(3):  # the second and third run see counters and barriers that the first one left behind
         inner = group.out.data[:, :, 1:-1, 1:-1]
         g = torch.Generator("cuda").manual_seed(seed + run)
+        if group.out.activity is not None:
+            group.out.activity.fill_(0x5A5A5A5A)
         inner.copy_(torch.randint(-(2**15), 2**15, inner.shape, generator=g, device="cuda").to(torch.int16))
         group.v.fill_(float("nan"))
         compiled = group.launch(spikes, skips, dense, v, want_v=case.layer.state)
@@ -227,10 +267,32 @@ def check(case: Case, variant: str, expected: tuple[torch.Tensor, torch.Tensor],
         border = group.out.data.clone()
         border[:, :, 1:-1, 1:-1] = 0
         info["border_clean"] = not bool(border.any())
+        if group.out.activity is not None:
+            info["activity_right"] = bool(
+                torch.equal(group.out.activity, mark(group.out, group.out.tile).activity)
+            )
         if case.layer.state:
             error = (group.v.permute(0, 3, 1, 2).double() - expected[1]).abs()[~differ]
             info["v_error"] = error.max().item()
-    ok = worst <= MISMATCH_LIMIT and info["border_clean"] and not info.get("v_error", 0.0) > 1e-3
+    if others:
+        graph = capture(lambda: group.launch(spikes, skips, dense, v, want_v=case.layer.state))
+        for other, wanted in others:
+            fresh = other.packed()[0][0]
+            spikes[0].data.copy_(fresh.data)
+            if spikes[0].activity is not None and fresh.activity is not None:
+                spikes[0].activity.copy_(fresh.activity)
+            group.out.data[:, :, 1:-1, 1:-1] = -1
+            graph.replay()
+            torch.cuda.synchronize()
+            got = unpack(group.out, torch.float64)
+            worst = max(worst, (got != wanted[0]).double().mean().item())
+        info["replays"] = len(others)
+    ok = (
+        worst <= MISMATCH_LIMIT
+        and info["border_clean"]
+        and info.get("activity_right", True)
+        and not info.get("v_error", 0.0) > 1e-3
+    )
     return {
         "status": "ok" if ok else "wrong", "mismatch": worst, "rate": expected[0].mean().item(),
         "grid": group.grid,
@@ -244,15 +306,26 @@ def worker(name: str, only: list[str], out: Path, density: float, seed: int) -> 
     case = make_case(layer, density, seed)
     # one part is rounding to fp16 (after a common power of two: the same, where nothing is subnormal)
     weight_dtype = None if layer.parts == 2 else torch.float16
-    expected = group_reference(
-        case.spec, case.spikes, case.skips, case.dense, case.v, dtype=torch.float64, weight_dtype=weight_dtype
-    )
+
+    def reference(case: Case) -> Expected:
+        return group_reference(
+            case.spec, case.spikes, case.skips, case.dense, case.v, dtype=torch.float64,
+            weight_dtype=weight_dtype,
+        )  # fmt: skip
+
+    expected = reference(case)
+    others: list[tuple[Case, Expected]] = []
+    if layer.tile and layer.check_only:
+        full = make_case(replace(layer, silent=0.0), density, seed + 1)
+        full = replace(full, spec=case.spec, v=case.v)
+        turns = [full.silenced(fraction) for fraction in (0.0, 0.5, 0.8, 1.0, 0.0)]
+        others = [(turn, reference(turn)) for turn in turns]
     with out.open("a") as stream:
         for variant in only:
             stream.write(json.dumps({"variant": variant, "status": "start"}) + "\n")
             stream.flush()
             try:
-                row = check(case, variant, expected, seed + 17)
+                row = check(case, variant, expected, others, seed + 17)
             except Exception as error:  # a variant that does not compile must not stop the others
                 row = {"status": "error", "error": f"{type(error).__name__}: {error}"[:600],
                        "where": traceback.format_exc()[-1200:]}  # fmt: skip
@@ -341,12 +414,16 @@ def compile_only(wanted: list[Layer]) -> None:
         for variant in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts):
             constants = kernel_constants(
                 spec, variant, H=h, W=w, in_sizes=sizes, parts=layer.parts, skips=int(layer.skip),
-                dense=int(layer.dense > 0), read_v=layer.state, write_v=layer.state,
+                dense=int(layer.dense > 0), read_v=layer.state, write_v=layer.state, in_tile=layer.tile,
+                emit=layer.tile > 0,
+                silence=silence_words(spec, variant, N=layer.N, H=h, W=w, in_size=sizes[0], tile=layer.tile)
+                if layer.tile else 0,
             )  # fmt: skip
-            key = json.dumps(constants)
+            limit = variant.max_registers if layer.parts == 1 else None
+            key = json.dumps([constants, limit])
             if key not in seen:
                 try:
-                    seen[key] = compile_offline(constants)
+                    seen[key] = compile_offline(constants, max_registers=limit)
                 except Exception as error:
                     seen[key] = f"{type(error).__name__}: {error}"[:300]
                 print(layer.name, variant.name, seen[key], flush=True)
@@ -483,6 +560,16 @@ def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick
             return lambda: group(spikes, skips, dense, v)
 
         attempt(name, make)
+    if layer.tile:  # what the masks cost, and what they save
+        plain = replace(case, layer=replace(layer, tile=0))
+        bits = [pack(s) for s in case.spikes]
+        for name in passed:
+
+            def make_plain(name: str = name) -> Callable[[], Any]:
+                group = plain.prepare(name)
+                return lambda: group(bits, skips, dense, v)
+
+            attempt(f"plain {name}", make_plain)
     samples = time_graphs(graphs, calls=calls, rounds=rounds)
     rates = {s.float().mean().item() for s in case.spikes}
     return {"samples_us": samples, "errors": errors, "density": max(rates)}
@@ -512,6 +599,9 @@ def table(result: dict[str, Any]) -> str:
         )
         if ours:
             default = row["default"]
+            without = [t for k, t in median.items() if k.startswith("plain ")]
+            if without:
+                head += f"| without masks {min(without):.1f} "
             head += f"| {dense / ours[0][0]:5.2f}x {flops / ours[0][0] / 1e6:4.0f} TF | "
             if default in median:
                 head += f"default +{100 * (median[default] / ours[0][0] - 1):.1f} % | "
@@ -530,7 +620,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument(
-        "--quick", action="store_true", help="the eight 3x3 layers and the feature checks only"
+        "--quick", action="store_true", help="eight 3x3 layers, the same with silence, and the feature checks"
     )
     parser.add_argument("--layers", default="", help="comma-separated names or globs")
     parser.add_argument(
@@ -558,7 +648,7 @@ def main() -> None:
     begun = time.monotonic()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = args.cudnn_limit
-    wanted = [*FIRST, *FEATURES] if args.quick else list(ALL.values())
+    wanted = [*FIRST, *FEATURES, *SILENT_CHECKS, *SILENT] if args.quick else list(ALL.values())
     if args.layers:
         wanted = [x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in args.layers.split(","))]
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -593,8 +683,10 @@ def main() -> None:
     print(f"checks done after {time.monotonic() - begun:.0f} s", flush=True)
     for checker in finished:
         layer = checker.layer
-        result["layers"][layer.name] = {"layer": asdict(layer), "flops": layer.flops, "checks": checker.rows,
-                                         "floors_us": layer.floors_us(), "default": checker.default}  # fmt: skip
+        result["layers"][layer.name] = {
+            "layer": asdict(layer), "flops": layer.flops, "floors_us": layer.floors_us(),
+            "default": checker.default, "checks": checker.rows,
+        }  # fmt: skip
         bad = [r for r in checker.rows.values() if r["status"] != "ok"]
         for row in bad[:2]:
             print(

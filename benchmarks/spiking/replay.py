@@ -103,6 +103,9 @@ class Bench:
     def __init__(self, device: torch.device, *, rounds: int, calls: int, warmup: int, seed: int) -> None:
         self.device, self.rounds, self.calls, self.warmup, self.seed = device, rounds, calls, warmup, seed
         self._kept: list[Run] = []
+        # Graphs of a row may use each other's memory: they run one at a time, and a result is checked before
+        # the next graph is captured.
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.work: dict[str, Callable[[], object]] = {}
         self.checks: dict[str, dict[str, float]] = {}
         self.errors: dict[str, str] = {}
@@ -111,6 +114,8 @@ class Bench:
         """Forget the candidates of the previous row."""
         self.work, self.checks, self.errors = {}, {}, {}
         self._kept.clear()
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def admit(
         self,
@@ -169,7 +174,7 @@ class Bench:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             held = run()
             for _ in range(self.calls - 1):
                 run()

@@ -127,10 +127,10 @@ def ready(net: nn.Module, *, seed: int = 0, gain: float = 3.0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in net.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
                 fan = module.weight[0].numel()
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * gain * fan**-0.5)
-            if isinstance(module, (nn.Conv2d, nn.BatchNorm2d)) and module.bias is not None:
+            if isinstance(module, (nn.Conv2d, nn.Linear, nn.BatchNorm2d)) and module.bias is not None:
                 module.bias.copy_(torch.rand(module.bias.shape, generator=generator) / 2)
             if isinstance(module, nn.BatchNorm2d):
                 assert module.running_var is not None and module.running_mean is not None
@@ -150,7 +150,10 @@ def small(step_mode: str = "m", make: Callable[[], nn.Module] = neuron.IFNode, *
 
 def from_rest(net: nn.Module, *inputs: torch.Tensor) -> Any:
     """Reset `net` and run it without gradients."""
-    functional.reset_net(net)
+    # Not by `functional.reset_net`, which remembers the modules that it found the first time.
+    for module in net.modules():
+        if callable(reset := getattr(module, "reset", None)):
+            reset()
     with torch.no_grad():
         return net(*inputs)
 
@@ -188,9 +191,11 @@ def force(plan: Plan, way: str, *inputs: torch.Tensor) -> dict[str, str]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, in whatever tuples or dicts the tensors stand."""
+    """Equal to the last digit (NaN equals NaN), in whatever tuples or dicts the tensors stand."""
     if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+        if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        return bool(((left == right) | ((left != left) & (right != right))).all())
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (tuple, list)):

@@ -35,6 +35,11 @@ def test_all_and_nothing(value: float, ratio: float) -> None:
     assert zero_block_ratio(torch.full((1, 2, 9, 9), value), 4) == ratio
 
 
+def test_a_single_image_needs_no_batch_axis() -> None:
+    x = (torch.rand(4, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.1).float()
+    assert activity_of(x) == activity_of(x.unsqueeze(0))
+
+
 @pytest.mark.parametrize("lead", [(2,), (3, 2)])
 def test_an_input_is_described(lead: tuple[int, ...]) -> None:
     x = torch.zeros(*lead, 4, 12, 10)

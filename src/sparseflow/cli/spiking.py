@@ -112,6 +112,7 @@ def profile(
     from dataclasses import asdict
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     import sparseflow
@@ -138,7 +139,7 @@ def profile(
     if as_json:
         typer.echo(json.dumps({"model": model, "batch": batch, "layers": rows}, ensure_ascii=False))
         return
-    table = Table(title=f"{model}, batch {batch}", title_justify="left")
+    table = Table(title=escape(f"{model}, batch {batch}"), title_justify="left")
     for heading in (
         "layer",
         "fed by",
@@ -154,15 +155,15 @@ def profile(
     for row in rows:
         spikes = bool(row["fed_by"])
         table.add_row(
-            row["name"],
-            ", ".join(row["fed_by"]) or "–",
+            escape(row["name"]),
+            escape(", ".join(row["fed_by"])) or "–",
             row["values"],
             f"{100 * row['firing_rate']:.2f} %" if spikes else "–",
             f"{100 * row['zero_block_ratio']:.1f} %" if spikes else "–",
             f"{100 * row['silent_channels']:.0f} %" if spikes else "–",
             f"{row['height']} x {row['width']}" if "height" in row else "–",
             "–" if row["latency_ms"] is None else f"{row['latency_ms']:.3f}",
-            row["reason"] or "",
+            escape(row["reason"] or ""),
         )
     Console().print(table)
 
@@ -186,6 +187,7 @@ def bench(
     """
     import torch
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from sparseflow.cli.progress import bar
@@ -217,7 +219,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps({"run": str(run.path), "cases": results}, ensure_ascii=False))
         return
-    table = Table(title=str(run.path), title_justify="left")
+    table = Table(title=escape(str(run.path)), title_justify="left")
     for heading in (
         "case",
         "strongest dense",
@@ -230,11 +232,11 @@ def bench(
         table.add_column(heading)
     for name, row in results.items():
         if "error" in row:
-            table.add_row(name, f"failed: {row['error']}")
+            table.add_row(escape(name), escape(f"failed: {row['error']}"))
             continue
         speed, ms = row["speedup"], row["latency_ms"]
         table.add_row(
-            name,
+            escape(name),
             row["baseline"],
             f"{ms[row['baseline']]:.3f} → {ms['optimised']:.3f}",
             f"{speed['median']:.2f}x ({speed['low']:.2f}–{speed['high']:.2f})",

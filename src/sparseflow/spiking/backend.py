@@ -21,6 +21,9 @@ from sparseflow.spiking.kernels.spec import GroupSpec
 Convolution = Literal["sparse", "dense"]
 Form = Literal["native", "dense"]
 
+TUNED_VARIANTS = 2
+"""Variants of a GPU kernel that are timed when a group is prepared."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShape:
@@ -83,7 +86,7 @@ class Backend(Protocol):
         """Lay out weights and buffers for one group."""
         ...
 
-    def encode(self, dense: torch.Tensor) -> Any:
+    def encode(self, dense: torch.Tensor, max_value: int) -> Any:
         """[T, N, C, H, W] spikes to the backend's own form."""
         ...
 
@@ -135,7 +138,7 @@ class EventBackend:
 
         return run
 
-    def encode(self, dense: torch.Tensor) -> Any:
+    def encode(self, dense: torch.Tensor, max_value: int) -> Any:
         from sparseflow.spiking.kernels import events
 
         try:
@@ -177,5 +180,5 @@ def backend_for(sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | Non
         extras.require("triton", "spiking")
         from sparseflow.spiking.packed_backend import PackedBackend
 
-        return PackedBackend(dtype=dtype, device=sample.device)
+        return PackedBackend(dtype=dtype, device=sample.device, tune=TUNED_VARIANTS)
     return None

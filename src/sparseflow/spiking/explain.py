@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from sparseflow.spiking.optimize import Accelerated, accelerated
@@ -68,7 +69,8 @@ class Explanation:
 
     def table(self, *, brief: bool = False) -> Table:
         """For the console; `brief` leaves out what feeds a layer and why it runs as it does."""
-        table = Table(title=f"{self.model}: {self.summary}", title_justify="left")
+        # Text, not str: Rich reads square brackets in a str as commands, and names may hold them.
+        table = Table(title=Text(f"{self.model}: {self.summary}"), title_justify="left")
         table.add_column("layer", no_wrap=True)
         if not brief:
             table.add_column("fed by")
@@ -82,7 +84,7 @@ class Explanation:
         for layer in self.layers:
             source = (", ".join(layer.fed_by) or "–", layer.values)
             reason = layer.why + (f"; {layer.flag}" if layer.flag else "")
-            table.add_row(
+            cells = (
                 layer.name,
                 *(() if brief else source),
                 _percent(layer.firing_rate) + (" !" if layer.flag else ""),
@@ -91,6 +93,7 @@ class Explanation:
                 _times(layer),
                 *(() if brief else (reason,)),
             )
+            table.add_row(*map(Text, cells))
         return table
 
 
@@ -121,7 +124,10 @@ def explain(model: nn.Module) -> Explanation:
         seen = state.activities.get(site.name)
         backend, why = "not measured yet", "run the network once, or give optimize() a sample"
         if decision is not None:
-            backend = _backend_name(state, site.name, group, ways.get(group or "", decision.way))
+            way = ways.get(group or "", decision.way)
+            # A group's stem runs dense, whatever its convolutions of spikes run on.
+            way = "dense" if way == "sparse" and not site.replaceable else way
+            backend = _backend_name(state, site.name, group, way)
             why = decision.why
         elif not site.replaceable and site.reason:
             backend, why = "dense", site.reason

@@ -285,6 +285,10 @@ def group_spec(
         weight, shift = fold_match(conv, modules)
         sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
         bias = bias.to(shift.device) + shift
+    for conv in match.dense_convs:
+        # The neuron adds it on its way; a convolution with a bias of its own costs a GPU one more pass.
+        _, shift = fold_match(conv, modules)
+        bias = bias.to(shift.device) + shift
     return GroupSpec(
         sources=tuple(sources),
         bias=bias,

@@ -7,9 +7,10 @@ the host decides nothing by values, so a whole plan captures into a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,6 @@ from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
 from sparseflow.spiking.kernels.spec import GroupSpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-ChooseVariant = Callable[[GroupSpec, GroupShape, Sequence[str]], str | None]
-"""Given a group, its shape and the kernel's variants, the name of the one to use, or None for the first."""
 
 
 @dataclass(kw_only=True)
@@ -87,7 +85,8 @@ class PackedBackend:
     Args:
         device: The GPU (or the CPU, where TRITON_INTERPRET=1 has Triton interpret its kernels).
         dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of every weight of a sparse group.
-        choose_variant: Picks a kernel's variant; None takes each kernel's first.
+        tune: How many of a kernel's variants to time when a group is prepared, the most promising ones (once
+            for groups of the same shapes); 0 or 1 takes the first. Timing waits for the GPU and compiles.
         own_membranes: Each group writes its membrane into one buffer of its own, so that a captured graph
             carries it from replay to replay without a copy. Otherwise every call returns a new tensor and
             leaves the one handed in as it was.
@@ -103,14 +102,15 @@ class PackedBackend:
         device: torch.device | str,
         dtype: torch.dtype,
         *,
-        choose_variant: ChooseVariant | None = None,
+        tune: int = 0,
         own_membranes: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise InputError(f"packed spikes serve networks in fp16, bf16 or fp32, got {dtype}")
         self.device, self.dtype = torch.device(device), dtype
         self.own_membranes = own_membranes
-        self._choose = choose_variant
+        self._tune = tune
+        self._tuned: dict[Any, str] = {}
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         """Why the sparse convolution cannot run here, or None when it can."""
@@ -171,9 +171,21 @@ class PackedBackend:
         """Whether the Gluon kernel runs here."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
 
-    def variant(self, spec: GroupSpec, shape: GroupShape, names: Sequence[str]) -> str | None:
-        """The kernel variant to use for a group."""
-        return self._choose(spec, shape, names) if self._choose else None
+    def fastest(self, key: Any, candidates: Mapping[str, Callable[[], Callable[[], Any]]]) -> str:
+        """The candidate to use, timed where that was asked for.
+
+        Args:
+            key: What the times depend on.
+            candidates: For every name a function that prepares, and returns what to time; best guess first.
+        """
+        names = list(candidates)[: max(self._tune, 1)]
+        if len(names) == 1:
+            return names[0]
+        if key not in self._tuned:
+            from sparseflow.spiking.kernels.packed import autotune
+
+            self._tuned[key] = autotune.fastest({name: candidates[name] for name in names})[0]
+        return self._tuned[key]
 
 
 def _split(skips: Sequence[Native]) -> tuple[list[PackedSpikes], list[Tensor]]:
@@ -197,33 +209,50 @@ class _SparseGroup:
     """A group on the packed kernels. `kernel` and `variant` say which one runs."""
 
     def __init__(self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape) -> None:
-        from sparseflow.spiking.kernels.packed import twin
+        from sparseflow.spiking.kernels.packed import group, twin
 
         self.backend, self.spec, self.shape = backend, spec, shape
+        self._parts = 2 if backend.dtype == torch.float32 else 1
         fused = replace(spec, post_skips=0)
-        _, h, w = shape.output
-        sizes = [(height, width) for _, height, width in shape.sources]
-        parts = 2 if backend.dtype == torch.float32 else 1
-        geometry: dict[str, Any] = {
-            "T": shape.steps, "N": shape.images, "H": h, "W": w, "device": backend.device, "parts": parts,
-            "in_sizes": sizes,
-        }  # fmt: skip
         # More dense addends than the Hopper kernel reads are added up for it, see `__call__`.
         single = replace(fused, dense_inputs=min(fused.dense_inputs, 1))
-        names = self._gluon_variants(single, parts)
+        names = self._gluon_variants(single)
         self.kernel = "gluon" if names else "twin"
         if names:
-            from sparseflow.spiking.kernels.packed import group
-
-            variant = backend.variant(spec, shape, names)
-            self._group: Any = group.PreparedPackedGroup(single, variant=variant, **geometry)
+            self._fused, self._make = single, group.PreparedPackedGroup
         else:
-            names = [v.name for v in twin.twin_variants(fused, T=shape.steps, parts=parts)]
-            variant = backend.variant(spec, shape, names)
-            self._group = twin.PreparedTwinGroup(fused, variant=variant, **geometry)
-        self.variant = self._group.variant.name
+            self._fused, self._make = fused, twin.PreparedTwinGroup
+            names = [v.name for v in twin.twin_variants(fused, T=shape.steps, parts=self._parts)]
+        geometry = tuple((tuple(s.weight.shape), s.stride, s.padding) for s in fused.sources)
+        key = (self.kernel, geometry, shape, fused.skips, fused.dense_inputs)
+        self.variant = backend.fastest(key, {name: partial(self._trial, name) for name in names})
+        self._group: Any = self._prepared(self.variant)
 
-    def _gluon_variants(self, spec: GroupSpec, parts: int) -> list[str]:
+    def _prepared(self, variant: str) -> Any:
+        shape, (_, h, w) = self.shape, self.shape.output
+        return self._make(
+            self._fused,
+            T=shape.steps,
+            N=shape.images,
+            H=h,
+            W=w,
+            device=self.backend.device,
+            parts=self._parts,
+            variant=variant,
+            in_sizes=[(height, width) for _, height, width in shape.sources],
+        )
+
+    def _trial(self, variant: str) -> Callable[[], Any]:
+        """A call of a variant on silent inputs; how much fires does not change its time."""
+        shape, (c, h, w), spec = self.shape, self.shape.output, self._fused
+        t, n, device = shape.steps, shape.images, self.backend.device
+        made = self._prepared(variant)
+        fed = [empty_packed(t, n, *size, device) for size in shape.sources]
+        skips = [empty_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
+        dense = [torch.zeros((t, n, h, w, c), dtype=self.backend.dtype, device=device)] * spec.dense_inputs
+        return lambda: made(fed, skips, dense, None, True)
+
+    def _gluon_variants(self, spec: GroupSpec) -> list[str]:
         """Variants of the Hopper kernel that fit; none where it cannot run."""
         if not self.backend.is_hopper():
             return []
@@ -232,7 +261,7 @@ class _SparseGroup:
         if group.refusal(spec) is not None:
             return []
         _, h, w = self.shape.output
-        found = group.variants(spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=parts)
+        found = group.variants(spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=self._parts)
         return [v.name for v in found]
 
     def __call__(

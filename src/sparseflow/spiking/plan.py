@@ -71,7 +71,7 @@ class Spikes:
     @property
     def native(self) -> Any:
         if self._native is None:
-            self._native = self._backend.encode(self.sequence)
+            self._native = self._backend.encode(self.sequence, self.max_value)
         return self._native
 
     @property
@@ -120,7 +120,7 @@ class GroupStep:
     way: Way = "module"
     emit: Literal["native", "dense"] = "native"
     _prepared: dict[Way, PreparedGroup] = field(default_factory=dict)
-    _stem: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _stem: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
     _spec: GroupSpec | None = None
 
@@ -171,8 +171,10 @@ class GroupStep:
         if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
             # What becomes of the membranes of another batch is for the neuron to say.
             return self._run_modules(env)
-        if way not in self._prepared or self._shape != shape:
+        if self._shape != shape:
+            self._prepared.clear()
             self._shape = shape
+        if way not in self._prepared:
             spec = self.spec(shape.output[0])
             self._prepared[way] = self.backend.prepare(spec, shape, "sparse" if way == "sparse" else "dense")
         fed = [s.native if way == "sparse" else s.sequence for s in sources]
@@ -259,17 +261,18 @@ class GroupStep:
         return value.unsqueeze(0) if self.single else value
 
     def _dense_conv(self, conv: ConvMatch, env: Env) -> torch.Tensor:
+        """A convolution of dense values, without its bias, which the group's own bias holds."""
         module = self.modules[conv.name]
         assert isinstance(module, nn.Conv2d)
         if conv.name not in self._stem:
-            weight, bias = fold_match(conv, self.modules)
+            weight, _ = fold_match(conv, self.modules)
             weight = weight.to(self.backend.dtype).contiguous(memory_format=torch.channels_last)
-            self._stem[conv.name] = weight, bias.to(self.backend.dtype)
-        weight, bias = self._stem[conv.name]
+            self._stem[conv.name] = weight
+        weight = self._stem[conv.name]
         x = as_dense(env[conv.input])
         lead = x.shape[:-3]
         x = x.reshape(-1, *x.shape[-3:]).to(self.backend.dtype, memory_format=torch.channels_last)
-        y = F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        y = F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
         y = y.view(*lead, *y.shape[1:])
         return y.unsqueeze(0) if y.dim() == 4 else y
 

@@ -54,7 +54,8 @@ def zero_block_ratio(x: torch.Tensor, block: int) -> float:
 
 
 def activity_of(x: torch.Tensor) -> Activity:
-    """Describe one convolution's input [N, C, H, W] or [T, N, C, H, W]."""
+    """Describe one convolution's input [C, H, W], [N, C, H, W] or [T, N, C, H, W]."""
+    x = x.unsqueeze(0) if x.dim() == 3 else x
     height, width = x.shape[-2:]
     block = static_block(height) or 4
     fired = (x != 0).flatten(0, -4).sum(dim=(0, 2, 3))

@@ -54,7 +54,9 @@ def _check(
 ) -> None:
     """Event and dense convolution, event and dense output: all equal to the reference in every bit."""
     skips, dense, post_skips = skips or [], dense or [], post_skips or []
-    expected, expected_v = run_group_reference(spec, spikes, skips, dense, post_skips, v, time_steps=time_steps)
+    expected, expected_v = run_group_reference(
+        spec, spikes, skips, dense, post_skips, v, time_steps=time_steps
+    )
     conv: Literal["event", "dense"]
     for conv in ("event", "dense"):
         group = prepared if prepared is not None and conv == "event" else prepare_group(spec, conv=conv)
@@ -220,7 +222,9 @@ def test_everything_fires(stride: int) -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_one_spike_in_a_corner(corner: tuple[int, int], stride: int) -> None:
     g = torch.Generator().manual_seed(11)
-    spec = GroupSpec(sources=(_source(g, 3, 17, 3, stride),), bias=torch.zeros(17), neuron=replace(IF, v_threshold=0.25))
+    spec = GroupSpec(
+        sources=(_source(g, 3, 17, 3, stride),), bias=torch.zeros(17), neuron=replace(IF, v_threshold=0.25)
+    )
     for channel in (0, 2):
         x = torch.zeros(1, 1, 3, 6, 5)
         x[0, 0, channel, corner[0], corner[1]] = 1.0
@@ -237,9 +241,7 @@ def test_whole_numbers_as_input(largest: int) -> None:
 def test_rows_of_more_than_65536_entries() -> None:
     g = torch.Generator().manual_seed(13)
     c, w = 80, 1000
-    spec = GroupSpec(
-        sources=(_source(g, c, c, 3),), bias=_grid(g, c), neuron=LIF, skips=1, post_skips=1
-    )
+    spec = GroupSpec(sources=(_source(g, c, c, 3),), bias=_grid(g, c), neuron=LIF, skips=1, post_skips=1)
     x, y = _spikes(g, 2, 1, c, 3, w, rate=0.02), _spikes(g, 2, 1, c, 3, w, rate=0.02, largest=2)
     assert encode(x).wide
     _check(spec, [x], [y], [], [y])
@@ -290,7 +292,9 @@ def test_sums_are_the_convolution_alone() -> None:
     assert torch.equal(prepare_group(spec, conv="event").sums([encode(x)]), expected)
 
 
-@pytest.mark.parametrize(("c_in", "c_out", "k", "rate"), [(32, 32, 3, 0.1), (256, 64, 3, 0.3), (256, 256, 1, 0.2)])
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "k", "rate"), [(32, 32, 3, 0.1), (256, 64, 3, 0.3), (256, 256, 1, 0.2)]
+)
 def test_error_against_float64_is_that_of_dense(c_in: int, c_out: int, k: int, rate: float) -> None:
     g = torch.Generator().manual_seed(18)
     weight = torch.randn(c_out, c_in, k, k, generator=g)

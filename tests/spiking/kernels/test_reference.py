@@ -10,7 +10,9 @@ from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 
 def _neuron(**changes: float | None) -> NeuronSpec:
-    return NeuronSpec(**{"alpha": 1.0, "beta": 1.0, "delta": 0.0, "v_threshold": 1.0, "v_reset": 0.0} | changes)  # type: ignore[arg-type]
+    return NeuronSpec(
+        **{"alpha": 1.0, "beta": 1.0, "delta": 0.0, "v_threshold": 1.0, "v_reset": 0.0} | changes
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def prescan(
             )  # fmt: skip
         reach_h, reach_w = reach(geometry, tiling)
         gp = _power_of_two(chunks)
-        tb = max(512 // gp, 1)
+        tb = max(256 // gp, 1)
         kernels.list_chunks[(-(-tiles // tb),)](
             words, counts, listed, tiles, tiles_h, tiles_w, h, w, grid_h, grid_w, chunks,
             K=kernel_size, S=stride, P=padding, B=b, TH=tiling.tile_h, TW=tiling.tile_w,

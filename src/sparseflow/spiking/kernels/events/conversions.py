@@ -12,8 +12,8 @@ import numpy as np
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
-from sparseflow.spiking.kernels.events.emit import add_step, emit_row
-from sparseflow.spiking.kernels.events.planes import PLANE_BYTES
+from sparseflow.spiking.kernels.events.emit import add_step, emit_row, fires_at
+from sparseflow.spiking.kernels.events.planes import PLANE_BYTES, PLANE_STEPS, PLANE_TO
 from sparseflow.spiking.kernels.events.records import CODEC, EVENTS, SLACK, field_offset
 from sparseflow.spiking.kernels.events.simd import (
     ALL_LANES,
@@ -135,15 +135,27 @@ def run_encode(address: int) -> None:
                 binary = _find_bits(at, pixel, bits + t * step_bytes, width, channels)
         if binary:
             emit_row(
-                codec.out, 0, 0, rows, row, bits, step_bytes, masks, width, channels, 1, vectors, address + _NEED
+                codec.out,
+                0,
+                0,
+                rows,
+                row,
+                bits,
+                step_bytes,
+                masks,
+                width,
+                channels,
+                1,
+                vectors,
+                address + _NEED,
             )
             continue
         # Numbers other than 0 and 1 do not share time steps: each step's plane holds all of its own.
         for plane in range(out.planes):
             line = plane * rows + row
             entry = out.table + PLANE_BYTES * plane
-            if read_int(entry + 4):
-                _gather_row(codec, read_int(entry + 8), n, y, values)
+            if read_int(entry + PLANE_TO) < 0:
+                _gather_row(codec, read_int(entry + PLANE_STEPS), n, y, values)
                 _write_counts(address, values, out, line, width, channels)
             else:
                 for x in range(width + 1):
@@ -182,8 +194,7 @@ def run_count(address: int) -> None:
         sums = codec.out + 4 * item * channels
         _zero(sums, channels)
         for plane in range(events.planes):
-            entry = events.table + PLANE_BYTES * plane
-            if read_int(entry + 8) <= t < read_int(entry + 12):
+            if fires_at(events, plane, t):
                 first = (plane * codec.images + n) * height
                 for line in range(first, first + height):
                     begin = line * events.row
@@ -228,8 +239,7 @@ def run_max_pool(address: int) -> None:
         for t in range(codec.time_steps):
             _zero(marks, width * channels)
             for plane in range(events.planes):
-                entry = events.table + PLANE_BYTES * plane
-                if read_int(entry + 8) <= t < read_int(entry + 12):
+                if fires_at(events, plane, t):
                     for y in range(max(0, top), min(codec.height, top + codec.kernel)):
                         _mark_row(codec, events, (plane * codec.images + n) * codec.height + y, marks)
             _find_bits(marks, channels, bits + t * step_bytes, width, channels)

@@ -7,7 +7,7 @@ from typing import Any
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
-from sparseflow.spiking.kernels.events.planes import PLANE_BYTES
+from sparseflow.spiking.kernels.events.planes import PLANE_ABOVE, PLANE_BYTES, PLANE_STEPS
 from sparseflow.spiking.kernels.events.records import EVENTS, SLACK
 from sparseflow.spiking.kernels.events.simd import (
     ALL_LANES,
@@ -26,9 +26,7 @@ from sparseflow.spiking.kernels.events.simd import (
 
 
 @jit
-def add_plane(
-    events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int
-) -> None:
+def add_plane(events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int) -> None:
     """Add 1.0 in `values` [W, lanes] for each event of row `line` whose channel is in first .. first+lanes."""
     count = read_int(events.start + 4 * (line * (width + 1) + width))
     wide, row = events.wide, line * events.row
@@ -41,6 +39,14 @@ def add_plane(
             c = entry - x * channels - first
             if 0 <= c < lanes:
                 add_one(values + 4 * (x * lanes + c))
+
+
+@jit
+def fires_at(events: Any, plane: int, t: int) -> bool:
+    """Whether a plane's steps hold t."""
+    steps = events.table + PLANE_BYTES * plane + PLANE_STEPS
+    lo, hi, spacing = read_int(steps), read_int(steps + 4), read_int(steps + 8)
+    return lo <= t < hi and (spacing == 1 or (t - lo) % spacing == 0)
 
 
 @jit
@@ -57,8 +63,7 @@ def add_step(
 ) -> None:
     """`add_plane` for every plane that fires at step t; `row` is n * H + y and `rows` N * H."""
     for plane in range(events.planes):
-        entry = events.table + PLANE_BYTES * plane
-        if read_int(entry + 8) <= t < read_int(entry + 12):
+        if fires_at(events, plane, t):
             add_plane(events, plane * rows + row, width, values, channels, first, lanes)
 
 
@@ -73,15 +78,16 @@ def select_plane(entry: int, bits: int, step_bytes: int, nbytes: int, masks: int
         nbytes: Bytes of a row; up to seven more are read and written.
         masks: Address of the result.
     """
-    lo, hi = read_int(entry + 8), read_int(entry + 12)
-    above_lo, above_hi = read_int(entry + 16), read_int(entry + 20)
+    own_at, above_at = entry + PLANE_STEPS, entry + PLANE_ABOVE
+    lo, hi, spacing = read_int(own_at), read_int(own_at + 4), read_int(own_at + 8)
+    above_lo, above_hi, above_spacing = read_int(above_at), read_int(above_at + 4), read_int(above_at + 8)
     for i in range(0, nbytes, 8):
         own = read_long(bits + lo * step_bytes + i)
-        for t in range(lo + 1, hi):
+        for t in range(lo + spacing, hi, spacing):
             own &= read_long(bits + t * step_bytes + i)
         if above_hi:
             above = read_long(bits + above_lo * step_bytes + i)
-            for t in range(above_lo + 1, above_hi):
+            for t in range(above_lo + above_spacing, above_hi, above_spacing):
                 above &= read_long(bits + t * step_bytes + i)
             own &= ~above
         write_long(masks + i, own)

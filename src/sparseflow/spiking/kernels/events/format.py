@@ -110,7 +110,7 @@ class _Loan:
 class Events:
     """A spike tensor [T, N, C, H, W] of small whole numbers, as the list of its non-zeros.
 
-    Events lie in planes, each of which stands for a span of time steps (see `planes.py`). Those of row (plane, n, y)
+    Events lie in planes, each of which stands for a set of time steps (see `planes.py`). Those of row (plane, n, y)
     are contiguous in `index[plane, n, y]`, ordered by x; `start[plane, n, y, x]` is where those of pixel x begin and
     `start[plane, n, y, W]` how many the row has. An entry is `x * C + c`; a value of 2 is the same entry twice. The
     arrays are views of pooled memory: they hold this tensor as long as it lives.
@@ -164,7 +164,7 @@ class Events:
     def count(self) -> int:
         """Sum of all values; for spikes, their number."""
         events = self.start[..., -1].sum((1, 2), dtype=np.int64)
-        return int((events * [p.hi - p.lo for p in planes_of(self.T, self.C)]).sum())
+        return int((events * [len(p.steps) for p in planes_of(self.T, self.C)]).sum())
 
 
 def _entry(channels: int, width: int) -> np.dtype:

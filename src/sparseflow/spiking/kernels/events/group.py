@@ -198,9 +198,7 @@ class PreparedGroup:
         return launch
 
 
-def prepare_conv(
-    source: SpikeSource, bias: torch.Tensor | None = None
-) -> Callable[[Events], torch.Tensor]:
+def prepare_conv(source: SpikeSource, bias: torch.Tensor | None = None) -> Callable[[Events], torch.Tensor]:
     """One convolution without a neuron.
 
     Args:

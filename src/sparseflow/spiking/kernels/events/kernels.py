@@ -1,7 +1,7 @@
 """The group kernel: convolutions of events, residuals, neuron and new events, one output row at a time.
 
 A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and plane of
-events (`planes.py`; a plane is one or several time steps):
+events (`planes.py`; a plane stands for one or several time steps):
 
 1.  `_gather` joins the events of the k input rows under the output row into one list, ordered by x: each entry
     becomes the number of its weight row. Weights lie as [dx][dy][c][lanes], so that the events under one output
@@ -26,7 +26,7 @@ from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
 from sparseflow.spiking.kernels.events.emit import add_step, emit_row
-from sparseflow.spiking.kernels.events.planes import MOST_DEPTH, PLANE_BYTES
+from sparseflow.spiking.kernels.events.planes import MOST_SHARED, PLANE_BYTES, PLANE_FROM, PLANE_TO
 from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP, SOURCE, field_offset
 from sparseflow.spiking.kernels.events.simd import (
     ALL_LANES,
@@ -74,7 +74,13 @@ def _gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
 
     `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
     """
-    k, stride, width, channels, wide = source.kernel, source.stride, source.width, source.channels, source.wide
+    k, stride, width, channels, wide = (
+        source.kernel,
+        source.stride,
+        source.width,
+        source.channels,
+        source.wide,
+    )
     top = y * stride - source.padding
     first, last = max(0, -top), min(k, source.height - top)
     line = image * source.height + top + first
@@ -216,7 +222,9 @@ def _fire_row(group: Any, tile: int, current: int, membrane: int, bits: int) -> 
     rest, hard, vectors = group.rest, group.hard, group.vectors
     for i in range(group.width * vectors):
         at = _LINE * i
-        write_short(bits + 2 * i, fire(membrane + at, current + at, alpha, beta, delta, threshold, rest, hard))
+        write_short(
+            bits + 2 * i, fire(membrane + at, current + at, alpha, beta, delta, threshold, rest, hard)
+        )
     # Lanes that are no channel hold zeros, which may fire too.
     for j in range(vectors):
         valid = _valid_lanes(group, tile * vectors + j)
@@ -236,7 +244,7 @@ def _convolve_step(
     rows: int,
     ends: int,
     cursor: int,
-    level: int,
+    shared: int,
     alone: bool,
     first: int,
     first_step: int,
@@ -245,27 +253,29 @@ def _convolve_step(
     """out = first + convolution of one time step.
 
     Walks the planes from where the last step stopped to this step's own. Sums of planes that later steps share stay
-    at `level`, one row for each depth; they start from `first` for the first source, which is the same at every
-    step (`alone`), and from zero for the others.
+    at `shared`, MOST_SHARED rows and one to spare; they start from `first` for the first source, where it is the same
+    at every step (`alone`), and from zero for the others.
     """
     pixel_bytes = _LINE * group.vectors
     row_bytes = group.width * pixel_bytes
     plane = read_int(cursor)
     while True:
         entry = source.table + PLANE_BYTES * plane
-        depth, leaf = read_int(entry), read_int(entry + 4)
+        above, place = read_int(entry + PLANE_FROM), read_int(entry + PLANE_TO)
         from_, step = first, first_step
-        if depth:
-            from_, step = level + (depth - 1) * row_bytes, pixel_bytes
-        elif not (leaf or alone):
+        if above >= 0:
+            from_, step = shared + above * row_bytes, pixel_bytes
+        elif place >= 0 and not alone:
             zeros = source.kernel * source.kernel * source.channels * pixel_bytes
             from_, step = source.weight + tile * source.tile_bytes + zeros, 0
-        complete = leaf and (alone or depth == 0)
-        to = out if complete else level + depth * row_bytes
+        complete = place < 0 and (alone or above < 0)
+        if place < 0:
+            place = MOST_SHARED
+        to = out if complete else shared + place * row_bytes
         _gather(source, plane * group.images + n, y, rows, ends)
         _convolve(group, source, tile, rows, ends, from_, step, to)
         plane += 1
-        if leaf:
+        if place == MOST_SHARED:
             break
     write_int(cursor, plane)
     if not complete:
@@ -284,8 +294,8 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     base = scratch + group.rows_bytes
     current = base + row_bytes
     membrane = current + row_bytes
-    levels = membrane + row_bytes
-    cursors = levels + MOST_DEPTH * group.sources * row_bytes
+    shared = membrane + row_bytes
+    cursors = shared + (MOST_SHARED + 1) * group.sources * row_bytes
     ends = cursors + _LINE * group.sources
     sources = carray(as_pointer(group.source_list), group.sources, SOURCE)
     skips = carray(as_pointer(group.skip_list), group.skips, EVENTS)
@@ -307,14 +317,16 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     for t in range(group.time_steps):
         so_far, step = first, first_step
         for i in range(group.sources):
-            level = levels + MOST_DEPTH * row_bytes * i
+            own, cursor = shared + (MOST_SHARED + 1) * row_bytes * i, cursors + _LINE * i
             _convolve_step(
-                group, sources[i], tile, n, y, rows, ends, cursors + _LINE * i, level, i == 0, so_far, step, current
+                group, sources[i], tile, n, y, rows, ends, cursor, own, i == 0, so_far, step, current
             )
             so_far, step = current, pixel_bytes
         for i in range(group.denses):
             if denses[i].time != 0:
-                _add_dense(group, tile, so_far, step, denses[i].data + 4 * t * denses[i].time + pixels, current)
+                _add_dense(
+                    group, tile, so_far, step, denses[i].data + 4 * t * denses[i].time + pixels, current
+                )
                 so_far, step = current, pixel_bytes
         if group.skips and so_far != current:
             for i in range(0, row_bytes, _LINE):

@@ -12,7 +12,7 @@ from sparseflow.spiking.kernels.events.compiler import compile_kernel
 from sparseflow.spiking.kernels.events.format import Events, address_of_array, aligned_zeros, first_row
 from sparseflow.spiking.kernels.events.kernels import OUT_SUMS, make_group_kernel
 from sparseflow.spiking.kernels.events.packing import PackedGroup
-from sparseflow.spiking.kernels.events.planes import MOST_DEPTH
+from sparseflow.spiking.kernels.events.planes import MOST_SHARED
 from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP
 from sparseflow.spiking.kernels.events.simd import ALL_LANES, LANES
 from sparseflow.spiking.kernels.spec import NeuronSpec
@@ -78,9 +78,11 @@ class Launch:
         masks_bytes = _up_to_line(2 * shorts + 64)
         rows_bytes = max((4 * k * e.row for k, e in zip(kernels, events, strict=False)), default=0)
         rows_bytes = _up_to_line(rows_bytes + 64) + masks_bytes
-        buffers = 3 + MOST_DEPTH * len(events)
+        buffers = 3 + (MOST_SHARED + 1) * len(events)
         most_width = max([w, *(e.W for e in events)])
-        scratch_bytes = rows_bytes + buffers * 4 * w * lanes + 64 * len(events) + _up_to_line(4 * (most_width + 1))
+        scratch_bytes = (
+            rows_bytes + buffers * 4 * w * lanes + 64 * len(events) + _up_to_line(4 * (most_width + 1))
+        )
         self._scratch = aligned_zeros(workers * scratch_bytes, np.uint8)
         self._bits = aligned_zeros(t * n * h * shorts + 32, np.uint16)
 

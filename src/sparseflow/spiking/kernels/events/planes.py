@@ -1,14 +1,14 @@
 """How events share time steps.
 
-A neuron that is driven steadily fires at several steps of a short sequence, and a weight row that is needed at two
-steps need only be summed once. So the events of a tensor are kept in *planes*, each of which belongs to a span of
-time steps: an event of plane (lo, hi) fires at every step of lo .. hi-1. Spikes at step t are the sum of all planes
-whose span holds t.
+A neuron that is driven steadily fires again and again, mostly at every step or at every other one, and a weight row
+that is needed at two steps need only be summed once. So the events of a tensor are kept in *planes*, each of which
+stands for a set of time steps: an event of plane {1, 3} fires at step 1 and at step 3. The spikes of step t are the
+sum of all planes whose set holds t.
 
-Time is cut into blocks of at most four steps. The planes of a block form a tree in pre-order: the whole block first,
-then its parts, single steps last. A convolution walks the tree: the sum of a plane starts from the sum of its parent,
-and the sum of a single step is complete. Wide layers halve their spans (7 planes for 4 steps), narrow ones go from the
-block to single steps at once (5 planes), for every plane costs a loop over all pixels.
+Time is cut into blocks of at most four steps. The planes of a block form a tree: all its steps, then every other one,
+at last each step alone; an event lies in the highest plane all of whose steps it fires at. A convolution walks the
+tree: the sum of a plane starts from the sum of its parent, and the sum of a single step is complete. Narrow layers go
+without {0, 2}, for every plane costs a loop over all pixels.
 """
 
 from __future__ import annotations
@@ -20,64 +20,85 @@ import numpy as np
 
 BLOCK_STEPS = 4
 """Time steps that may share events."""
-MOST_DEPTH = 3
-"""Levels of the deepest tree."""
-_WIDE = 128
-"""Channels from which on spans are halved."""
+MOST_SHARED = 3
+"""Planes of a block that stand for more than one step."""
+_WIDE = 64
+"""Channels from which on both halves of a block have a plane."""
+
+Steps = tuple[int, ...]
+"""Time steps, evenly spaced, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """The events that fire at every step of a span, but not at every step of its parent's span.
+    """The events that fire at every one of some steps, but not at every one of its parent's steps.
 
     Attributes:
-        depth: Planes above it.
-        lo: First time step.
-        hi: One past the last.
-        parent: (lo, hi) of the plane above; (0, 0) when there is none.
+        steps: Its time steps.
+        parent: Time steps of the plane above; empty when there is none.
     """
 
-    depth: int
-    lo: int
-    hi: int
-    parent: tuple[int, int] = (0, 0)
+    steps: Steps
+    parent: Steps = ()
 
-    @property
-    def leaf(self) -> bool:
-        """Whether it is a single time step."""
-        return self.hi - self.lo == 1
+    def of(self, spikes: np.ndarray) -> np.ndarray:
+        """Its events, given spikes [T, ...] of zeros and ones: [...]."""
+        own = spikes[list(self.steps)].min(axis=0)
+        return own * (1 - spikes[list(self.parent)].min(axis=0)) if self.parent else own
 
 
-def _tree(lo: int, hi: int, depth: int, parent: tuple[int, int], halve: bool) -> list[Plane]:
-    top = Plane(depth=depth, lo=lo, hi=hi, parent=parent)
-    if hi - lo == 1:
-        return [top]
-    if halve:
-        middle = (lo + hi + 1) // 2
-        parts = [(lo, middle), (middle, hi)]
-    else:
-        parts = [(t, t + 1) for t in range(lo, hi)]
-    return [top] + [p for part in parts for p in _tree(*part, depth + 1, (lo, hi), halve)]
+def _tree(steps: Steps, parent: Steps, wide: bool) -> list[Plane]:
+    found = [Plane(steps=steps, parent=parent)]
+    if len(steps) > 1:
+        first, second = steps[::2], steps[1::2]
+        if wide or len(first) == 1:
+            found += _tree(first, steps, wide)
+        else:
+            found += [Plane(steps=(t,), parent=steps) for t in first]
+        found += _tree(second, steps, wide)
+    return found
 
 
 @functools.cache
 def planes_of(time_steps: int, channels: int) -> tuple[Plane, ...]:
-    """The planes of a tensor with `time_steps` steps and `channels` channels, blocks in order, each in pre-order."""
-    blocks = range(0, time_steps, BLOCK_STEPS)
-    halve = channels >= _WIDE
-    return tuple(
-        p for lo in blocks for p in _tree(lo, min(lo + BLOCK_STEPS, time_steps), 0, (0, 0), halve)
-    )
+    """The planes of a tensor with `time_steps` steps and `channels` channels.
+
+    They are ordered by their first step, larger sets first: when a step's own plane comes, all planes that share the
+    step have come.
+    """
+    blocks = [range(lo, min(lo + BLOCK_STEPS, time_steps)) for lo in range(0, time_steps, BLOCK_STEPS)]
+    found = [p for block in blocks for p in _tree(tuple(block), (), channels >= _WIDE)]
+    return tuple(sorted(found, key=lambda p: (p.steps[0], -len(p.steps))))
 
 
-PLANE_BYTES = 24
-"""One row of `plane_table`."""
+PLANE_FROM, PLANE_TO, PLANE_STEPS, PLANE_ABOVE, PLANE_BYTES = 0, 4, 8, 20, 32
+"""Where a row of `plane_table` holds what, and its size; bytes."""
+
+
+def _progression(steps: Steps) -> tuple[int, int, int]:
+    """First, one past the last and spacing."""
+    if not steps:
+        return 0, 0, 1
+    return steps[0], steps[-1] + 1, steps[1] - steps[0] if len(steps) > 1 else 1
 
 
 @functools.cache
 def plane_table(time_steps: int, channels: int) -> np.ndarray:
-    """`planes_of` for kernels: int32 [planes, 6] of depth, leaf, lo, hi, parent's lo, parent's hi."""
-    rows = [(p.depth, p.leaf, p.lo, p.hi, *p.parent) for p in planes_of(time_steps, channels)]
+    """`planes_of` for kernels: int32 [planes, 8].
+
+    A row holds: the place of the parent's sum (-1 without a parent), the place of its own (-1 for a single step),
+    then first step, one past the last and spacing of its own steps and of its parent's. Places are numbered from 0
+    to MOST_SHARED - 1 in each block.
+    """
+    places: dict[Steps, int] = {(): -1}
+    rows = []
+    for plane in planes_of(time_steps, channels):
+        if len(plane.steps) > 1:
+            places[plane.steps] = sum(
+                s[0] // BLOCK_STEPS == plane.steps[0] // BLOCK_STEPS for s in places if s
+            )
+        own = _progression(plane.steps), _progression(plane.parent)
+        rows.append((places[plane.parent], places.get(plane.steps, -1), *own[0], *own[1]))
     table = np.array(rows, dtype=np.int32)
     table.flags.writeable = False
     return table

@@ -207,9 +207,7 @@ def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, 
                 _splat(builder, start, vector), ir.Constant(vector, [low + lane for lane in range(step)])
             )
             some = builder.trunc(builder.lshr(bits, _const(low)), ir.IntType(step))
-            packed = builder.call(
-                compress, [entries, ir.Constant(vector, None), builder.bitcast(some, mask)]
-            )
+            packed = builder.call(compress, [entries, ir.Constant(vector, None), builder.bitcast(some, mask)])
             _store(builder, packed, out, size)
             kept = builder.ctpop(builder.zext(some, _I64))
             out = builder.add(out, builder.mul(kept, _const(size)))

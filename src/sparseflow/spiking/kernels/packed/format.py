@@ -44,6 +44,9 @@ K_CHANNEL: tuple[int, ...] = tuple(_channel(_halfword_bit(k)[0], (k % 8) // 2) f
 K_EXPONENT: tuple[int, ...] = tuple(_halfword_bit(k)[1] for k in range(BLOCK))
 """log2 of the value that a spike has at each place along K."""
 
+ACTIVITY_STEPS = 32
+"""Time steps that an activity word has bits for."""
+
 WEIGHT_LIMIT = 65504.0 * 2.0**-13
 """Largest |weight| that still fits fp16 after the scaling by the inverse powers (just under 8)."""
 
@@ -55,9 +58,10 @@ class PackedSpikes:
     Attributes:
         data: int16 [T, N, H + 2, W + 2, ceil(C / 64), 4], zero border, contiguous.
         channels: C; padding channels up to the next multiple of 64 are zero.
-        activity: int32 [T, ceil(C / 64), tiles] or None: non-zero where a tile of `tile` consecutive pixels
-            (of the flattened N x H x W) may hold a spike in that block of channels.
-        tile: Pixels of an activity tile, 0 without activity.
+        activity: int32 [ceil(C / 64), ceil(N H W / tile)] or None: bit t of a word is set where `tile`
+            consecutive pixels (counted over images, rows and columns) may hold a spike of that block of
+            channels in time step t. A bit that is set without need costs time, a missing one spikes.
+        tile: Pixels of an activity word, 0 without activity.
     """
 
     data: Tensor
@@ -127,12 +131,14 @@ def empty_packed(
         h: Rows.
         w: Columns.
         device: Where.
-        tile: Pixels of an activity tile; 0 for no activity mask.
+        tile: Pixels of an activity word, at most 32 time steps then; 0 for no activity.
     """
     data = torch.zeros((t, n, h + 2, w + 2, blocks_of(c), 4), dtype=torch.int16, device=device)
     activity = None
     if tile:
-        activity = torch.ones((t, blocks_of(c), -(-n * h * w // tile)), dtype=torch.int32, device=device)
+        if t > ACTIVITY_STEPS:
+            raise InputError(f"activity words have {ACTIVITY_STEPS} bits, got {t} time steps")
+        activity = torch.full((blocks_of(c), -(-n * h * w // tile)), -1, dtype=torch.int32, device=device)
     return PackedSpikes(data=data, channels=c, activity=activity, tile=tile)
 
 

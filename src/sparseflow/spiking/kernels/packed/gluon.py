@@ -15,6 +15,11 @@ ends with a drain. Weights come by TMA into a ring of `RING` batches and serve a
 they are replaced; where the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps
 its column while it walks over tiles, so the stream of weights never stops.
 
+`EMIT`: the kernel writes, for the pixels of every warp and every block of channels, in which time steps
+they fire. `SILENCE`: it reads what its input's kernel wrote so, over a tile and its halo, and visits only
+the K batches of blocks that are not silent there. The list of batches is a bit mask; weights are fetched in
+its order.
+
 With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to
 arrive adds them in a fixed order and runs the neuron, so the result does not depend on who is last.
 """
@@ -164,6 +169,98 @@ def _load_units(
     return words
 
 
+@gluon.constexpr_function
+def _replicated(rows, columns, num_warps):
+    """Layout of [rows, columns] (powers of two) that every warp holds as a whole."""
+    bases = [[0, 1 << i] for i in range(columns.bit_length() - 1)]
+    bases += [[1 << i, 0] for i in range(rows.bit_length() - 1)]
+    lanes = (bases + [[0, 0]] * 5)[:5]
+    warps = [[0, 0]] * (num_warps.bit_length() - 1)
+    return gl.DistributedLinearLayout(bases[5:], lanes, warps, [], [rows, columns])
+
+
+@gluon.jit
+def _load_activity(
+    act_ptr,
+    tile,
+    pixels,
+    act_tiles,
+    PX: gl.constexpr,
+    H: gl.constexpr,
+    W: gl.constexpr,
+    IH: gl.constexpr,
+    IW: gl.constexpr,
+    TAPS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    UB: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    SILENCE: gl.constexpr,
+    IN_TILE: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """Activity words [lists, SILENCE x blocks a list] of a tile's input pixels with their halo.
+
+    `SILENCE` is how many input tiles that is at most; a list is what one bit of the mask stands for.
+    """
+    PER: gl.constexpr = 1 if TAPS == 9 else UB
+    LISTS: gl.constexpr = gl.constexpr(_power_of_two(BLOCKS // PER))
+    L: gl.constexpr = _replicated(LISTS, PER * SILENCE, NUM_WARPS)
+    REACH: gl.constexpr = IW + 1 if TAPS == 9 else 0
+    n, y, x = _place(tile * PX, H, W)
+    first = gl.maximum((n * IH + y * STRIDE) * IW + x * STRIDE - REACH, 0) // IN_TILE
+    n, y, x = _place(gl.minimum(tile * PX + (PX - 1), pixels - 1), H, W)
+    last = gl.minimum(((n * IH + y * STRIDE) * IW + x * STRIDE + REACH) // IN_TILE, act_tiles - 1)
+    place = gl.arange(0, PER * SILENCE, layout=gl.SliceLayout(0, L)).expand_dims(0)
+    group = gl.arange(0, LISTS, layout=gl.SliceLayout(1, L)).expand_dims(1)
+    block = group * PER + place // SILENCE
+    at = first + place % SILENCE
+    return gl.load(act_ptr + (block * act_tiles + at), mask=(block < BLOCKS) & (at <= last), other=0)
+
+
+@gluon.constexpr_function
+def _power_of_two(n):
+    return 1 << (n - 1).bit_length()
+
+
+@gluon.jit
+def _active(words, steps):
+    """Mask of the lists that fire in any of the time steps whose bits `steps` has."""
+    fires = gl.reduce(words & steps, 1, _either)
+    bit = gl.arange(0, fires.shape[0], layout=fires.type.layout)
+    mask = gl.reduce(gl.where(fires != 0, 1 << bit, 0), 0, _either)
+    # Every lane has the same mask, but only after a `redux` does ptxas know it: loops over it and addresses
+    # made from it then stay in uniform registers.
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _lowest(mask):
+    """Place of the lowest bit that is set."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", "=r,r", [mask], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def _count(mask):
+    """Bits that are set."""
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], gl.int32, True, 1)
+
+
+@gluon.jit
+def _next(rest, sub, mask, PER_LIST: gl.constexpr):
+    """The batch after (lowest list of `rest`, `sub`); starts again when there is none."""
+    if PER_LIST == 1:
+        rest = rest & (rest - 1)
+    else:
+        ends = sub + 1 == PER_LIST
+        rest = gl.where(ends, rest & (rest - 1), rest)
+        sub = gl.where(ends, 0, sub + 1)
+    return gl.where(rest == 0, mask, rest), sub
+
+
 @gluon.jit
 def _fetch(
     w_desc,
@@ -260,7 +357,7 @@ def _gather(base, t, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constex
 
 @gluon.jit
 def _time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """An accumulator as one [PX, BN] a time step: with PAIR == 2 rows g belong to the first, g + 8 to the second."""
+    """An accumulator as one [PX, BN] a time step; of a pair, rows g are the first and g + 8 the second."""
     if PAIR == 1:
         return (acc,)
     else:
@@ -269,6 +366,27 @@ def _time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUM
             gl.convert_layout(first.reshape([BM // 2, BN]), SUMS, assert_trivial=True),
             gl.convert_layout(second.reshape([BM // 2, BN]), SUMS, assert_trivial=True),
         )
+
+
+@gluon.jit
+def _note(fired, blk: gl.constexpr, steps, BLOCKS: gl.constexpr):
+    """`fired` with `steps` added to block `blk`."""
+    noted = ()
+    for i in gl.static_range(BLOCKS):
+        if i == blk:
+            noted = noted + (fired[i] | steps,)
+        else:
+            noted = noted + (fired[i],)
+    return noted
+
+
+@gluon.jit
+def _store_activity(ptr, fired, first, count, PX: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """One word a warp: the OR of `fired` [PX, 4] over its rows."""
+    rows = gl.reduce(fired, 1, _either).reshape([NUM_WARPS, PX // NUM_WARPS])
+    words = gl.reduce(rows, 1, _either)
+    at = first + gl.arange(0, NUM_WARPS, layout=words.type.layout)
+    gl.store(ptr + at, words, mask=at < count)
 
 
 @gluon.jit
@@ -296,6 +414,8 @@ def _column_block(bits, blk: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, L
         "x2_step",
         "out_step",
         "dense_step",
+        "act_tiles",
+        "out_tiles",
     ]
 )
 def group_kernel(
@@ -310,6 +430,8 @@ def group_kernel(
     v_out_ptr,
     part_ptr,
     count_ptr,
+    act_ptr,
+    out_act_ptr,
     scale,
     alpha,
     skip_value,
@@ -324,6 +446,8 @@ def group_kernel(
     x2_step,
     out_step,
     dense_step,
+    act_tiles,
+    out_tiles,
     H: gl.constexpr,
     W: gl.constexpr,
     IH: gl.constexpr,
@@ -347,6 +471,9 @@ def group_kernel(
     RING: gl.constexpr,
     RESIDENT: gl.constexpr,
     SPLIT: gl.constexpr,
+    SILENCE: gl.constexpr,
+    IN_TILE: gl.constexpr,
+    EMIT: gl.constexpr,
     SOFT: gl.constexpr,
     SKIPS: gl.constexpr,
     DENSE: gl.constexpr,
@@ -355,6 +482,8 @@ def group_kernel(
     NUM_WARPS: gl.constexpr,
 ):
     """One group; see the module's docstring. Grid (CTAs over pixel tiles, C_out / BN, SPLIT).
+
+    With `SILENCE` and a ring that does not hold all weights, a CTA works on one tile only.
 
     `CH`, `CH2`, `OCH` are halfwords a pixel; `*_step` elements between time steps; `bias` already holds
     beta and delta, `scale` is beta times the power of two that the weights were divided by.
@@ -384,13 +513,30 @@ def group_kernel(
     else:
         begin = (batches + batches2) * gl.program_id(2) // SPLIT
         count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - begin
+    PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches that a bit of the mask stands for
+    if SILENCE:
+        gl.static_assert(SPLIT == 1 and UB2 == 0, "silence is skipped in groups of one source, unsplit")
+        awake = _load_activity(
+            act_ptr, first_tile, pixels, act_tiles, PX, H, W, IH, IW, TAPS, STRIDE, UB, CH // 4, SILENCE,
+            IN_TILE, NUM_WARPS,
+        )  # fmt: skip
+        if not RESIDENT:
+            mask = _active(awake, -1)
+            stop = _count(mask) * PER_LIST
+            fetch_rest = mask
+            fetch_sub = 0
     if RESIDENT:
         total = count
+    elif SILENCE:
+        total = stop * (T // TC)
     else:
         total = count * ((tiles - first_tile + tile_stride - 1) // tile_stride) * (T // TC)
     fetched = 0
     fetch_batch = 0
     for i in gl.static_range(RING):
+        if SILENCE and not RESIDENT:
+            fetch_batch = _lowest(fetch_rest) * PER_LIST + fetch_sub
+            fetch_rest, fetch_sub = _next(fetch_rest, fetch_sub, mask, PER_LIST)
         _fetch(
             w_desc,
             slots,
@@ -406,7 +552,8 @@ def group_kernel(
             BN,
         )
         fetched += 1
-        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+        if not SILENCE or RESIDENT:
+            fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
     used = 0  # batches consumed so far
 
     row = gl.arange(0, BM, layout=gl.SliceLayout(1, HALVES))
@@ -440,6 +587,16 @@ def group_kernel(
         else:
             v = gl.full([PX, BN], 0.0, gl.float32, SUMS) + v_reset
 
+        fired = ()
+        if EMIT:
+            for blk in gl.static_range(BN // 64):
+                fired = fired + (gl.full([PX, 4], 0, gl.int32, OUT),)
+        if SILENCE and RESIDENT:
+            here_awake = awake
+            awake = _load_activity(
+                act_ptr, gl.minimum(tile + tile_stride, tiles - 1), pixels, act_tiles, PX, H, W, IH, IW, TAPS,
+                STRIDE, UB, CH // 4, SILENCE, IN_TILE, NUM_WARPS,
+            )  # fmt: skip
         if SPLIT > 1:
             mine = tile >= 0
         else:
@@ -449,11 +606,21 @@ def group_kernel(
             for a in gl.static_range(TA):
                 acc = acc + (gl.full([BM, BN], 0.0, gl.float32, MMA),)
             here = t0 * x_step
-            if SPLIT == 1:
+            if SILENCE:
+                if RESIDENT:
+                    mask = _active(here_awake, ((1 << TC) - 1) << t0)
+                    stop = _count(mask) * PER_LIST
+                rest = mask
+                sub = 0
+            elif SPLIT == 1:
                 stop = batches
             else:
                 stop = gl.minimum(begin + count, batches)
-            for batch in range(begin, stop):
+            for turn in range(begin, stop):
+                batch = turn
+                if SILENCE:
+                    batch = _lowest(rest) * PER_LIST + sub
+                    rest, sub = _next(rest, sub, mask, PER_LIST)
                 words = _load_units(
                     x_ptr,
                     src,
@@ -471,10 +638,13 @@ def group_kernel(
                     mbarrier.wait(full.index(slot), 0)
                 else:
                     mbarrier.wait(full.index(slot), (used // RING) & 1)
-                acc = _multiply(words, acc, batch > begin, slots, slot * STEPS, UB, TA, PARTS, BM, A)
+                acc = _multiply(words, acc, turn > begin, slots, slot * STEPS, UB, TA, PARTS, BM, A)
                 if not RESIDENT:
                     used += 1
                     gl.thread_barrier()
+                    if SILENCE:
+                        fetch_batch = _lowest(fetch_rest) * PER_LIST + fetch_sub
+                        fetch_rest, fetch_sub = _next(fetch_rest, fetch_sub, mask, PER_LIST)
                     _fetch(
                         w_desc,
                         slots,
@@ -490,7 +660,8 @@ def group_kernel(
                         BN,
                     )
                     fetched += 1
-                    fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+                    if not SILENCE:
+                        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
             if UB2 > 0:
                 here2 = t0 * x2_step
                 for batch in range(gl.maximum(begin - batches, 0), begin + count - batches):
@@ -562,8 +733,27 @@ def group_kernel(
                             v = gl.where(spikes, v_reset, v)
                         bits = _pack(spikes, PX, BN)
                         for blk in gl.static_range(BN // 64):
-                            piece = _column_block(bits, blk, BN, PX, OUT).to(gl.int16)
-                            gl.store(out_ptr + (dst + (t * out_step + blk * 4)), piece, mask=inside)
+                            piece = _column_block(bits, blk, BN, PX, OUT)
+                            gl.store(
+                                out_ptr + (dst + (t * out_step + blk * 4)), piece.to(gl.int16), mask=inside
+                            )
+                            if EMIT:
+                                fired = _note(fired, blk, gl.where(piece != 0, 1 << t, 0), BN // 64)
+        if EMIT:
+            if mine:
+                for blk in gl.static_range(BN // 64):
+                    _store_activity(
+                        out_act_ptr + (column // 64 + blk) * out_tiles,
+                        fired[blk],
+                        tile * NUM_WARPS,
+                        out_tiles,
+                        PX,
+                        NUM_WARPS,
+                    )
         if WRITE_V:
             if mine:
                 gl.store(v_out_ptr + state, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))
+    if SILENCE and RESIDENT:
+        # weights of blocks that were silent everywhere may still be on their way into this CTA's memory
+        for i in gl.static_range(RING):
+            mbarrier.wait(full.index(i), 0)

@@ -21,10 +21,19 @@ from sparseflow.spiking.kernels.packed.format import (
     blocks_of,
     empty_packed,
 )
+from sparseflow.spiking.kernels.packed.silence import words_of_a_tile
 from sparseflow.spiking.kernels.packed.variants import Variant, units_of, variants
 from sparseflow.spiking.kernels.spec import GroupSpec
 
-__all__ = ["PreparedPackedGroup", "Variant", "kernel_constants", "prepare_group", "refusal", "variants"]
+__all__ = [
+    "PreparedPackedGroup",
+    "Variant",
+    "kernel_constants",
+    "prepare_group",
+    "refusal",
+    "silence_words",
+    "variants",
+]
 
 
 def refusal(spec: GroupSpec) -> str | None:
@@ -101,6 +110,8 @@ class PreparedPackedGroup:
         parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
         variant: A name out of `variants()`; None takes the likely fastest, the first of them.
         in_sizes: (rows, columns) of every source's input; None takes stride x output.
+        emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`), so that the next
+            group can skip that; at most 32 time steps.
 
     Raises:
         InputError: The group or the variant's name is refused.
@@ -119,6 +130,7 @@ class PreparedPackedGroup:
         parts: int = 1,
         variant: str | None = None,
         in_sizes: Sequence[tuple[int, int]] | None = None,
+        emit_activity: bool = False,
     ) -> None:
         reason = refusal(spec)
         if reason is not None:
@@ -144,7 +156,9 @@ class PreparedPackedGroup:
         self.scale = scale * neuron.beta
         self.bias = (spec.bias.double() * neuron.beta + neuron.delta).float().to(self.device)
         self.c_out = spec.sources[0].weight.shape[0]
-        self.out = empty_packed(T, N, self.c_out, H, W, self.device)
+        self.out = empty_packed(
+            T, N, self.c_out, H, W, self.device, tile=16 // self.variant.pair if emit_activity else 0
+        )
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         v = self.variant
         self.tiles = -(-N * H * W // v.pixels)
@@ -152,6 +166,7 @@ class PreparedPackedGroup:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         walkers = self.tiles if v.ctas == 0 else min(self.tiles, max(1, sms * v.ctas // (columns * v.split)))
         self.grid = (walkers, columns, v.split)
+        self._silence: dict[int, int] = {}
         if v.split > 1:
             shares = self.tiles * columns
             self._partial = torch.empty(shares * v.split * (v.tc // v.pair) * v.bm * v.bn, device=self.device)
@@ -176,7 +191,7 @@ class PreparedPackedGroup:
         """Run the group.
 
         Args:
-            spikes: One per source.
+            spikes: One per source. If the only one has activity words, what is silent is skipped.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
             v: Initial membrane, fp32 [N, H, W, C_out]; None starts at rest.
@@ -208,21 +223,58 @@ class PreparedPackedGroup:
             self._descriptor = TensorDescriptor.from_tensor(self.weights, [c.bn, BLOCK], layout)
         x, x2 = spikes[0].data, spikes[-1].data
         units, units2 = units_of(spec)
+        silence = self._silence_words(spikes)
         constants = kernel_constants(
             spec, c, H=self.H, W=self.W, in_sizes=self.in_sizes, parts=self.parts, skips=len(skips),
-            dense=len(dense), read_v=v is not None, write_v=want_v,
+            dense=len(dense), read_v=v is not None, write_v=want_v, silence=silence, in_tile=spikes[0].tile,
+            emit=self.out.activity is not None,
         )  # fmt: skip
-        return group_kernel[self.grid](
+        # A CTA that knows its batches before it starts to fetch them has only one tile.
+        grid = (self.tiles, *self.grid[1:]) if silence and not constants["RESIDENT"] else self.grid
+        activity = spikes[0].activity if silence else self._count
+        assert activity is not None
+        emitted = self._count if self.out.activity is None else self.out.activity
+        return group_kernel[grid](
             x, x2, self._descriptor, self.bias, self.out.data,
             skips[0].data if skips else x, dense[0] if dense else self.bias,
             self.v if v is None else v, self.v,
-            self._partial, self._count,
+            self._partial, self._count, activity, emitted,
             self.scale, spec.neuron.alpha, spec.neuron.beta, spec.neuron.v_threshold, spec.neuron.v_rest,
             self.N * self.H * self.W, self.tiles, self.T, units // c.ub, units2,
             x.stride(0), x2.stride(0), self.out.data.stride(0),
             dense[0].stride(0) if dense and dense[0].shape[0] > 1 else 0,
-            **constants, num_warps=c.warps,
+            activity.shape[-1], emitted.shape[-1],
+            **constants, num_warps=c.warps, maxnreg=c.max_registers if self.parts == 1 else None,
         )  # fmt: skip
+
+    def _silence_words(self, spikes: Sequence[PackedSpikes]) -> int:
+        """See `silence_words`; remembered, for every launch needs it."""
+        tile = spikes[0].tile
+        if spikes[0].activity is None:
+            return 0
+        if tile not in self._silence:
+            self._silence[tile] = silence_words(
+                self.spec, self.variant, N=self.N, H=self.H, W=self.W, in_size=self.in_sizes[0], tile=tile
+            )
+        return self._silence[tile]
+
+
+def silence_words(
+    spec: GroupSpec, variant: Variant, *, N: int, H: int, W: int, in_size: tuple[int, int], tile: int
+) -> int:
+    """Activity words of `tile` input pixels that a variant's tile looks at, rounded up to a power of two.
+
+    0 where it cannot skip: a second source, a split K loop, or more blocks than a mask has bits.
+    """
+    source = spec.sources[0]
+    lists = units_of(spec)[0] // max(variant.ub, source.weight.shape[-1] ** 2)
+    if len(spec.sources) > 1 or variant.split > 1 or lists > 32:
+        return 0
+    count = words_of_a_tile(
+        pixels=variant.pixels, images=N, height=H, width=W, in_height=in_size[0], in_width=in_size[1],
+        stride=source.stride, reach=source.padding, tile=tile,
+    )  # fmt: skip
+    return 1 << (count - 1).bit_length()
 
 
 def kernel_constants(
@@ -237,6 +289,9 @@ def kernel_constants(
     dense: int = 0,
     read_v: bool = False,
     write_v: bool = False,
+    silence: int = 0,
+    in_tile: int = 16,
+    emit: bool = False,
 ) -> dict[str, int | bool]:
     """Compile-time constants of `group_kernel` for a group and a variant."""
     c, first, second = variant, spec.sources[0], spec.sources[-1]
@@ -248,8 +303,10 @@ def kernel_constants(
         "STRIDE": first.stride,
         "IH2": in_sizes[-1][0], "IW2": in_sizes[-1][1], "CH2": blocks_of(second.weight.shape[1]) * 4,
         "STRIDE2": second.stride, "OCH": c_out // 16, "C_OUT": c_out,
-        "BM": c.bm, "BN": c.bn, "TC": c.tc, "PAIR": c.pair, "UB": c.ub, "UB2": 1 if units2 else 0, "PARTS": parts,
+        "BM": c.bm, "BN": c.bn, "TC": c.tc, "PAIR": c.pair, "UB": c.ub, "UB2": 1 if units2 else 0,
+        "PARTS": parts,
         "RING": c.ring, "RESIDENT": c.split == 1 and c.ring == units // c.ub + units2, "SPLIT": c.split,
+        "SILENCE": silence, "IN_TILE": in_tile, "EMIT": emit,
         "SOFT": spec.neuron.v_reset is None, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
         "WRITE_V": write_v, "NUM_WARPS": c.warps,
     }  # fmt: skip
@@ -266,8 +323,10 @@ def prepare_group(
     parts: int = 1,
     variant: str | None = None,
     in_sizes: Sequence[tuple[int, int]] | None = None,
+    emit_activity: bool = False,
 ) -> PreparedPackedGroup:
     """See `PreparedPackedGroup`."""
     return PreparedPackedGroup(
-        spec, T=T, N=N, H=H, W=W, device=device, parts=parts, variant=variant, in_sizes=in_sizes
-    )
+        spec, T=T, N=N, H=H, W=W, device=device, parts=parts, variant=variant, in_sizes=in_sizes,
+        emit_activity=emit_activity,
+    )  # fmt: skip

@@ -27,12 +27,15 @@ class CompileReport:
     serialised: bool
 
 
-def compile_offline(constants: dict[str, Any], *, dense: str = "fp16") -> CompileReport:
+def compile_offline(
+    constants: dict[str, Any], *, dense: str = "fp16", max_registers: int | None = None
+) -> CompileReport:
     """Compile `group_kernel` for sm_90a with `constants` (see `group.kernel_constants`); needs triton only.
 
     Args:
         constants: Every constexpr of the kernel.
         dense: Triton's name of the dense addend's type.
+        max_registers: See `Variant.max_registers`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -43,6 +46,7 @@ def compile_offline(constants: dict[str, Any], *, dense: str = "fp16") -> Compil
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = {"x_ptr", "x2_ptr", "out_ptr", "skip_ptr"}
+    words = {"count_ptr", "act_ptr", "out_act_ptr"}
     reals = {"scale", "alpha", "skip_value", "threshold", "v_reset"}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -53,7 +57,11 @@ def compile_offline(constants: dict[str, Any], *, dense: str = "fp16") -> Compil
         elif name == "w_desc":
             signature[name] = f"tensordesc<fp16[{constants['BN']}, 64],{layout!r}>"
         elif name.endswith("_ptr"):
-            kind = "i16" if name in bits else {"dense_ptr": dense, "count_ptr": "i32"}.get(name, "fp32")
+            kind = (
+                "i16"
+                if name in bits
+                else ("i32" if name in words else dense if name == "dense_ptr" else "fp32")
+            )
             signature[name] = "*" + kind
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
@@ -62,7 +70,9 @@ def compile_offline(constants: dict[str, Any], *, dense: str = "fp16") -> Compil
         group_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
     )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants["NUM_WARPS"]}
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": constants["NUM_WARPS"], "maxnreg": max_registers},
     )
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:

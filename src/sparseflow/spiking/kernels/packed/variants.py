@@ -65,6 +65,12 @@ class Variant:
         return name + (f"p{self.pair}" if self.pair > 1 else "")
 
     @property
+    def max_registers(self) -> int | None:
+        """Registers a thread may use so that `ctas` CTAs fit on an SM; None where 255 do not hurt."""
+        limit = 65536 // (max(self.ctas, 1) * self.warps * 32) // 8 * 8
+        return limit if limit < 248 else None
+
+    @property
     def pixels(self) -> int:
         """Output pixels of a tile."""
         return self.bm // self.pair
