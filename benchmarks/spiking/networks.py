@@ -29,11 +29,11 @@ from sparseflow.core.files import write_atomic
 from sparseflow.spiking import catalog
 from sparseflow.spiking.baselines import OUR_DENSE
 from sparseflow.spiking.bench import OPTIMISED, bench, from_rest
-from sparseflow.spiking.optimize import accelerated, layer_times
+from sparseflow.spiking.optimize import accelerated, layer_times, optimize
 
 
-def trained(run: Path, test: Path, batch: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """A trained network and one batch of test images with their labels."""
+def trained(run: Path, test: Path, images: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A trained network, test images in random order, and their labels."""
     from cifar10 import load_archive
     from safetensors.torch import load_file
     from train_cifar10 import MEAN, STD
@@ -47,7 +47,7 @@ def trained(run: Path, test: Path, batch: int) -> tuple[torch.nn.Module, torch.T
     net.load_state_dict(load_file(run / "weights.safetensors"))
     found = load_archive(test)
     # The archive is sorted by class.
-    chosen = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0))[:batch].numpy()
+    chosen = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0))[:images].numpy()
     pixels = torch.from_numpy(found.images[chosen]).float() / 255
     mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
     return net.eval(), (pixels - mean) / std, torch.from_numpy(found.labels[chosen]).long()
@@ -59,6 +59,33 @@ def numerics(model: torch.nn.Module, x: torch.Tensor, reference: torch.Tensor) -
     return {"error_optimised": ((from_rest(model)(x).double() - reference).norm() / scale).item()}
 
 
+def peaks(model: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Peak bytes of a run with everything that the network holds: as it is, and optimised."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated(x.device)
+    twin = copy.deepcopy(model)
+
+    def peak() -> int:
+        from_rest(twin)(x)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(x.device)
+        from_rest(twin)(x)
+        return torch.cuda.max_memory_allocated(x.device) - base
+
+    dense = peak()
+    optimize(twin, x, dtype=dtype, cache=False)
+    return dense, peak()
+
+
+def accuracy(model: torch.nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Fraction right over all batches, each from rest."""
+    forward = from_rest(model)
+    hits = [(forward(x).argmax(-1) == labels).float().mean().item() for x, labels in batches]
+    return sum(hits) / len(hits)
+
+
 def measure(
     name: str, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor | None, dtype: torch.dtype | None,
     args: argparse.Namespace,
@@ -66,30 +93,32 @@ def measure(
     """One case: times, agreement, memory and where the time goes."""
     device = torch.device("cuda", args.gpu)
     model, x = model.to(device), x.to(device)
-    labels = None if labels is None else labels.to(device)
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if labels is not None:
+        labels = labels.to(device)
+        batches = list(zip(x.split(args.batch), labels.split(args.batch), strict=True))
+        x, labels = batches[0]
+    before = accuracy(model, batches) if batches else None
     double = from_rest(copy.deepcopy(model).double())(x.double())
     eager = from_rest(model)(x).double()
-    torch.cuda.reset_peak_memory_stats(device)
-    from_rest(model)(x)
-    dense_peak = torch.cuda.max_memory_allocated(device)
+    dense_peak, optimised_peak = peaks(model, x, dtype)
     begun = time.monotonic()
     result = bench(
         model, x, labels=labels, dtype=dtype, rounds=args.rounds, compiled=args.compiled, cache=False
     )
     row = result.to_dict()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    from_rest(model)(x)
     row |= {
         "case": name,
         "dtype": str(dtype),
         "seconds": time.monotonic() - begun,
         "samples": {k: list(v) for k, v in result.comparison.times_ms.items()},
+        "images_for_accuracy": sum(len(b) for b, _ in batches),
+        "accuracy_before": before,
+        "accuracy_after": accuracy(model, batches) if batches else None,
         "error_eager": ((eager - double).norm() / double.norm()).item(),
         **numerics(model, x, double),
         "memory_eager_bytes": dense_peak,
-        "memory_optimised_bytes": torch.cuda.max_memory_allocated(device),
+        "memory_optimised_bytes": optimised_peak,
         "whole": accelerated(model).whole.model_dump(),  # type: ignore[union-attr]
         "decisions": {k: v.model_dump() for k, v in accelerated(model).decisions.items()},
         "layer_ms": layer_times(model, x),
@@ -123,6 +152,7 @@ def main() -> None:
     parser.add_argument("--trained", type=Path, action="append", default=[])
     parser.add_argument("--test", type=Path)
     parser.add_argument("--batch", type=int, default=32, help="of trained networks")
+    parser.add_argument("--images", type=int, default=2048, help="test images for a trained one's accuracy")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compiled", action="store_true", help="let the dense side use torch.compile too")
     parser.add_argument("--exact", action="store_true", help="run the float32 groups too")
@@ -133,7 +163,7 @@ def main() -> None:
     begun = time.monotonic()
     jobs: list[tuple[str, Any]] = []
     for run in args.trained:
-        jobs.append((run.name, lambda run=run: trained(run, args.test, args.batch)))
+        jobs.append((run.name, lambda run=run: trained(run, args.test, args.images)))
     for text in args.case:
         model, steps, batch, *image = text.split(":")
         settings = catalog.Settings(steps=int(steps), image=int(image[0]) if image else 32)

@@ -50,10 +50,10 @@ def test_a_prepared_group_is_the_reference(
     )
     assert backend.refusal(spec, shape) is None
     group = backend.prepare(spec, shape, convolution)
-    given = [backend.encode(x) for x in fed] if convolution == "sparse" else fed
+    given = [backend.encode(x, 3) for x in fed] if convolution == "sparse" else fed
     for _ in range(2):
         found, after = group(
-            given, [backend.encode(skip)], dense, [backend.encode(post)], steps=3, v=v, out=out
+            given, [backend.encode(skip, 1)], dense, [backend.encode(post, 2)], steps=3, v=v, out=out
         )
         found = backend.decode(found) if out == "native" else found
         assert torch.equal(found, expected) and torch.equal(after, membrane)
@@ -75,7 +75,7 @@ def test_a_stem_has_no_sparse_way() -> None:
 def test_spikes_survive_the_backends_form(largest: int) -> None:
     x = spikes(3, 2, 5, 4, 6, largest=largest)
     backend = EventBackend()
-    native = backend.encode(x)
+    native = backend.encode(x, largest)
     assert torch.equal(backend.decode(native), x)
     torch.testing.assert_close(backend.spatial_mean(native), x.mean((-2, -1)), rtol=1e-6, atol=0)
     assert backend.spatial_mean(native).shape == (3, 2, 5)
@@ -86,7 +86,7 @@ def test_what_are_no_spikes_is_not_encoded(value: float) -> None:
     x = spikes(1, 1, 2, 3, 3)
     x[0, 0, 1, 2, 2] = value
     with pytest.raises(RunError, match="holds other numbers"):
-        EventBackend().encode(x)
+        EventBackend().encode(x, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("spikingjelly")
 pytest.importorskip("numba")
@@ -18,6 +21,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 from sparseflow.errors import RunError
 from sparseflow.spiking.backend import EventBackend
 from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.kernels.events import format
 from sparseflow.spiking.plan import Spikes
 from sparseflow.spiking.registry import register_neuron, unregister_neuron
 from tests.spiking.families import CASES, FAMILIES
@@ -386,7 +390,7 @@ def test_spikes_convert_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch
     for name in ("encode", "decode"):
         original = getattr(EventBackend, name)
         monkeypatch.setattr(
-            EventBackend, name, lambda self, x, name=name, f=original: calls.append(name) or f(self, x)
+            EventBackend, name, lambda self, *a, name=name, f=original: calls.append(name) or f(self, *a)
         )
     spikes = Spikes(backend, dense=dense, single=False, dtype=torch.float32)
     assert spikes.dense is dense and spikes.sequence is dense and calls == []
@@ -488,18 +492,68 @@ def test_forgotten_weights_are_prepared_anew(way: str) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def test_events_take_no_more_memory_than_dense_spikes() -> None:
-    """Bytes of every layer's output, as events with all rows full, against float32."""
-    net, x = small(channels=32), images(3, 2, size=16)
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of tensors that come into being while it is active, and of events on loan.
+
+    Attributes:
+        peak: The most that were alive at once. What a library's operation allocates and frees inside is not seen.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}
+        pool = format._Pool
+        take, give = pool.take, pool.give
+        monkeypatch.setattr(pool, "take", lambda p, nbytes: self._count(take(p, nbytes), 1))
+        monkeypatch.setattr(pool, "give", lambda p, buffer: give(p, self._count(buffer, -1)))
+
+    def _count(self, buffer: Any, sign: int) -> Any:
+        self._add(sign * buffer.raw.nbytes)
+        return buffer
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _see(self, tree: Any, *, new: bool) -> None:
+        for item in tree_leaves(tree):
+            if isinstance(item, torch.Tensor) and item.untyped_storage()._cdata not in self._known:
+                storage = item.untyped_storage()
+                self._known[storage._cdata] = storage.nbytes() if new else 0
+                self._add(self._known[storage._cdata])
+                weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._known.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs or {}), new=False)
+        out = func(*args, **(kwargs or {}))
+        self._see(out, new=True)
+        return out
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("images_", [1, 8])
+@pytest.mark.parametrize("family", ["small", "spiking_resnet", "sew_resnet"])
+def test_no_more_memory_than_the_network_itself(
+    family: str, images_: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its peak a run of the plan holds no more activations than the network's own code does."""
+    if family == "small":
+        net, x = small(channels=32), images(4, images_, size=16)
+    else:
+        net, x = FAMILIES[family]("m")
+        x = x.repeat(2, images_, 1, 1, 1)
     plan = planned(net, x)
-    force(plan, "sparse", x)
-    sizes: list[tuple[int, int]] = []
-
-    def around(group: Any, env: Any) -> Spikes:
-        spikes = group.run(env, emit="native")
-        sizes.append((spikes.native.nbytes, spikes.sequence.nbytes))
-        return spikes
-
-    with torch.no_grad():
-        plan.run(x, around=around)
-    assert len(sizes) == 3 and all(native < dense for native, dense in sizes), sizes
+    force(plan, way, x)
+    peaks = []
+    for run in (net, plan.run):
+        for _ in range(2):
+            functional.reset_net(net)
+            with monkeypatch.context() as patch, torch.no_grad(), LiveBytes(patch) as live:
+                run(x)
+        peaks.append(live.peak)
+    own, ours = peaks
+    assert 0 < ours <= own, f"{ours} bytes against {own}"

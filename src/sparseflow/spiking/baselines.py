@@ -20,6 +20,7 @@ from sparseflow.spiking.graphs import Replay
 from sparseflow.spiking.kernels.spec import NeuronSpec
 from sparseflow.spiking.match import GroupFinder, fold_match
 from sparseflow.spiking.plan import Plan
+from sparseflow.spiking.state import reset
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -204,13 +205,6 @@ def _from_rest(model: nn.Module) -> Forward:
             return model(x)
 
     return run
-
-
-def reset(model: nn.Module) -> None:
-    """Reset every stateful module, as spikingjelly's `functional.reset_net` does."""
-    for module in model.modules():
-        if callable(getattr(module, "reset", None)):
-            module.reset()  # type: ignore[operator]
 
 
 def _channels_last(forward: Forward) -> Forward:

@@ -18,11 +18,12 @@ from torch import nn
 from sparseflow.core import timing
 from sparseflow.core.records import Run
 from sparseflow.errors import RunError, SparseFlowError
-from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, reset
+from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms
 from sparseflow.spiking.catalog import Case
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.optimize import optimize
+from sparseflow.spiking.state import reset
 
 OPTIMISED = "optimised"
 

@@ -30,7 +30,7 @@ from sparseflow.spiking.modules import SparseConv2d, default_backend, refusal
 from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes, as_dense
 from sparseflow.spiking.profile import Activity, activities, activity_of
 from sparseflow.spiking.registry import is_spiking_neuron
-from sparseflow.spiking.state import memories, put_back, untouched
+from sparseflow.spiking.state import memories, put_back, reset, untouched
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many are done, and how many there are."""
@@ -438,7 +438,6 @@ class Accelerated:
             return
         queued = GPU_CALLS if inputs[0].is_cuda else 1
         chooser = Chooser(device=str(inputs[0].device), cache=self._cache, calls_per_sample=queued)
-        start = memories(self.model)
         with untouched(self.model):
             if not self.activities:
                 names = [s.name for s in self.graph.sites if s.fed_by]
@@ -454,7 +453,7 @@ class Accelerated:
 
             plan.run(*inputs, around=around)
             plan.settle_forms()
-            put_back(start)
+            reset(self.model)
             if self._progress:
                 self._progress("whole network", done, len(plan.groups) + 1)
             replay = _replay(plan, inputs)
@@ -620,8 +619,10 @@ class Accelerated:
 
 def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
     """The plan as one CUDA graph; None on a CPU, or when it is not at rest or waits for the device."""
-    neurons = [group.neuron for group in plan.groups]
-    if inputs[0].device.type != "cuda" or any(isinstance(n.v, torch.Tensor) for n in neurons):
+    named = [plan.modules[name] for name in plan.graph.neurons]
+    neurons = [neuron for neuron in named if hasattr(neuron, "v")]
+    at_rest = len(neurons) == len(named) and not any(isinstance(n.v, torch.Tensor) for n in neurons)
+    if inputs[0].device.type != "cuda" or not at_rest:
         return None
     try:
         return Replay(plan.run, inputs, neurons)

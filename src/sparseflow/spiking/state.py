@@ -41,6 +41,13 @@ def put_back(saved: Memories) -> None:
             setattr(module, name, _copied(value))
 
 
+def reset(model: nn.Module) -> None:
+    """Reset every stateful module, as spikingjelly's `functional.reset_net` does."""
+    for module in model.modules():
+        if callable(getattr(module, "reset", None)):
+            module.reset()  # type: ignore[operator]
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Run the body without gradients and leave `model` as it was, bit for bit."""

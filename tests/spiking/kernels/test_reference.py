@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,10 +12,8 @@ from sparseflow.spiking.kernels.reference import run_group_reference, run_neuron
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 
-def _neuron(**changes: float | None) -> NeuronSpec:
-    return NeuronSpec(
-        **{"alpha": 1.0, "beta": 1.0, "delta": 0.0, "v_threshold": 1.0, "v_reset": 0.0} | changes
-    )  # type: ignore[arg-type]
+def _neuron(**changes: Any) -> NeuronSpec:
+    return replace(NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0), **changes)
 
 
 @pytest.mark.parametrize(

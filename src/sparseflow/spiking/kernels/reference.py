@@ -120,9 +120,8 @@ def run_group_reference(
     ):
         if given != expected:
             raise ValueError(f"the group takes {expected} `{name}`, got {given}")
-    if time_steps is None:
-        time_steps = max(x.shape[0] for x in (*spikes, *skips, *dense, *post_skips))
-    x = run_group_input_reference(spec, spikes, skips, dense, time_steps=time_steps, dtype=dtype)
+    steps = time_steps or max(x.shape[0] for x in (*spikes, *skips, *dense, *post_skips))
+    x = run_group_input_reference(spec, spikes, skips, dense, time_steps=steps, dtype=dtype)
     out, v_final = run_neuron_reference(spec.neuron, x, v)
     for post in post_skips:
         out = out + post.to(dtype)

@@ -1,8 +1,9 @@
 """Spiking convolutions on a CPU, driven by events: work is done for spikes, not for zeros.
 
-`encode` turns spikes into `Events`, `prepare_group` makes a fused group (`spec.GroupSpec`) that maps events to
-events, and `decode` or `sum_over_space` lead back to dense tensors. Importing this package needs numba (extra
-`spiking`); the first run on a machine compiles the kernels, later processes load them from Numba's disk cache.
+`encode` turns spikes into `Events`, `prepare_group` makes a fused group (`spec.GroupSpec`) that maps events
+to events, and `decode` or `sum_over_space` lead back to dense tensors. Importing this package needs numba
+(extra `spiking`); the first run on a machine compiles the kernels, later processes load them from Numba's
+disk cache.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ def encode(dense: torch.Tensor) -> Events:
         Its events.
 
     Raises:
-        InputError: It has not five dimensions, or holds a negative number, a fraction, a NaN or a number over 255.
+        InputError: It has not five dimensions, or holds a negative number, a fraction, a NaN or a number over
+        255.
     """
     if dense.dim() != 5:
         raise InputError(f"`dense` must be [T, N, C, H, W], got shape {tuple(dense.shape)}")

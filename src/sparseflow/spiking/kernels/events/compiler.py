@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
-jit = functools.partial(njit, nogil=True, error_model="numpy", boundscheck=False)
+jit: Any = functools.partial(njit, nogil=True, error_model="numpy", boundscheck=False)
 """Decorator of every function that a kernel calls."""
 
 

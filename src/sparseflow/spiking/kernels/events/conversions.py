@@ -1,7 +1,7 @@
 """Kernels between events and dense tensors: encode, decode, sums over space, max pooling.
 
-A work item of encode and of max pooling is one row of one image at all time steps; of the others, one image at one
-time step.
+A work item of encode and of max pooling is one row of one image at all time steps; of the others, one image
+at one time step.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
 from sparseflow.spiking.kernels.events.emit import add_step, emit_row, fires_at
+from sparseflow.spiking.kernels.events.llvm import ALL_LANES
 from sparseflow.spiking.kernels.events.planes import PLANE_BYTES, PLANE_STEPS, PLANE_TO
 from sparseflow.spiking.kernels.events.records import CODEC, EVENTS, SLACK, field_offset
-from sparseflow.spiking.kernels.events.simd import (
-    ALL_LANES,
+from sparseflow.spiking.kernels.events.scalars import (
     add_one,
     address_of,
     as_pointer,
     atomic_add,
     atomic_max,
-    fill_lanes,
-    load_bits,
     read_float,
     read_int,
     read_short,
@@ -31,6 +29,7 @@ from sparseflow.spiking.kernels.events.simd import (
     write_int,
     write_short,
 )
+from sparseflow.spiking.kernels.events.simd import fill_lanes, load_bits
 
 NOT_A_COUNT = 1 << 40
 """`flag` of a tensor that holds something other than small whole numbers."""

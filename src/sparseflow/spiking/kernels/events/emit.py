@@ -7,15 +7,13 @@ from typing import Any
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
+from sparseflow.spiking.kernels.events.llvm import ALL_LANES
 from sparseflow.spiking.kernels.events.planes import PLANE_ABOVE, PLANE_BYTES, PLANE_STEPS
 from sparseflow.spiking.kernels.events.records import EVENTS, SLACK
-from sparseflow.spiking.kernels.events.simd import (
-    ALL_LANES,
+from sparseflow.spiking.kernels.events.scalars import (
     add_one,
-    append_entries,
     as_pointer,
     atomic_max,
-    copy_lanes,
     count_bits,
     read_int,
     read_long,
@@ -23,6 +21,7 @@ from sparseflow.spiking.kernels.events.simd import (
     write_int,
     write_long,
 )
+from sparseflow.spiking.kernels.events.simd import append_entries, copy_lanes
 
 
 @jit

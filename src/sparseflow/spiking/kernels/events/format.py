@@ -110,10 +110,10 @@ class _Loan:
 class Events:
     """A spike tensor [T, N, C, H, W] of small whole numbers, as the list of its non-zeros.
 
-    Events lie in planes, each of which stands for a set of time steps (see `planes.py`). Those of row (plane, n, y)
-    are contiguous in `index[plane, n, y]`, ordered by x; `start[plane, n, y, x]` is where those of pixel x begin and
-    `start[plane, n, y, W]` how many the row has. An entry is `x * C + c`; a value of 2 is the same entry twice. The
-    arrays are views of pooled memory: they hold this tensor as long as it lives.
+    Events lie in planes, each of which stands for a set of time steps (see `planes.py`). Those of row (plane,
+    n, y) are contiguous in `index[plane, n, y]`, ordered by x; `start[plane, n, y, x]` is where those of
+    pixel x begin and `start[plane, n, y, W]` how many the row has. An entry is `x * C + c`; a value of 2 is
+    the same entry twice. The arrays are views of pooled memory: they hold this tensor as long as it lives.
 
     Attributes:
         T: Time steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -12,8 +13,8 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.events.format import Events, allocate_events
 from sparseflow.spiking.kernels.events.kernels import OUT_EVENTS, OUT_EVENTS_AGAIN, OUT_SPIKES, OUT_SUMS
 from sparseflow.spiking.kernels.events.launch import Launch, Shape
+from sparseflow.spiking.kernels.events.llvm import LANES
 from sparseflow.spiking.kernels.events.packing import pack_group
-from sparseflow.spiking.kernels.events.simd import LANES
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
 _CYCLES_PER_THREAD = 50_000
@@ -28,7 +29,7 @@ def _channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 class PreparedGroup:
-    """A group whose weights are laid out for this machine. Made by `prepare_group`; not thread-safe.
+    """A group whose weights are laid out for this machine. Made by `prepare_group`; calls take turns.
 
     Attributes:
         spec: What it computes.
@@ -40,10 +41,11 @@ class PreparedGroup:
         self.conv = conv
         self._packed = pack_group(spec, spec.sources if conv == "event" else ())
         self._dense_weights = [
-            s.weight.detach().float().contiguous(memory_format=torch.channels_last)
+            s.weight.detach().float().clone(memory_format=torch.channels_last)
             for s in (spec.sources if conv == "dense" else ())
         ]
         self._launches: dict[tuple[object, ...], Launch] = {}
+        self._lock = threading.Lock()
 
     def __call__(
         self,
@@ -100,31 +102,38 @@ class PreparedGroup:
         # These stay referenced until the kernel has run: it knows addresses only.
         reals, before = [_channels_last(r) for r in reals], None if v is None else _channels_last(v)
         after = torch.empty(shape[1], *shape[3:], shape[2]) if want_v else None
-        launch = self._launch(shape, events, skips, reals, post_skips)
-        launch.bind(events, skips, reals, post_skips, before, after)
-        membrane = None if after is None else after.movedim(-1, -3)
+        with self._lock:
+            launch = self._launch(shape, events, skips, reals, post_skips)
+            launch.bind(events, skips, reals, post_skips, before, after)
+            spikes_out = self._run(launch, shape, 1 + sum(e.max_value for e in post_skips), out)
+        return spikes_out, None if after is None else after.movedim(-1, -3)
+
+    @staticmethod
+    def _run(
+        launch: Launch, shape: Shape, max_value: int, out: Literal["events", "dense"]
+    ) -> Events | torch.Tensor:
         t, n, c, h, w = shape
         if out == "dense":
             result = torch.empty(t, n, h, w, c)
             launch.run(OUT_SPIKES, result.data_ptr())
-            return result.movedim(-1, -3), membrane
-        most = 1 + sum(e.max_value for e in post_skips)
-        found = allocate_events(shape, row=launch.row, max_value=most)
+            return result.movedim(-1, -3)
+        found = allocate_events(shape, row=launch.row, max_value=max_value)
         need = launch.run(OUT_EVENTS, found.address)
         while need:
             # Some row outgrew its room: the neurons have run, only their events are written again.
             launch.row = need
-            found = allocate_events(shape, row=need, max_value=most)
+            found = allocate_events(shape, row=need, max_value=max_value)
             need = launch.run(OUT_EVENTS_AGAIN, found.address)
-        return found, membrane
+        return found
 
     def sums(self, spikes: Sequence[Events]) -> torch.Tensor:
         """Bias and convolutions alone: dense float32 [T, N, C_out, H_out, W_out], channels last."""
         t, n, c, h, w = shape = self._out_shape(spikes, (), (), (), None)
-        launch = self._launch(shape, spikes, (), (), ())
-        launch.bind(spikes, (), (), (), None, None)
         result = torch.empty(t, n, h, w, c)
-        launch.run(OUT_SUMS, result.data_ptr())
+        with self._lock:
+            launch = self._launch(shape, spikes, (), (), ())
+            launch.bind(spikes, (), (), (), None, None)
+            launch.run(OUT_SUMS, result.data_ptr())
         return result.movedim(-1, -3)
 
     def _convolve(self, number: int, source: SpikeSource, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +155,7 @@ class PreparedGroup:
         found: list[Shape] = []
         for source, one in zip(self.spec.sources if events else (), events, strict=True):
             c_in, k = source.weight.shape[1:3]
-            if one.C != c_in:
+            if c_in != one.C:
                 raise InputError(f"the convolution takes {c_in} channels, got events of shape {one.shape}")
             if (one.W + 1) * k * c_in >= 1 << 31:
                 raise InputError(f"events of shape {one.shape} are too wide for an event convolution")
@@ -164,6 +173,8 @@ class PreparedGroup:
                 f"the group's inputs give outputs [T, N, C, H, W] of different shapes: {found}; "
                 f"expected {channels} channels and {steps} time steps"
             )
+        if 0 in found[0]:
+            raise InputError(f"a group needs at least one of everything, got an output of shape {found[0]}")
         return found[0]
 
     def _workers(self, shape: Shape, events: Sequence[Events]) -> int:

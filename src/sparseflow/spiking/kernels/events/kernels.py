@@ -1,22 +1,20 @@
 """The group kernel: convolutions of events, residuals, neuron and new events, one output row at a time.
 
-A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and plane of
-events (`planes.py`; a plane stands for one or several time steps):
+A work item is one *tile* of output channels and one *block* of output rows of one image. For every row and
+plane of events (`planes.py`; a plane stands for one or several time steps):
 
-1.  `_gather` joins the events of the k input rows under the output row into one list, ordered by x: each entry
-    becomes the number of its weight row. Weights lie as [dx][dy][c][lanes], so that the events under one output
-    pixel, whatever their dy and dx, are one contiguous piece of that list.
-2.  `_convolve` sums the weight rows of each pixel's piece in registers (`simd.add_rows`).
+1.  `gather` joins the events of the k input rows under the output row into one list, ordered by x: each entry
+    becomes the number of its weight row. Weights lie as [dx][dy][c][lanes], so that the events under one
+    output pixel, whatever their dy and dx, are one contiguous piece of that list.
+2.  `convolve_row` sums the weight rows of each pixel's piece in registers (`simd.add_rows`).
 3.  When a time step is complete, `fire` steps the neurons of the row; spikes leave as bits.
 
-The thread that finishes the last tile of a block turns its bits into events (or dense spikes). Membranes, currents
-and row numbers live in a few kilobytes of scratch memory, so main memory sees events only.
+The thread that finishes the last tile of a block turns its bits into events (or dense spikes). Membranes,
+currents and row numbers live in a few kilobytes of scratch memory, so main memory sees events only.
 
-Tiles are the slower index of the work items: all threads use the same slice of the weights, which stays in their
-level-2 caches however large the layer is.
+Tiles are the slower index of the work items: all threads use the same slice of the weights, which stays in
+their level-2 caches however large the layer is.
 """
-
-# Addresses are int64 bytes; `carray` gives them a shape where scalar code reads them.
 
 from __future__ import annotations
 
@@ -25,149 +23,38 @@ from typing import Any
 from numba import carray
 
 from sparseflow.spiking.kernels.events.compiler import jit
+from sparseflow.spiking.kernels.events.convolution import convolve_row, gather
 from sparseflow.spiking.kernels.events.emit import add_step, emit_row
+from sparseflow.spiking.kernels.events.llvm import ALL_LANES, VECTOR_BYTES
 from sparseflow.spiking.kernels.events.planes import MOST_SHARED, PLANE_BYTES, PLANE_FROM, PLANE_TO
 from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP, SOURCE, field_offset
-from sparseflow.spiking.kernels.events.simd import (
-    ALL_LANES,
-    add_lanes,
-    add_rows,
+from sparseflow.spiking.kernels.events.scalars import (
     address_of,
     as_pointer,
     atomic_add,
+    prefetch,
+    read_int,
+    read_short,
+    write_int,
+    write_short,
+)
+from sparseflow.spiking.kernels.events.simd import (
+    add_lanes,
+    add_rows,
     copy_lanes,
     expand_entries,
     fill_lanes,
     fire,
-    prefetch,
-    read_int,
-    read_short,
     store_bits,
     sums_side_by_side,
-    write_int,
-    write_short,
 )
 
 OUT_EVENTS, OUT_SPIKES, OUT_SUMS, OUT_EVENTS_AGAIN = range(4)
 """Modes of the group kernel: events; dense 0/1 spikes; sums without a neuron; events from bits of the last run."""
 
-_LINE = 64
 _NEXT_ITEM = field_offset(GROUP, "next_item")
 _NEXT_SLOT = field_offset(GROUP, "next_slot")
 _NEED = field_offset(GROUP, "need")
-
-
-@jit
-def _prefetch_row(source: Any, line: int) -> None:
-    """Ask for the beginning of an input row that is needed soon: rows lie too far apart for the hardware to guess."""
-    starts = source.start + 4 * line * (source.width + 1)
-    for i in range(0, 4 * (source.width + 1), _LINE):
-        prefetch(starts + i)
-    index = source.index + (4 if source.wide else 2) * line * source.row
-    for i in range(0, 4 * _LINE, _LINE):
-        prefetch(index + i)
-
-
-@jit
-def _gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
-    """Fill `rows` with the weight rows of the events under output row y; `image` is plane * N + n.
-
-    `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
-    """
-    k, stride, width, channels, wide = (
-        source.kernel,
-        source.stride,
-        source.width,
-        source.channels,
-        source.wide,
-    )
-    top = y * stride - source.padding
-    first, last = max(0, -top), min(k, source.height - top)
-    line = image * source.height + top + first
-    starts_line = 4 * (width + 1)
-    index_line = (4 if wide else 2) * source.row
-    starts = source.start + line * starts_line
-    index = source.index + line * index_line
-    for ahead in range(stride):
-        if top + k + ahead < source.height:
-            _prefetch_row(source, image * source.height + top + k + ahead)
-
-    filled = rows
-    write_int(ends, 0)
-    for x in range(width):
-        if k > 1 or (x + source.padding) % stride == 0:
-            at, entries = starts + 4 * x, index
-            add = (x * (k - 1) + first) * channels
-            for _ in range(first, last):
-                begin, count = read_int(at), read_int(at + 4) - read_int(at)
-                # The first sixteen are copied whether there are any or not: no branch to mispredict.
-                if wide:
-                    expand_entries(entries + 4 * begin, add, filled, 1)
-                    for i in range(16, count, 16):
-                        expand_entries(entries + 4 * (begin + i), add, filled + 4 * i, 1)
-                else:
-                    expand_entries(entries + 2 * begin, add, filled, 0)
-                    for i in range(16, count, 16):
-                        expand_entries(entries + 2 * (begin + i), add, filled + 4 * i, 0)
-                filled += 4 * count
-                at += starts_line
-                entries += index_line
-                add += channels
-        write_int(ends + 4 * (x + 1), (filled - rows) >> 2)
-
-
-def _make_convolve(vectors: int) -> Any:
-    """`_convolve` for rows of `vectors` vectors; the number must be a constant for the sums to be registers."""
-
-    # Long sums lose digits one by one, so after this many rows a sum joins the pixel's total and starts afresh.
-    block = 16 * sums_side_by_side(vectors)
-
-    @jit
-    def convolve(
-        source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int, out_width: int
-    ) -> None:
-        k, stride, width = source.kernel, source.stride, source.width
-        left = -source.padding
-        # The numbers count from the row of weights that belongs to column 0, not to column `left`.
-        column = k * source.channels
-        zero = (left + k) * column
-        table = source.weight + tile * source.tile_bytes - left * column * vectors * _LINE
-        for _ in range(out_width):
-            begin, end = read_int(ends + 4 * max(left, 0)), read_int(ends + 4 * min(left + k, width))
-            so_far = first
-            while True:
-                stop = min(begin + block, end)
-                add_rows(rows, begin, stop, table, zero, so_far, out, vectors)
-                if stop >= end:
-                    break
-                begin, so_far = stop, out
-            left += stride
-            zero += stride * column
-            table -= stride * column * vectors * _LINE
-            first += first_step
-            out += vectors * _LINE
-
-    return convolve
-
-
-_convolve_1, _convolve_2, _convolve_4, _convolve_8 = (_make_convolve(vectors) for vectors in (1, 2, 4, 8))
-VECTOR_CHOICES = (1, 2, 4, 8)
-"""Tile widths, in vectors, that a convolution may have."""
-
-
-@jit
-def _convolve(
-    group: Any, source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int
-) -> None:
-    """out = first + convolution, one row of one tile; `first_step` is what separates two pixels of `first`."""
-    if group.vectors == 1:
-        _convolve_1(source, tile, rows, ends, first, first_step, out, group.width)
-    elif group.vectors == 2:
-        _convolve_2(source, tile, rows, ends, first, first_step, out, group.width)
-    elif group.vectors == 4:
-        _convolve_4(source, tile, rows, ends, first, first_step, out, group.width)
-    else:
-        _convolve_8(source, tile, rows, ends, first, first_step, out, group.width)
 
 
 @jit
@@ -185,8 +72,8 @@ def _add_dense(group: Any, tile: int, first: int, first_step: int, data: int, ou
     for j in range(vectors):
         valid = _valid_lanes(group, tile * vectors + j)
         for x in range(group.width):
-            from_ = data + 4 * x * group.channels + _LINE * (tile * vectors + j)
-            add_lanes(first + x * first_step + _LINE * j, from_, out + _LINE * (x * vectors + j), valid)
+            from_ = data + 4 * x * group.channels + VECTOR_BYTES * (tile * vectors + j) add_lanes(first + x *
+            first_step + VECTOR_BYTES * j, from_, out + VECTOR_BYTES * (x * vectors + j), valid)
 
 
 @jit
@@ -197,8 +84,8 @@ def _copy_out(group: Any, tile: int, values: int, data: int) -> None:
             vector = tile * group.vectors + j
             valid = _valid_lanes(group, vector)
             if valid:
-                to = data + 4 * x * group.channels + _LINE * vector
-                copy_lanes(values + _LINE * (x * group.vectors + j), to, valid)
+                to = data + 4 * x * group.channels + VECTOR_BYTES * vector
+                copy_lanes(values + VECTOR_BYTES * (x * group.vectors + j), to, valid)
 
 
 @jit
@@ -206,13 +93,13 @@ def _load_membrane(group: Any, tile: int, data: int, membrane: int) -> None:
     """Fill `membrane` [W, 16 * vectors] from the row [W, C] at `data`, or with the rest value when `data` is 0."""
     vectors, rest = group.vectors, group.rest
     for i in range(group.width * vectors):
-        fill_lanes(membrane + _LINE * i, rest)
+        fill_lanes(membrane + VECTOR_BYTES * i, rest)
     if data:
         for j in range(vectors):
             valid = _valid_lanes(group, tile * vectors + j)
             for x in range(group.width):
-                from_ = data + 4 * x * group.channels + _LINE * (tile * vectors + j)
-                copy_lanes(from_, membrane + _LINE * (x * vectors + j), valid)
+                from_ = data + 4 * x * group.channels + VECTOR_BYTES * (tile * vectors + j)
+                copy_lanes(from_, membrane + VECTOR_BYTES * (x * vectors + j), valid)
 
 
 @jit
@@ -221,7 +108,7 @@ def _fire_row(group: Any, tile: int, current: int, membrane: int, bits: int) -> 
     alpha, beta, delta, threshold = group.alpha, group.beta, group.delta, group.threshold
     rest, hard, vectors = group.rest, group.hard, group.vectors
     for i in range(group.width * vectors):
-        at = _LINE * i
+        at = VECTOR_BYTES * i
         write_short(
             bits + 2 * i, fire(membrane + at, current + at, alpha, beta, delta, threshold, rest, hard)
         )
@@ -252,11 +139,11 @@ def _convolve_step(
 ) -> None:
     """out = first + convolution of one time step.
 
-    Walks the planes from where the last step stopped to this step's own. Sums of planes that later steps share stay
-    at `shared`, MOST_SHARED rows and one to spare; they start from `first` for the first source, where it is the same
-    at every step (`alone`), and from zero for the others.
+    Walks the planes from where the last step stopped to this step's own. Sums of planes that later steps
+    share stay at `shared`, MOST_SHARED rows and one to spare; they start from `first` for the first source,
+    where it is the same at every step (`alone`), and from zero for the others.
     """
-    pixel_bytes = _LINE * group.vectors
+    pixel_bytes = VECTOR_BYTES * group.vectors
     row_bytes = group.width * pixel_bytes
     plane = read_int(cursor)
     while True:
@@ -272,15 +159,15 @@ def _convolve_step(
         if place < 0:
             place = MOST_SHARED
         to = out if complete else shared + place * row_bytes
-        _gather(source, plane * group.images + n, y, rows, ends)
-        _convolve(group, source, tile, rows, ends, from_, step, to)
+        gather(source, plane * group.images + n, y, rows, ends)
+        convolve_row(group, source, tile, rows, ends, from_, step, to)
         plane += 1
         if place == MOST_SHARED:
             break
     write_int(cursor, plane)
     if not complete:
         for x in range(group.width):
-            for i in range(x * pixel_bytes, (x + 1) * pixel_bytes, _LINE):
+            for i in range(x * pixel_bytes, (x + 1) * pixel_bytes, VECTOR_BYTES):
                 add_lanes(first + x * first_step + i - x * pixel_bytes, to + i, out + i, ALL_LANES)
 
 
@@ -296,7 +183,7 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     membrane = current + row_bytes
     shared = membrane + row_bytes
     cursors = shared + (MOST_SHARED + 1) * group.sources * row_bytes
-    ends = cursors + _LINE * group.sources
+    ends = cursors + VECTOR_BYTES * group.sources
     sources = carray(as_pointer(group.source_list), group.sources, SOURCE)
     skips = carray(as_pointer(group.skip_list), group.skips, EVENTS)
     denses = carray(as_pointer(group.dense_list), group.denses, DENSE)
@@ -312,12 +199,12 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
     if group.mode != OUT_SUMS:
         _load_membrane(group, tile, group.v_in + pixels if group.v_in else 0, membrane)
     for i in range(group.sources):
-        write_int(cursors + _LINE * i, 0)
+        write_int(cursors + VECTOR_BYTES * i, 0)
 
     for t in range(group.time_steps):
         so_far, step = first, first_step
         for i in range(group.sources):
-            own, cursor = shared + (MOST_SHARED + 1) * row_bytes * i, cursors + _LINE * i
+            own, cursor = shared + (MOST_SHARED + 1) * row_bytes * i, cursors + VECTOR_BYTES * i
             _convolve_step(
                 group, sources[i], tile, n, y, rows, ends, cursor, own, i == 0, so_far, step, current
             )
@@ -329,7 +216,7 @@ def _run_row(group: Any, tile: int, n: int, y: int, scratch: int) -> None:
                 )
                 so_far, step = current, pixel_bytes
         if group.skips and so_far != current:
-            for i in range(0, row_bytes, _LINE):
+            for i in range(0, row_bytes, VECTOR_BYTES):
                 copy_lanes(so_far + i, current + i, ALL_LANES)
             so_far = current
         for i in range(group.skips):
@@ -361,7 +248,7 @@ def _emit_spikes(group: Any, t: int, n: int, y: int) -> None:
             bits = group.bits + 2 * ((line * tiles + tile) * width * vectors + j)
             for x in range(width):
                 fired = read_short(bits + 2 * x * vectors)
-                store_bits(fired, row + 4 * x * channels + _LINE * vector, valid)
+                store_bits(fired, row + 4 * x * channels + VECTOR_BYTES * vector, valid)
     rows = group.images * group.height
     for i in range(group.posts):
         add_step(posts[i], t, rows, n * group.height + y, width, row, channels, 0, channels)

@@ -11,10 +11,10 @@ from sparseflow.spiking.kernels.events import threads
 from sparseflow.spiking.kernels.events.compiler import compile_kernel
 from sparseflow.spiking.kernels.events.format import Events, address_of_array, aligned_zeros, first_row
 from sparseflow.spiking.kernels.events.kernels import OUT_SUMS, make_group_kernel
+from sparseflow.spiking.kernels.events.llvm import ALL_LANES, LANES
 from sparseflow.spiking.kernels.events.packing import PackedGroup
 from sparseflow.spiking.kernels.events.planes import MOST_SHARED
 from sparseflow.spiking.kernels.events.records import DENSE, EVENTS, GROUP
-from sparseflow.spiking.kernels.events.simd import ALL_LANES, LANES
 from sparseflow.spiking.kernels.spec import NeuronSpec
 
 _ITEMS_PER_THREAD = 4

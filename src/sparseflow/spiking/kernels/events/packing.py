@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparseflow.spiking.kernels.events.convolution import VECTOR_CHOICES
 from sparseflow.spiking.kernels.events.format import address_of_array, aligned_zeros
-from sparseflow.spiking.kernels.events.kernels import VECTOR_CHOICES
+from sparseflow.spiking.kernels.events.llvm import LANES, VECTOR_BYTES, cpu_features
 from sparseflow.spiking.kernels.events.records import SOURCE
-from sparseflow.spiking.kernels.events.simd import LANES, VECTOR_BYTES, cpu_features
 from sparseflow.spiking.kernels.spec import GroupSpec, SpikeSource
 
 _CACHE_BYTES = 640 << 10

@@ -1,14 +1,15 @@
 """How events share time steps.
 
-A neuron that is driven steadily fires again and again, mostly at every step or at every other one, and a weight row
-that is needed at two steps need only be summed once. So the events of a tensor are kept in *planes*, each of which
-stands for a set of time steps: an event of plane {1, 3} fires at step 1 and at step 3. The spikes of step t are the
-sum of all planes whose set holds t.
+A neuron that is driven steadily fires again and again, mostly at every step or at every other one, and a
+weight row that is needed at two steps need only be summed once. So the events of a tensor are kept in
+*planes*, each of which stands for a set of time steps: an event of plane {1, 3} fires at step 1 and at step
+3. The spikes of step t are the sum of all planes whose set holds t.
 
-Time is cut into blocks of at most four steps. The planes of a block form a tree: all its steps, then every other one,
-at last each step alone; an event lies in the highest plane all of whose steps it fires at. A convolution walks the
-tree: the sum of a plane starts from the sum of its parent, and the sum of a single step is complete. Narrow layers go
-without {0, 2}, for every plane costs a loop over all pixels.
+Time is cut into blocks of at most four steps. The planes of a block form a tree: all its steps, then every
+other one, at last each step alone; an event lies in the highest plane all of whose steps it fires at. A
+convolution walks the tree: the sum of a plane starts from the sum of its parent, and the sum of a single step
+is complete. Narrow layers go from the block to single steps at once, for every plane costs a loop over all
+pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCK_STEPS = 4
 MOST_SHARED = 3
 """Planes of a block that stand for more than one step."""
 _WIDE = 64
-"""Channels from which on both halves of a block have a plane."""
+"""Channels from which on every other step of a block has a plane."""
 
 Steps = tuple[int, ...]
 """Time steps, evenly spaced, in order."""
@@ -50,12 +51,9 @@ class Plane:
 def _tree(steps: Steps, parent: Steps, wide: bool) -> list[Plane]:
     found = [Plane(steps=steps, parent=parent)]
     if len(steps) > 1:
-        first, second = steps[::2], steps[1::2]
-        if wide or len(first) == 1:
-            found += _tree(first, steps, wide)
-        else:
-            found += [Plane(steps=(t,), parent=steps) for t in first]
-        found += _tree(second, steps, wide)
+        parts = (steps[::2], steps[1::2]) if wide else tuple((t,) for t in steps)
+        for part in parts:
+            found += _tree(part, steps, wide)
     return found
 
 
@@ -63,8 +61,8 @@ def _tree(steps: Steps, parent: Steps, wide: bool) -> list[Plane]:
 def planes_of(time_steps: int, channels: int) -> tuple[Plane, ...]:
     """The planes of a tensor with `time_steps` steps and `channels` channels.
 
-    They are ordered by their first step, larger sets first: when a step's own plane comes, all planes that share the
-    step have come.
+    They are ordered by their first step, larger sets first: when a step's own plane comes, all planes that
+    share the step have come.
     """
     blocks = [range(lo, min(lo + BLOCK_STEPS, time_steps)) for lo in range(0, time_steps, BLOCK_STEPS)]
     found = [p for block in blocks for p in _tree(tuple(block), (), channels >= _WIDE)]
@@ -86,9 +84,9 @@ def _progression(steps: Steps) -> tuple[int, int, int]:
 def plane_table(time_steps: int, channels: int) -> np.ndarray:
     """`planes_of` for kernels: int32 [planes, 8].
 
-    A row holds: the place of the parent's sum (-1 without a parent), the place of its own (-1 for a single step),
-    then first step, one past the last and spacing of its own steps and of its parent's. Places are numbered from 0
-    to MOST_SHARED - 1 in each block.
+    A row holds: the place of the parent's sum (-1 without a parent), the place of its own (-1 for a single
+    step), then first step, one past the last and spacing of its own steps and of its parent's. Places are
+    numbered from 0 to MOST_SHARED - 1 in each block.
     """
     places: dict[Steps, int] = {(): -1}
     rows = []

@@ -20,9 +20,8 @@ def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype:
 
 def field_offset(record: np.dtype, name: str) -> int:
     """Bytes from the beginning of a record to one of its fields."""
-    fields = record.fields
-    assert fields is not None
-    return fields[name][1]
+    offsets: dict[str, int] = {field: entry[1] for field, entry in (record.fields or {}).items()}
+    return offsets[name]
 
 
 EVENTS = _record(

@@ -1,8 +1,8 @@
 """Runs a C callback on as many threads as torch uses.
 
-torch's own OpenMP team does the work where its runtime (libgomp) can be found: its threads are awake right after
-a torch operation, and a second pool would compete with them for the same cores. Elsewhere a Python thread pool
-does; the callbacks hold no GIL.
+torch's own OpenMP team does the work where its runtime (libgomp) can be found: its threads are awake right
+after a torch operation, and a second pool would compete with them for the same cores. Elsewhere a Python
+thread pool does; the callbacks hold no GIL.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def run(function: int, record: int, threads: int | None = None) -> None:
     """Call `function(record)` once on every thread, at the same time, and wait.
 
     Args:
-        function: Address of a C function `void(void*)` that takes work items from its record until none is left.
-        record: Address of the record.
-        threads: How many; torch's own number when None.
+        function: Address of a C function `void(void*)` that takes work items from its record until none is
+        left. record: Address of the record. threads: How many; torch's own number when None.
     """
     threads = torch.get_num_threads() if threads is None else threads
     if threads == 1:

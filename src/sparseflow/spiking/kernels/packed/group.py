@@ -38,10 +38,11 @@ __all__ = [
 
 def refusal(spec: GroupSpec) -> str | None:
     """Why this kernel cannot run `spec`, or None when it can."""
-    if not spec.sources:
+    count = len(spec.sources)
+    if count == 0:
         return "no spike source"
-    if len(spec.sources) > 2:
-        return f"{len(spec.sources)} spike sources (at most 2)"
+    if count > 2:
+        return f"{count} spike sources (at most 2)"
     if spec.post_skips:
         return "spikes added to the output (its values are integers, not bits)"
     if spec.skips > 1 or spec.dense_inputs > 1:

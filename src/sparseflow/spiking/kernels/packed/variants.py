@@ -127,6 +127,8 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
             add(bm=64, tc=4, ub=3, ring=3, warps=4, ctas=3, pair=2)
             add(bm=64, tc=4, ub=3, ring=3, warps=4, ctas=0, pair=2)
             add(bm=128, tc=4, ub=3, ring=4, warps=8, ctas=1, pair=2)
+            if parts > 1:  # the ring of three CTAs would not fit
+                add(bm=64, tc=4, ub=3, ring=2, warps=4, ctas=2, pair=2)
         if T % 8 == 0:
             add(bm=64, tc=8, ub=3, ring=4, warps=4, ctas=2, pair=2)
             add(bm=64, tc=8, ub=3, ring=4, warps=4, ctas=0, pair=2)

@@ -1,0 +1,69 @@
+"""What the kernels' LLVM IR is written with: types, casts, loads and stores.
+
+Addresses travel as int64 bytes: the kernels walk buffers of several element types whose strides are only
+known at run time. Nothing here checks a bound; whoever runs a kernel sizes its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import config
+from numba.extending import intrinsic as _intrinsic
+
+LANES = 16
+"""Float lanes of one vector; C_out is padded to a multiple of it."""
+VECTOR_BYTES = 4 * LANES
+ALL_LANES = 0xFFFF
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+FLOATS = ir.VectorType(F32, LANES)
+INTS = ir.VectorType(I32, LANES)
+SHORTS = ir.VectorType(I16, LANES)
+MASK = ir.VectorType(I1, LANES)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Numba's decorator for functions given as LLVM IR; constants arrive as literal types where they are asked for."""
+    return _intrinsic(prefer_literal=True)(function)
+
+
+def cpu_features() -> frozenset[str]:
+    """Names of the instruction set extensions that Numba generates code for here."""
+    flat = config.CPU_FEATURES
+    if flat is None:
+        flat = binding.get_host_cpu_features().flatten()
+    return frozenset(name[1:] for name in flat.split(",") if name.startswith("+"))
+
+
+def const(value: int, kind: ir.IntType = I64) -> ir.Constant:
+    return ir.Constant(kind, value)
+
+
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(pointer(builder, address, kind), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int) -> None:
+    builder.store(value, pointer(builder, address, value.type), align=align)
+
+
+def splat(builder: Any, scalar: Any, kind: Any) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, const(0, I32))
+    order = ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order)
+
+
+def mask_of(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(builder.trunc(bits, I16), MASK)
+
+
+def bits_of(builder: Any, mask: Any) -> Any:
+    return builder.zext(builder.bitcast(mask, I16), I64)
