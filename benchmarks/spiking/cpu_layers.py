@@ -92,7 +92,7 @@ def dense_group(spec: GroupSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def check(case: Case, out: Events) -> float:
-    """Fraction of spikes that differ from the float64 reference; rounding moves a few across the threshold."""
+    """Fraction of spikes that differ from the float64 reference: rounding moves a few over the threshold."""
     expected, _ = run_group_reference(case.spec, [case.spikes], dtype=torch.float64)
     return (decode(out) != expected.float()).float().mean().item()
 

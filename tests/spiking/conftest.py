@@ -60,7 +60,7 @@ class MadeUpTimes:
 
 @pytest.fixture
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpTimes]:
-    """`prefer("sparse")` makes every decision find this way the fastest, and the plan faster than its network.
+    """`prefer("sparse")` makes every decision take this way, and finds the plan faster than its network.
 
     Several ways stand in order of preference; other times can be given by name (`prefer("dense", plan=9.0)`).
     """

@@ -1,7 +1,7 @@
-"""Small networks with weights that make arithmetic exact, and how to run them from rest, for everybody's tests.
+"""Small networks whose arithmetic is exact, and how to run them from rest, for everybody's tests.
 
-`dyadic` rounds a network's numbers to a few binary digits: sums then come out the same in every order, and two
-ways to compute a network must agree to the bit.
+`dyadic` rounds a network's numbers to a few binary digits: sums then come out the same in every order, and
+two ways to compute a network must agree to the bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dyadic(net: nn.Module) -> nn.Module:
             if isinstance(module, neuron.ParametricLIFNode):
                 module.w.zero_()
             elif hasattr(module, "tau") and isinstance(module.tau, float):
-                module.tau = 2.0
+                setattr(module, "tau", 2.0)  # noqa: B010 - not a member of nn.Module
         for name, parameter in net.named_parameters():
             if not name.endswith(".w"):
                 parameter.mul_(32).round_().div_(32)
@@ -70,9 +70,15 @@ class Small(nn.Module):
     ) -> None:
         super().__init__()
         c = channels
-        self.conv1, self.bn1 = layer.Conv2d(3, c, 3, padding=1, bias=bias), layer.BatchNorm2d(c, affine=affine)
+        self.conv1, self.bn1 = (
+            layer.Conv2d(3, c, 3, padding=1, bias=bias),
+            layer.BatchNorm2d(c, affine=affine),
+        )
         self.sn1 = make()
-        self.conv2, self.bn2 = layer.Conv2d(c, c, 3, padding=1, bias=bias), layer.BatchNorm2d(c, affine=affine)
+        self.conv2, self.bn2 = (
+            layer.Conv2d(c, c, 3, padding=1, bias=bias),
+            layer.BatchNorm2d(c, affine=affine),
+        )
         self.sn2 = make()
         self.conv3 = layer.Conv2d(c, c + 2, 1, stride=2)
         self.sn3 = make()

@@ -36,7 +36,10 @@ def test_a_prepared_group_is_the_reference(
     convolution: Any, out: Any, carried: bool, poisoned_empty: None
 ) -> None:
     backend: Backend = EventBackend()
-    sources = (SpikeSource(weight=grid(5, 4, 3, 3), padding=1), SpikeSource(weight=grid(5, 3, 1, 1), stride=2))
+    sources = (
+        SpikeSource(weight=grid(5, 4, 3, 3), padding=1),
+        SpikeSource(weight=grid(5, 3, 1, 1), stride=2),
+    )
     spec = GroupSpec(
         sources=sources, bias=grid(5, seed=1), neuron=NEURON, skips=1, dense_inputs=2, post_skips=1
     )
@@ -45,9 +48,7 @@ def test_a_prepared_group_is_the_reference(
     dense = [grid(3, 2, 5, 5, 7, seed=4), grid(1, 2, 5, 5, 7, seed=5)]
     v = grid(2, 5, 5, 7, seed=6) if carried else None
     expected, membrane = run_group_reference(spec, fed, [skip], dense, [post], v, time_steps=3)
-    shape = GroupShape(
-        steps=3, images=2, sources=((4, 5, 7), (3, 10, 13)), output=(5, 5, 7), max_value=3
-    )
+    shape = GroupShape(steps=3, images=2, sources=((4, 5, 7), (3, 10, 13)), output=(5, 5, 7), max_value=3)
     assert backend.refusal(spec, shape) is None
     group = backend.prepare(spec, shape, convolution)
     given = [backend.encode(x, 3) for x in fed] if convolution == "sparse" else fed
@@ -113,6 +114,8 @@ def test_a_network_without_numbers_goes_by_its_input() -> None:
 
 def test_a_missing_numba_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)
+    )
     with pytest.raises(MissingExtraError, match=r"numba.*sparseflow\[spiking\]"):
         backend_for(torch.zeros(1), nn.Linear(1, 1))

@@ -108,7 +108,9 @@ def check_forms(net: nn.Module, x: torch.Tensor, *, exact: bool = True, **option
 ALL = {EAGER, "channels_last", "folded", "folded, channels_last"}
 
 
-@pytest.mark.parametrize(("build", "x"), [(small, X), (lambda: ready(Constant()), images(2)), (lambda: small("s"), images(2))])
+@pytest.mark.parametrize(
+    ("build", "x"), [(small, X), (lambda: ready(Constant()), images(2)), (lambda: small("s"), images(2))]
+)
 def test_every_form_is_the_network_from_rest(build: Any, x: torch.Tensor) -> None:
     net = build()
     assert check_forms(net, x, compiled=False) == ALL
@@ -125,7 +127,9 @@ def test_a_network_that_cannot_be_traced_has_two_forms() -> None:
     assert check_forms(ready(Opaque()), X, compiled=False) == {EAGER, "channels_last"}
 
 
-@pytest.mark.parametrize(("name", "mode"), [c for c in CASES if c[0] in ("spiking_resnet", "sew_resnet", "spike_dhs")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [c for c in CASES if c[0] in ("spiking_resnet", "sew_resnet", "spike_dhs")]
+)
 def test_families(name: str, mode: str) -> None:
     net, x = FAMILIES[name](mode)
     dyadic(net)

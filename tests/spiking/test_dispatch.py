@@ -48,7 +48,7 @@ def test_silence_and_double_the_rate_do_not_share_one() -> None:
     assert rate_bucket(0.1) != rate_bucket(0.2)
 
 
-# --- choosing -------------------------------------------------------------------------------------------------
+# --- choosing -----------------------------------------------------------------------------------------------
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=5, max_size=9)
 
@@ -103,11 +103,13 @@ def test_a_single_candidate_is_not_timed(prefer: Callable[..., Any]) -> None:
     assert decision.way == "module" and times.asked == [] and decision.ms == {}
 
 
-# --- remembering ----------------------------------------------------------------------------------------------
+# --- remembering --------------------------------------------------------------------------------------------
 
 
 def choose(cache: DecisionCache | None, key: str = "x", *names: str) -> Decision:
-    return Chooser(device="cpu", cache=cache).choose(key, candidates("module", *(names or ("sparse",))), "module")
+    return Chooser(device="cpu", cache=cache).choose(
+        key, candidates("module", *(names or ("sparse",))), "module"
+    )
 
 
 def test_a_decision_is_remembered_across_processes(tmp_path: Path, prefer: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ from spikingjelly.activation_based import neuron
 
 import sparseflow
 from sparseflow.errors import ModelError
+from sparseflow.spiking.optimize import accelerated
 from sparseflow.spiking.profile import activity_of
 from tests.spiking.nets import Opaque, Small, from_rest, images, ready, small
 
@@ -123,7 +124,7 @@ def test_every_refusal_has_its_reason(build: Any, name: str, words: str, prefer:
     net = build()
     sparseflow.optimize(net, images(2) if net.sn1.step_mode == "s" else X)
     row = rows(net)[name]
-    reasons = {site.name: site.reason for site in sparseflow.spiking.optimize.accelerated(net).graph.sites}
+    reasons = {site.name: site.reason for site in accelerated(net).graph.sites}
     assert words in str(reasons[name])
     assert words in row.why or row.group is not None
 
@@ -193,7 +194,17 @@ def test_it_reads_as_a_table(prefer: Prefer) -> None:
     sparseflow.optimize(net, X)
     explanation = sparseflow.explain(net)
     shown = str(explanation)
-    for part in ("Small", "layer", "fed by", "firing", "zero blocks", "conv2", "sn1", "events", "3.000 → 1.000"):
+    for part in (
+        "Small",
+        "layer",
+        "fed by",
+        "firing",
+        "zero blocks",
+        "conv2",
+        "sn1",
+        "events",
+        "3.000 → 1.000",
+    ):
         assert part in shown
     assert "\x1b" not in shown
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -87,7 +87,9 @@ def test_groups_of_every_family_are_disjoint_and_end_in_their_output(name: str, 
 
 def test_an_identity_residual_is_a_skip() -> None:
     found = of(lambda m, s: m.a(m.bn(m.conv(s)) + s))
-    assert [c.name for c in found["a"].sources] == ["conv"] and [n.name for n in found["a"].skips] == ["start"]
+    assert [c.name for c in found["a"].sources] == ["conv"] and [n.name for n in found["a"].skips] == [
+        "start"
+    ]
 
 
 def test_a_strided_residual_is_a_second_source() -> None:
@@ -201,12 +203,12 @@ def test_a_convolution_that_computes_more_is_not_folded(conv: nn.Module) -> None
 
 
 def test_a_parametrized_convolution_is_folded_with_what_it_computes() -> None:
-    conv = parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
+    conv: Any = parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
     weight, _ = folded(conv, None)
     assert torch.equal(weight, conv.weight.detach())
 
 
-# --- a time-constant input ------------------------------------------------------------------------------------
+# --- a time-constant input ----------------------------------------------------------------------------------
 
 
 def test_a_constant_input_is_convolved_once() -> None:
@@ -243,7 +245,7 @@ def test_what_counts_as_a_repetition(repeat: Any, steps: int | None) -> None:
     assert (source.op == "placeholder") == (steps is not None) and (steps is not None or source is nodes[-2])
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------
+# --- arithmetic ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -299,7 +301,9 @@ def test_small_networks_fire() -> None:
         net = small(make=make)
         rates: list[float] = []
         for name in ("sn1", "sn2", "sn3"):
-            net.get_submodule(name).register_forward_hook(lambda m, i, o: rates.append(o.mean().item()))
+            net.get_submodule(name).register_forward_hook(
+                lambda m, i, o, rates=rates: rates.append(o.mean().item())
+            )
         with torch.no_grad():
             net(images(3, 2))
         assert len(rates) == 3 and all(0.02 < rate < 0.9 for rate in rates), rates

@@ -102,7 +102,7 @@ def test_silence_is_the_bias() -> None:
     assert torch.equal(out, dense.bias.view(-1, 1, 1).expand(2, 7, 4, 4))
 
 
-# --- gradients and modes --------------------------------------------------------------------------------------
+# --- gradients and modes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -169,7 +169,7 @@ def test_it_says_what_it_is() -> None:
     assert "backend=events" in shown and "block_size=8" in shown and "kernel_size=(3, 3)" in shown
 
 
-# --- bad input ------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,9 @@ def test_shapes_are_checked(shape: tuple[int, ...]) -> None:
 
 def test_without_numba_it_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(modules, "find_spec", lambda name: None if name in ("numba", "triton") else find(name))
+    monkeypatch.setattr(
+        modules, "find_spec", lambda name: None if name in ("numba", "triton") else find(name)
+    )
     assert default_backend(torch.device("cpu")) == default_backend(torch.device("cuda")) == "dense"
     dense = conv(padding=1)
     x = spikes(2, 5, 6, 6)

@@ -71,15 +71,13 @@ def planned(prefer: Prefer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
         assert sparseflow.optimize(net, *args, **options) is net
         runs: list[int] = []
         original = Plan.run
-        monkeypatch.setattr(
-            Plan, "run", lambda self, *a, **k: runs.append(1) or original(self, *a, **k)
-        )
+        monkeypatch.setattr(Plan, "run", lambda self, *a, **k: runs.append(1) or original(self, *a, **k))
         return runs
 
     return run
 
 
-# --- the same model -------------------------------------------------------------------------------------------
+# --- the same model -----------------------------------------------------------------------------------------
 
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plan": (small, {}),
@@ -99,7 +97,10 @@ def test_restore_takes_everything_back(kind: str, prefer: Prefer) -> None:
     assert sparseflow.optimize(net, X, **options) is net
     assert list(net.state_dict()) == list(kept) and same(numbers(net), kept)
     changed = [name for name, m in net.named_modules() if isinstance(m, SparseConv2d)]
-    assert changed == ([] if kind == "plan" else ["conv2"] if kind == "static" else ["conv2", "conv3"]) or kind == "static"
+    assert (
+        changed == ([] if kind == "plan" else ["conv2"] if kind == "static" else ["conv2", "conv3"])
+        or kind == "static"
+    )
     assert same(from_rest(net, X), expected) and same(from_rest(net, X), expected)
     functional.reset_net(net)
     assert sparseflow.restore(net) is net
@@ -222,7 +223,7 @@ def test_a_state_dict_goes_to_disk_and_into_a_fresh_model(planned: Callable[...,
     assert same(from_rest(other, X), expected)
 
 
-# --- the same numbers -----------------------------------------------------------------------------------------
+# --- the same numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -413,7 +414,7 @@ def test_the_sample_is_not_written_to(planned: Callable[..., Any]) -> None:
     assert same(x, X)
 
 
-# --- never slower ---------------------------------------------------------------------------------------------
+# --- never slower -------------------------------------------------------------------------------------------
 
 
 def test_each_group_takes_its_fastest_way(prefer: Prefer) -> None:
@@ -475,7 +476,7 @@ def test_a_few_spikes_at_the_threshold_may_flip() -> None:
     assert "12 of 100000 spikes differ" in str(optimize_module._disagreement(found, expected, torch.float32))
 
 
-# --- what changes afterwards ----------------------------------------------------------------------------------
+# --- what changes afterwards --------------------------------------------------------------------------------
 
 
 def negate(net: Any) -> None:
@@ -485,7 +486,9 @@ def negate(net: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "in place": negate,
-    "load_state_dict": lambda n: n.load_state_dict({k: -v if "conv" in k else v for k, v in numbers(n).items()}),
+    "load_state_dict": lambda n: n.load_state_dict(
+        {k: -v if "conv" in k else v for k, v in numbers(n).items()}
+    ),
     "load_state_dict, assigned": lambda n: n.load_state_dict(
         {k: -v if "conv" in k else v for k, v in numbers(n).items()}, assign=True
     ),
@@ -582,11 +585,11 @@ def test_what_is_written_through_data_is_seen_after_optimising_again(planned: Ca
     assert not same(found, before) and same(from_rest(sparseflow.restore(net), X), found)
 
 
-# --- hooks, training, gradients -------------------------------------------------------------------------------
+# --- hooks, training, gradients -----------------------------------------------------------------------------
 
 
 def test_hooks_registered_later_fire(planned: Callable[..., Any]) -> None:
-    net = nn.Sequential(nn.Sequential(small()), nn.Identity()).eval()
+    net: Any = nn.Sequential(nn.Sequential(small()), nn.Identity()).eval()
     expected = from_rest(net, X)
     runs = planned(net, X)
     inner = net[0][0]
@@ -638,7 +641,7 @@ def test_training_falls_back_with_gradients_intact(kind: str, prefer: Prefer) ->
     assert same(numbers(net), numbers(plain)), "BatchNorm has seen the same"
     optimiser = torch.optim.SGD(net.parameters(), 0.1)
     optimiser.step()
-    net.eval(), functional.reset_net(net)
+    net.eval()
     after = from_rest(net, X)
     assert same(from_rest(sparseflow.restore(net), X), after)
 
@@ -666,13 +669,15 @@ def test_in_eval_mode_weights_get_no_gradients(planned: Callable[..., Any]) -> N
     assert not net(X).requires_grad
 
 
-# --- without a sample -----------------------------------------------------------------------------------------
+# --- without a sample ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("build", "x"), [(small, X), (lambda: ready(Constant()), images(2)), (lambda: ready(Loop()), X)]
 )
-def test_without_a_sample_the_first_call_measures(build: Any, x: torch.Tensor, planned: Callable[..., Any]) -> None:
+def test_without_a_sample_the_first_call_measures(
+    build: Any, x: torch.Tensor, planned: Callable[..., Any]
+) -> None:
     net = build()
     expected = from_rest(net, x)
     functional.reset_net(net)
@@ -718,7 +723,7 @@ def test_a_first_call_with_bad_input_fails_as_the_network_does(planned: Callable
     assert same(from_rest(net, X), from_rest(small(), X))
 
 
-# --- bad input ------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 
 
 def spoiled(name: str, value: float, dtype: torch.dtype | None = None) -> Callable[[], Any]:
@@ -847,7 +852,9 @@ def test_optimising_leaves_no_trace_but_its_forward(planned: Callable[..., Any])
 @pytest.mark.parametrize("sample", [None, X], ids=["without a sample", "with one"])
 def test_a_missing_numba_names_its_extra(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)
+    )
     net = small()
     held = state(net)
     with pytest.raises(MissingExtraError, match=r"`numba` .*sparseflow\[spiking\]"):
@@ -868,7 +875,7 @@ def test_a_cpu_has_nothing_for_halves(prefer: Prefer) -> None:
     assert "no backend for torch.bfloat16 on cpu" in sparseflow.explain(half).summary
 
 
-# --- the static policy ----------------------------------------------------------------------------------------
+# --- the static policy --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "block"), [(40, 16), (32, 16), (16, 8), (8, 4), (7, None)])
@@ -884,7 +891,9 @@ def test_the_static_policy_goes_by_height(size: int, block: int | None) -> None:
     assert same(from_rest(net, x), expected)
     rows = {row.name: row for row in sparseflow.explain(net).layers}
     assert rows["conv2"].why == (
-        f"{size} rows: blocks of {block}" if block else f"{size} rows: below 8 the blocks cost more than they save"
+        f"{size} rows: blocks of {block}"
+        if block
+        else f"{size} rows: below 8 the blocks cost more than they save"
     )
     assert rows["conv1"].why == "fed by the network's input"
 
@@ -921,7 +930,7 @@ def test_the_static_policy_without_numba_says_so(monkeypatch: pytest.MonkeyPatch
     assert same(from_rest(net, X), expected)
 
 
-# --- the cache ------------------------------------------------------------------------------------------------
+# --- the cache ----------------------------------------------------------------------------------------------
 
 
 def test_decisions_are_remembered(prefer: Prefer, tmp_path: Path) -> None:
@@ -994,7 +1003,7 @@ def test_no_cache_is_written_when_none_is_wanted(
     assert (tmp_path / "nothing" / "decisions.json").exists()
 
 
-# --- telling --------------------------------------------------------------------------------------------------
+# --- telling ------------------------------------------------------------------------------------------------
 
 
 def test_progress_goes_forward_to_the_end(prefer: Prefer) -> None:
@@ -1003,7 +1012,7 @@ def test_progress_goes_forward_to_the_end(prefer: Prefer) -> None:
         told: list[tuple[str, int, int]] = []
         sparseflow.optimize(build(), X, progress=lambda *a, told=told: told.append(a))
         parts = [done / total for _, done, total in told]
-        assert parts == sorted(parts) and 0 <= parts[0] and parts[-1] <= 1 and len(told) >= 2
+        assert parts == sorted(parts) and parts[0] >= 0 and parts[-1] <= 1 and len(told) >= 2
 
 
 def test_layer_times(planned: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""In-place operations: harmless ones are seen as such, and the others keep a network from being rearranged."""
+"""In-place operations: harmless ones are seen as such; the others keep a network from being rearranged."""
 
 from __future__ import annotations
 

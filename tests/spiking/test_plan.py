@@ -41,11 +41,11 @@ from tests.spiking.nets import (
 
 WAYS = ("module", "dense", "sparse")
 BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
-"""Families in which real numbers of many digits reach a convolution, so that no weights make its sums exact."""
+"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""
 
 
 def agree(net: nn.Module, x: torch.Tensor, way: str, *, exact: bool = True) -> dict[str, str]:
-    """Two calls in a row, from rest: outputs and membranes are the network's own. Returns each group's way."""
+    """Two calls in a row, from rest: outputs and membranes are the network's. Returns each group's way."""
     plan = planned(net, x)
     ways = force(plan, way, x)
     functional.reset_net(net)
@@ -61,7 +61,7 @@ def agree(net: nn.Module, x: torch.Tensor, way: str, *, exact: bool = True) -> d
     return ways
 
 
-# --- the thirteen families ------------------------------------------------------------------------------------
+# --- the thirteen families ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -87,7 +87,7 @@ def test_the_families_reach_the_sparse_way() -> None:
         assert all(count > 0 for (family, _), count in reached.items() if family == name)
 
 
-# --- neurons and layers ---------------------------------------------------------------------------------------
+# --- neurons and layers -------------------------------------------------------------------------------------
 
 NEURONS: dict[str, Callable[[], nn.Module]] = {
     "IF": neuron.IFNode,
@@ -209,7 +209,7 @@ def test_pools_read_spikes(pool: nn.Module, way: str) -> None:
     agree(ready(net), images(2), way)
 
 
-# --- shapes ---------------------------------------------------------------------------------------------------
+# --- shapes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -332,12 +332,14 @@ def test_a_skip_that_is_broadcast_over_time_is_left_to_the_network() -> None:
     assert ways["conv2"] == "module"
 
 
-# --- inputs and outputs ---------------------------------------------------------------------------------------
+# --- inputs and outputs -------------------------------------------------------------------------------------
 
 
 def test_several_inputs_defaults_and_nested_outputs() -> None:
     class Rich(Small):
-        def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, mask: Any = None) -> Any:
+        def forward(  # type: ignore[override]
+            self, x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, mask: Any = None
+        ) -> Any:
             a = self.sn1(self.bn1(self.conv1(x + y)))
             b = self.sn2(self.bn2(self.conv2(a)))
             out = self.fc(self.sn3(self.conv3(b)).flatten(-2).mean(-1)) * scale
@@ -380,7 +382,7 @@ def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPa
     assert alive == [1, 1, 1]
 
 
-# --- forms of spikes ------------------------------------------------------------------------------------------
+# --- forms of spikes ----------------------------------------------------------------------------------------
 
 
 def test_spikes_convert_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +418,9 @@ def test_groups_emit_what_their_readers_take() -> None:
 def test_a_neuron_that_lies_about_its_spikes_is_found_out() -> None:
     class Liar(neuron.IFNode):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 0.5
+            out = super().forward(x)
+            assert isinstance(out, torch.Tensor)
+            return out * 0.5
 
     register_neuron(Liar)
     try:
@@ -437,7 +441,7 @@ def planned_without_sample(net: nn.Module) -> Any:
     return Plan(analyze(net), EventBackend())
 
 
-# --- when the network's own code must run ---------------------------------------------------------------------
+# --- when the network's own code must run -------------------------------------------------------------------
 
 
 def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
@@ -454,7 +458,14 @@ def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
     plan = planned(net, x)
     force(plan, "sparse", x)
     assert plan.overruled() is None and not plan.watched()
-    for name in ("body", "body.0", "body.0.conv2", "body.0.bn2", "body.0.sn2", "body.0.sn2.surrogate_function"):
+    for name in (
+        "body",
+        "body.0",
+        "body.0.conv2",
+        "body.0.bn2",
+        "body.0.sn2",
+        "body.0.sn2.surrogate_function",
+    ):
         for register in ("register_forward_hook", "register_forward_pre_hook"):
             handle = getattr(net.get_submodule(name), register)(lambda *a: None)
             assert "is hooked" in str(plan.overruled()) and plan.watched()
@@ -470,7 +481,7 @@ def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
     assert plan.overruled() is not None
     handle.remove()
-    net.body[0].bn2.train()
+    net.body[0].bn2.train()  # type: ignore[union-attr]
     assert "training mode" in str(plan.overruled())
 
 
@@ -489,14 +500,14 @@ def test_forgotten_weights_are_prepared_anew(way: str) -> None:
     assert not same(before, expected) and same(plan.run(x), expected)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
     """Follows the bytes of tensors that come into being while it is active, and of events on loan.
 
     Attributes:
-        peak: The most that were alive at once. What a library's operation allocates and frees inside is not seen.
+        peak: The most that were alive at once. What an operation allocates and frees inside is not seen.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,8 +563,10 @@ def test_no_more_memory_than_the_network_itself(
     for run in (net, plan.run):
         for _ in range(2):
             functional.reset_net(net)
-            with monkeypatch.context() as patch, torch.no_grad(), LiveBytes(patch) as live:
-                run(x)
-        peaks.append(live.peak)
-    own, ours = peaks
+            with monkeypatch.context() as patch, torch.no_grad():
+                live = LiveBytes(patch)
+                with live:
+                    run(x)
+            peaks.append(live.peak)
+    _, own, _, ours = peaks  # the first call of each prepares
     assert 0 < ours <= own, f"{ours} bytes against {own}"

@@ -60,9 +60,7 @@ def test_blocks_are_those_of_the_static_rule(height: int, block: int) -> None:
 
 @pytest.mark.parametrize(("rate", "flagged"), [(SILENT_RATE, False), (SILENT_RATE * 0.99, True), (0.0, True)])
 def test_nearly_silent_layers_are_flagged(rate: float, flagged: bool) -> None:
-    layer = Activity(
-        firing_rate=rate, zero_block_ratio=0.0, block=4, silent_channels=0.0, height=8, width=8
-    )
+    layer = Activity(firing_rate=rate, zero_block_ratio=0.0, block=4, silent_channels=0.0, height=8, width=8)
     assert layer.nearly_silent == flagged
 
 
@@ -90,8 +88,8 @@ def test_the_last_of_several_calls_counts() -> None:
     handle = net.net.conv2.register_forward_pre_hook(lambda m, args: seen.append(args[0].clone()))
     from_rest(net, x)
     handle.remove()
-    from_rest(net, x[:0]) if False else None
-    net.net.sn1.reset(), net.net.sn2.reset(), net.net.sn3.reset()
+    for neuron in (net.net.sn1, net.net.sn2, net.net.sn3):
+        neuron.reset()
     assert activities(net, (x,), ["net.conv2"])["net.conv2"] == activity_of(seen[-1])
 
 

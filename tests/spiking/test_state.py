@@ -16,7 +16,6 @@ from sparseflow.spiking.snapshot import kept_state
 from sparseflow.spiking.state import memories, put_back, untouched
 from tests.spiking.nets import from_rest, images, membranes, same, small
 
-
 Held = dict[tuple[str, str, str], tuple[Any, torch.Tensor | None]]
 
 

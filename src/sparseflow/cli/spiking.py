@@ -151,7 +151,8 @@ def profile(
         "ms",
         "note",
     ):
-        table.add_column(heading)
+        # On a narrow screen the numbers and the layer's name stay whole.
+        table.add_column(heading, no_wrap=heading in ("layer", "H x W", "ms"), overflow="fold")
     for row in rows:
         spikes = bool(row["fed_by"])
         table.add_row(

@@ -157,7 +157,7 @@ def _gpu_forms(
     forms[OUR_DENSE] = _graphed(_dense_plan(graph, sample, torch.float16), sample)
     if compiled:
         half = folded_twin(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        form = _cast(_from_rest(torch.compile(half)), torch.float16, torch.channels_last)
+        form = _cast(_from_rest(torch.compile(half)), torch.float16, torch.channels_last)  # type: ignore[arg-type]
         forms["fp16 channels_last, folded, compiled, CUDA graph"] = _graphed(form, sample)
     return forms
 

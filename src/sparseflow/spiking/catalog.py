@@ -134,8 +134,10 @@ def _from_factory(name: str) -> nn.Module:
         sys.path.insert(0, "")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"{name!r} cannot be imported: {error}") from error
+    if not callable(factory):
+        raise InputError(f"{name!r} is a {type(factory).__name__}, not a function that makes a network")
     model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")

@@ -65,10 +65,15 @@ class Replay:
 
         self._graph, self._output = _capture(work)
         self._membranes = [neuron.v for neuron in self._neurons]
+        # spikingjelly keeps memories in a registry of their own; reading that is quick, neuron.v is not.
+        self._held = [
+            neuron.__dict__["_memories"] if "v" in neuron.__dict__.get("_memories", ()) else neuron.__dict__
+            for neuron in self._neurons
+        ]
 
     def at_rest(self) -> bool:
         """Whether the network was reset since it last ran."""
-        return not any(isinstance(neuron.v, torch.Tensor) for neuron in self._neurons)
+        return not any(isinstance(held["v"], torch.Tensor) for held in self._held)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Replay on `inputs`. The output is a copy; the membranes are the graph's own tensors, which the next
@@ -76,6 +81,6 @@ class Replay:
         for held, given in zip(self._inputs, inputs, strict=True):
             held.copy_(given)
         self._graph.replay()
-        for neuron, v in zip(self._neurons, self._membranes, strict=True):
-            neuron.v = v
+        for held, v in zip(self._held, self._membranes, strict=True):
+            held["v"] = v
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)

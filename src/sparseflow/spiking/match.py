@@ -242,8 +242,8 @@ def before_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target not in ("unsqueeze", torch.unsqueeze):
         return node, None
-    position = inner.args[1] if len(inner.args) > 1 else inner.kwargs.get("dim")
-    source = inner.args[0]
+    source, *rest = inner.args
+    position = rest[0] if rest else inner.kwargs.get("dim")
     if position != 0 or not isinstance(source, fx.Node) or not isinstance(steps, int):
         return node, None
     return source, steps

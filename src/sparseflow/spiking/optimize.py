@@ -31,6 +31,7 @@ from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes, as_dense
 from sparseflow.spiking.profile import Activity, activities, activity_of
 from sparseflow.spiking.registry import is_spiking_neuron
 from sparseflow.spiking.state import memories, put_back, reset, untouched
+from sparseflow.spiking.watch import Watch
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many are done, and how many there are."""
@@ -39,7 +40,7 @@ MOST_PLANS = 8
 GPU_CALLS = 20
 """Replays of a group timed together: one alone would mostly measure how long an idle GPU takes to start."""
 MOST_FLIPS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Fraction of spikes that may flip at the threshold when sums are rounded otherwise, by the weights' dtype."""
+"""Fraction of spikes that may flip at the threshold when sums are rounded otherwise, by weights' dtype."""
 
 
 def optimize(
@@ -53,6 +54,9 @@ def optimize(
 ) -> nn.Module:
     """Make a trained spiking network faster. Returns `model` itself, accelerated.
 
+    Weights, modules and neurons' constants may change afterwards; the next call notices. Only numbers written
+    through a tensor's `.data` go unnoticed: optimise again after that.
+
     Args:
         model: A network in eval mode whose neurons are known (spikingjelly's, or registered ones).
         sample: An input (or a tuple of inputs) like those to come. With it, everything is measured now;
@@ -63,7 +67,7 @@ def optimize(
         dtype: On a GPU, the precision of weights inside groups: torch.float16 or torch.bfloat16 to trade
             accuracy for speed. By default the model's own; a float32 model stays as accurate as float32.
         cache: Remember decisions on disk; a path names the file.
-        progress: Told about each measurement.
+        progress: Told about each measurement of this call; without a sample, about those of later ones.
 
     Whatever is raised, the model is then as it was.
 
@@ -97,6 +101,7 @@ def optimize(
         accelerated.install()
         if inputs is not None and policy == "measured":
             accelerated.measure(inputs)
+            accelerated.progress = None
     except BaseException:
         if accelerated is not None:
             accelerated.uninstall()
@@ -222,13 +227,13 @@ class Accelerated:
         self.activities: dict[str, Activity] = {}
         self.whole: Decision | None = None
         self.backend_name = "dense"
-        self._cache, self._progress = cache, progress
+        self._cache, self.progress = cache, progress
         self._originals: dict[str, nn.Conv2d] = {}
         self._sparse: dict[str, SparseConv2d] = {}
         self._own_forward = model.__dict__.get("forward")
         self._plans: dict[Any, Plan | None] = {}
         self._replays: dict[Any, Replay] = {}
-        self._stamp: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
+        self._watch: Watch | None = None
 
     @property
     def graph(self) -> SpikeGraph:
@@ -323,9 +328,7 @@ class Accelerated:
     def _plan_for(self, args: tuple[torch.Tensor, ...]) -> Plan | None:
         """The plan for inputs of this shape, measured now if they are the first; None for the own forward."""
         key = _key(args)
-        known = next((plan for plan in self._plans.values() if plan is not None), None)
-        if known is not None:
-            self._refresh(known)
+        self._refresh()
         if key not in self._plans:
             try:
                 self.measure(args)
@@ -343,41 +346,27 @@ class Accelerated:
         tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad and a.numel() > 0 for a in args)
         return bool(args) and tensors and not self.model.training
 
-    def _refresh(self, plan: Plan) -> None:
+    def _refresh(self) -> None:
         """Notice what changed in the network since the last call.
 
-        New numbers (an optimiser, load_state_dict, .to()) are prepared anew. Other modules, other parameters or
-        neurons with other constants make another network, which is measured anew.
+        New numbers (an optimiser, load_state_dict, .to()) are prepared anew. Other modules, other parameters
+        or neurons with other constants make another network, which is measured anew.
         """
-        parts, _ = stamp = self._look(plan)
-        if self._stamp is not None and stamp != self._stamp:
-            if parts != self._stamp[0]:
-                self._plans.clear()
-                self._analysed = None
-            for known in self._plans.values():
-                if known is not None:
-                    known.forget()
-            self._replays.clear()
-        self._stamp = stamp
+        watch = self._watch
+        if watch is None or (watch.same_parts() and watch.same_numbers()):
+            return
+        if not watch.same_parts():
+            self._plans.clear()
+            self._analysed = None
+        for known in self._plans.values():
+            if known is not None:
+                known.forget()
+        self._replays.clear()
+        self._watch_now()
 
-    def _look(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """What the network consists of, and where and which edition its numbers are.
-
-        Numbers written through `.data` leave no trace that could be seen here.
-        """
-        parts: list[Any] = []
-        numbers: list[int] = []
-        for module in self.model.modules():
-            held = vars(module)
-            parts.append(id(module))
-            for tensor in (*held["_parameters"].values(), *held["_buffers"].values()):
-                if tensor is not None:
-                    parts.append(id(tensor))
-                    numbers += (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for group in plan.groups:
-            held = vars(group.neuron)
-            parts += (v for k, v in held.items() if k != "v" and isinstance(v, int | float | str | None))
-        return tuple(parts), tuple(numbers)
+    def _watch_now(self) -> None:
+        plan = next((plan for plan in self._plans.values() if plan is not None), None)
+        self._watch = None if plan is None else Watch(self.model, [group.neuron for group in plan.groups])
 
     def plans(self) -> list[Plan | None]:
         """One entry an input shape seen, oldest first; None where the network's own code stays."""
@@ -446,22 +435,22 @@ class Accelerated:
 
             def around(group: GroupStep, env: Env) -> Spikes:
                 nonlocal done
-                if self._progress:
-                    self._progress(group.name, done, len(plan.groups) + 1)
+                if self.progress:
+                    self.progress(group.name, done, len(plan.groups) + 1)
                 done += 1
                 return self._decide(group, env, chooser, backend)
 
             plan.run(*inputs, around=around)
             plan.settle_forms()
             reset(self.model)
-            if self._progress:
-                self._progress("whole network", done, len(plan.groups) + 1)
+            if self.progress:
+                self.progress("whole network", done, len(plan.groups) + 1)
             replay = _replay(plan, inputs)
             self.whole = self._decide_whole(replay or plan.run, inputs, chooser)
-            if self._progress:
-                self._progress("done", done + 1, len(plan.groups) + 1)
+            if self.progress:
+                self.progress("done", done + 1, len(plan.groups) + 1)
         self._plans[key] = plan if self.whole.way == "plan" else None
-        self._stamp = self._look(plan)
+        self._watch_now()
         if replay is not None and self._plans[key] is not None:
             self._replays[key] = replay
         if self._cache:
@@ -485,8 +474,8 @@ class Accelerated:
             for handle in handles:
                 handle.remove()
         for done, site in enumerate(site for site in sites if site.name in seen):
-            if self._progress:
-                self._progress(site.name, done, len(sites))
+            if self.progress:
+                self.progress(site.name, done, len(sites))
             x = seen[site.name]
             self.activities[site.name] = activity_of(x)
             conv = self.model.get_submodule(site.name)
@@ -608,8 +597,8 @@ class Accelerated:
             "_analysed": None,
             "_plans": {},
             "_replays": {},
-            "_stamp": None,
-            "_progress": None,
+            "_watch": None,
+            "progress": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -619,7 +608,8 @@ class Accelerated:
 
 def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
     """The plan as one CUDA graph; None on a CPU, or when it is not at rest or waits for the device."""
-    named = [plan.modules[name] for name in plan.graph.neurons]
+    # A neuron that the forward pass does not call is no part of the traced network.
+    named = [plan.modules[name] for name in plan.graph.neurons if name in plan.modules]
     neurons = [neuron for neuron in named if hasattr(neuron, "v")]
     at_rest = len(neurons) == len(named) and not any(isinstance(n.v, torch.Tensor) for n in neurons)
     if inputs[0].device.type != "cuda" or not at_rest:

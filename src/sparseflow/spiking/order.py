@@ -1,7 +1,7 @@
 """Whether a plan may run a traced network in its own order.
 
-A plan runs a group's convolutions only when the group's neuron is due, and hands spikes on in a form of its own.
-Neither shows, unless somebody writes into a tensor that others read: then it matters who came first.
+A plan runs a group's convolutions only when the group's neuron is due, and hands spikes on in a form of its
+own. Neither shows, unless somebody writes into a tensor that others read: then it matters who came first.
 """
 
 from __future__ import annotations

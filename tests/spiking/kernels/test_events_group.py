@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -10,9 +15,13 @@ import torch
 
 pytest.importorskip("numba", reason="the event kernels need numba (extra `spiking`)")
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from sparseflow.errors import InputError
 from sparseflow.spiking.kernels import events as events_package
 from sparseflow.spiking.kernels.events import Events, PreparedGroup, decode, encode, prepare_group, threads
+from sparseflow.spiking.kernels.events import group as group_module
 from sparseflow.spiking.kernels.reference import run_convolution_reference, run_group_reference
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -247,12 +256,16 @@ def test_rows_of_more_than_65536_entries() -> None:
     _check(spec, [x], [y], [], [y])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_any_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("openmp", [True, False])
+def test_any_number_of_threads(workers: int, openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_CYCLES_PER_THREAD", 1)
+    if not openmp:
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
     g = torch.Generator().manual_seed(14)
     spec = GroupSpec(sources=(_source(g, 20, 130, 3),), bias=_grid(g, 130), neuron=LIF)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(workers)
     try:
         for images in (1, 2, 13):
             _check(spec, [_spikes(g, 2, images, 20, 7, 5)])
@@ -260,9 +273,84 @@ def test_any_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_thread_pool_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_openmp", lambda: None)
-    test_any_number_of_threads(3)
+def test_calls_from_several_threads_take_turns() -> None:
+    g = torch.Generator().manual_seed(19)
+    spec = GroupSpec(sources=(_source(g, 16, 32, 3),), bias=_grid(g, 32), neuron=LIF)
+    group = prepare_group(spec, conv="event")
+    inputs = [_spikes(g, 4, 2, 16, 9, 9) for _ in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda x: decode(group([encode(x)])[0]), inputs * 3))
+    for x, out in zip(inputs * 3, outputs, strict=True):
+        assert torch.equal(out, run_group_reference(spec, [x])[0])
+
+
+_channels = st.sampled_from([1, 5, 16, 33, 64, 70])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    c_in=st.lists(_channels, min_size=1, max_size=3),
+    c_out=_channels,
+    size=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    time_steps=st.sampled_from([1, 2, 3, 4, 6, 9]),
+    images=st.integers(1, 3),
+    rate=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    steady=st.booleans(),
+    neuron=st.sampled_from(list(NEURONS)),
+    skips=st.integers(0, 2),
+    posts=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_random_groups(
+    c_in: list[int],
+    c_out: int,
+    size: tuple[int, int],
+    time_steps: int,
+    images: int,
+    rate: float,
+    steady: bool,
+    neuron: str,
+    skips: int,
+    posts: int,
+    seed: int,
+) -> None:
+    """Sources of different widths share time steps differently; all must add up."""
+    g = torch.Generator().manual_seed(seed)
+    kernels = [1 + 2 * int(torch.randint(0, 2, (), generator=g)) for _ in c_in]
+
+    def spikes(channels: int) -> torch.Tensor:
+        x = _spikes(g, time_steps, images, channels, *size, rate=rate, largest=1 + seed % 2)
+        return x[:1].expand(time_steps, -1, -1, -1, -1) if steady else x
+
+    spec = GroupSpec(
+        sources=tuple(_source(g, c, c_out, k) for c, k in zip(c_in, kernels, strict=True)),
+        bias=_grid(g, c_out),
+        neuron=NEURONS[neuron],
+        skips=skips,
+        post_skips=posts,
+    )
+    _check(
+        spec,
+        [spikes(c) for c in c_in],
+        [spikes(c_out) for _ in range(skips)],
+        [],
+        [spikes(c_out) for _ in range(posts)],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", [("generic", ""), ("haswell", "+avx,+avx2,+fma,+bmi,+bmi2,+popcnt,+sse4.2")])
+def test_machines_without_avx512(cpu: tuple[str, str], tmp_path: Path) -> None:
+    """The same tests in a process that generates code for an older machine."""
+    chosen = "test_random_groups or test_every_kind or test_output_channels or test_rows_of_more"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__],
+        env=os.environ
+        | {"NUMBA_CPU_NAME": cpu[0], "NUMBA_CPU_FEATURES": cpu[1], "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
 
 
 def test_one_group_serves_inputs_of_changing_size() -> None:
@@ -331,12 +419,14 @@ def test_call_refuses_inputs_that_do_not_fit() -> None:
     x = torch.zeros(2, 1, 3, 4, 4)
     group = prepare_group(_spec(skips=1, dense_inputs=1), conv="event")
     skip, dense = encode(torch.zeros(2, 1, 4, 4, 4)), torch.zeros(2, 1, 4, 4, 4)
+    skip_empty = encode(torch.zeros(2, 0, 4, 4, 4))
     for message, arguments in {
         "takes 1 `skips`, got 0": ([encode(x)], [], [dense]),
         "cannot take a Tensor": ([x], [skip], [dense]),
         "takes 3 channels": ([encode(x[:, :, :2])], [skip], [dense]),
         "different shapes": ([encode(x)], [encode(torch.zeros(2, 1, 4, 4, 5))], [dense]),
         "4 channels and 2 time steps": ([encode(x)], [skip], [torch.zeros(3, 1, 4, 4, 4)]),
+        "at least one of everything": ([encode(x[:, :0])], [skip_empty], [dense[:, :0]]),
         "must be .T or 1, N, C, H, W.": ([encode(x)], [skip], [torch.zeros(1, 4, 4, 4)]),
     }.items():
         with pytest.raises(InputError, match=message):

@@ -85,8 +85,8 @@ def encode(dense: torch.Tensor) -> Events:
     events = _run_to_events(make_encode_kernel, codec, (t, n, c, h, w))
     if record["flag"] >= NOT_A_COUNT:
         raise InputError(
-            f"`dense` must hold whole numbers from 0 to {LARGEST_COUNT} to become events, and it holds others; "
-            "run this layer dense"
+            f"`dense` must hold whole numbers from 0 to {LARGEST_COUNT} to become events, and it holds "
+            "others; run this layer dense"
         )
     return events
 

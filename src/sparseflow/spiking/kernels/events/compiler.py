@@ -10,8 +10,10 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
-jit: Any = functools.partial(njit, nogil=True, error_model="numpy", boundscheck=False)
-"""Decorator of every function that a kernel calls."""
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Decorator of every function that a kernel calls."""
+    return njit(nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
 @functools.cache
@@ -37,7 +39,8 @@ def compile_kernel(make: Callable[[str], Callable[[Any], None]]) -> int:
         make(_sources_digest())
     )
     _KEPT.append(compiled)
-    return compiled.address
+    address: Any = compiled.address
+    return address
 
 
 _KEPT: list[object] = []

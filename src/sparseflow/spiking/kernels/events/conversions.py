@@ -54,7 +54,7 @@ def _zero(out: int, floats: int) -> None:
 
 @jit
 def _find_bits(row: int, pixel: int, bits: int, width: int, channels: int) -> bool:
-    """Bits of a row of zeros and ones whose pixels lie `pixel` floats apart; False at the first other value."""
+    """Bits of a row of zeros and ones, pixels `pixel` floats apart; False at the first other value."""
     vectors = (channels + 15) // 16
     last_lanes = ALL_LANES >> (16 * vectors - channels)
     for x in range(width):
@@ -196,11 +196,15 @@ def run_count(address: int) -> None:
             if fires_at(events, plane, t):
                 first = (plane * codec.images + n) * height
                 for line in range(first, first + height):
-                    begin = line * events.row
-                    count = read_int(events.start + 4 * (line * (width + 1) + width))
-                    for i in range(begin, begin + count):
-                        at = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
-                        add_one(sums + 4 * (at % channels))
+                    start, index = events.start + 4 * line * (width + 1), line * events.row
+                    for x in range(width):
+                        pixel = sums - 4 * x * channels
+                        for i in range(index + read_int(start), index + read_int(start + 4)):
+                            entry = (
+                                read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
+                            )
+                            add_one(pixel + 4 * entry)
+                        start += 4
 
 
 @jit

@@ -12,7 +12,7 @@ from sparseflow.spiking.kernels.events.simd import add_rows, expand_entries, sum
 
 @jit
 def _prefetch_row(source: Any, line: int) -> None:
-    """Ask for the beginning of an input row that is needed soon: rows lie too far apart for the hardware to guess."""
+    """Ask for the beginning of an input row that is needed soon; the hardware cannot guess where it lies."""
     starts = source.start + 4 * line * (source.width + 1)
     for i in range(0, 4 * (source.width + 1), VECTOR_BYTES):
         prefetch(starts + i)
@@ -27,13 +27,8 @@ def gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
 
     `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
     """
-    k, stride, width, channels, wide = (
-        source.kernel,
-        source.stride,
-        source.width,
-        source.channels,
-        source.wide,
-    )
+    k, stride, wide = source.kernel, source.stride, source.wide
+    width, channels = source.width, source.channels
     top = y * stride - source.padding
     first, last = max(0, -top), min(k, source.height - top)
     line = image * source.height + top + first
@@ -70,10 +65,8 @@ def gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
 
 
 def _make_convolve(vectors: int) -> Any:
-    """`convolve_row` for rows of `vectors` vectors; the number must be a constant for the sums to be registers."""
-
-    # Long sums lose digits one by one, so after this many rows a sum joins the pixel's total and starts
-    # afresh.
+    """`convolve_row` for weight rows of `vectors` vectors, a constant: only then are the sums registers."""
+    # Long sums lose digits one by one, so after this many rows a sum joins the pixel's total and starts anew.
     block = 16 * sums_side_by_side(vectors)
 
     @jit
@@ -113,7 +106,7 @@ VECTOR_CHOICES = (1, 2, 4, 8)
 def convolve_row(
     group: Any, source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int
 ) -> None:
-    """out = first + convolution, one row of one tile; `first_step` is what separates two pixels of `first`."""
+    """out = first + convolution, one row of one tile; `first_step` lies between two pixels of `first`."""
     if group.vectors == 1:
         _convolve_1(source, tile, rows, ends, first, first_step, out, group.width)
     elif group.vectors == 2:

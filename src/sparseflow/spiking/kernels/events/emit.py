@@ -26,7 +26,7 @@ from sparseflow.spiking.kernels.events.simd import append_entries, copy_lanes
 
 @jit
 def add_plane(events: Any, line: int, width: int, values: int, channels: int, first: int, lanes: int) -> None:
-    """Add 1.0 in `values` [W, lanes] for each event of row `line` whose channel is in first .. first+lanes."""
+    """Add 1.0 in `values` [W, lanes] for each event of row `line` with a channel in first .. first+lanes."""
     count = read_int(events.start + 4 * (line * (width + 1) + width))
     wide, row = events.wide, line * events.row
     for i in range(row, row + count):
@@ -82,12 +82,16 @@ def select_plane(entry: int, bits: int, step_bytes: int, nbytes: int, masks: int
     above_lo, above_hi, above_spacing = read_int(above_at), read_int(above_at + 4), read_int(above_at + 8)
     for i in range(0, nbytes, 8):
         own = read_long(bits + lo * step_bytes + i)
-        for t in range(lo + spacing, hi, spacing):
+        t = lo + spacing
+        while t < hi:
             own &= read_long(bits + t * step_bytes + i)
+            t += spacing
         if above_hi:
             above = read_long(bits + above_lo * step_bytes + i)
-            for t in range(above_lo + above_spacing, above_hi, above_spacing):
+            t = above_lo + above_spacing
+            while t < above_hi:
                 above &= read_long(bits + t * step_bytes + i)
+                t += above_spacing
             own &= ~above
         write_long(masks + i, own)
 
@@ -97,38 +101,60 @@ def _make_write_row(wide: int) -> Any:
     size = 4 if wide else 2
 
     @jit
+    def write_plain_row(
+        begin: int, end: int, start: int, masks: int, width: int, channels: int, pairs: int, odd: int
+    ) -> bool:
+        """`write_row` with one tile and nothing to add."""
+        place, entry = begin, 0
+        for x in range(width):
+            if place > end:
+                return False
+            first = entry
+            for _ in range(pairs):
+                fired = read_int(masks) & 0xFFFFFFFF
+                append_entries(place, first, fired, 32, wide)
+                place += size * count_bits(fired)
+                first += 32
+                masks += 4
+            if odd:
+                fired = read_short(masks)
+                append_entries(place, first, fired, 16, wide)
+                place += size * count_bits(fired)
+                masks += 2
+            entry += channels
+            write_int(start + 4 * (x + 1), (place - begin) // size)
+        return True
+
+    @jit
     def write_row(
         out: Any, posts: Any, line: int, masks: int, width: int, channels: int, tiles: int, vectors: int
     ) -> bool:
-        pixel_bytes = 2 * vectors
-        paired = pixel_bytes & ~3
-        tile_bytes = pixel_bytes * width
-        post_count = posts.size
+        """Write one row of one plane; False when it does not fit."""
+        post_count, tile_bytes = posts.size, 2 * vectors * width
         begin = out.index + size * line * out.row
-        place, end = begin, begin + size * (out.row - SLACK)
         start = out.start + 4 * line * (width + 1)
-        pixel_room = size * 16 * tiles * vectors
+        end = begin + size * (out.row - SLACK)
+        # Where a pixel may begin at the latest, so that all its channels have room.
+        latest = end - size * 16 * tiles * vectors
         write_int(start, 0)
+        if tiles == 1 and post_count == 0:
+            return write_plain_row(begin, latest, start, masks, width, channels, vectors >> 1, vectors & 1)
+        place = begin
         for x in range(width):
-            if place + pixel_room > end:
+            if place > latest:
                 return False
-            at, entry = masks + x * pixel_bytes, x * channels
+            entry, at = x * channels, masks + 2 * x * vectors
             for _ in range(tiles):
-                for j in range(0, paired, 4):
-                    fired = read_int(at + j) & 0xFFFFFFFF
-                    append_entries(place, entry, fired, 32, wide)
-                    place += size * count_bits(fired)
-                    entry += 32
-                if paired < pixel_bytes:
-                    fired = read_short(at + paired)
+                for j in range(0, 2 * vectors, 2):
+                    fired = read_short(at + j)
                     append_entries(place, entry, fired, 16, wide)
                     place += size * count_bits(fired)
                     entry += 16
                 at += tile_bytes
             for i in range(post_count):
                 post = posts[i]
-                starts = post.start + 4 * (line * (width + 1) + x)
-                first, count = read_int(starts), read_int(starts + 4) - read_int(starts)
+                at = post.start + 4 * (line * (width + 1) + x)
+                first, count = read_int(at), read_int(at + 4) - read_int(at)
                 source = post.index + size * (line * post.row + first)
                 if place + size * count > end:
                     return False

@@ -74,7 +74,7 @@ class _Pool:
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> _Buffer:
-        """At least `nbytes`, at most four times that, on a cache line: the smallest free buffer or a new one."""
+        """The smallest buffer of `nbytes` to four times that, or a new one; on a cache line."""
         with self._lock:
             fitting = [b for b in self._free if nbytes <= b.raw.nbytes <= 4 * nbytes]
             if fitting:

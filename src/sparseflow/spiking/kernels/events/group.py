@@ -244,7 +244,8 @@ def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> Prepar
         c_out, _, k, k2 = source.weight.shape
         if c_out != spec.bias.shape[0] or k != k2:
             raise InputError(
-                f"a source's weight {tuple(source.weight.shape)} does not fit the bias {tuple(spec.bias.shape)}"
+                f"a source's weight {tuple(source.weight.shape)} does not fit "
+                f"the bias {tuple(spec.bias.shape)}"
             )
         if conv == "event" and (
             k not in (1, 3) or source.stride not in (1, 2) or source.padding not in (0, 1)

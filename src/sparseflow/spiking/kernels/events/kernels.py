@@ -32,7 +32,6 @@ from sparseflow.spiking.kernels.events.scalars import (
     address_of,
     as_pointer,
     atomic_add,
-    prefetch,
     read_int,
     read_short,
     write_int,
@@ -40,17 +39,14 @@ from sparseflow.spiking.kernels.events.scalars import (
 )
 from sparseflow.spiking.kernels.events.simd import (
     add_lanes,
-    add_rows,
     copy_lanes,
-    expand_entries,
     fill_lanes,
     fire,
     store_bits,
-    sums_side_by_side,
 )
 
 OUT_EVENTS, OUT_SPIKES, OUT_SUMS, OUT_EVENTS_AGAIN = range(4)
-"""Modes of the group kernel: events; dense 0/1 spikes; sums without a neuron; events from bits of the last run."""
+"""Modes of the group kernel: events; dense spikes; sums without a neuron; events from the last run's bits."""
 
 _NEXT_ITEM = field_offset(GROUP, "next_item")
 _NEXT_SLOT = field_offset(GROUP, "next_slot")
@@ -72,8 +68,9 @@ def _add_dense(group: Any, tile: int, first: int, first_step: int, data: int, ou
     for j in range(vectors):
         valid = _valid_lanes(group, tile * vectors + j)
         for x in range(group.width):
-            from_ = data + 4 * x * group.channels + VECTOR_BYTES * (tile * vectors + j) add_lanes(first + x *
-            first_step + VECTOR_BYTES * j, from_, out + VECTOR_BYTES * (x * vectors + j), valid)
+            from_ = data + 4 * x * group.channels + VECTOR_BYTES * (tile * vectors + j)
+            to = out + VECTOR_BYTES * (x * vectors + j)
+            add_lanes(first + x * first_step + VECTOR_BYTES * j, from_, to, valid)
 
 
 @jit
@@ -90,7 +87,7 @@ def _copy_out(group: Any, tile: int, values: int, data: int) -> None:
 
 @jit
 def _load_membrane(group: Any, tile: int, data: int, membrane: int) -> None:
-    """Fill `membrane` [W, 16 * vectors] from the row [W, C] at `data`, or with the rest value when `data` is 0."""
+    """Fill `membrane` [W, 16 * vectors] from the row [W, C] at `data`; with the rest value when that is 0."""
     vectors, rest = group.vectors, group.rest
     for i in range(group.width * vectors):
         fill_lanes(membrane + VECTOR_BYTES * i, rest)
@@ -282,6 +279,7 @@ def _emit(group: Any, address: int, n: int, y: int, masks: int) -> None:
 
 @jit
 def run_group(address: int) -> None:
+    """Take work items of the `records.GROUP` at `address` until none is left."""
     group = carray(as_pointer(address), 1, GROUP)[0]
     scratch = group.scratch + atomic_add(address + _NEXT_SLOT, 1) * group.scratch_bytes
     per_image = (group.height + group.block_rows - 1) // group.block_rows

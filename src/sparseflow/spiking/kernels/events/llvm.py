@@ -27,13 +27,13 @@ MASK = ir.VectorType(I1, LANES)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Numba's decorator for functions given as LLVM IR; constants arrive as literal types where they are asked for."""
+    """Numba's decorator for functions given as LLVM IR; it hands constants on as literal types."""
     return _intrinsic(prefer_literal=True)(function)
 
 
 def cpu_features() -> frozenset[str]:
     """Names of the instruction set extensions that Numba generates code for here."""
-    flat = config.CPU_FEATURES
+    flat: str | None = getattr(config, "CPU_FEATURES", None)
     if flat is None:
         flat = binding.get_host_cpu_features().flatten()
     return frozenset(name[1:] for name in flat.split(",") if name.startswith("+"))

@@ -220,23 +220,23 @@ def fire(
 
 def _masked(builder: Any, operation: str) -> Any:
     name = f"llvm.masked.{operation}.v{LANES}f32.p0"
-    pointer = FLOATS.as_pointer()
+    place = FLOATS.as_pointer()
     if operation == "load":
-        kind = ir.FunctionType(FLOATS, [pointer, I32, MASK, FLOATS])
+        kind = ir.FunctionType(FLOATS, [place, I32, MASK, FLOATS])
     else:
-        kind = ir.FunctionType(ir.VoidType(), [FLOATS, pointer, I32, MASK])
+        kind = ir.FunctionType(ir.VoidType(), [FLOATS, place, I32, MASK])
     return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
 def _masked_load(builder: Any, address: Any, mask: Any) -> Any:
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    pointer = pointer(builder, address, FLOATS)
-    return builder.call(_masked(builder, "load"), [pointer, const(4, I32), mask, zero])
+    arguments = [pointer(builder, address, FLOATS), const(4, I32), mask, zero]
+    return builder.call(_masked(builder, "load"), arguments)
 
 
 def _masked_store(builder: Any, value: Any, address: Any, mask: Any) -> None:
-    pointer = pointer(builder, address, FLOATS)
-    builder.call(_masked(builder, "store"), [value, pointer, const(4, I32), mask])
+    arguments = [value, pointer(builder, address, FLOATS), const(4, I32), mask]
+    builder.call(_masked(builder, "store"), arguments)
 
 
 @intrinsic
@@ -295,7 +295,7 @@ def store_bits(typingctx: Any, bits: Any, out: Any, valid: Any) -> Any:
 
 @intrinsic
 def load_bits(typingctx: Any, source: Any, valid: Any) -> Any:
-    """Bits of the lanes that are 1.0, and, 16 places higher, of those that are neither 0.0 nor 1.0 (NaN too)."""
+    """Bits of the lanes that are 1.0, and, 16 places higher, of those that are neither 0.0 nor 1.0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, valid = args

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 @functools.cache
 def _openmp() -> Any:
     """`GOMP_parallel` of the OpenMP runtime that torch has loaded, or None."""
-    try:
-        entry = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError):
-        return None
-    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    entry.restype = None
-    return entry
+    # The wheels bring their own copy; elsewhere it is the one that the process has loaded for all.
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    for library in (*map(str, bundled), None):
+        try:
+            entry = ctypes.CDLL(library).GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        entry.restype = None
+        return entry
+    return None
 
 
 @functools.cache

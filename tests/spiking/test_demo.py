@@ -1,0 +1,220 @@
+"""The demo: what it reports is what was measured, and the run that it writes says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from sparseflow.core.records import Run
+from sparseflow.core.timing import bootstrap_median
+from sparseflow.spiking import demo, zoo
+from sparseflow.spiking.catalog import Settings, build
+from sparseflow.spiking.demo import DemoResult, run_demo
+from tests.spiking.nets import from_rest
+
+IMAGES, BATCH, ROUNDS = 14, 4, 4
+FORMS = {"eager", "channels_last", "folded", "folded, channels_last", "optimised"}
+
+
+def tiny() -> nn.Module:
+    return build("sew_resnet18", Settings(width=8, image=16, steps=2))
+
+
+def small_images() -> tuple[np.ndarray, np.ndarray]:
+    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, 3, 16, 16), dtype=np.uint8)
+    return pixels, np.arange(IMAGES, dtype=np.int64) % 10
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple[str, float]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory, told: list[tuple[str, float]]) -> DemoResult:
+    """One demo of a tiny network, for every test here."""
+    card = {
+        "network": {"residual": "SEW", "depth": 18},
+        "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEFLOW_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(zoo, "load", lambda name: tiny())
+        patch.setattr(zoo, "images", small_images)
+        patch.setattr(zoo, "_card", lambda name: card)
+        return run_demo(
+            out=tmp_path_factory.mktemp("runs"),
+            batch=BATCH,
+            rounds=ROUNDS,
+            compiled=False,
+            progress=lambda what, fraction: told.append((what, fraction)),
+        )
+
+
+def test_every_image_counts(result: DemoResult) -> None:
+    """Also those of the last batch, which is not whole."""
+    pixels, labels = small_images()
+    x = (torch.from_numpy(pixels).float() / 255 - 0.5) / 0.5
+    net = tiny()
+    classes = torch.cat([from_rest(net, part).argmax(-1) for part in x.split(BATCH)])
+    accuracy = (classes == torch.from_numpy(labels)).float().mean().item()
+    assert result.images == IMAGES and result.batch == BATCH and result.threads == torch.get_num_threads()
+    assert result.accuracy_before == pytest.approx(accuracy) == result.accuracy_after
+    assert result.predictions_identical
+
+
+def test_the_baseline_is_the_fastest_dense_form(result: DemoResult) -> None:
+    assert set(result.ms) == FORMS and all(ms > 0 for ms in result.ms.values())
+    dense = {name: ms for name, ms in result.ms.items() if name != "optimised"}
+    assert result.baseline == min(dense, key=dense.__getitem__)
+    assert result.speedup.low <= result.speedup.median <= result.speedup.high
+
+
+def test_the_samples_bear_it_out(result: DemoResult) -> None:
+    rows = pyarrow.parquet.read_table(result.run / "samples.parquet").to_pylist()
+    assert len(rows) == ROUNDS * len(FORMS) and {row["batch"] for row in rows} == {BATCH}
+    times = {(row["candidate"], row["round"]): row["latency_ms"] for row in rows}
+    for name, ms in result.ms.items():
+        assert ms == pytest.approx(float(np.median([times[name, r] for r in range(ROUNDS)])))
+    ratios = [times[result.baseline, r] / times["optimised", r] for r in range(ROUNDS)]
+    assert result.speedup == bootstrap_median(ratios, seed=0)
+
+
+def test_the_run_says_the_same(result: DemoResult) -> None:
+    run = Run.open(result.run)
+    assert run.info["status"] == "finished" and run.info["command"] == "sparseflow demo"
+    assert run.info["config"] == {
+        "network": zoo.DEFAULT, "batch": BATCH, "rounds": ROUNDS, "compiled": False
+    }  # fmt: skip
+    plain = result.to_dict()
+    assert run.info["results"] == json.loads(
+        json.dumps({key: value for key, value in plain.items() if key not in ("run", "report")})
+    )
+    assert {
+        "speedup", "speedup_interval", "predictions_identical", "accuracy_before", "accuracy_after", "layers",
+        "report",
+    } <= set(plain)  # fmt: skip
+    assert plain["speedup"] == result.speedup.median and len(plain["speedup_interval"]) == 2
+    assert Path(plain["report"]) == result.report == result.run / "report.html"
+
+
+def test_every_convolution_has_a_row(result: DemoResult) -> None:
+    convs = [name for name, m in tiny().named_modules() if isinstance(m, nn.Conv2d)]
+    assert [layer.name for layer in result.explanation.layers] == convs
+    assert all(layer.why for layer in result.explanation.layers)
+
+
+def test_the_page_shows_it(result: DemoResult) -> None:
+    page = result.report.read_text()
+    for part in (
+        f"{result.speedup.median:.2f}×",
+        f"{result.speedup.low:.2f}–{result.speedup.high:.2f}",
+        f"{100 * result.accuracy_after:.2f} %",
+        f"{result.ms[result.baseline]:.1f} → {result.ms['optimised']:.1f} ms",
+        "SEW ResNet-18",
+        "sparseflow demo",
+        *(layer.name for layer in result.explanation.layers),
+        *FORMS,
+    ):
+        assert part in page, part
+
+
+def test_progress_runs_to_the_end(result: DemoResult, told: list[tuple[str, float]]) -> None:
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions) and fractions[0] == 0.0 and fractions[-1] == 1.0
+    words = " ".join(what for what, _ in told)
+    for part in ("accuracy", "preparing dense: folded", "measuring conv1", "whole network", "report"):
+        assert part in words
+
+
+@pytest.fixture
+def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    monkeypatch.setattr(zoo, "load", lambda name: tiny())
+    monkeypatch.setattr(zoo, "images", small_images)
+    monkeypatch.setattr(zoo, "_card", lambda name: card)
+
+
+def test_fewer_images_than_a_batch(tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any]) -> None:
+    prefer("sparse", "dense", optimised=1.0)
+    result = run_demo(out=tmp_path, batch=256, rounds=4, compiled=False, cache=False)
+    assert result.images == result.batch == IMAGES and result.predictions_identical
+
+
+def test_different_predictions_are_told(
+    tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer("sparse", "dense", optimised=1.0)
+    original = demo.optimize
+
+    def spoiled(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        original(model, *args, **kwargs)
+        with torch.no_grad():
+            model.fc.weight.neg_()
+        return model
+
+    monkeypatch.setattr(demo, "optimize", spoiled)
+    result = run_demo(out=tmp_path, batch=8, rounds=4, compiled=False, cache=False)
+    assert not result.predictions_identical
+    assert "predictions differ" in result.report.read_text()
+
+
+def test_a_form_that_cannot_run_is_left_out_with_a_warning(
+    tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer("sparse", "dense", optimised=1.0)
+
+    def no_compiler(*args: Any, **kwargs: Any) -> Any:
+        def fail(*inner: Any) -> Any:
+            raise RuntimeError("no C++ compiler\nlong story")
+
+        return _Failing(fail)
+
+    class _Failing(nn.Module):
+        def __init__(self, fail: Any) -> None:
+            super().__init__()
+            self.fail = fail
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fail(x)
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    with pytest.warns(UserWarning, match=r"compiled' cannot run here: no C\+\+ compiler$"):
+        result = run_demo(out=tmp_path, batch=8, rounds=4, compiled=True, cache=False)
+    assert set(result.ms) == FORMS
+
+
+def test_a_run_that_fails_says_so(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(demo, "optimize", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run_demo(out=tmp_path, batch=8, rounds=4, compiled=False)
+    (path,) = tmp_path.iterdir()
+    assert json.loads((path / "run.json").read_text())["status"] == "failed"
+
+
+def test_the_shipped_network_on_a_few_images(
+    tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real thing, on four images; its speed is for the benchmarks to say."""
+    if zoo.DEFAULT not in zoo.names():
+        pytest.skip("no network is shipped in this tree")
+    pixels, labels = zoo.images()
+    monkeypatch.setattr(zoo, "images", lambda: (pixels[:4], labels[:4]))
+    prefer("sparse", "dense", optimised=1.0)
+    result = run_demo(out=tmp_path, batch=2, rounds=4, compiled=False, cache=False)
+    assert result.predictions_identical and result.accuracy_before == result.accuracy_after >= 0.5
+    assert sum(layer.backend == "events" for layer in result.explanation.layers) >= 15
