@@ -137,6 +137,7 @@ def test_families(name: str, mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 def test_compiled_forms() -> None:
     assert check_forms(small(), X) == ALL | {"folded, compiled", "folded, channels_last, compiled"}

@@ -238,6 +238,32 @@ def test_a_plan_runs_other_batches_and_sizes(way: str) -> None:
         assert same(plan.run(x), expected) and same(membranes(net), v)
 
 
+def test_what_is_prepared_fits_the_shapes_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend may lay out buffers for the shape that it is told."""
+    prepare = EventBackend.prepare
+
+    def strict(self: EventBackend, spec: Any, shape: Any, convolution: Any) -> Any:
+        group = prepare(self, spec, shape, convolution)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out, v = group(*args, **kwargs)
+            assert tuple(v.shape) == (shape.images, *shape.output) and kwargs["steps"] == shape.steps
+            return out, v
+
+        return run
+
+    monkeypatch.setattr(EventBackend, "prepare", strict)
+    net = small()
+    plan = planned(net, images(3, 2))
+    for x in (images(3, 2), images(3, 5), images(2, 5), images(3, 2)):
+        for way in ("dense", "sparse", "dense"):
+            for group in plan.groups:
+                group.way = "dense" if group.name == "conv1" else way  # type: ignore[assignment]
+            functional.reset_net(net)
+            with torch.no_grad():
+                plan.run(x)
+
+
 @pytest.mark.parametrize("way", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "layout",
@@ -481,6 +507,10 @@ def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
     assert plan.overruled() is not None
     handle.remove()
+    net.body[0].conv2.forward = lambda x: x  # type: ignore[union-attr, method-assign]
+    assert "another forward" in str(plan.overruled())
+    del net.body[0].conv2.forward  # type: ignore[union-attr]
+    assert plan.overruled() is None
     net.body[0].bn2.train()  # type: ignore[union-attr]
     assert "training mode" in str(plan.overruled())
 

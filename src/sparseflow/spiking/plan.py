@@ -395,6 +395,7 @@ class Plan:
         self.conflict = conflict(graph.module, graph.neurons, {**late, **owner}, kinds)
         self._within = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._not_called(inside)
+        self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
         listed: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
             if node.op == "placeholder" or (node in inside and node not in at_output) or node in bypassed:
@@ -425,13 +426,16 @@ class Plan:
     def overruled(self) -> str | None:
         """Why the network's own code must run after all (a sentence), or None.
 
-        Somebody watches a module that the plan would not call, or has put one of them into training mode.
+        Somebody watches a module that the plan would not call, put one of them into training mode, or gave it
+        another forward.
         """
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "every module is hooked"
-        for module in self._bypassed_modules:
+        for module, forward in zip(self._bypassed_modules, self._forwards, strict=True):
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"a {type(module).__name__} is hooked"
+            if vars(module).get("forward") is not forward:
+                return f"a {type(module).__name__} was given another forward"
             if module.training:
                 return f"a {type(module).__name__} is in training mode"
         return None

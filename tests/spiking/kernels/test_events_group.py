@@ -279,7 +279,7 @@ def test_calls_from_several_threads_take_turns() -> None:
     group = prepare_group(spec, conv="event")
     inputs = [_spikes(g, 4, 2, 16, 9, 9) for _ in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda x: decode(group([encode(x)])[0]), inputs * 3))
+        outputs = list(pool.map(lambda x: _dense(group([encode(x)])[0]), inputs * 3))
     for x, out in zip(inputs * 3, outputs, strict=True):
         assert torch.equal(out, run_group_reference(spec, [x])[0])
 

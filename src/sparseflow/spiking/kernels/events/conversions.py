@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from sparseflow.spiking.kernels.events.compiler import jit
 from sparseflow.spiking.kernels.events.emit import add_step, emit_row, fires_at

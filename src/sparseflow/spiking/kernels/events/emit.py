@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray
+from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from sparseflow.spiking.kernels.events.compiler import jit
 from sparseflow.spiking.kernels.events.llvm import ALL_LANES

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray
+from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from sparseflow.spiking.kernels.events.compiler import jit
 from sparseflow.spiking.kernels.events.convolution import convolve_row, gather

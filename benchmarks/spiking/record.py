@@ -1,0 +1,236 @@
+"""Put what the benchmarks measured into ``results/spiking``: compact samples, and one claim a figure.
+
+::
+
+    PYTHONPATH=src python benchmarks/spiking/record.py networks networks.json
+    PYTHONPATH=src python benchmarks/spiking/record.py groups groups.json
+    PYTHONPATH=src python benchmarks/spiking/record.py table user_table.json
+    PYTHONPATH=src python benchmarks/spiking/record.py launches launches.json
+    PYTHONPATH=src python benchmarks/spiking/record.py demo demo.json
+
+Each file is what the script of that name wrote (``demo``: the output of ``sparseflow demo --json``). ``--git`` names
+the revision that was measured when that is not the present one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sparseflow.core.claims import update
+from sparseflow.core.environment import git_revision
+from sparseflow.core.files import write_atomic
+
+RESULTS = Path(__file__).parents[2] / "results"
+NETWORK_TARGETS = {"spk_w64": 1.4, "spiking_resnet50:4:32": 1.5, "spiking_resnet18:16:32": 1.2}
+Fields = dict[str, Any]
+
+
+def slug(text: str) -> str:
+    """``text`` as the tail of a claim's id."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def compact(content: Any) -> str:
+    """JSON with floats cut to six significant digits."""
+    return json.dumps(json.loads(json.dumps(content), parse_float=lambda x: float(f"{float(x):.6g}")))
+
+
+def claim(value: float, at_least: float | None, **fields: Any) -> Fields:
+    """A claim about a ratio, with its target where there is one."""
+    value = round(value, 3)
+    target = None if at_least is None else f">= {at_least}"
+    return {"value": value, "unit": "x", "target": target, "met": at_least is None or value >= at_least, **fields}
+
+
+def networks(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """Whole networks against the strongest dense form and against eager (line 3), and memory."""
+    command = "python benchmarks/spiking/networks.py " + " ".join(source["argv"])
+    for row in source["rows"]:
+        if "error" in row:
+            continue
+        name = slug(row["case"])
+        samples = save(f"3-{name}.json", {k: row[k] for k in row if k != "layers"})
+        ms = row["latency_ms"]
+        common = {"device": source["device"], "command": command, "samples": samples}
+        yield claim(
+            row["speedup"]["median"],
+            NETWORK_TARGETS.get(row["case"], 0.98),
+            id=f"spiking/3-{name}-dense",
+            claim=f"{row['case']} (fp16 groups): {ms[row['baseline']]:.3f} → {ms['optimised']:.3f} ms a batch",
+            baseline=row["baseline"],
+            **common,
+        )
+        yield claim(
+            row["speedup_eager"]["median"],
+            4.0,
+            id=f"spiking/3-{name}-eager",
+            claim=f"{row['case']} (fp16 groups) over the network as a user runs it today",
+            baseline="eager fp32 NCHW, torch's default flags",
+            **common,
+        )
+        yield claim(
+            row["memory_eager_bytes"] / row["memory_optimised_bytes"],
+            1.0,
+            id=f"spiking/3-{name}-memory",
+            claim=f"{row['case']}: peak memory of eager over that of the optimised network",
+            baseline="eager fp32 NCHW",
+            **common,
+        )
+
+
+def groups(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """Conv + BatchNorm + neuron groups against cuDNN with one fused neuron kernel behind it (line 3)."""
+    for name, layer in source["layers"].items():
+        if "timing" not in layer:
+            continue
+        times = layer["timing"]["samples_us"]
+        dense = {k: v for k, v in times.items() if k.startswith("dense")}
+        ours = {k: v for k, v in times.items() if k in layer["checks"]}
+        if not dense or not ours:
+            continue
+        best_dense = min(dense, key=lambda k: median(dense[k]))
+        best = min(ours, key=lambda k: median(ours[k]))
+        kept = {best_dense: dense[best_dense], best: ours[best]}
+        facts = {k: layer[k] for k in ("layer", "flops", "floors_us")} | {"check": layer["checks"][best]}
+        ratio = median([d / o for d, o in zip(dense[best_dense], ours[best], strict=False)])
+        size = layer["layer"]
+        what = f"{size['size']}² {size['c_in']}→{size['c_out']} {size['k']}x{size['k']}, T {size['T']}, {size['N']} images"
+        silent = f", {100 * size['silent']:.0f} % of the channel groups silent" if size["silent"] else ""
+        yield claim(
+            ratio,
+            2.0 if size["silent"] == 0.5 else None,
+            id=f"spiking/3-group-{slug(name)}",
+            claim=f"one group, {what}{silent}: {median(dense[best_dense]):.1f} → {median(ours[best]):.1f} µs",
+            baseline=f"{best_dense}: cuDNN and one fused neuron kernel",
+            device=source["device"],
+            command="python benchmarks/spiking/gpu_groups.py " + " ".join(source["argv"]),
+            samples=save(f"3-group-{slug(name)}.json", {**facts, "samples_us": kept}),
+        )
+
+
+def table(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """The six layers of the user's table (line 4)."""
+    device = source["environment"]["device"]["name"]
+    for row in source["rows"]:
+        if not row.get("best_ours") or not row.get("best_dense"):
+            continue
+        kept = {row["best_dense"], row["best_ours"], "eager fp32 NCHW"}
+        name = slug(f"{row['name']}-{row['silent']}-{row['comparison']}")
+        slim = {k: v for k, v in row.items() if k not in ("samples_ms", "checks", "median_ms")}
+        slim["samples_ms"] = {k: v for k, v in row["samples_ms"].items() if k in kept}
+        samples = save(f"4-{name}.json", slim)
+        for ratio in row["ratios"]:
+            if ratio["ours"] != row["best_ours"]:
+                continue
+            against = "eager" if ratio["other"].startswith("eager") else "dense"
+            yield claim(
+                ratio["speedup"],
+                None,
+                id=f"spiking/4-{name}-{against}",
+                claim=f"{row['name']}, {100 * row['zero_blocks']:.1f} % zero blocks ({row['silent']}), "
+                f"{row['comparison']}: {row['best_ours']}; floor {min(row['floor_ms'].values()):.4f} ms",
+                baseline=ratio["other"],
+                device=device,
+                command="python benchmarks/spiking/user_table.py --quick",
+                samples=samples,
+            )
+
+
+def launches(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """No wait of the host, no prescan, fewer spike bytes (line 6)."""
+    common = {
+        "device": source["device"],
+        "baseline": None,
+        "command": "python benchmarks/spiking/launches.py",
+        "samples": save("6-launches.json", source),
+    }
+    # One is the profiler's own, when it stops.
+    waits = sum(source["waits_of_the_host"].values()) - 1
+    yield {
+        "id": "spiking/6-host-waits",
+        "claim": "waits of the host within one run of an optimised spiking ResNet-18",
+        "value": waits,
+        "unit": "waits",
+        "target": "== 0",
+        "met": waits == 0,
+        **common,
+    }
+    yield {
+        "id": "spiking/6-prescan",
+        "claim": "prescan kernels within one run of an optimised spiking ResNet-18",
+        "value": source["prescan_kernels"],
+        "unit": "kernels",
+        "target": "== 0",
+        "met": source["prescan_kernels"] == 0,
+        **common,
+    }
+    yield claim(
+        source["smallest_saving_of_packed"],
+        8.0,
+        id="spiking/6-bytes",
+        claim="fewer spike bytes on the packed layer that saves least (its border weighs most), against fp16",
+        **common,
+    )
+
+
+def demo(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """The shipped network on a CPU (line 2)."""
+    run = Path(source["run"])
+    shutil.copyfile(run / "samples.parquet", RESULTS / "spiking" / "2-demo.parquet")
+    environment = json.loads((run / "run.json").read_text())["environment"]
+    save("2-demo.json", source)
+    common = {
+        "device": f"{environment['device']['name']}, {source['threads']} threads",
+        "command": "sparseflow demo --json",
+        "samples": "spiking/2-demo.parquet",
+    }
+    yield claim(
+        source["speedup"],
+        1.3,
+        id="spiking/2-demo-speedup",
+        claim=f"the shipped network on real images, batches of {source['batch']}, end to end on a CPU",
+        baseline=source["baseline"],
+        **common,
+    )
+    yield {
+        "id": "spiking/2-demo-predictions",
+        "claim": f"predictions identical on all {source['images']} shipped images",
+        "value": source["predictions_identical"],
+        "unit": "",
+        "target": "identical",
+        "met": source["predictions_identical"],
+        "baseline": "the network as it is",
+        **common,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {f.__name__: f for f in (networks, groups, table, launches, demo)}
+    parser.add_argument("kind", choices=sorted(kinds))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--git", default=None, help="revision that was measured")
+    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
+    args = parser.parse_args()
+    (RESULTS / "spiking").mkdir(parents=True, exist_ok=True)
+
+    def save(name: str, content: Any) -> str:
+        write_atomic(RESULTS / "spiking" / name, compact(content))
+        return f"spiking/{name}"
+
+    revision = args.git or git_revision() or "unknown"
+    for fields in kinds[args.kind](json.loads(args.file.read_text()), save):
+        update(RESULTS, {**fields, "git": revision, "date": args.date})
+        print(f"{fields['id']}: {fields['value']}{fields['unit']} (met: {fields['met']})")
+
+
+if __name__ == "__main__":
+    main()
