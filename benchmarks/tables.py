@@ -4,6 +4,7 @@
     python benchmarks/tables.py --check    write nothing; exit 1 when one is not up to date
 
 A table stands between `<!-- table:<wing> -->` and `<!-- /table -->`. Whatever is typed there is replaced.
+`<!-- table:<wing> targets -->` lists only the claims that had a target.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from sparseflow.errors import FileFormatError, SparseFlowError
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_BLOCK = re.compile(r"(<!-- table:(?P<wing>[a-z]+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- table:(?P<wing>[a-z]+)(?P<only> targets)? -->\n)(?P<body>.*?)(?P<end><!-- /table -->)", re.DOTALL
+)
 _OPENING = re.compile(r"<!-- table:")
 
 
@@ -35,18 +38,19 @@ def render(text: str, results: Path) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}{table(found['wing'], results)}{found[4]}"
+        return f"{found[1]}{table(found['wing'], results, targets=bool(found['only']))}{found['end']}"
 
     if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
         raise FileFormatError("every `<!-- table:wing -->` must be followed by a `<!-- /table -->`")
     return _BLOCK.sub(fill, text)
 
 
-def table(wing: str, results: Path) -> str:
-    """The Markdown table of one wing's claims."""
+def table(wing: str, results: Path, *, targets: bool = False) -> str:
+    """The Markdown table of one wing's claims, or of those with a target."""
     if wing not in claims.WINGS:
         raise FileFormatError(f"`<!-- table:{wing} -->` must name one of: {', '.join(claims.WINGS)}")
     rows = claims.load(results / wing / "claims.json")
+    rows = [claim for claim in rows if claim.target is not None or not targets]
     if not rows:
         return "\nNothing has been measured yet.\n\n"
     for claim in rows:

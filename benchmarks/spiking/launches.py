@@ -2,7 +2,7 @@
 
 ::
 
-    PYTHONPATH=src python benchmarks/spiking/launches.py --out launches.json --model spiking_resnet18 --batch 32
+    PYTHONPATH=src python benchmarks/spiking/launches.py --out launches.json --model spiking_resnet18
 
 The plan runs once without its CUDA graph under torch's profiler, so that every launch is seen.
 """

@@ -5,9 +5,10 @@
     PYTHONPATH=src python benchmarks/spiking/networks.py --out networks.json --case spiking_resnet18:4:32 \\
         --trained runs/train/spk_w64 --test cifar10-test.tar.gz
 
-A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of ``sparseflow.spiking.catalog``;
-``--trained`` adds a network that ``train_cifar10.py`` wrote, on real images. Every case runs in fp16 groups, or
-with ``--exact`` in float32 ones. Results are written after each case; a case that fails is recorded.
+A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of
+``sparseflow.spiking.catalog``; ``--trained`` adds a network that ``train_cifar10.py`` wrote, on real images.
+Every case runs in fp16 groups, or with ``--exact`` in float32 ones. Results are written after each case; a case
+that fails is recorded.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def accuracy(model: torch.nn.Module, batches: list[tuple[torch.Tensor, torch.Ten
 
 
 def measure(
-    name: str, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor | None, dtype: torch.dtype | None,
-    args: argparse.Namespace,
+    name: str, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor | None,
+    dtype: torch.dtype | None, args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """One case: times, agreement, memory and where the time goes."""
     device = torch.device("cuda", args.gpu)
@@ -136,8 +137,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['case']:34} {row['dtype'][6:]:8} {ms['eager']:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms "
         f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) eager {eager['median']:6.2f}x "
-        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} [{base}] ours dense "
-        f"{ms.get(OUR_DENSE, float('nan')):.3f} acc {row['accuracy_before']} {row['accuracy_after']} mem "
+        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} [{base}] "
+        f"ours dense {ms.get(OUR_DENSE, float('nan')):.3f} acc {row['accuracy_before']} {row['accuracy_after']} mem "
         f"{row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
     )
 

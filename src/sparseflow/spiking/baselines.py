@@ -25,8 +25,8 @@ from sparseflow.spiking.state import reset
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 OUR_DENSE = "our fused neuron, dense, fp16 channels_last, CUDA graph"
-"""Name of the form that shares our neuron kernel but neither packs nor skips; told, but not a baseline: nobody
-has it without SparseFlow."""
+"""Name of the form that shares our neuron kernel but neither packs nor skips; told, but not a baseline:
+nobody has it without SparseFlow."""
 
 EAGER = "eager"
 """Name of the network as its user runs it today: float32, NCHW, nothing folded."""
@@ -163,7 +163,7 @@ def _gpu_forms(
 
 
 def _dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype) -> Forward:
-    """Every group as the library's convolution with our fused neuron behind it: nothing is skipped or packed."""
+    """Every group as the library's convolution with our fused neuron behind it: nothing is skipped."""
     backend = backend_for(sample, graph.model, dtype)
     assert backend is not None
     plan = Plan(graph, backend)

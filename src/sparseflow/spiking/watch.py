@@ -1,8 +1,9 @@
 """Notice, in microseconds, what changed in a network since it was looked at.
 
-A prepared plan holds folded weights and a captured graph holds addresses; both must go when somebody loads other
-weights, moves the network or swaps a module. The network is asked before every call, so looking has to be cheap:
-everything that can be walked once is walked once, and what remains is a few hundred comparisons by identity.
+A prepared plan holds folded weights and a captured graph holds addresses; both must go when somebody loads
+other weights, moves the network or swaps a module. The network is asked before every call, so looking has to
+be cheap: everything that can be walked once is walked once, and what remains is a few hundred comparisons by
+identity.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def capture(fn: Callable[[], Any], calls: int = 1) -> torch.cuda.CUDAGraph:
         for _ in range(3):
             fn()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(torch.cuda.current_device())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -50,7 +50,7 @@ def time_graphs(
     """
     for graph in graphs.values():
         graph.replay()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(torch.cuda.current_device())
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)
     for r in range(rounds):
@@ -61,7 +61,7 @@ def time_graphs(
             graphs[name].replay()
             end.record()
             events.append((name, begin, end))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(torch.cuda.current_device())
         for name, begin, end in events:
             samples[name].append(begin.elapsed_time(end) * 1000.0 / calls)
     return samples
