@@ -76,7 +76,7 @@ def main() -> None:
     kernels = Counter[str]()
     waits = Counter[str]()
     times: dict[str, float] = {}
-    for event in seen.events():
+    for event in seen.events() or ():
         if str(event.device_type).endswith("CUDA"):
             kernels[event.name] += 1
             times[event.name] = times.get(event.name, 0.0) + event.device_time_total

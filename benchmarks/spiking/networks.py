@@ -7,7 +7,7 @@
 
 A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of
 ``sparseflow.spiking.catalog``; ``--trained`` adds a network that ``train_cifar10.py`` wrote, on real images.
-Every case runs in fp16 groups, or with ``--exact`` in float32 ones. Results are written after each case; a case
+Every case runs in fp16 groups, or with ``--exact`` in float32 ones. Results are written after each case; one
 that fails is recorded.
 """
 
@@ -137,9 +137,9 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['case']:34} {row['dtype'][6:]:8} {ms['eager']:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms "
         f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) eager {eager['median']:6.2f}x "
-        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} [{base}] "
-        f"ours dense {ms.get(OUR_DENSE, float('nan')):.3f} acc {row['accuracy_before']} {row['accuracy_after']} mem "
-        f"{row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
+        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} "
+        f"[{base}] ours dense {ms.get(OUR_DENSE, float('nan')):.3f} "
+        f"acc {row['accuracy_before']} {row['accuracy_after']} mem {row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
     )
 
 
@@ -177,7 +177,8 @@ def main() -> None:
                 rows.append({"case": name, "error": "not started: the time limit was reached"})
                 continue
             try:
-                rows.append(measure(name, *build(), dtype, args))
+                model, x, labels = build()
+                rows.append(measure(name, model, x, labels, dtype, args))
             except Exception as error:
                 # The other cases go on; what failed stands in the results.
                 traceback.print_exc(limit=-6)
