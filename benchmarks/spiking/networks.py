@@ -139,7 +139,8 @@ def line(row: dict[str, Any]) -> str:
         f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) eager {eager['median']:6.2f}x "
         f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} "
         f"[{base}] ours dense {ms.get(OUR_DENSE, float('nan')):.3f} "
-        f"acc {row['accuracy_before']} {row['accuracy_after']} mem {row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
+        f"acc {row['accuracy_before']} {row['accuracy_after']} "
+        f"mem {row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
     )
 
 

@@ -12,7 +12,8 @@ from sparseflow.spiking.watch import Watch
 class Neuron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.v_threshold, self.v_reset, self.v = 1.0, None, 0.0
+        self.v_threshold, self.v_reset = 1.0, None
+        self.v: float | torch.Tensor = 0.0
 
 
 class Net(nn.Module):
