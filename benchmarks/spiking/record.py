@@ -7,9 +7,11 @@
     PYTHONPATH=src python benchmarks/spiking/record.py table user_table.json
     PYTHONPATH=src python benchmarks/spiking/record.py launches launches.json
     PYTHONPATH=src python benchmarks/spiking/record.py demo demo.json
+    PYTHONPATH=src python benchmarks/spiking/record.py fresh fresh.json
 
-Each file is what the script of that name wrote (``demo``: the output of ``sparseflow demo --json``).
-``--git`` names the revision that was measured when that is not the present one.
+Each file is what the script of that name wrote (``demo``: the output of ``sparseflow demo --json``; ``fresh``:
+exit codes and seconds of ``make demo`` and ``make test``). ``--git`` names the revision that was measured when
+that is not the present one.
 """
 
 from __future__ import annotations
@@ -216,11 +218,29 @@ def demo(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fi
     }
 
 
+def fresh(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
+    """Both commands on a fresh clone (line 1)."""
+    samples = save("1-fresh-clone.json", source)
+    for what in ("demo", "test"):
+        yield {
+            "id": f"spiking/1-make-{what}",
+            "claim": f"exit code of `make {what}` on a fresh clone without a virtual environment",
+            "value": source[f"{what}_exit"],
+            "unit": "",
+            "target": "== 0",
+            "met": source[f"{what}_exit"] == 0,
+            "baseline": None,
+            "device": "2-core CPU",
+            "command": f"git clone …; make {what}",
+            "samples": samples,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = {f.__name__: f for f in (networks, groups, table, launches, demo)}
+    kinds = {f.__name__: f for f in (networks, groups, table, launches, demo, fresh)}
     parser.add_argument("kind", choices=sorted(kinds))
     parser.add_argument("file", type=Path)
     parser.add_argument("--git", default=None, help="revision that was measured")

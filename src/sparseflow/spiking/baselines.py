@@ -9,6 +9,7 @@ them compute what the network computes from rest. The fastest of them is the bas
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import torch
@@ -131,6 +132,8 @@ def dense_forms(
     twin_last = copy.deepcopy(twin).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forms["folded, channels_last"] = _channels_last(_from_rest(twin_last))
     if compiled:
+        # On a CPU torch remarks that Triton is missing, which no CPU code needs.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         for name, module in (("folded", twin), ("folded, channels_last", twin_last)):
             form = _from_rest(torch.compile(copy.deepcopy(module)))  # type: ignore[arg-type]
             forms[f"{name}, compiled"] = _channels_last(form) if "last" in name else form
