@@ -9,9 +9,9 @@
     PYTHONPATH=src python benchmarks/spiking/record.py demo demo.json
     PYTHONPATH=src python benchmarks/spiking/record.py fresh fresh.json
 
-Each file is what the script of that name wrote. ``demo`` is the output of ``sparseflow demo --json``;
-``fresh`` holds the exit codes and seconds of ``make demo`` and ``make test``. ``--git`` names the revision that
-was measured when that is not the present one.
+Each file is what the script of that name wrote. ``demo`` is the output of ``sparseflow demo
+--json``; ``fresh`` holds the exit codes and seconds of ``make demo`` and ``make test``. ``--git``
+names the revision that was measured when that is not the present one.
 """
 
 from __future__ import annotations
