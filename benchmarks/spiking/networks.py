@@ -28,8 +28,8 @@ import torch
 
 from sparseflow.core.files import write_atomic
 from sparseflow.spiking import catalog
-from sparseflow.spiking.baselines import OUR_DENSE
-from sparseflow.spiking.bench import OPTIMISED, bench, from_rest
+from sparseflow.spiking.baselines import OUR_DENSE, from_rest
+from sparseflow.spiking.bench import OPTIMISED, bench
 from sparseflow.spiking.optimize import accelerated, layer_times, optimize
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from sparseflow.core import timing
 from sparseflow.core.records import Run
 from sparseflow.errors import RunError, SparseFlowError
-from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms
+from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
 from sparseflow.spiking.catalog import Case
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
@@ -64,19 +64,6 @@ class BenchResult:
         plain = {k: v for k, v in asdict(self).items() if k not in ("comparison", "explanation")}
         times = {name: self.comparison.samples(name).median_ms for name in self.comparison.times_ms}
         return {**plain, "latency_ms": times, "layers": self.explanation.to_dict()["layers"]}
-
-
-def from_rest(model: nn.Module) -> Forward:
-    """`model` from rest at every call, without gradients."""
-    stateful = [module for module in model.modules() if callable(getattr(module, "reset", None))]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for module in stateful:
-            module.reset()  # type: ignore[operator]
-        with torch.no_grad():
-            return model(x)
-
-    return run
 
 
 def warmed(

@@ -18,8 +18,8 @@ import torch
 from sparseflow.core import timing
 from sparseflow.core.records import Run
 from sparseflow.spiking import zoo
-from sparseflow.spiking.baselines import Forward, dense_forms
-from sparseflow.spiking.bench import OPTIMISED, from_rest, in_turn, warmed
+from sparseflow.spiking.baselines import Forward, dense_forms, from_rest
+from sparseflow.spiking.bench import OPTIMISED, in_turn, warmed
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.optimize import optimize
