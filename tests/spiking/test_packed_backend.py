@@ -234,10 +234,16 @@ def _run(plan: Plan, x: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
         return plan.run(x, around=around), seen
 
 
-def _agree(net: nn.Module, x: torch.Tensor, way: str, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+def _planned(net: nn.Module, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> Plan:
+    return Plan(analyze(net.to(DEVICE), (x.to(DEVICE),)), PackedBackend(DEVICE, dtype))
+
+
+def _agree(
+    net: nn.Module, x: torch.Tensor, way: str, dtype: torch.dtype = torch.float32, plan: Plan | None = None
+) -> dict[str, str]:
     """Two calls in a row from rest: every spike and every membrane is the network's own."""
     net, x = net.to(DEVICE), x.to(DEVICE)
-    plan = Plan(analyze(net, (x,)), PackedBackend(DEVICE, dtype))
+    plan = plan or _planned(net, x, dtype)
     functional.reset_net(net)
     expected = [(*_run(plan, x), membranes(net)) for _ in range(2)]
     ways = force(plan, way, x)
@@ -278,6 +284,32 @@ def test_a_spiking_resnet_runs_as_its_modules_do(residual: Any, stem: Any, way: 
         second = ["layer1.0.conv1", *(f"{block}2" for block in blocks)]
         both = [f"{block}{i}" for block in blocks for i in (1, 2)]
         assert sorted(taken) == sorted(both if residual == "spiking" else second)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
+def test_channels_in_another_order_change_nothing(
+    residual: Any, stem: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedBackend, "block", 8)
+    net = _short(spiking_resnet(18, width=16, T=2, residual=residual, stem=stem, neuron=if_neuron))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, norm in net.named_modules():
+            if isinstance(norm, nn.BatchNorm2d) and name != "bn1":
+                # Channels whose sums never reach the threshold, whatever comes in.
+                quiet = torch.randperm(norm.num_features, generator=generator)[: norm.num_features // 2]
+                norm.weight[quiet], norm.bias[quiet] = 0.0, -8.0
+    x = images(1, size=16 if stem == "imagenet" else 8).to(DEVICE)
+    plan = _planned(net, x)
+    with torch.no_grad():
+        plan.arrange(x)
+    lies = {group.name: group.arrangement for group in plan.groups}
+    moved = {name for name, found in lies.items() if found.output is not None}
+    assert {"layer1.0.conv1", "layer2.0.conv1", "layer4.0.conv1"} <= moved
+    assert any(found.silent >= 0.25 for found in lies.values())
+    assert any(found.marks for found in lies.values())
+    _agree(net, x, way, plan=plan)
 
 
 def test_a_bottleneck_with_lif_neurons() -> None:

@@ -242,8 +242,8 @@ def test_what_is_prepared_fits_the_shapes_that_it_runs_on(monkeypatch: pytest.Mo
     """A backend may lay out buffers for the shape that it is told."""
     prepare = EventBackend.prepare
 
-    def strict(self: EventBackend, spec: Any, shape: Any, convolution: Any) -> Any:
-        group = prepare(self, spec, shape, convolution)
+    def strict(self: EventBackend, spec: Any, shape: Any, *args: Any) -> Any:
+        group = prepare(self, spec, shape, *args)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             out, v = group(*args, **kwargs)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sparseflow.core import extras
 from sparseflow.errors import InputError, RunError
+from sparseflow.spiking.channels import NATURAL, Arrangement
 from sparseflow.spiking.kernels.spec import GroupSpec
 
 Convolution = Literal["sparse", "dense"]
@@ -73,17 +75,27 @@ class Backend(Protocol):
     Attributes:
         name: Short, for people and for cache keys.
         dtype: In which dense convolutions of a group run.
+        block: Channels that a sparse convolution skips together where all are silent; None where it gains
+            nothing by that.
     """
 
     name: str
     dtype: torch.dtype
 
+    @property
+    def block(self) -> int | None: ...
+
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         """Why the sparse convolution cannot run here (a sentence), or None when it can."""
         ...
 
-    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
-        """Lay out weights and buffers for one group."""
+    def prepare(
+        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+    ) -> PreparedGroup:
+        """Lay out weights and buffers for one group.
+
+        `spec` has its channels in the arrangement's orders already; membranes come and go in the network's.
+        """
         ...
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:
@@ -98,18 +110,27 @@ class Backend(Protocol):
         """Mean over H and W: float32 [T, N, C]."""
         ...
 
+    def max_pool(self, native: Any, kernel: int, stride: int, padding: int) -> Any:
+        """Maximum over windows, in the backend's own form; `padding` is 0 or 1, at most half the window."""
+        ...
+
 
 class EventBackend:
     """CPU: spikes as sorted lists of events, groups in Numba."""
 
     name = "events"
     dtype = torch.float32
+    block = None
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         return None if spec.sources else "no convolution of spikes in this group"
 
-    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
+    def prepare(
+        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+    ) -> PreparedGroup:
         from sparseflow.spiking.kernels import events
+
+        assert arrangement.output is None, "events are skipped one by one: nothing is gained by an order"
 
         prepared = events.prepare_group(spec, conv="event" if convolution == "sparse" else "dense")
 
@@ -158,6 +179,11 @@ class EventBackend:
         from sparseflow.spiking.kernels import events
 
         return events.sum_over_space(native) / (native.H * native.W)
+
+    def max_pool(self, native: Any, kernel: int, stride: int, padding: int) -> Any:
+        dense = self.decode(native)
+        pooled = F.max_pool2d(dense.flatten(0, 1), kernel, stride, padding)
+        return self.encode(pooled.unflatten(0, dense.shape[:2]), max_value=1)
 
 
 def backend_for(sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | None = None) -> Backend | None:

@@ -7,6 +7,7 @@ the host decides nothing by values, so a whole plan captures into a CUDA graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backend import Convolution, Form, GroupShape, PreparedGroup
-from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
+from sparseflow.spiking.channels import NATURAL, TILE, Arrangement, Order
+from sparseflow.spiking.kernels.packed.format import ACTIVITY_STEPS, BLOCK, PackedSpikes, empty_packed
 from sparseflow.spiking.kernels.spec import GroupSpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -112,6 +114,11 @@ class PackedBackend:
         self._tune = tune
         self._tuned: dict[Any, str] = {}
 
+    @property
+    def block(self) -> int | None:
+        """Channels skipped together where they are silent; the portable kernel skips nothing."""
+        return BLOCK if self.is_hopper() else None
+
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         """Why the sparse convolution cannot run here, or None when it can."""
         if shape.max_value > 1:
@@ -120,19 +127,23 @@ class PackedBackend:
 
         return twin.twin_refusal(replace(spec, post_skips=0))
 
-    def prepare(self, spec: GroupSpec, shape: GroupShape, convolution: Convolution) -> PreparedGroup:
+    def prepare(
+        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+    ) -> PreparedGroup:
         """Lay out weights and buffers for one group.
+
+        `spec` has its channels in the arrangement's orders already; membranes come and go in the network's.
 
         Raises:
             InputError: A sparse convolution that `refusal` refuses.
         """
         with self.guard():
             if convolution == "dense":
-                return _DenseGroup(self, spec, shape)
+                return _DenseGroup(self, spec, shape, arrangement)
             reason = self.refusal(spec, shape)
             if reason is not None:
                 raise InputError(f"this group cannot run on packed spikes: {reason}")
-            return _SparseGroup(self, spec, shape)
+            return _SparseGroup(self, spec, shape, arrangement)
 
     def encode(self, dense: Tensor, max_value: int | None = None) -> Native:
         """[T, N, C, H, W] spikes to this backend's form.
@@ -162,6 +173,16 @@ class PackedBackend:
 
         with self.guard():
             return pooling.spatial_mean(native, self.dtype)
+
+    def max_pool(self, native: Native, kernel: int, stride: int, padding: int) -> Native:
+        """Maximum over windows; `padding` is 0 or 1, at most half the window."""
+        if isinstance(native, DenseSpikes):
+            pooled = F.max_pool2d(native.values.flatten(0, 1), kernel, stride, padding)
+            return DenseSpikes(values=pooled.unflatten(0, native.values.shape[:2]))
+        from sparseflow.spiking.kernels.packed import pooling
+
+        with self.guard():
+            return pooling.max_pool(native, kernel, stride, padding)
 
     def guard(self) -> AbstractContextManager[Any]:
         """Make this backend's GPU the current one, on which Triton launches."""
@@ -200,18 +221,31 @@ def _split(skips: Sequence[Native]) -> tuple[list[PackedSpikes], list[Tensor]]:
     return bits, reals
 
 
-def _membrane_rows(v: Tensor | None) -> Tensor | None:
-    """[N, C, H, W] as contiguous fp32 [N, H, W, C]; no copy for what a group of this backend returned."""
-    return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
+def _membrane_rows(v: Tensor | None, order: Order | None) -> Tensor | None:
+    """[N, C, H, W] as contiguous fp32 [N, H, W, C], channels in `order`.
+
+    No copy for what a group of this backend returned, where no order was asked for.
+    """
+    if v is None:
+        return None
+    rows = v.to(torch.float32).permute(0, 2, 3, 1)
+    return rows.contiguous() if order is None else rows.index_select(3, order.places)
+
+
+def _membrane(rows: Tensor, order: Order | None) -> Tensor:
+    """fp32 [N, H, W, C] with its channels in `order`, as [N, C, H, W] with the network's."""
+    return (rows if order is None else rows.index_select(3, order.inverse)).permute(0, 3, 1, 2)
 
 
 class _SparseGroup:
     """A group on the packed kernels. `kernel` and `variant` say which one runs."""
 
-    def __init__(self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape) -> None:
+    def __init__(
+        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
+    ) -> None:
         from sparseflow.spiking.kernels.packed import group, twin
 
-        self.backend, self.spec, self.shape = backend, spec, shape
+        self.backend, self.spec, self.shape, self.lies = backend, spec, shape, arrangement
         self._parts = 2 if backend.dtype == torch.float32 else 1
         fused = replace(spec, post_skips=0)
         # More dense addends than the Hopper kernel reads are added up for it, see `__call__`.
@@ -224,12 +258,17 @@ class _SparseGroup:
             self._fused, self._make = fused, twin.PreparedTwinGroup
             names = [v.name for v in twin.twin_variants(fused, T=shape.steps, parts=self._parts)]
         geometry = tuple((tuple(s.weight.shape), s.stride, s.padding) for s in fused.sources)
-        key = (self.kernel, geometry, shape, fused.skips, fused.dense_inputs)
+        key = (self.kernel, geometry, shape, fused.skips, fused.dense_inputs, self.lies.silent, self._marks)
         self.variant = backend.fastest(key, {name: partial(self._trial, name) for name in names})
         self._group: Any = self._prepared(self.variant)
 
+    @property
+    def _marks(self) -> bool:
+        return self.lies.marks and self.kernel == "gluon" and self.shape.steps <= ACTIVITY_STEPS
+
     def _prepared(self, variant: str) -> Any:
         shape, (_, h, w) = self.shape, self.shape.output
+        more = {"emit_activity": True} if self._marks else {}
         return self._make(
             self._fused,
             T=shape.steps,
@@ -240,14 +279,23 @@ class _SparseGroup:
             parts=self._parts,
             variant=variant,
             in_sizes=[(height, width) for _, height, width in shape.sources],
+            **more,
         )
 
     def _trial(self, variant: str) -> Callable[[], Any]:
-        """A call of a variant on silent inputs; how much fires does not change its time."""
+        """A call of a variant on zeros, of which as many blocks pass for silent as the arrangement says.
+
+        What fires in the others does not change its time.
+        """
         shape, (c, h, w), spec = self.shape, self.shape.output, self._fused
         t, n, device = shape.steps, shape.images, self.backend.device
         made = self._prepared(variant)
         fed = [empty_packed(t, n, *size, device) for size in shape.sources]
+        if self.lies.silent:
+            fed[0] = empty_packed(t, n, *shape.sources[0], device, tile=TILE)
+            activity = fed[0].activity
+            assert activity is not None
+            activity[: math.ceil((1 - self.lies.silent) * len(activity))] = -1
         skips = [empty_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
         dense = [torch.zeros((t, n, h, w, c), dtype=self.backend.dtype, device=device)] * spec.dense_inputs
         return lambda: made(fed, skips, dense, None, True)
@@ -282,6 +330,8 @@ class _SparseGroup:
             for s in fed:
                 if steps != s.T:
                     raise InputError(f"a source has {s.T} time steps, the group runs {steps}")
+            if fed and not self.lies.silent:
+                fed[0] = replace(fed[0], activity=None, tile=0)
             bits, others = _split(skips)
             reals = [*dense, *others]
             if self.kernel == "gluon" and len(reals) > 1:
@@ -290,8 +340,8 @@ class _SparseGroup:
             if not self.backend.own_membranes:
                 self._group.v = torch.empty_like(self._group.v)
             rows = [words.channels_last(x) for x in reals]
-            spikes, last = self._group(fed, bits, rows, _membrane_rows(v), True)
-            membrane = last.permute(0, 3, 1, 2)
+            spikes, last = self._group(fed, bits, rows, _membrane_rows(v, self.lies.output), True)
+            membrane = _membrane(last, self.lies.output)
             if post_skips:
                 added = [s.values if isinstance(s, DenseSpikes) else s for s in post_skips]
                 total = codec.unpack(spikes, self.backend.dtype, add=added)
@@ -302,8 +352,10 @@ class _SparseGroup:
 class _DenseGroup:
     """A group whose convolutions are the library's, with the fused neuron behind them."""
 
-    def __init__(self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape) -> None:
-        self.backend, self.spec, self.shape = backend, spec, shape
+    def __init__(
+        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
+    ) -> None:
+        self.backend, self.spec, self.shape, self.lies = backend, spec, shape, arrangement
         c, h, w = shape.output
         self._weights = [
             s.weight.to(backend.device, backend.dtype).contiguous(memory_format=torch.channels_last)
@@ -348,13 +400,13 @@ class _DenseGroup:
                 bias=self._bias,
                 skips=bits,
                 post_skips=[s.values if isinstance(s, DenseSpikes) else s for s in post_skips],
-                v=_membrane_rows(v),
+                v=_membrane_rows(v, self.lies.output),
                 packed=self._out if packs and self._out is not None else False,
                 dense=None if packs else self.backend.dtype,
                 v_out=True if self._v is None else self._v,
             )
         assert found.v is not None
-        membrane = found.v.permute(0, 3, 1, 2)
+        membrane = _membrane(found.v, self.lies.output)
         if packs:
             return found.packed, membrane
         assert found.dense is not None
