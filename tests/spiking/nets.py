@@ -31,7 +31,7 @@ def dyadic(net: nn.Module) -> nn.Module:
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 assert module.running_var is not None and module.running_mean is not None
-                module.eps = 0.0
+                module.eps = 1e-30  # some releases of torch refuse 0; this vanishes beside any variance here
                 module.running_var.copy_(4.0 ** (module.running_var.clamp_min(1e-3).log2() / 2).round())
                 module.running_mean.mul_(16).round_().div_(16)
             if isinstance(module, neuron.ParametricLIFNode):

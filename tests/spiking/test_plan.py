@@ -22,7 +22,7 @@ from sparseflow.errors import RunError
 from sparseflow.spiking.backend import EventBackend
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.kernels.events import format
-from sparseflow.spiking.plan import Spikes
+from sparseflow.spiking.plan import Plan, Spikes
 from sparseflow.spiking.registry import register_neuron, unregister_neuron
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.nets import (
@@ -240,6 +240,7 @@ def test_a_plan_runs_other_batches_and_sizes(way: str) -> None:
 
 def test_what_is_prepared_fits_the_shapes_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend may lay out buffers for the shape that it is told."""
+    monkeypatch.setattr(EventBackend, "fits_every_shape", False)
     prepare = EventBackend.prepare
 
     def strict(self: EventBackend, spec: Any, shape: Any, *args: Any) -> Any:
@@ -600,3 +601,17 @@ def test_no_more_memory_than_the_network_itself(
             peaks.append(live.peak)
     _, own, _, ours = peaks  # the first call of each prepares
     assert 0 < ours <= own, f"{ours} bytes against {own}"
+
+
+def test_plans_of_one_network_share_what_fits_every_shape() -> None:
+    net = small()
+    shared: Any = weakref.WeakValueDictionary()
+    plans = [Plan(analyze(net, (x,)), EventBackend(), shared) for x in (images(3, 2), images(3, 5))]
+    for plan, x in zip(plans, (images(3, 2), images(3, 5)), strict=True):
+        force(plan, "sparse", x)
+    first, second = plans[0].groups[1], plans[1].groups[1]
+    assert first._prepared["sparse"] is second._prepared["sparse"]
+    for plan in plans:
+        plan.forget()
+    del first, second
+    assert not shared, "forgotten weights take no memory"

@@ -77,10 +77,12 @@ class Backend(Protocol):
         dtype: In which dense convolutions of a group run.
         block: Channels that a sparse convolution skips together where all are silent; None where it gains
             nothing by that.
+        fits_every_shape: Whether a prepared group runs on inputs of any shape.
     """
 
     name: str
     dtype: torch.dtype
+    fits_every_shape: bool
 
     @property
     def block(self) -> int | None: ...
@@ -121,6 +123,7 @@ class EventBackend:
     name = "events"
     dtype = torch.float32
     block = None
+    fits_every_shape = True
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         return None if spec.sources else "no convolution of spikes in this group"
@@ -131,7 +134,6 @@ class EventBackend:
         from sparseflow.spiking.kernels import events
 
         assert arrangement.output is None, "events are skipped one by one: nothing is gained by an order"
-
         prepared = events.prepare_group(spec, conv="event" if convolution == "sparse" else "dense")
 
         def run(

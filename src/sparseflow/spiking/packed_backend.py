@@ -98,6 +98,7 @@ class PackedBackend:
     """
 
     name = "packed"
+    fits_every_shape = False
 
     def __init__(
         self,
@@ -261,6 +262,7 @@ class _SparseGroup:
         key = (self.kernel, geometry, shape, fused.skips, fused.dense_inputs, self.lies.silent, self._marks)
         self.variant = backend.fastest(key, {name: partial(self._trial, name) for name in names})
         self._group: Any = self._prepared(self.variant)
+        self.spec, self._fused = spec.without_weights(), self._fused.without_weights()
 
     @property
     def _marks(self) -> bool:
@@ -355,7 +357,7 @@ class _DenseGroup:
     def __init__(
         self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
     ) -> None:
-        self.backend, self.spec, self.shape, self.lies = backend, spec, shape, arrangement
+        self.backend, self.spec, self.lies = backend, spec.without_weights(), arrangement
         c, h, w = shape.output
         self._weights = [
             s.weight.to(backend.device, backend.dtype).contiguous(memory_format=torch.channels_last)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
@@ -31,7 +32,7 @@ from sparseflow.spiking.match import SPIKE_KINDS, GroupFinder
 from sparseflow.spiking.order import conflict
 from sparseflow.spiking.passing import Passage, passage
 from sparseflow.spiking.spikes import Env, Spikes, as_dense, run_node
-from sparseflow.spiking.step import GroupStep
+from sparseflow.spiking.step import GroupStep, Shared
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class Plan:
     Args:
         graph: The analysed network (traced by fx).
         backend: The device's backend.
+        shared: Prepared groups of the network's other plans.
     """
 
-    def __init__(self, graph: SpikeGraph, backend: Backend) -> None:
+    def __init__(self, graph: SpikeGraph, backend: Backend, shared: Shared | None = None) -> None:
         assert graph.module is not None
         self.graph, self.backend = graph, backend
         self.modules: dict[str, nn.Module] = dict(graph.module.named_modules())
@@ -65,7 +67,14 @@ class Plan:
         matches = list(GroupFinder(graph).groups())
         own = next((p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32)
         self.groups = [
-            GroupStep(match=match, backend=backend, modules=self.modules, kinds=kinds, dtype=own)
+            GroupStep(
+                match=match,
+                backend=backend,
+                modules=self.modules,
+                kinds=kinds,
+                dtype=own,
+                shared=WeakValueDictionary() if shared is None else shared,
+            )
             for match in matches
         ]
         at_output = {g.match.output: g for g in self.groups}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from sparseflow.spiking.spikes import Env, Spikes, as_dense, run_node
 
 Way = Literal["sparse", "dense", "module"]
 
+Shared = WeakValueDictionary[tuple[str, Way], PreparedGroup]
+"""Groups that several plans of one network have prepared, by name and way."""
+
 
 @dataclass
 class GroupStep:
@@ -32,6 +36,7 @@ class GroupStep:
         way: How it runs; 'module' until somebody decides otherwise.
         emit: The form in which its spikes are wanted by whoever reads them next.
         arrangement: How channels lie in its spikes and in those that it reads; set by `arrange`.
+        shared: What other plans of the network have prepared, where the backend's groups fit every shape.
     """
 
     match: GroupMatch
@@ -42,10 +47,10 @@ class GroupStep:
     way: Way = "module"
     emit: Literal["native", "dense"] = "native"
     arrangement: Arrangement = NATURAL
+    shared: Shared = field(default_factory=WeakValueDictionary)
     _prepared: dict[Way, PreparedGroup] = field(default_factory=dict)
     _stem: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
-    _spec: GroupSpec | None = None
 
     @property
     def name(self) -> str:
@@ -73,19 +78,33 @@ class GroupStep:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
         self._stem.clear()
-        self._spec = None
 
     def spec(self, channels: int) -> GroupSpec:
-        """The group's arithmetic with the network's present weights."""
-        if self._spec is None:
-            info = neuron_info(self.neuron)
-            assert info is not None and info.spec is not None
-            spec = group_spec(self.match, self.modules, info.spec, channels)
-            lies = self.arrangement
-            inputs = [None if order is None else order.places for order in lies.inputs]
-            outputs = None if lies.output is None else lies.output.places
-            self._spec = permute_group(spec, outputs=outputs, inputs=inputs)
-        return self._spec
+        """The group's arithmetic with the network's present weights, channels as the arrangement says."""
+        info = neuron_info(self.neuron)
+        assert info is not None and info.spec is not None
+        spec = group_spec(self.match, self.modules, info.spec, channels)
+        lies = self.arrangement
+        inputs = [None if order is None else order.places for order in lies.inputs]
+        return permute_group(spec, outputs=None if lies.output is None else lies.output.places, inputs=inputs)
+
+    def _prepare(self, way: Way, shape: GroupShape) -> PreparedGroup:
+        """The group laid out for `way`, by this plan or by another."""
+        fits_every_shape = self.backend.fits_every_shape
+        if self._shape != shape and not fits_every_shape:
+            self._prepared.clear()
+        self._shape = shape
+        if way not in self._prepared:
+            key = (self.name, way)
+            prepared = self.shared.get(key) if fits_every_shape else None
+            if prepared is None:
+                convolution = "sparse" if way == "sparse" else "dense"
+                spec = self.spec(shape.output[0])
+                prepared = self.backend.prepare(spec, shape, convolution, self.arrangement)
+                if fits_every_shape:
+                    self.shared[key] = prepared
+            self._prepared[way] = prepared
+        return self._prepared[way]
 
     def run(self, env: Env, way: Way | None = None, emit: Literal["native", "dense"] | None = None) -> Spikes:
         """Run the group on the values in `env` and leave the membrane in the neuron."""
@@ -103,16 +122,10 @@ class GroupStep:
         if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
             # What becomes of the membranes of another batch is for the neuron to say.
             return self._run_modules(env)
-        if self._shape != shape:
-            self._prepared.clear()
-            self._shape = shape
-        if way not in self._prepared:
-            spec = self.spec(shape.output[0])
-            convolution = "sparse" if way == "sparse" else "dense"
-            self._prepared[way] = self.backend.prepare(spec, shape, convolution, self.arrangement)
+        prepared = self._prepare(way, shape)
         fed = [s.native if way == "sparse" else s.sequence for s in sources]
         v = v if isinstance(v, torch.Tensor) else self._constant_membrane(v, shape)
-        out, v = self._prepared[way](fed, skips, dense, post, steps=steps, v=v, out=emit)
+        out, v = prepared(fed, skips, dense, post, steps=steps, v=v, out=emit)
         self.neuron.v = v
         if emit == "dense":
             out = out[0] if self.single else out

@@ -16,7 +16,7 @@ Shapes: T time steps, N images, C channels, H x W pixels. Spikes are [T, N, C, H
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,3 +81,8 @@ class GroupSpec:
     skips: int = 0
     dense_inputs: int = 0
     post_skips: int = 0
+
+    def without_weights(self) -> GroupSpec:
+        """The same with weights on `meta`: what a prepared group needs to remember of its convolutions."""
+        sources = tuple(replace(source, weight=source.weight.to("meta")) for source in self.sources)
+        return replace(self, sources=sources)

@@ -32,12 +32,12 @@ class PreparedGroup:
     """A group whose weights are laid out for this machine. Made by `prepare_group`; calls take turns.
 
     Attributes:
-        spec: What it computes.
+        spec: What it computes, weights left out.
         conv: 'event' sums weight rows per event; 'dense' runs oneDNN and fuses what follows.
     """
 
     def __init__(self, spec: GroupSpec, conv: Literal["event", "dense"]) -> None:
-        self.spec = spec
+        self.spec = spec.without_weights()
         self.conv = conv
         self._packed = pack_group(spec, spec.sources if conv == "event" else ())
         self._dense_weights = [
