@@ -18,7 +18,7 @@ from spikingjelly.activation_based import neuron
 
 import sparseflow
 from sparseflow.errors import ModelError
-from sparseflow.spiking.optimize import accelerated
+from sparseflow.spiking.accelerated import accelerated
 from sparseflow.spiking.profile import activity_of
 from tests.spiking.nets import Opaque, Small, from_rest, images, ready, small
 

@@ -23,10 +23,10 @@ from spikingjelly.activation_based import functional, layer, neuron
 import sparseflow
 from sparseflow.core import timing
 from sparseflow.errors import InputError, MissingExtraError, ModelError, SampleError
-from sparseflow.spiking import optimize as optimize_module
+from sparseflow.spiking.accelerated import MOST_PLANS, Accelerated, accelerated
 from sparseflow.spiking.backend import EventBackend
+from sparseflow.spiking.deciding import _disagreement
 from sparseflow.spiking.modules import SparseConv2d
-from sparseflow.spiking.optimize import Accelerated, accelerated
 from sparseflow.spiking.plan import Plan
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.nets import (
@@ -346,7 +346,7 @@ def test_only_so_many_shapes_are_kept(planned: Callable[..., Any]) -> None:
     planned(net, X)
     for n in range(1, 12):
         from_rest(net, images(1, n))
-    assert len(accelerated(net).plans()) == optimize_module.MOST_PLANS
+    assert len(accelerated(net).plans()) == MOST_PLANS
     expected = from_rest(sparseflow.restore(net), X)
     sparseflow.optimize(net, X)
     assert same(from_rest(net, X), expected)
@@ -446,8 +446,8 @@ def test_a_way_that_computes_something_else_is_refused(
     prefer(way, "dense", "sparse")
     prepare = EventBackend.prepare
 
-    def lying(self: EventBackend, spec: Any, shape: Any, convolution: Any) -> Any:
-        group = prepare(self, spec, shape, convolution)
+    def lying(self: EventBackend, spec: Any, shape: Any, convolution: Any, *more: Any) -> Any:
+        group = prepare(self, spec, shape, convolution, *more)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if convolution == way and spec.sources and kwargs["v"] is None:
@@ -471,9 +471,9 @@ def test_a_few_spikes_at_the_threshold_may_flip() -> None:
     expected = torch.zeros(100, 1000)
     found = expected.clone()
     found.view(-1)[:11] = 1
-    assert optimize_module._disagreement(found, expected, torch.float32) is None
+    assert _disagreement(found, expected, torch.float32) is None
     found.view(-1)[:12] = 1
-    assert "12 of 100000 spikes differ" in str(optimize_module._disagreement(found, expected, torch.float32))
+    assert "12 of 100000 spikes differ" in str(_disagreement(found, expected, torch.float32))
 
 
 # --- what changes afterwards --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("spikingjelly")
 
 import sparseflow
-from sparseflow.spiking.optimize import accelerated
+from sparseflow.spiking.accelerated import accelerated
 from tests.spiking.nets import Small, force, from_rest, images, membranes, planned, ready, same
 
 

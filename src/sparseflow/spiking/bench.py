@@ -20,9 +20,10 @@ from sparseflow.core.records import Run
 from sparseflow.errors import RunError, SparseFlowError
 from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
 from sparseflow.spiking.catalog import Case
+from sparseflow.spiking.deciding import GPU_CALLS
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.optimize import GPU_CALLS, optimize
+from sparseflow.spiking.optimize import optimize
 
 OPTIMISED = "optimised"
 

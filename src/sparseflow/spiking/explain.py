@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from sparseflow.spiking.optimize import Accelerated, accelerated
+from sparseflow.spiking.accelerated import Accelerated, accelerated
 from sparseflow.spiking.profile import Activity
 
 

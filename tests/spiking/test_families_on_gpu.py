@@ -1,0 +1,65 @@
+"""Every model family on a GPU: in both step modes and every way, its network's own numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("triton", reason="the packed kernels need triton")
+
+from spikingjelly.activation_based import functional
+
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.optimize import optimize, restore
+from sparseflow.spiking.packed_backend import PackedBackend
+from sparseflow.spiking.plan import Plan
+from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.nets import dyadic, force, from_rest, membranes, same
+
+pytestmark = pytest.mark.gpu
+
+BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
+"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""
+
+
+@pytest.fixture(autouse=True)
+def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_family_in_every_way(name: str, mode: str, way: str) -> None:
+    net, x = FAMILIES[name](mode)
+    dyadic(net)
+    net, x = net.cuda(), x.mul(16).round().div(16).cuda()
+    plan = Plan(analyze(net, (x,)), PackedBackend("cuda", torch.float32))
+    ways = force(plan, way, x)
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [(net(x), membranes(net)) for _ in range(2)]
+        functional.reset_net(net)
+        found = [(plan.run(x), membranes(net)) for _ in range(2)]
+    if name in BY_VALUE:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    else:
+        assert same(found, expected)
+    assert not ways or set(ways.values()) & {way, "dense"}
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_family_optimised(name: str, mode: str) -> None:
+    """Whatever is decided: the same output, the same keys, and the old network after `restore`."""
+    net, x = FAMILIES[name](mode)
+    dyadic(net)
+    net, x = net.cuda(), x.mul(16).round().div(16).cuda()
+    expected, keys = from_rest(net, x), list(net.state_dict())
+    optimize(net, x, cache=False)
+    for _ in range(2):
+        torch.testing.assert_close(from_rest(net, x), expected, rtol=1e-4, atol=1e-3)
+    assert list(net.state_dict()) == keys
+    restore(net)
+    assert same(from_rest(net, x), expected)
