@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,9 @@ def flip(held: torch.Tensor) -> None:
     held.fill_(-1 if held.dtype == torch.int16 else float("nan"))
 
 
-def spoil_inside(held: torch.Tensor) -> None:
-    """Spoil packed spikes but for the border, which kernels leave as it is."""
-    held[:, :, 1:-1, 1:-1] = -1
+def spoiler(like: PackedSpikes) -> Callable[[torch.Tensor], object]:
+    """What spoils packed spikes but for the border, which most kernels leave as it is."""
+    return lambda held: replace(like, data=held).pixels.fill_(-1)
 
 
 def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -> dict[str, Any]:
@@ -119,7 +119,8 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
     s = channels_last(draw.spikes(*shape.whole)).half().permute(0, 1, 4, 2, 3)
     packed, bias = codec.pack(s), draw.grid(c)
     membrane = channels_last(draw.grid(1, n, c, h, w))[0]
-    out = empty_packed(t, n, c, h, w, x.device)
+    out, marked = (empty_packed(t, n, c, h, w, x.device, tile=tile) for tile in (0, 16))
+    spoil_inside = spoiler(out)
     moved: dict[str, float] = {}
 
     def fire(dense: list[torch.Tensor], skips: int = 0, posts: int = 0, v: torch.Tensor | None = None) -> Any:
@@ -137,16 +138,20 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
         nbytes: float,
         run: Run,
         expected: torch.Tensor,
-        poison: Callable[[torch.Tensor], None] = flip,
+        poison: Callable[[torch.Tensor], object] = flip,
     ) -> None:
         moved[name] = nbytes
         bench.admit(name, lambda: run, exactly(expected), poison=poison)
 
     def fused(**options: Any) -> Run:
-        currents = options.pop("currents", [x])
-        return lambda: neuron(currents, LIF, steps=t, bias=bias, packed=out, **options).packed.data  # type: ignore[union-attr]
+        options = {"currents": [x], "packed": out, **options}
+        return lambda: neuron(spec=LIF, steps=t, bias=bias, **options).packed.data  # type: ignore[union-attr]
 
     admit("neuron", 2 * values + bits, fused(), pack_reference(fire([x])).data, spoil_inside)
+    admit(
+        "neuron + activity", 2 * values + bits, fused(packed=marked), pack_reference(fire([x])).data,
+        spoil_inside,
+    )  # fmt: skip
     admit(
         "neuron + skip", 2 * values + 2 * bits, fused(skips=[packed]),
         pack_reference(fire([x], skips=1)).data,
@@ -166,10 +171,15 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
         fire([x], posts=1).half(),
     )  # fmt: skip
     admit("pack", 2 * values + bits, lambda: codec.pack(s, out).data, pack_reference(s).data)
+    admit("pack + activity", 2 * values + bits, lambda: codec.pack(s, marked).data, pack_reference(s).data)
     admit("unpack", 2 * values + bits, lambda: codec.unpack(packed, torch.float16), s.contiguous())
     if min(h, w) >= 3:
         pooled = pooling.max_pool_reference(packed, 3, 2, 1)
-        admit("max pool 3x3/2", 1.25 * bits, lambda: pooling.max_pool(packed, 3, 2, 1).data, pooled.data)
+        for name, tile in (("max pool 3x3/2", 0), ("max pool 3x3/2 + activity", 16)):
+            admit(
+                name, 1.25 * bits, lambda tile=tile: pooling.max_pool(packed, 3, 2, 1, tile=tile).data,
+                pooled.data,
+            )  # fmt: skip
     mean = pooling.spatial_mean_reference(packed)
     admit("spatial mean", bits, lambda: pooling.spatial_mean(packed), mean)
     comparison = bench.compare("neuron")
@@ -188,6 +198,7 @@ def run_groups(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
     packed = codec.pack(s)
     expected = pack_reference(run_group_reference(spec, [s], dtype=torch.float64)[0]).data
     out = empty_packed(t, n, c, h, w, s.device)
+    spoil_inside = spoiler(out)
     half = weight.half().contiguous(memory_format=torch.channels_last)
 
     def cudnn() -> torch.Tensor:

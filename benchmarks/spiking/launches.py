@@ -20,7 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparseflow.core.files import write_atomic
 from sparseflow.spiking import catalog
-from sparseflow.spiking.optimize import accelerated, optimize
+from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.kernels.packed.format import PackedSpikes
+from sparseflow.spiking.optimize import optimize
 from sparseflow.spiking.plan import Env, GroupStep, Spikes
 from sparseflow.spiking.state import reset
 
@@ -33,11 +35,9 @@ def spike_bytes(plan: Any, x: torch.Tensor) -> list[dict[str, Any]]:
 
     def around(group: GroupStep, env: Env) -> Spikes:
         found = group.run(env)
-        native = found._native
-        words = getattr(native, "words", None)
-        values = found.sequence.numel()
-        held = words.numel() * words.element_size() if words is not None else values * 2
-        rows.append({"group": group.name, "way": group.way, "bytes": held, "fp16_bytes": 2 * values})
+        native, dense = found._native, 2 * found.sequence.numel()
+        held = native.nbytes if isinstance(native, PackedSpikes) else dense
+        rows.append({"group": group.name, "way": group.way, "bytes": held, "fp16_bytes": dense})
         return found
 
     plan.run(x, around=around)
@@ -56,7 +56,7 @@ def main() -> None:
     torch.cuda.set_device(args.gpu)
     device = torch.device("cuda", args.gpu)
     settings = catalog.Settings()
-    model = catalog.build(args.model, settings).to(device)
+    model = catalog.build(args.model, settings, device=device)
     x = catalog.sample(settings, args.batch).to(device)
     optimize(model, x, dtype=torch.float16, cache=False)
     plan = accelerated(model).plans()[-1]

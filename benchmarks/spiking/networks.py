@@ -1,14 +1,21 @@
-"""Whole networks on a GPU against their strongest dense form, with the numerics beside the times.
+"""Whole networks on a GPU against their strongest dense form.
 
 ::
 
-    PYTHONPATH=src python benchmarks/spiking/networks.py --out networks.json --case spiking_resnet18:4:32 \\
+    PYTHONPATH=src python benchmarks/spiking/networks.py --out networks.json --compiled --prepare 6 \\
+        --case spiking_resnet50:4:32 --case spiking_resnet18:16:32 --case spiking_resnet18:4:32,silent=0.5 \\
         --trained runs/train/spk_w64 --test cifar10-test.tar.gz
+    PYTHONPATH=src python benchmarks/spiking/networks.py --out grid.json --grid quick --prepare 12
+    PYTHONPATH=src python benchmarks/spiking/networks.py --out exact.json --exact --trained …
 
-A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of
-``sparseflow.spiking.catalog``; ``--trained`` adds a network that ``train_cifar10.py`` wrote, on real images.
-Every case runs in fp16 groups, or with ``--exact`` in float32 ones. Results are written after each case; one
-that fails is recorded.
+What a case may say stands in ``network_cases.py``; ``--grid`` adds all of the grid, with the dense forms that
+come into question for the fastest. Rows are kept in ``--out`` after each case; what is there already is not
+measured again, unless it failed. Groups run in fp16, with ``--exact`` in float32, whose rows also hold the
+errors of all forms against float64.
+
+All forms are timed in turn in a few rounds; those near the fastest dense one, and the optimised network, then
+in ``--rounds`` more. ``--prepare`` compiles the kernels of all cases in parallel processes first: compilers
+keep what they made on disk.
 """
 
 from __future__ import annotations
@@ -17,140 +24,271 @@ import argparse
 import copy
 import gc
 import json
+import math
 import sys
+import tempfile
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from network_cases import Job, grid, parse, trained_job
+from network_kernels import prepare, tidy
 
+from sparseflow.core import timing
 from sparseflow.core.files import write_atomic
-from sparseflow.spiking import catalog
-from sparseflow.spiking.baselines import OUR_DENSE, from_rest
-from sparseflow.spiking.bench import OPTIMISED, bench
-from sparseflow.spiking.optimize import accelerated, layer_times, optimize
+from sparseflow.spiking import bench
+from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
+from sparseflow.spiking.bench import OPTIMISED
+from sparseflow.spiking.explain import explain
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.optimize import layer_times, optimize
+
+CONTENDERS = (EAGER, "tf32 NCHW", "tf32 channels_last", "fp16 channels_last", OUR_DENSE)
+"""Beginnings of the dense forms' names that a grid is measured against."""
+
+SCREENING_ROUNDS = 5
+NEAR = 1.25
+"""Dense forms up to this many times slower than the fastest in the screening are measured on."""
+
+SAMPLE_MS = 8.0
+MOST_CALLS = 20
+ERROR_BATCHES = 16
 
 
-def trained(run: Path, test: Path, images: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """A trained network, test images in random order, and their labels."""
-    from cifar10 import load_archive
-    from safetensors.torch import load_file
-    from train_cifar10 import MEAN, STD
+class Phases:
+    """Seconds that the parts of a case took."""
 
-    from sparseflow.spiking.networks import spiking_resnet
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
-    network = json.loads((run / "metrics.json").read_text())["network"]
-    net = spiking_resnet(
-        network["depth"], width=network["width"], T=network["T"], residual=network["residual"]
-    )
-    net.load_state_dict(load_file(run / "weights.safetensors"))
-    found = load_archive(test)
-    # The archive is sorted by class.
-    chosen = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0))[:images].numpy()
-    pixels = torch.from_numpy(found.images[chosen]).float() / 255
-    mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
-    return net.eval(), (pixels - mean) / std, torch.from_numpy(found.labels[chosen]).long()
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - begun, 3)
 
 
-def numerics(model: torch.nn.Module, x: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """Error of the optimised network's logits, and of eager's in the same dtype, against float64."""
-    scale = reference.norm()
-    return {"error_optimised": ((from_rest(model)(x).double() - reference).norm() / scale).item()}
-
-
-def peaks(model: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Peak bytes of a run with everything that the network holds: as it is, and optimised."""
+def peak_bytes(model: torch.nn.Module, x: torch.Tensor, base: int) -> int | None:
+    """Peak bytes above `base` of a run of `model`, with everything that it holds; None on a CPU."""
+    if not x.is_cuda:
+        return None
+    forward = from_rest(model)
+    forward(x)
     gc.collect()
     torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated(x.device)
-    twin = copy.deepcopy(model)
-
-    def peak() -> int:
-        from_rest(twin)(x)
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(x.device)
-        from_rest(twin)(x)
-        return torch.cuda.max_memory_allocated(x.device) - base
-
-    dense = peak()
-    optimize(twin, x, dtype=dtype, cache=False)
-    return dense, peak()
+    torch.cuda.reset_peak_memory_stats(x.device)
+    forward(x)
+    return torch.cuda.max_memory_allocated(x.device) - base
 
 
-def accuracy(model: torch.nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Fraction right over all batches, each from rest."""
-    forward = from_rest(model)
-    hits = [(forward(x).argmax(-1) == labels).float().mean().item() for x, labels in batches]
-    return sum(hits) / len(hits)
+def hits(forward: Forward, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
+    """Fraction right over all batches, each from rest; None without any."""
+    if not batches:
+        return None
+    right = sum(int((forward(x).argmax(-1) == labels).sum()) for x, labels in batches)
+    return right / sum(len(labels) for _, labels in batches)
 
 
-def measure(
-    name: str, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor | None,
-    dtype: torch.dtype | None, args: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
-    """One case: times, agreement, memory and where the time goes."""
-    device = torch.device("cuda", args.gpu)
-    model, x = model.to(device), x.to(device)
+def errors(
+    model: torch.nn.Module, forms: dict[str, Forward], inputs: list[torch.Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative error of every form's logits against float64, and how often both agree about the class."""
+    double = from_rest(copy.deepcopy(model).double())
+    expected = [double(x.double()) for x in inputs]
+    scale = math.sqrt(sum((y**2).sum().item() for y in expected))
+    found: dict[str, float] = {}
+    agreed: dict[str, float] = {}
+
+    def judge(name: str, form: Forward) -> None:
+        pairs = [(form(x).double(), y) for x, y in zip(inputs, expected, strict=True)]
+        found[name] = math.sqrt(sum(((a - b) ** 2).sum().item() for a, b in pairs)) / scale
+        same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
+        agreed[name] = same / sum(len(b) for _, b in pairs)
+
+    for name, form in forms.items():
+        judge(name, form)
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        judge(f"{EAGER}, without TF32", forms[EAGER])
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+    return found, agreed
+
+
+def compare(forms: dict[str, Forward], x: torch.Tensor, rounds: int, calls: int) -> timing.Comparison:
+    """Time forms in turn."""
+    return timing.compare(
+        {name: lambda form=form: form(x) for name, form in forms.items()},
+        baseline=OPTIMISED,
+        rounds=rounds,
+        warmup=1,
+        device=str(x.device),
+        calls_per_sample=calls,
+    )
+
+
+def fastest_dense(seen: timing.Comparison) -> str:
+    """The fastest form that people have without SparseFlow."""
+    names = [name for name in seen.times_ms if name not in (OPTIMISED, OUR_DENSE)]
+    return min(names, key=lambda name: seen.samples(name).median_ms)
+
+
+def finalists(seen: timing.Comparison, *, eager: bool) -> list[str]:
+    """Forms worth all rounds, `eager` among them or only if it is fast."""
+    limit = NEAR * seen.samples(fastest_dense(seen)).median_ms
+    always = {OPTIMISED, OUR_DENSE, *([EAGER] if eager else [])}
+    return [name for name in seen.times_ms if name in always or seen.samples(name).median_ms <= limit]
+
+
+def calls_for(form: Forward, x: torch.Tensor) -> int:
+    """Calls a sample: enough to hide how an idle GPU starts, and no more."""
+    if not x.is_cuda:
+        return 1
+    ms = timing.measure(lambda: form(x), warmup=2, repeats=3, device=x.device).median_ms
+    return min(max(math.ceil(SAMPLE_MS / ms), 3), MOST_CALLS)
+
+
+def measure(job: Job, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
+    """One case: times, agreement, memory, and where its own time went."""
+    phase = Phases()
+    dtype = args.dtype
+    with phase("build"):
+        model, x, labels = job.build(args.device)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     if labels is not None:
-        labels = labels.to(device)
-        batches = list(zip(x.split(args.batch), labels.split(args.batch), strict=True))
-        x, labels = batches[0]
-    before = accuracy(model, batches) if batches else None
-    double = from_rest(copy.deepcopy(model).double())(x.double())
-    eager = from_rest(model)(x).double()
-    dense_peak, optimised_peak = peaks(model, x, dtype)
-    begun = time.monotonic()
-    result = bench(
-        model, x, labels=labels, dtype=dtype, rounds=args.rounds, compiled=args.compiled, cache=False
-    )
-    row = result.to_dict()
-    row |= {
-        "case": name,
-        "dtype": str(dtype),
-        "seconds": time.monotonic() - begun,
-        "samples": {k: list(v) for k, v in result.comparison.times_ms.items()},
-        "images_for_accuracy": sum(len(b) for b, _ in batches),
-        "accuracy_before": before,
-        "accuracy_after": accuracy(model, batches) if batches else None,
-        "error_eager": ((eager - double).norm() / double.norm()).item(),
-        **numerics(model, x, double),
-        "memory_eager_bytes": dense_peak,
-        "memory_optimised_bytes": optimised_peak,
-        "whole": accelerated(model).whole.model_dump(),  # type: ignore[union-attr]
-        "decisions": {k: v.model_dump() for k, v in accelerated(model).decisions.items()},
-        "layer_ms": layer_times(model, x),
-    }
-    return row
+        full = len(x) // job.batch * job.batch  # CUDA graphs are captured for one shape
+        batches = list(zip(x[:full].split(job.batch), labels[:full].split(job.batch), strict=True))
+    inputs = [b for b, _ in batches] or [x]
+    x = inputs[0]
+    base = torch.cuda.memory_allocated(args.device) if x.is_cuda else 0
+    twin = copy.deepcopy(model)
+    with phase("as it is"):
+        expected = from_rest(twin)(x)
+        eager_bytes = peak_bytes(twin, x, base)
+        before = hits(from_rest(twin), batches)
+    with phase("optimise"):
+        optimize(twin, x, dtype=dtype, cache=cache)
+        optimised_bytes = peak_bytes(twin, x, base)
+    with phase("dense forms"):
+        forms = dense_forms(model, analyze(model), x, compiled=args.compiled)
+        if job.grid:
+            forms = {k: v for k, v in forms.items() if k.startswith(CONTENDERS) or "compiled" in k}
+        if args.exact:
+            # Half precision is no rival where float32 accuracy was asked for.
+            forms = {k: v for k, v in forms.items() if "16" not in k}
+        forms = bench.warmed(forms, x, lambda what, part: None)
+        forms[OPTIMISED] = from_rest(twin)
+    with phase("screening"):
+        calls = calls_for(forms[OPTIMISED], x)
+        screening = compare(forms, x, SCREENING_ROUNDS, calls)
+    with phase("rounds"):
+        chosen = {name: forms[name] for name in finalists(screening, eager=not job.grid)}
+        final = compare(chosen, x, args.rounds, calls)
+    baseline = fastest_dense(final)
+    against_eager = final if EAGER in chosen else screening
+    with phase("checks"):
+        state, found = accelerated(twin), forms[OPTIMISED](x)
+        fed = list(state.activities.values())
+        row: dict[str, Any] = {
+            **job.facts(),
+            "dtype": str(dtype),
+            "compiled": args.compiled,
+            "command": f"python benchmarks/spiking/networks.py {' '.join(sys.argv[1:])}",
+            "latency_ms": {
+                name: (final if name in chosen else screening).samples(name).median_ms for name in forms
+            },
+            "baseline": baseline,
+            "speedup": vars(final.speedup(OPTIMISED, baseline=baseline)),
+            "speedup_our_dense": vars(final.speedup(OPTIMISED, baseline=OUR_DENSE))
+            if OUR_DENSE in chosen
+            else None,
+            "speedup_eager": vars(against_eager.speedup(OPTIMISED, baseline=EAGER)),
+            "samples": {name: list(times) for name, times in final.times_ms.items()},
+            "screening": {name: list(times) for name, times in screening.times_ms.items()},
+            "calls_per_sample": calls,
+            "top1_agreement": (found.argmax(-1) == expected.argmax(-1)).float().mean().item(),
+            "images_for_accuracy": sum(len(b) for b, _ in batches),
+            "accuracy_before": before,
+            "accuracy_after": hits(forms[OPTIMISED], batches),
+            "memory_eager_bytes": eager_bytes,
+            "memory_optimised_bytes": optimised_bytes,
+            "firing_rate": _mean([a.firing_rate for a in fed]),
+            "zero_block_ratio": _mean([a.zero_block_ratio for a in fed]),
+            "silent_channels": _mean([a.silent_channels for a in fed]),
+            "nearly_silent": [layer.name for layer in explain(twin).layers if layer.flag],
+            "whole": state.whole.model_dump() if state.whole else None,
+            "decisions": {k: v.model_dump() for k, v in state.decisions.items()},
+            "layer_ms": layer_times(twin, x),
+        }
+    if args.exact or args.reference:
+        with phase("errors"):
+            row["errors"], row["agreement"] = errors(model, forms, inputs[:ERROR_BATCHES])
+            row["images_for_errors"] = sum(len(b) for b in inputs[:ERROR_BATCHES])
+            row["error_eager"], row["error_optimised"] = row["errors"][EAGER], row["errors"][OPTIMISED]
+    if args.energy:
+        with phase("energy"):
+            row["energy_j"] = bench._energy({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x)
+    return row | {"seconds": phase.seconds}
 
 
-def line(row: dict[str, Any]) -> str:
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def line(row: dict[str, Any], *, seconds: bool = False) -> str:
     """One row of the table."""
     if "error" in row:
         return f"{row['case']:34} FAILED {row['error'][:150]}"
     ms, base = row["latency_ms"], row["baseline"]
-    speed, eager = row["speedup"], row["speedup_eager"]
+    speed, eager, ours = row["speedup"], row["speedup_eager"], row["speedup_our_dense"]
     ways = [d["way"] for d in row["decisions"].values()]
-    return (
-        f"{row['case']:34} {row['dtype'][6:]:8} {ms['eager']:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms "
-        f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) eager {eager['median']:6.2f}x "
-        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)} {row['whole']['way']} "
-        f"[{base}] ours dense {ms.get(OUR_DENSE, float('nan')):.3f} "
-        f"acc {row['accuracy_before']} {row['accuracy_after']} "
-        f"mem {row['memory_eager_bytes'] / 2**20:.0f}->{row['memory_optimised_bytes'] / 2**20:.0f} MiB"
-    )
+    parts = [
+        f"{row['case']:34} {row['dtype'][6:]:8} {ms[EAGER]:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms",
+        f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) of [{base}]",
+        f"{ours['median']:.2f}x of our dense" if ours else "",
+        f"eager {eager['median']:.2f}x",
+        f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)}",
+        f"firing {row['firing_rate'] or 0:.3f} silent {row['silent_channels'] or 0:.3f}",
+    ]
+    if row["accuracy_before"] is not None:
+        parts.append(f"acc {row['accuracy_before']:.4f} {row['accuracy_after']:.4f}")
+    if row["memory_eager_bytes"]:
+        mib = [row[f"memory_{k}_bytes"] / 2**20 for k in ("eager", "optimised")]
+        parts.append(f"mem {mib[0]:.0f}->{mib[1]:.0f} MiB")
+    if "errors" in row:
+        parts.append(f"error {row['error_eager']:.2e} {row['error_optimised']:.2e}")
+    parts.append(f"{sum(row['seconds'].values()):.1f} s")
+    if seconds:
+        parts.append(", ".join(f"{name} {value:.1f}" for name, value in row["seconds"].items()))
+    return " ".join(filter(None, parts))
 
 
-def main() -> None:
+def kept_rows(out: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier run that need not be measured again."""
+    if not out.exists():
+        return []
+    return [row for row in json.loads(out.read_text())["rows"] if "error" not in row]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu", type=int, default=0)
-    parser.add_argument("--case", action="append", default=[], help="model:T:batch[:image]")
+    parser.add_argument("--cpu", action="store_true", help="try the script without a GPU; no result to keep")
+    parser.add_argument(
+        "--case", type=parse, action="append", default=[], help="model:T:batch[:image][,key=value…]"
+    )
+    parser.add_argument("--grid", choices=["quick", "full"], help="10 classes, or 10 and 100")
     parser.add_argument("--trained", type=Path, action="append", default=[])
     parser.add_argument("--test", type=Path)
     parser.add_argument("--batch", type=int, default=32, help="of trained networks")
@@ -158,35 +296,59 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compiled", action="store_true", help="let the dense side use torch.compile too")
     parser.add_argument("--exact", action="store_true", help="keep float32 accuracy instead of fp16")
+    parser.add_argument("--reference", action="store_true", help="errors against float64 without --exact too")
+    parser.add_argument("--energy", action="store_true", help="joules a batch, about 7 s a case")
+    parser.add_argument("--prepare", type=int, default=0, metavar="N", help="compile in N processes first")
+    parser.add_argument("--seconds", action="store_true", help="print where each case's own time went")
+    parser.add_argument(
+        "--list", action="store_true", help="print the cases that are to be measured, and end"
+    )
     parser.add_argument("--time-limit-s", type=float, default=500.0, help="start no case after this long")
-    args = parser.parse_args()
-    torch.cuda.set_device(args.gpu)
-    torch.backends.cudnn.benchmark = True
+    args = parser.parse_args(argv)
+    if args.trained and args.test is None:
+        parser.error("--trained needs --test, the archive of test images")
+    if not (args.case or args.trained or args.grid):
+        parser.error("there is nothing to measure: give --case, --trained or --grid")
+    args.device = torch.device("cpu") if args.cpu else torch.device("cuda", args.gpu)
+    args.dtype = None if args.exact or args.cpu else torch.float16
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
     begun = time.monotonic()
-    jobs: list[tuple[str, Any]] = []
-    for run in args.trained:
-        jobs.append((run.name, lambda run=run: trained(run, args.test, args.images)))
-    for text in args.case:
-        model, steps, batch, *image = text.split(":")
-        settings = catalog.Settings(steps=int(steps), image=int(image[0]) if image else 32)
-        case = catalog.Case(model=model, settings=settings, batch=int(batch))
-        jobs.append((text, case.build))
-    rows: list[dict[str, Any]] = []
-    for name, build in jobs:
-        for dtype in (None,) if args.exact else (torch.float16,):
+    jobs = [trained_job(run, args.test, args.batch, args.images) for run in args.trained]
+    jobs += args.case + (grid(args.grid) if args.grid else [])
+    rows = kept_rows(args.out)
+    have = {(row["case"], row["dtype"]) for row in rows}
+    jobs = [job for job in jobs if (job.name, str(args.dtype)) not in have]
+    if args.list:
+        print("\n".join(job.name for job in jobs))
+        return
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+        torch.backends.cudnn.benchmark = True
+    if args.prepare and jobs:
+        prepare(jobs, args, limit_s=args.time_limit_s / 2)
+    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
+    with tempfile.TemporaryDirectory() as folder:
+        for done, job in enumerate(jobs):
             if time.monotonic() - begun > args.time_limit_s:
-                rows.append({"case": name, "error": "not started: the time limit was reached"})
-                continue
+                print(f"not started for lack of time: {', '.join(j.name for j in jobs[done:])}")
+                break
+            # Equal layers share what was decided about them, unless some of their channels are silent.
+            cache = Path(folder) / f"{job.silent:g}.json"
             try:
-                model, x, labels = build()
-                rows.append(measure(name, model, x, labels, dtype, args))
+                rows.append(measure(job, args, cache))
             except Exception as error:
                 # The other cases go on; what failed stands in the results.
                 traceback.print_exc(limit=-6)
-                rows.append({"case": name, "error": f"{type(error).__name__}: {error}"})
-            print(line(rows[-1]), flush=True)
-            facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "argv": sys.argv[1:]}
-            write_atomic(args.out, json.dumps({**facts, "rows": rows}, default=asdict))
+                failed = {"dtype": str(args.dtype), "error": f"{type(error).__name__}: {error}"}
+                rows.append(job.facts() | failed)
+            print(line(rows[-1], seconds=args.seconds), flush=True)
+            facts = {"device": device, "torch": torch.__version__, "argv": sys.argv[1:]}
+            write_atomic(args.out, json.dumps({**facts, "rows": rows}))
+            tidy(args)
 
 
 if __name__ == "__main__":

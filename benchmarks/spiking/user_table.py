@@ -341,34 +341,43 @@ def admit_packed(
     """Admit the packed kernel's default and further variants, for fp16 weights and for fp32 accuracy.
 
     Its input is packed beforehand: the kernel of the layer before writes it so, and this one's time holds
-    the writing of its own packed output.
+    the writing of its own packed output. Where silence is skipped, the input's activity words likewise come
+    with it, and this kernel's time holds the writing of its own.
     """
     from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack, unpack
     from sparseflow.spiking.kernels.packed.group import prepare_group
+    from sparseflow.spiking.kernels.packed.silence import mark
 
     t, n, c, h, w = sequence.shape
     shape: dict[str, Any] = {"T": t, "N": n, "H": h, "W": w, "device": bench.device}
     same = same_spikes(expected)
 
-    def check(found: torch.Tensor) -> dict[str, float]:
-        return same(unpack(PackedSpikes(data=found, channels=c), torch.float32).flatten(0, 1))
+    def packed(data: torch.Tensor) -> PackedSpikes:
+        return PackedSpikes(data=data, shape=(t, n, c, h, w))
 
-    def make(parts: int, name: str) -> Run:
-        group, given = prepare_group(spec, parts=parts, variant=name, **shape), [pack(sequence)]
+    def check(found: torch.Tensor) -> dict[str, float]:
+        return same(unpack(packed(found), torch.float32).flatten(0, 1))
+
+    def make(parts: int, name: str, skips: bool) -> Run:
+        group = prepare_group(spec, parts=parts, variant=name, emit_activity=skips, **shape)
+        given = [mark(pack(sequence)) if skips else pack(sequence)]
         return lambda: group(given)[0].data
 
-    for parts in (1, 2):
+    for parts, skips in ((1, False), (1, True), (2, False)):
+        kind = f"packed x{parts}" + (", silence skipped" if skips else "")
         try:
             names = prepare_group(spec, parts=parts, **shape).variants()[:most]
         except Exception as error:
-            bench.errors[f"packed x{parts}"] = f"{type(error).__name__}: {error}"[:300]
+            bench.errors[kind] = f"{type(error).__name__}: {error}"[:300]
             continue
         for name in names:
             bench.admit(
-                f"packed x{parts} {name}", lambda parts=parts, name=name: make(parts, name), check,
+                f"{kind} {name}",
+                lambda parts=parts, name=name, skips=skips: make(parts, name, skips),
+                check,
                 # every bit of the pixels; the border of the buffer is zero by contract and not written
-                poison=lambda held: held[:, :, 1:-1, 1:-1].fill_(-1),
-            )  # fmt: skip
+                poison=lambda held: packed(held).pixels.fill_(-1),
+            )
 
 
 def floors(ceilings: Ceilings | None, layer: Layer, x: torch.Tensor) -> dict[str, float | None]:

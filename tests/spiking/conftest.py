@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import sparseflow
 from sparseflow.core import timing
+from sparseflow.spiking.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +75,18 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpTimes]:
         return made_up
 
     return install
+
+
+@pytest.fixture
+def planned(prefer: Callable[..., MadeUpTimes], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Optimise with the sparse way preferred; the list that it returns grows with each run of a plan."""
+
+    def run(net: nn.Module, *args: Any, **options: Any) -> list[int]:
+        prefer("sparse", "dense")
+        assert sparseflow.optimize(net, *args, **options) is net
+        runs: list[int] = []
+        original = Plan.run
+        monkeypatch.setattr(Plan, "run", lambda self, *a, **k: runs.append(1) or original(self, *a, **k))
+        return runs
+
+    return run

@@ -154,6 +154,19 @@ def small(step_mode: str = "m", make: Callable[[], nn.Module] = neuron.IFNode, *
     return ready(Small(step_mode, make, **options))
 
 
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plan": (small, {}),
+    "static": (small, {"policy": "static"}),
+    "layers": (lambda: ready(Opaque()), {}),
+}
+"""The three ways in which a network can be accelerated: how to build one, and the options of `optimize`."""
+
+
+def numbers(net: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict of `net`, copied."""
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
 def from_rest(net: nn.Module, *inputs: torch.Tensor) -> Any:
     """Reset `net` and run it without gradients."""
     # Not by `functional.reset_net`, which remembers the modules that it found the first time.

@@ -18,7 +18,7 @@ from spikingjelly.activation_based import neuron
 
 from sparseflow.errors import FileFormatError, InputError, ModelError
 from sparseflow.spiking import catalog, zoo
-from sparseflow.spiking.catalog import Case, Settings, build, make_it_fire, sample
+from sparseflow.spiking.catalog import Case, Settings, build, follow, make_it_fire, sample
 from tests.spiking.nets import Small, from_rest, images, same
 
 TINY = Settings(width=8, image=16, steps=2, classes=3)
@@ -140,6 +140,32 @@ def test_make_it_fire_leaves_a_network_at_rest_in_eval_mode() -> None:
     assert all(0.01 < rate < 0.9 for rate in rates(net, images(3, 2)))
 
 
+@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
+@pytest.mark.parametrize("firing", [0.05, 0.3, 0.6])
+def test_a_network_fires_as_much_as_was_asked_for(name: str, firing: float) -> None:
+    settings = Settings(**{**vars(TINY), "firing": firing})
+    net, twin = build(name, settings), build(name, settings)
+    assert all(not isinstance(m.v, torch.Tensor) for m in net.modules() if hasattr(m, "v"))
+    assert not any(m.training for m in net.modules()) and same(net.state_dict(), twin.state_dict())
+    found = rates(net, sample(settings, 4))
+    assert sum(found) / len(found) == pytest.approx(firing, abs=0.02)
+    assert all(rate > 0.2 * firing for rate in found), "every layer takes part"
+
+
+@pytest.mark.parametrize("firing", [0.0, 1.0, -1.0, float("nan")])
+def test_a_firing_rate_out_of_range(firing: float) -> None:
+    with pytest.raises(InputError, match="`firing`"):
+        make_it_fire(Small(), images(3, 2), firing=firing)
+
+
+def test_follow_changes_nothing_but_statistics() -> None:
+    net = build("spiking_resnet18", TINY)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    follow(net, sample(TINY, 8) * 3)
+    changed = {key for key, value in net.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed and all("running_" in key for key in changed)
+
+
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_case_of_a_grid(batch: int) -> None:
     case = Case(model="sew_resnet18", settings=TINY, batch=batch)
@@ -161,11 +187,18 @@ def test_a_case_of_the_shipped_network_has_real_images_and_labels(monkeypatch: p
 
 
 def test_names_of_cases_tell_them_apart() -> None:
-    settings: list[dict[str, Any]] = [{}, {"steps": 16}, {"classes": 100}, {"image": 64}, {"width": 32}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"steps": 16},
+        {"classes": 100},
+        {"image": 64},
+        {"width": 32},
+        {"firing": 0.3},
+    ]
     names = {
         Case(model=m, settings=Settings(**s), batch=b).name
         for m in ("spiking_resnet18", "sew_resnet18")
         for s in settings
         for b in (1, 8)
     }
-    assert len(names) == 20
+    assert len(names) == 24

@@ -183,7 +183,8 @@ class PackedBackend:
         from sparseflow.spiking.kernels.packed import pooling
 
         with self.guard():
-            return pooling.max_pool(native, kernel, stride, padding)
+            marks = native.activity is not None
+            return pooling.max_pool(native, kernel, stride, padding, tile=TILE if marks else 0)
 
     def guard(self) -> AbstractContextManager[Any]:
         """Make this backend's GPU the current one, on which Triton launches."""
@@ -238,6 +239,11 @@ def _membrane(rows: Tensor, order: Order | None) -> Tensor:
     return (rows if order is None else rows.index_select(3, order.inverse)).permute(0, 3, 1, 2)
 
 
+def _marks(arrangement: Arrangement, shape: GroupShape) -> bool:
+    """Whether a group's output says where it is silent."""
+    return arrangement.marks and shape.steps <= ACTIVITY_STEPS
+
+
 class _SparseGroup:
     """A group on the packed kernels. `kernel` and `variant` say which one runs."""
 
@@ -248,6 +254,7 @@ class _SparseGroup:
 
         self.backend, self.spec, self.shape, self.lies = backend, spec, shape, arrangement
         self._parts = 2 if backend.dtype == torch.float32 else 1
+        self._marks = _marks(arrangement, shape)
         fused = replace(spec, post_skips=0)
         # More dense addends than the Hopper kernel reads are added up for it, see `__call__`.
         single = replace(fused, dense_inputs=min(fused.dense_inputs, 1))
@@ -264,13 +271,8 @@ class _SparseGroup:
         self._group: Any = self._prepared(self.variant)
         self.spec, self._fused = spec.without_weights(), self._fused.without_weights()
 
-    @property
-    def _marks(self) -> bool:
-        return self.lies.marks and self.kernel == "gluon" and self.shape.steps <= ACTIVITY_STEPS
-
     def _prepared(self, variant: str) -> Any:
         shape, (_, h, w) = self.shape, self.shape.output
-        more = {"emit_activity": True} if self._marks else {}
         return self._make(
             self._fused,
             T=shape.steps,
@@ -281,7 +283,7 @@ class _SparseGroup:
             parts=self._parts,
             variant=variant,
             in_sizes=[(height, width) for _, height, width in shape.sources],
-            **more,
+            emit_activity=self._marks,
         )
 
     def _trial(self, variant: str) -> Callable[[], Any]:
@@ -297,7 +299,7 @@ class _SparseGroup:
             fed[0] = empty_packed(t, n, *shape.sources[0], device, tile=TILE)
             activity = fed[0].activity
             assert activity is not None
-            activity[: math.ceil((1 - self.lies.silent) * len(activity))] = -1
+            activity[math.ceil((1 - self.lies.silent) * len(activity)) :] = 0
         skips = [empty_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
         dense = [torch.zeros((t, n, h, w, c), dtype=self.backend.dtype, device=device)] * spec.dense_inputs
         return lambda: made(fed, skips, dense, None, True)
@@ -367,7 +369,8 @@ class _DenseGroup:
         self._bias = spec.bias.to(backend.device, torch.float32) if bool(spec.bias.any()) else None
         self._out: PackedSpikes | None = None
         if not spec.post_skips:
-            self._out = empty_packed(shape.steps, shape.images, c, h, w, backend.device)
+            tile = TILE if _marks(arrangement, shape) else 0
+            self._out = empty_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
         self._v: Tensor | None = None
         if backend.own_membranes:
             self._v = torch.empty((shape.images, h, w, c), dtype=torch.float32, device=backend.device)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack
+from sparseflow.spiking.kernels.packed.silence import mark
 from sparseflow.spiking.kernels.spec import NeuronSpec, SpikeSource
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,3 +49,10 @@ def assert_packed(found: PackedSpikes, expected: torch.Tensor) -> None:
     """Every bit, border and padding included."""
     assert found.shape == tuple(expected.shape)
     assert torch.equal(found.data, pack(expected).data)
+
+
+def assert_activity(found: PackedSpikes, tile: int) -> None:
+    """The activity words are exactly what the spikes say."""
+    expected = mark(found, tile).activity
+    assert expected is not None and found.activity is not None and found.tile == tile
+    assert torch.equal(found.activity, expected)

@@ -11,7 +11,7 @@ from sparseflow.errors import DeviceError, InputError
 from sparseflow.spiking.kernels.packed import codec, words
 from sparseflow.spiking.kernels.packed import format as reference
 from sparseflow.spiking.kernels.packed.words import channels_last, time_steps_held
-from tests.spiking.kernels.packed_cases import DEVICE, assert_packed, grid, seeded, spikes
+from tests.spiking.kernels.packed_cases import DEVICE, assert_activity, assert_packed, grid, seeded, spikes
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -63,6 +63,31 @@ def test_pack_writes_where_it_is_told() -> None:
         codec.pack(x[:1], out)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 70, 5, 3), (32, 1, 64, 4, 9), (3, 2, 200, 7, 7), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("tile", [1, 8, 16, 32])
+def test_pack_marks_what_fires(shape: tuple[int, ...], tile: int) -> None:
+    x = spikes(seeded(7), *shape, rate=0.002)
+    x[-1, -1, -1, -1, -1] = 1
+    found = codec.pack(x, tile=tile)
+    assert_packed(found, x)
+    assert_activity(found, tile)
+
+
+def test_pack_fills_the_activity_that_it_is_given() -> None:
+    out = reference.empty_packed(2, 1, 64, 3, 3, DEVICE, tile=4)
+    for rate in (0.0, 1.0, 0.01):
+        codec.pack(spikes(seeded(8), 2, 1, 64, 3, 3, rate=rate), out)
+        assert_activity(out, 4)
+
+
+def test_pack_refuses_tiles_that_it_cannot_mark() -> None:
+    for tile in (3, 64):
+        with pytest.raises(InputError, match=f"power of two of pixels, at most 32, got {tile}"):
+            codec.pack(torch.zeros(1, 1, 1, 3, 3, device=DEVICE), tile=tile)
+    with pytest.raises(InputError, match="33 time steps"):
+        codec.pack(torch.zeros(33, 1, 1, 3, 3, device=DEVICE), tile=16)
+
+
 def test_pack_refuses_other_ranks() -> None:
     with pytest.raises(InputError, match=r"\[T, N, C, H, W\]"):
         codec.pack(torch.zeros(3, 4))
@@ -95,7 +120,8 @@ def test_words_are_the_halfwords_memory() -> None:
     x = torch.zeros(1, 1, 128, 1, 1, device=DEVICE)
     x[0, 0, 64 + 8 * 3 + 2 * 2 + 1] = 1  # j = 3, q = 2, p = 1
     packed = codec.pack(x)
-    assert packed.words[0, 0, 1, 1].tolist() == [0, 1 << (16 * 2 + 2 * 3 + 1)]
+    assert packed.words.shape == (1, 7, 2)
+    assert packed.words[0, 3].tolist() == [0, 1 << (16 * 2 + 2 * 3 + 1)]
     assert tuple(x.shape) == (packed.T, packed.N, packed.C, packed.H, packed.W)
 
 

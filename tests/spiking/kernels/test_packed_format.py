@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.packed.format import BLOCK, K_CHANNEL, K_EXPONENT, empty_packed, pack, unpack
+from sparseflow.spiking.kernels.packed.format import (
+    BLOCK,
+    K_CHANNEL,
+    K_EXPONENT,
+    empty_packed,
+    pack,
+    places_of,
+    unpack,
+)
 from sparseflow.spiking.kernels.packed.group import layout_weights
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -24,13 +34,41 @@ def test_round_trip(shape: tuple[int, ...], density: float) -> None:
 
 
 def test_border_and_padding_are_zero() -> None:
-    packed = pack(torch.ones(2, 1, 70, 3, 3))
-    inner = torch.zeros_like(packed.data, dtype=torch.bool)
-    inner[:, :, 1:-1, 1:-1] = True
-    assert not packed.data[~inner].any()
-    wide = unpack(type(packed)(data=packed.data, channels=128))
+    packed = pack(torch.ones(2, 3, 70, 3, 5))
+    border = packed.data.clone()
+    replace(packed, data=border).pixels.zero_()
+    assert packed.data.any() and not border.any()
+    wide = unpack(replace(packed, shape=(2, 3, 128, 3, 5)))
     assert not wide[:, :, 70:].any()
     assert not empty_packed(1, 1, 64, 2, 2, "cpu").data.any()
+
+
+@pytest.mark.parametrize(("n", "h", "w"), [(1, 1, 1), (3, 4, 4), (2, 5, 3), (4, 1, 7), (2, 6, 1)])
+def test_neighbours_share_a_border_that_is_zero(n: int, h: int, w: int) -> None:
+    """The formula of the module's docstring, also one step outside; no place is left over."""
+    packed = pack(torch.ones(2, n, 64, h, w))
+    assert packed.data.shape == (2, places_of(n, h, w), 1, 4)
+    seen = set()
+    for image in range(n):
+        for y in range(-1, h + 1):
+            for x in range(-1, w + 1):
+                place = ((h + 1) * image + y + 1) * (w + 1) + x + 1
+                seen.add(place)
+                inside = 0 <= y < h and 0 <= x < w
+                assert bool((packed.words[:, place] == -1).all()) == inside
+                assert bool((packed.words[:, place] == 0).all()) != inside
+                if inside:
+                    pixel = packed.pixels[0, image, y, x]
+                    assert pixel.data_ptr() == packed.data[0, place].data_ptr()
+    assert seen == set(range(places_of(n, h, w)))
+
+
+def test_spikes_of_4x4_maps_take_an_eighth_of_the_bytes_of_fp16() -> None:
+    packed = empty_packed(4, 32, 512, 4, 4, "cpu", tile=16)
+    assert packed.activity is not None
+    assert packed.nbytes == packed.words.numel() * 8 + packed.activity.numel() * 4
+    as_fp16 = 2 * 4 * 32 * 512 * 4 * 4
+    assert packed.nbytes * 10 < as_fp16
 
 
 def test_pack_refuses_other_ranks() -> None:

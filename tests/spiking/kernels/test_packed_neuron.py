@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.spiking.kernels.packed_cases import (
     NEURONS,
     SHIFTED,
     SOFT,
+    assert_activity,
     assert_packed,
     grid,
     seeded,
@@ -144,6 +146,19 @@ def test_packed_output_goes_where_it_is_told() -> None:
     found = neuron([x], IF, packed=out)
     assert found.packed is out and found.dense is None and found.v is None
     assert_packed(out, _expected(IF, [x])[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 70, 5, 3), (32, 1, 64, 4, 9), (3, 2, 200, 7, 7), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("tile", [2, 16, 32])
+def test_what_fires_is_marked(shape: tuple[int, int, int, int, int], tile: int) -> None:
+    x = (torch.rand(shape, generator=seeded(9)) < 0.002).float().to(DEVICE)
+    out = empty_packed(*shape, DEVICE, tile=tile)
+    # without memory; behind the last pixel the bias alone would fire, if that counted
+    neuron([x * 2 - 2.0], replace(IF, alpha=0.0), bias=torch.ones(shape[2], device=DEVICE), packed=out)
+    assert_packed(out, x)
+    assert_activity(out, tile)
+    with pytest.raises(InputError, match="power of two"):
+        neuron([x], IF, packed=empty_packed(*shape, DEVICE, tile=48))
 
 
 def test_unusable_input_is_named() -> None:

@@ -8,14 +8,14 @@ import torch
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.packed.format import pack
+from sparseflow.spiking.kernels.packed.format import pack, unpack
 from sparseflow.spiking.kernels.packed.pooling import (
     max_pool,
     max_pool_reference,
     spatial_mean,
     spatial_mean_reference,
 )
-from tests.spiking.kernels.packed_cases import DEVICE, seeded, spikes
+from tests.spiking.kernels.packed_cases import DEVICE, assert_activity, seeded, spikes
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -29,6 +29,27 @@ def test_max_pool(window: tuple[int, int, int], size: tuple[int, int]) -> None:
     found, expected = max_pool(packed, *window), max_pool_reference(packed, *window)
     assert found.shape == expected.shape
     assert torch.equal(found.data, expected.data)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 70, 7, 9), (32, 2, 64, 6, 5), (3, 2, 600, 7, 7), (1, 1, 200, 2, 2)])
+@pytest.mark.parametrize("tile", [8, 16])
+def test_max_pool_marks_what_fires(shape: tuple[int, ...], tile: int) -> None:
+    packed = pack(spikes(seeded(4), *shape, rate=0.001))
+    found = max_pool(packed, 3, 2, 1, tile=tile)
+    assert torch.equal(found.data, max_pool_reference(packed, 3, 2, 1).data)
+    assert_activity(found, tile)
+    with pytest.raises(InputError, match="power of two"):
+        max_pool(packed, 3, 2, 1, tile=12)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_nothing_leaks_from_image_to_image(stride: int) -> None:
+    x = torch.zeros(2, 3, 64, 5, 3, device=DEVICE)
+    x[0, 1] = 1
+    found = unpack(max_pool(pack(x), 3, stride, 1))
+    assert found[0, 1].all() and found.sum() == found[0, 1].sum()
+    mean = spatial_mean(pack(x))
+    assert torch.equal(mean, x.mean((-2, -1)))
 
 
 def test_max_pool_steps_by_its_window() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,7 +79,7 @@ def test_a_tile_finds_all_words_of_its_inputs(
     assert most <= count <= most + 2 + 2 * reach * (iw + 1) // tile
 
 
-def test_only_single_unsplit_sources_skip() -> None:
+def test_only_unsplit_variants_skip() -> None:
     spec = _spec(320, 128)
     found = variants(spec, T=4, N=6, H=9, W=9)
     assert {v.split for v in found} > {1}
@@ -85,6 +87,9 @@ def test_only_single_unsplit_sources_skip() -> None:
         words = silence_words(spec, v, N=6, H=9, W=9, in_size=(9, 9), tile=16)
         assert (words == 0) == (v.split > 1)
         assert words & (words - 1) == 0
+    two = replace(spec, sources=(*spec.sources, _spec(64, 128, 1, 2).sources[0]))
+    for v in variants(two, T=4, N=6, H=9, W=9):
+        assert (silence_words(two, v, N=6, H=9, W=9, in_size=(9, 9), tile=16) == 0) == (v.split > 1)
     wide = _spec(33 * 64, 64)
     assert not silence_words(wide, found[0], N=1, H=4, W=4, in_size=(4, 4), tile=16)
 

@@ -25,6 +25,7 @@ from tests.spiking.kernels.packed_cases import (
     LIF,
     NEURONS,
     SHIFTED,
+    assert_activity,
     assert_packed,
     grid,
     rows,
@@ -127,6 +128,35 @@ def test_one_spike_reaches_its_neighbours_only(place: str) -> None:
     expected[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2] = 1
     assert torch.equal(fired[0, 1], expected.expand(64, -1, -1))
     assert not fired[0, 0].any()
+
+
+@pytest.mark.parametrize(("k", "stride"), [(3, 1), (3, 2), (1, 2)])
+@pytest.mark.parametrize("size", [(5, 3), (4, 4), (1, 2)])
+def test_full_images_see_zeros_around_them(k: int, stride: int, size: tuple[int, int]) -> None:
+    g = seeded(10)
+    silent = replace(IF, v_threshold=1e9)  # the membrane is the sum of all currents
+    spec = replace(_spec(g, source(g, 64, 64, k, stride)), neuron=silent)
+    x = torch.ones(2, 3, 64, *size, device=DEVICE)
+    expected, expected_v = run_group_reference(spec, [x])
+    _, _, _, h, w = expected.shape
+    group = PreparedTwinGroup(spec, T=2, N=3, H=h, W=w, device=DEVICE, in_sizes=[size])
+    v = group([pack(x)], want_v=True)[1]
+    assert v is not None and torch.equal(v.permute(0, 3, 1, 2), expected_v)
+
+
+@pytest.mark.parametrize("c_out", [70, 128])
+def test_what_fires_is_marked(c_out: int) -> None:
+    g = seeded(11)
+    spec = _spec(g, source(g, 64, c_out, 3))
+    spec = replace(spec, bias=torch.full((c_out,), -0.25, device=DEVICE))
+    x = spikes(g, 2, 2, 64, 7, 5, rate=0.02)
+    for v in twin_variants(spec, T=2):
+        group = PreparedTwinGroup(spec, T=2, N=2, H=7, W=5, device=DEVICE, variant=v.name, emit_activity=True)
+        for fed in (x, torch.zeros_like(x)):
+            found = group([pack(fed)])[0]
+            assert_packed(found, run_group_reference(spec, [fed])[0])
+            assert_activity(found, 16)
+            assert found.activity is not None and found.activity.any() == fed.any()
 
 
 def test_every_channel_meets_its_own_weights() -> None:

@@ -3,6 +3,8 @@
 Both kernels pass over memory once and leave no work to the host, so they capture into a CUDA graph.
 """
 
+# Kernels are Triton's subset of Python: tuples grow by `+`.
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,17 +15,23 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of
+from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
 from sparseflow.spiking.kernels.packed.words import (
+    activity_of,
     as_pairs,
     cdiv,
     channels_last,
     check_launchable,
     check_step_size,
+    fires_at,
     gather_bits,
     launch,
     padded_pixel,
+    place_of,
     spread_bits,
+    store_activity,
+    store_border,
+    time_steps_held,
 )
 
 _PIXELS = 32
@@ -31,61 +39,79 @@ _PIXELS = 32
 
 @triton.jit
 def pack_kernel(
-    x_ptr, out_ptr, pixels, t_stride, n_stride, c_stride, y_stride, x_stride,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+    x_ptr, out_ptr, act_ptr, pixels, tiles, out_step, t_stride, n_stride, c_stride, y_stride, x_stride,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, T: tl.constexpr, TC: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of P pixels of one time step, border included; blocks of channels; T)."""
+    """Grid (tiles of P pixels, blocks of channels, T time steps each).
+
+    TILE pixels an activity word, which takes one program for all time steps; 0 for none.
+    """
+    G: tl.constexpr = (C + 63) // 64
     pixel = tl.program_id(0) * P + tl.arange(0, P)
     block = tl.program_id(1)
-    t = tl.program_id(2)
-    n = (pixel // ((H + 2) * (W + 2))).to(tl.int64)
-    y = (pixel // (W + 2)) % (H + 2) - 1
-    x = pixel % (W + 2) - 1
-    inside = (pixel < pixels) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    inside = pixel < pixels
+    n = pixel // (H * W)
+    y = (pixel // W) % H
+    x = pixel % W
     c = block * 64 + tl.arange(0, 64)
-    at = (n * n_stride + y * y_stride + x * x_stride)[:, None] + (c.to(tl.int64) * c_stride)[None, :]
+    src = n.to(tl.int64) * n_stride + y * y_stride + x * x_stride
+    src = src[:, None] + (c.to(tl.int64) * c_stride)[None, :]
     real = inside[:, None] & (c < C)[None, :]
-    spikes = tl.load(x_ptr + t.to(tl.int64) * t_stride + at, mask=real, other=0) != 0
-    half = tl.arange(0, 2)
-    dst = pixel.to(tl.int64) * (2 * tl.num_programs(1)) + 2 * block
-    dst += t.to(tl.int64) * pixels * (2 * tl.num_programs(1))
-    tl.store(
-        out_ptr + dst[:, None] + half[None, :], gather_bits(spikes, P, 64), mask=(pixel < pixels)[:, None]
-    )
+    at = (place_of(n, y, x, H, W) * G + block)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    seen = tl.zeros([P, 2], tl.int32)
+    start = tl.program_id(2).to(tl.int64) * T
+    for t0 in range(0, T, TC):
+        held = ()
+        for u in tl.static_range(TC):
+            held = held + (tl.load(x_ptr + (start + t0 + u) * t_stride + src, mask=real, other=0),)
+        for u in tl.static_range(TC):
+            half = gather_bits(held[u] != 0, P, 64)
+            to = out_ptr + (start + t0 + u) * (out_step * 2)
+            tl.store(to + at, half, mask=inside[:, None])
+            store_border(to, at, n[:, None], y[:, None], x[:, None], inside[:, None], H, W, 2 * G)
+            if TILE > 0:
+                seen = fires_at(seen, half, t0 + u)
+    if TILE > 0:
+        store_activity(act_ptr, seen, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
 
 
-def pack(spikes: Tensor, out: PackedSpikes | None = None) -> PackedSpikes:
+def pack(spikes: Tensor, out: PackedSpikes | None = None, *, tile: int = 0) -> PackedSpikes:
     """Pack spikes; whatever is not zero counts as a spike.
 
     Args:
         spikes: [T, N, C, H, W] of any real dtype and any strides.
-        out: Where to write, of the same shape; None allocates.
+        out: Where to write, of the same shape; its activity words are filled if it has any. None allocates.
+        tile: Pixels of an activity word where `out` is None; 0 for no activity.
 
     Returns:
         The packed spikes, border written.
 
     Raises:
-        InputError: `spikes` is not five-dimensional, or `out` has another shape.
+        InputError: `spikes` is not five-dimensional, `out` has another shape, or the activity's tile is not
+            a power of two up to 32.
         DeviceError: `spikes` is not on a GPU.
     """
     if spikes.dim() != 5:
         raise InputError(f"spikes must be [T, N, C, H, W], got a tensor of shape {tuple(spikes.shape)}")
     check_launchable(spikes)
     t, n, c, h, w = spikes.shape
-    g = blocks_of(c)
     if out is None:
-        data = torch.empty((t, n, h + 2, w + 2, g, 4), dtype=torch.int16, device=spikes.device)
-        out = PackedSpikes(data=data, channels=c)
+        out = empty_packed(t, n, c, h, w, spikes.device, tile=tile, border=False)
     elif out.shape != tuple(spikes.shape):
         raise InputError(f"`out` is for spikes of shape {out.shape}, got {tuple(spikes.shape)}")
     check_step_size(out.data)
     if spikes.dtype == torch.bool:
         spikes = spikes.view(torch.uint8)
-    pixels = n * (h + 2) * (w + 2)
+    pixels, words = n * h * w, out.data.view(torch.int32)
+    tile, activity = activity_of(out, _PIXELS)
+    held = time_steps_held(t, 2)
+    ours = t if tile else held
     launch(
-        pack_kernel, (cdiv(pixels, _PIXELS), g, t),
-        spikes, out.data.view(torch.int32), pixels, *spikes.stride(),
-        C=c, H=h, W=w, P=_PIXELS, num_warps=4,
+        pack_kernel, (cdiv(pixels, _PIXELS), blocks_of(c), t // ours),
+        spikes, words, words if activity is None else activity, pixels,
+        0 if activity is None else activity.shape[1], out.words.stride(0), *spikes.stride(),
+        C=c, H=h, W=w, P=_PIXELS, T=ours, TC=held, TILE=tile, num_warps=4,
     )  # fmt: skip
     return out
 

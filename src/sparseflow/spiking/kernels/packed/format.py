@@ -1,11 +1,20 @@
 """`PackedSpikes`: one bit a spike, channels last, in the order in which a tensor core wants them.
 
-Memory is int16 `data[T, N, H + 2, W + 2, G, 4]`: G = ceil(C / 64) blocks of 64 channels, four halfwords
-a block. Bit `2j + p` (0 <= j < 8, 0 <= p < 2) of halfword `q` is channel `8j + 2q + p` of its block:
-exactly the columns that lane `q` of a quad holds in a wgmma accumulator fragment, so a kernel stores its
-own spikes without a shuffle, and exactly the bits that lane needs as an A fragment of the next
-convolution. Channels from C to 64 G are always 0, and so is the one-pixel border around every image,
-which no kernel ever writes: a 3x3 convolution needs no masks at the edges.
+Memory is int16 `data[T, P, G, 4]`: P places a time step, G = ceil(C / 64) blocks of 64 channels, four
+halfwords a block. Bit `2j + p` (0 <= j < 8, 0 <= p < 2) of halfword `q` is channel `8j + 2q + p` of its
+block: exactly the columns that lane `q` of a quad holds in a wgmma accumulator fragment, so a kernel stores
+its own spikes without a shuffle, and exactly the bits that lane needs as an A fragment of the next
+convolution. Channels from C to 64 G are always 0.
+
+The places are the pixels of all images, row by row, with one place of border in front of every row and one
+row of it in front of every image and behind the last::
+
+    pixel (n, y, x) is place ((H + 1) n + y + 1) (W + 1) + x + 1,    P = ((H + 1) N + 1) (W + 1) + 1
+
+What lies left of a row is also what lies right of the row above, and what lies above an image is also what
+lies below the image before: (y, x) may each be one outside the image and the formula still finds a zero. So
+a 3x3 convolution needs no masks at the edges, for half of the bytes that a border for every image alone would
+add. Kernels never write the border, except those that allocate what they write.
 
 A spike reaches the tensor core as a power of two (its bit is moved, by a rotation by 4 and one AND, to
 one of four fp16 exponent positions); `K_CHANNEL` and `K_EXPONENT` say which channel sits at which place
@@ -56,62 +65,73 @@ class PackedSpikes:
     """Spikes of T time steps, N images, C channels and H x W pixels, one bit each.
 
     Attributes:
-        data: int16 [T, N, H + 2, W + 2, ceil(C / 64), 4], zero border, contiguous.
-        channels: C; padding channels up to the next multiple of 64 are zero.
+        data: int16 [T, places_of(N, H, W), ceil(C / 64), 4], contiguous; its border is zero.
+        shape: (T, N, C, H, W); padding channels from C up to the next multiple of 64 are zero.
         activity: int32 [ceil(C / 64), ceil(N H W / tile)] or None: bit t of a word is set where `tile`
-            consecutive pixels (counted over images, rows and columns) may hold a spike of that block of
-            channels in time step t. A bit that is set without need costs time, a missing one spikes.
+            consecutive pixels (counted over images, rows and columns, without border) may hold a spike of
+            that block of channels in time step t. A bit that is set without need costs time, a missing one
+            spikes.
         tile: Pixels of an activity word, 0 without activity.
     """
 
     data: Tensor
-    channels: int
+    shape: tuple[int, int, int, int, int]
     activity: Tensor | None = None
     tile: int = 0
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """(T, N, C, H, W)."""
-        t, n, h, w = self.data.shape[:4]
-        return t, n, self.channels, h - 2, w - 2
-
-    @property
     def blocks(self) -> int:
         """Blocks of 64 channels."""
-        return self.data.shape[4]
+        return self.data.shape[-2]
 
     @property
     def T(self) -> int:
         """Time steps."""
-        return self.data.shape[0]
+        return self.shape[0]
 
     @property
     def N(self) -> int:
         """Images."""
-        return self.data.shape[1]
+        return self.shape[1]
 
     @property
     def C(self) -> int:
         """Channels, without padding."""
-        return self.channels
+        return self.shape[2]
 
     @property
     def H(self) -> int:
         """Rows, without border."""
-        return self.data.shape[2] - 2
+        return self.shape[3]
 
     @property
     def W(self) -> int:
         """Columns, without border."""
-        return self.data.shape[3] - 2
+        return self.shape[4]
 
     @property
     def words(self) -> Tensor:
-        """The same memory as one int64 a pixel and block, [T, N, H + 2, W + 2, G].
+        """The same memory as one int64 a place and block, [T, P, G].
 
         Channel `8j + 2q + p` of a block is bit `16q + 2j + p` of its word.
         """
         return self.data.view(torch.int64).squeeze(-1)
+
+    @property
+    def pixels(self) -> Tensor:
+        """The same memory without the border, int16 [T, N, H, W, G, 4]: a view to read and write."""
+        inner = self.data[:, self.W + 2 :].unflatten(1, (self.N, self.H + 1, self.W + 1))
+        return inner[:, :, : self.H, : self.W]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel from layer to layer: the words with their border, and the activity words."""
+        return self.data.nbytes + (0 if self.activity is None else self.activity.nbytes)
+
+
+def places_of(n: int, h: int, w: int) -> int:
+    """Places of a time step: N images of H x W pixels and the border that they share."""
+    return (n * (h + 1) + 1) * (w + 1) + 1
 
 
 def blocks_of(channels: int) -> int:
@@ -120,9 +140,9 @@ def blocks_of(channels: int) -> int:
 
 
 def empty_packed(
-    t: int, n: int, c: int, h: int, w: int, device: torch.device | str, *, tile: int = 0
+    t: int, n: int, c: int, h: int, w: int, device: torch.device | str, *, tile: int = 0, border: bool = True
 ) -> PackedSpikes:
-    """Allocate spikes, all zero (the border must be; kernels never write it).
+    """Allocate spikes, all zero (the border must be; few kernels write it).
 
     Args:
         t: Time steps.
@@ -131,15 +151,24 @@ def empty_packed(
         h: Rows.
         w: Columns.
         device: Where.
-        tile: Pixels of an activity word, at most 32 time steps then; 0 for no activity.
+        tile: Pixels of an activity word, at most 32 time steps then; 0 for no activity. The words start as
+            "may fire everywhere".
+        border: Whether to write zeros; without, the memory is left for a kernel that writes all of it.
+
+    Raises:
+        InputError: Activity of more than 32 time steps.
     """
-    data = torch.zeros((t, n, h + 2, w + 2, blocks_of(c), 4), dtype=torch.int16, device=device)
+    allocate = torch.zeros if border else torch.empty
+    data = allocate((t, places_of(n, h, w), blocks_of(c), 4), dtype=torch.int16, device=device)
     activity = None
     if tile:
         if t > ACTIVITY_STEPS:
             raise InputError(f"activity words have {ACTIVITY_STEPS} bits, got {t} time steps")
-        activity = torch.full((blocks_of(c), -(-n * h * w // tile)), -1, dtype=torch.int32, device=device)
-    return PackedSpikes(data=data, channels=c, activity=activity, tile=tile)
+        words = (blocks_of(c), -(-n * h * w // tile))
+        activity = allocate(words, dtype=torch.int32, device=device)
+        if border:
+            activity.fill_(-1)
+    return PackedSpikes(data=data, shape=(t, n, c, h, w), activity=activity, tile=tile)
 
 
 def pack(spikes: Tensor) -> PackedSpikes:
@@ -159,14 +188,14 @@ def pack(spikes: Tensor) -> PackedSpikes:
     bits = ones.view(t, n, h, w, g, 8, 4, 2).permute(0, 1, 2, 3, 4, 6, 5, 7).reshape(t, n, h, w, g, 4, 16)
     weight = 1 << torch.arange(16, dtype=torch.int32, device=spikes.device)
     half = (bits * weight).sum(-1, dtype=torch.int32)
-    out.data[:, :, 1:-1, 1:-1] = torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16)
+    out.pixels.copy_(torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16))
     return out
 
 
 def unpack(spikes: PackedSpikes, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dense spikes [T, N, C, H, W] of `dtype` (plain torch: the reference of the kernels)."""
     t, n, c, h, w = spikes.shape
-    half = spikes.data[:, :, 1:-1, 1:-1].to(torch.int32)
+    half = spikes.pixels.to(torch.int32)
     shifts = torch.arange(16, dtype=torch.int32, device=half.device)
     bits = (half.unsqueeze(-1) >> shifts) & 1
     ones = bits.view(t, n, h, w, spikes.blocks, 4, 8, 2).permute(0, 1, 2, 3, 4, 6, 5, 7)

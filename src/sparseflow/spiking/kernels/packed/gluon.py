@@ -17,8 +17,8 @@ its column while it walks over tiles, so the stream of weights never stops.
 
 `EMIT`: the kernel writes, for the pixels of every warp and every block of channels, in which time steps
 they fire. `SILENCE`: it reads what its input's kernel wrote so, over a tile and its halo, and visits only
-the K batches of blocks that are not silent there. The list of batches is a bit mask; weights are fetched in
-its order.
+the K batches of blocks that are not silent there, and then those of the second source, if there is one. The
+list of batches is a bit mask; weights are fetched in its order.
 
 With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to
 arrive adds them in a fixed order and runs the neuron, so the result does not depend on who is last.
@@ -128,7 +128,7 @@ def _spread(half, like, BM: gl.constexpr):
 @gluon.constexpr_function
 def _unit_shift(unit, taps, width, ch):
     """Halfwords from a batch's first unit to its unit `unit`: a tap of a 3x3, or a block of a 1x1."""
-    return unit * 4 if taps == 1 else ((unit // 3) * (width + 2) + unit % 3) * ch
+    return unit * 4 if taps == 1 else ((unit // 3) * (width + 1) + unit % 3) * ch
 
 
 @gluon.jit
@@ -138,13 +138,19 @@ def _place(pixel, H: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def _word(n, y, x, H: gl.constexpr, W: gl.constexpr):
+    """Place of a pixel in memory (`format.py`); `y` and `x` may be one outside the image."""
+    return ((H + 1) * n + y + 1) * (W + 1) + x + 1
+
+
+@gluon.jit
 def _batch_shift(batch, TAPS: gl.constexpr, UB: gl.constexpr, IW: gl.constexpr, CH: gl.constexpr):
     """Halfwords from a tile's first tap and block to the first unit of batch `batch`."""
     if TAPS == 1:
         return batch * (UB * 4)
     else:
         PER_BLOCK: gl.constexpr = 9 // UB
-        return (batch // PER_BLOCK) * 4 + (batch % PER_BLOCK) * ((UB // 3) * (IW + 2) * CH)
+        return (batch // PER_BLOCK) * 4 + (batch % PER_BLOCK) * ((UB // 3) * (IW + 1) * CH)
 
 
 @gluon.jit
@@ -259,6 +265,22 @@ def _next(rest, sub, mask, PER_LIST: gl.constexpr):
         rest = gl.where(ends, rest & (rest - 1), rest)
         sub = gl.where(ends, 0, sub + 1)
     return gl.where(rest == 0, mask, rest), sub
+
+
+@gluon.jit
+def _next_fetch(rest, sub, turn, mask, stop, batches, batches2, PER_LIST: gl.constexpr, UB2: gl.constexpr):
+    """Batch to fetch at `turn` and what comes after: `stop` batches of the mask, then the second source's."""
+    batch = _lowest(rest) * PER_LIST + sub
+    if UB2 == 0:
+        rest, sub = _next(rest, sub, mask, PER_LIST)
+    else:
+        second = turn >= stop
+        batch = gl.where(second, batches + turn - stop, batch)
+        next_rest, next_sub = _next(rest, sub, mask, PER_LIST)
+        rest = gl.where(second, rest, next_rest)
+        sub = gl.where(second, sub, next_sub)
+        turn = gl.where(turn + 1 == stop + batches2, 0, turn + 1)
+    return batch, rest, sub, turn
 
 
 @gluon.jit
@@ -515,7 +537,7 @@ def group_kernel(
         count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - begin
     PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches that a bit of the mask stands for
     if SILENCE:
-        gl.static_assert(SPLIT == 1 and UB2 == 0, "silence is skipped in groups of one source, unsplit")
+        gl.static_assert(SPLIT == 1, "silence is skipped where the K loop is not split")
         awake = _load_activity(
             act_ptr, first_tile, pixels, act_tiles, PX, H, W, IH, IW, TAPS, STRIDE, UB, CH // 4, SILENCE,
             IN_TILE, NUM_WARPS,
@@ -525,18 +547,20 @@ def group_kernel(
             stop = _count(mask) * PER_LIST
             fetch_rest = mask
             fetch_sub = 0
+            fetch_turn = 0
     if RESIDENT:
         total = count
     elif SILENCE:
-        total = stop * (T // TC)
+        total = (stop + batches2) * (T // TC)
     else:
         total = count * ((tiles - first_tile + tile_stride - 1) // tile_stride) * (T // TC)
     fetched = 0
     fetch_batch = 0
     for i in gl.static_range(RING):
         if SILENCE and not RESIDENT:
-            fetch_batch = _lowest(fetch_rest) * PER_LIST + fetch_sub
-            fetch_rest, fetch_sub = _next(fetch_rest, fetch_sub, mask, PER_LIST)
+            fetch_batch, fetch_rest, fetch_sub, fetch_turn = _next_fetch(
+                fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+            )
         _fetch(
             w_desc,
             slots,
@@ -568,18 +592,18 @@ def group_kernel(
     out_lane = gl.arange(0, 4, layout=gl.SliceLayout(0, OUT)).expand_dims(0)
     sum_row = gl.arange(0, PX, layout=gl.SliceLayout(1, SUMS))
     sum_col = column + gl.arange(0, BN, layout=gl.SliceLayout(0, SUMS))
-    PAD: gl.constexpr = 0 if TAPS == 9 else 1
+    REACH: gl.constexpr = 1 if TAPS == 9 else 0
 
     for tile in range(first_tile, tiles, tile_stride):
         n, y, x = _place(gl.minimum(tile * PX + row_pixel, pixels - 1), H, W)
-        src = ((n * (IH + 2) + y * STRIDE + PAD) * (IW + 2) + x * STRIDE + PAD) * CH
+        src = _word(n, y * STRIDE - REACH, x * STRIDE - REACH, IH, IW) * CH
         src = (src + row_step * x_step).expand_dims(1) + lane
         if UB2 > 0:
-            src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1) * (IW2 + 2) + x * STRIDE2 + 1) * CH2
+            src2 = _word(n, y * STRIDE2, x * STRIDE2, IH2, IW2) * CH2
             src2 = (src2 + row_step * x2_step).expand_dims(1) + lane
         inside = (tile * PX + out_row < pixels).expand_dims(1)
         n, y, x = _place(gl.minimum(tile * PX + out_row, pixels - 1), H, W)
-        dst = (((n * (H + 2) + y + 1) * (W + 2) + x + 1) * OCH).expand_dims(1) + (out_lane + column // 16)
+        dst = (_word(n, y, x, H, W) * OCH).expand_dims(1) + (out_lane + column // 16)
         sum_pixel = gl.minimum(tile * PX + sum_row, pixels - 1).expand_dims(1)
         state = sum_pixel * C_OUT + sum_col.expand_dims(0)
         if READ_V:
@@ -643,8 +667,9 @@ def group_kernel(
                     used += 1
                     gl.thread_barrier()
                     if SILENCE:
-                        fetch_batch = _lowest(fetch_rest) * PER_LIST + fetch_sub
-                        fetch_rest, fetch_sub = _next(fetch_rest, fetch_sub, mask, PER_LIST)
+                        fetch_batch, fetch_rest, fetch_sub, fetch_turn = _next_fetch(
+                            fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+                        )
                     _fetch(
                         w_desc,
                         slots,
@@ -680,6 +705,18 @@ def group_kernel(
                     if not RESIDENT:
                         used += 1
                         gl.thread_barrier()
+                        if SILENCE:
+                            fetch_batch, fetch_rest, fetch_sub, fetch_turn = _next_fetch(
+                                fetch_rest,
+                                fetch_sub,
+                                fetch_turn,
+                                mask,
+                                stop,
+                                batches,
+                                batches2,
+                                PER_LIST,
+                                UB2,
+                            )
                         _fetch(
                             w_desc,
                             slots,
@@ -695,7 +732,8 @@ def group_kernel(
                             BN,
                         )
                         fetched += 1
-                        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+                        if not SILENCE:
+                            fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
 
             if SPLIT > 1:
                 part_at = gl.arange(0, BM, layout=gl.SliceLayout(1, MMA)).expand_dims(1) * BN + gl.arange(

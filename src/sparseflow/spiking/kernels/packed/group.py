@@ -192,7 +192,7 @@ class PreparedPackedGroup:
         """Run the group.
 
         Args:
-            spikes: One per source. If the only one has activity words, what is silent is skipped.
+            spikes: One per source. If the first has activity words, what is silent in it is skipped.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
             v: Initial membrane, fp32 [N, H, W, C_out]; None starts at rest.
@@ -265,11 +265,11 @@ def silence_words(
 ) -> int:
     """Activity words of `tile` input pixels that a variant's tile looks at, rounded up to a power of two.
 
-    0 where it cannot skip: a second source, a split K loop, or more blocks than a mask has bits.
+    Only of the first source. 0 where it cannot skip: a split K loop, or more blocks than a mask has bits.
     """
     source = spec.sources[0]
     lists = units_of(spec)[0] // max(variant.ub, source.weight.shape[-1] ** 2)
-    if len(spec.sources) > 1 or variant.split > 1 or lists > 32:
+    if variant.split > 1 or lists > 32:
         return 0
     count = words_of_a_tile(
         pixels=variant.pixels, images=N, height=H, width=W, in_height=in_size[0], in_width=in_size[1],

@@ -21,15 +21,18 @@ from torch import Tensor
 from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
 from sparseflow.spiking.kernels.packed.words import (
+    activity_of,
     as_pairs,
     cdiv,
     channels_last,
     check_launchable,
     check_step_size,
+    fires_at,
     gather_bits,
     launch,
     padded_pixel,
     spread_bits,
+    store_activity,
     time_steps_held,
 )
 from sparseflow.spiking.kernels.spec import NeuronSpec
@@ -52,14 +55,17 @@ def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
 @triton.jit
 def neuron_kernel(
     steady, varying, varying_steps, skips, posts, post_denses, post_steps,
-    bias_ptr, v_in_ptr, v_out_ptr, out_ptr, dense_ptr,
-    alpha, beta, delta, threshold, v_reset, pixels, word_step, dense_step,
+    bias_ptr, v_in_ptr, v_out_ptr, out_ptr, act_ptr, dense_ptr,
+    alpha, beta, delta, threshold, v_reset, pixels, tiles, word_step, dense_step,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
     T: tl.constexpr, TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr,
     READ_V: tl.constexpr, WRITE_V: tl.constexpr,
-    PACKED: tl.constexpr, DENSE: tl.constexpr,
+    PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of P pixels, blocks of channels). `steady` currents are constant over time."""
+    """Grid (tiles of P pixels, blocks of channels). `steady` currents are constant over time.
+
+    TILE pixels an activity word, 0 for none.
+    """
     pixel = tl.program_id(0) * P + tl.arange(0, P)
     block = tl.program_id(1)
     inside = pixel < pixels
@@ -82,6 +88,7 @@ def neuron_kernel(
     else:
         v = tl.zeros([P, 64], tl.float32) + v_reset
 
+    seen = tl.zeros([P, 2], tl.int32)
     start = tl.full((), 0, tl.int64)
     for t0 in range(0, T, TC):
         # All loads of TC steps before the first store, so that they are in flight together.
@@ -111,6 +118,9 @@ def neuron_kernel(
                     half = gather_bits(fired, P, 64)
                 at = out_ptr + (t * word_step + word) * 2
                 tl.store(at[:, None] + tl.arange(0, 2)[None, :], half, mask=inside[:, None])
+                if TILE > 0:
+                    # Behind the last pixel anything may fire.
+                    seen = fires_at(seen, tl.where(inside[:, None], half, 0), t0 + u)
             if DENSE:
                 value = fired.to(tl.float32)
                 for i in tl.static_range(len(posts)):
@@ -120,6 +130,8 @@ def neuron_kernel(
                     at = post_denses[i] + t * post_steps[i] + flat
                     value += tl.load(at, mask=real, other=0.0).to(tl.float32)
                 tl.store(dense_ptr + t * dense_step + flat, value.to(dense_ptr.dtype.element_ty), mask=real)
+    if TILE > 0:
+        store_activity(act_ptr, seen, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
     if WRITE_V:
         tl.store(v_out_ptr + flat, v, mask=real)
 
@@ -164,7 +176,8 @@ def neuron(
         post_skips: Packed spikes or tensors [T or 1, N, C, H, W] added to the output (SEW ADD), which must
             then be dense.
         v: Membrane to start from, fp32 [N, H, W, C], contiguous; None starts at rest.
-        packed: Whether to write packed spikes, or where to.
+        packed: Whether to write packed spikes, or where to; activity words there, each for a power of two
+            of at most 32 pixels, are filled along.
         dense: dtype of the dense spikes to write; None for none.
         v_out: Whether to write the last membrane, or where to (fp32 [N, H, W, C]; may be `v`).
 
@@ -212,15 +225,18 @@ def neuron(
     words = next(iter([*([bits.words] if bits is not None else []), *posts, *skip_words]), None)
     check_step_size(*steady, *varying, *post_denses, *([] if words is None else [words]))
     pixels = n * h * w
+    tile, activity = (0, None) if bits is None else activity_of(bits, _PIXELS)
     launch(
         neuron_kernel, (cdiv(pixels, _PIXELS), cdiv(c, 64)),
         tuple(steady), varying, varying_steps, skip_words, posts, post_denses, post_steps,
         bias if bias is not None else some, v if v is not None else some, last if last is not None else some,
-        bits.data.view(torch.int32) if bits is not None else some, flat if flat is not None else some,
+        bits.data.view(torch.int32) if bits is not None else some,
+        activity if activity is not None else some, flat if flat is not None else some,
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
-        pixels, words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
+        pixels, 0 if activity is None else activity.shape[1],
+        words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
         C=c, G=cdiv(c, 64), H=h, W=w, P=_PIXELS, T=steps, TC=time_steps_held(steps),
         SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
-        PACKED=bits is not None, DENSE=flat is not None, num_warps=4,
+        PACKED=bits is not None, TILE=tile, DENSE=flat is not None, num_warps=4,
     )  # fmt: skip
     return NeuronOutput(packed=bits, dense=None if flat is None else flat.permute(0, 1, 4, 2, 3), v=last)

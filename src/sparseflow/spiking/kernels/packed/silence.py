@@ -29,7 +29,7 @@ def mark(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
             f"got {spikes.T} time steps and tiles of {tile}"
         )
     t, n, _, h, w = spikes.shape
-    fires = (spikes.data[:, :, 1:-1, 1:-1] != 0).any(-1).reshape(t, n * h * w, spikes.blocks)
+    fires = (spikes.pixels != 0).any(-1).reshape(t, n * h * w, spikes.blocks)
     tiles = -(-n * h * w // tile)
     padded = torch.zeros((t, tiles * tile, spikes.blocks), dtype=torch.bool, device=fires.device)
     padded[:, : n * h * w] = fires

@@ -28,14 +28,18 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
 from sparseflow.spiking.kernels.packed.neuron import fire
 from sparseflow.spiking.kernels.packed.words import (
+    activity_of,
     as_pairs,
     cdiv,
     check_launchable,
     check_step_size,
+    fires_at,
     gather_bits,
     launch,
     padded_pixel,
+    place_of,
     spread_bits,
+    store_activity,
     time_steps_held,
 )
 from sparseflow.spiking.kernels.spec import GroupSpec
@@ -68,7 +72,7 @@ def _convolve(
     weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
     for step in range(G * K * K):
         tap = step % (K * K)
-        shift = ((tap // K) * (IW + 2) + tap % K) * G + step // (K * K)
+        shift = ((tap // K) * (IW + 1) + tap % K) * G + step // (K * K)
         added = ()
         parts = ()
         for part in tl.static_range(PARTS):
@@ -85,17 +89,19 @@ def _convolve(
 
 @triton.jit
 def twin_kernel(
-    x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
-    scale, alpha, beta, threshold, v_reset, pixels, x_step, x2_step, out_step,
+    x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, act_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
+    scale, alpha, beta, threshold, v_reset, pixels, tiles, x_step, x2_step, out_step,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     IH: tl.constexpr, IW: tl.constexpr,
     G2: tl.constexpr, K2: tl.constexpr, STRIDE2: tl.constexpr, PADDING2: tl.constexpr,
     IH2: tl.constexpr, IW2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
-    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
+
+    TILE pixels an activity word, 0 for none.
 
     `bias` holds beta and delta, `scale` beta and what the weights were divided by. Blocks of channels: G of
     the first input, G2 of the second, cdiv(C, 64) of the output.
@@ -110,11 +116,11 @@ def twin_kernel(
     x = pixel % W
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, 4)[None, :]
-    src = ((n * (IH + 2) + y * STRIDE + 1 - PADDING) * (IW + 2) + x * STRIDE + 1 - PADDING) * G
+    src = place_of(n, y * STRIDE - PADDING, x * STRIDE - PADDING, IH, IW) * G
     src = (src * 4)[:, None] + lane
     src2 = src
     if G2 > 0:
-        src2 = ((n * (IH2 + 2) + y * STRIDE2 + 1 - PADDING2) * (IW2 + 2) + x * STRIDE2 + 1 - PADDING2) * G2
+        src2 = place_of(n, y * STRIDE2 - PADDING2, x * STRIDE2 - PADDING2, IH2, IW2) * G2
         src2 = (src2 * 4)[:, None] + lane
     word = padded_pixel(pixel, H, W) * GO
     half = tl.program_id(1) * (BN // 32) + tl.arange(0, BN // 32)
@@ -128,6 +134,7 @@ def twin_kernel(
     else:
         v = tl.zeros([BM, BN], tl.float32) + v_reset
 
+    seen = tl.zeros([BM, BN // 32], tl.int32)
     start = tl.full((), 0, tl.int64)
     for t0 in range(0, T, TC):
         sums = ()
@@ -150,15 +157,22 @@ def twin_kernel(
                 current += tl.load(at, mask=real, other=0.0).to(tl.float32) * beta
             for i in tl.static_range(len(skips)):
                 for g in tl.static_range(BN // 64):
-                    bits = tl.load(skips[i] + t * out_step + word + (tl.program_id(1) * (BN // 64) + g))
+                    word_bits = tl.load(skips[i] + t * out_step + word + (tl.program_id(1) * (BN // 64) + g))
                     mine = (tl.arange(0, BN) // 64 == g)[None, :]
-                    ones = spread_bits(bits, tl.arange(0, BN) & 63)
+                    ones = spread_bits(word_bits, tl.arange(0, BN) & 63)
                     current += tl.where(mine & (ones != 0), beta, 0.0)
             v, fired = fire(v, current, alpha, threshold, v_reset, SOFT)
             if C % 64 != 0:
                 fired = fired & (column < C)[None, :]
             at = out_ptr + (t * out_step + word) * 2
-            tl.store(at[:, None] + half[None, :], gather_bits(fired, BM, BN), mask=inside[:, None])
+            bits = gather_bits(fired, BM, BN)
+            tl.store(at[:, None] + half[None, :], bits, mask=inside[:, None])
+            if TILE > 0:
+                # Rows behind the last pixel repeat it.
+                seen = fires_at(seen, bits, t0 + u)
+    if TILE > 0:
+        first = tl.program_id(0) * (BM // TILE)
+        store_activity(act_ptr, seen, first, tiles, tl.program_id(1) * (BN // 64), GO, BM, BN // 64, 2, TILE)
     if WRITE_V:
         tl.store(v_out_ptr + flat, v, mask=real)
 
@@ -259,6 +273,8 @@ class PreparedTwinGroup:
         parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
         variant: A name out of `variants()`; None takes the first.
         in_sizes: (rows, columns) of every source's input; None takes stride x output.
+        emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`, words of 16
+            pixels), so that a Hopper group behind it can skip that; at most 32 time steps.
 
     Raises:
         InputError: The group or the variant's name is refused.
@@ -277,6 +293,7 @@ class PreparedTwinGroup:
         parts: int = 1,
         variant: str | None = None,
         in_sizes: Sequence[tuple[int, int]] | None = None,
+        emit_activity: bool = False,
     ) -> None:
         reason = twin_refusal(spec)
         if reason is not None:
@@ -298,7 +315,7 @@ class PreparedTwinGroup:
         self.c_out = spec.sources[0].weight.shape[0]
         self.bias = torch.zeros(blocks_of(self.c_out) * BLOCK, device=self.device)
         self.bias[: self.c_out] = (spec.bias.double() * spec.neuron.beta + spec.neuron.delta).float()
-        self.out = empty_packed(T, N, self.c_out, H, W, self.device)
+        self.out = empty_packed(T, N, self.c_out, H, W, self.device, tile=16 if emit_activity else 0)
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         check_launchable(self.bias)
         check_step_size(self.v.unsqueeze(0))
@@ -332,18 +349,21 @@ class PreparedTwinGroup:
         two = len(spec.sources) > 1
         denses, dense_steps = as_pairs(dense)
         x, x2 = spikes[0].words, spikes[-1].words
+        tile, activity = activity_of(self.out, c.bm)
         launch(
             twin_kernel, (cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
+            self.bias if activity is None else activity,
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
             self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
-            self.N * self.H * self.W, x.stride(0), x2.stride(0), self.out.words.stride(0),
+            self.N * self.H * self.W, 0 if activity is None else activity.shape[1],
+            x.stride(0), x2.stride(0), self.out.words.stride(0),
             C=self.c_out, H=self.H, W=self.W,
             G=spikes[0].blocks, K=first.weight.shape[-1], STRIDE=first.stride, PADDING=first.padding,
             IH=self.in_sizes[0][0], IW=self.in_sizes[0][1],
             G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
             PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
             BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
-            READ_V=v is not None, WRITE_V=want_v, num_warps=c.warps, num_stages=c.stages,
+            READ_V=v is not None, WRITE_V=want_v, TILE=tile, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         return self.out, self.v if want_v else None

@@ -4,6 +4,8 @@ A *word* is the int64 of one pixel and one block of 64 channels (`format.PackedS
 words whole and write them as two int32 halves, because a reduction over 32-bit integers is the cheaper one.
 """
 
+# Kernels are Triton's subset of Python.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sparseflow.errors import DeviceError, InputError
+from sparseflow.spiking.kernels.packed.format import PackedSpikes
 
 launcher: Callable[..., Any] | None = None
 """Called with (kernel, grid, arguments, options) instead of launching; `offline_triton.py` sets it."""
@@ -47,12 +50,51 @@ def gather_bits(fired, P: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def place_of(n, y, x, H: tl.constexpr, W: tl.constexpr):
+    """Place of a pixel among the pixels with their border; `y` and `x` may be one outside the image."""
+    return ((H + 1) * n + y + 1) * (W + 1) + x + 1
+
+
+@triton.jit
 def padded_pixel(pixel, H: tl.constexpr, W: tl.constexpr):
     """Place of a pixel, counted over images, rows and columns, among the pixels with their border."""
-    n = pixel // (H * W)
-    y = (pixel // W) % H
-    x = pixel % W
-    return (n * (H + 2) + y + 1) * (W + 2) + x + 1
+    return place_of(pixel // (H * W), (pixel // W) % H, pixel % W, H, W)
+
+
+@triton.jit
+def store_border(ptr, at, n, y, x, inside, H: tl.constexpr, W: tl.constexpr, PITCH: tl.constexpr):
+    """Zero what lies around pixels but outside their image; together, programs reach the whole border.
+
+    `ptr + at` are the elements (any shape, `PITCH` of them a place) that belong to the pixels (n, y, x),
+    which are shaped to broadcast against `at`.
+    """
+    for tap in tl.static_range(9):
+        row = y + (tap // 3 - 1)
+        column = x + (tap % 3 - 1)
+        outside = inside & ((row < 0) | (row >= H) | (column < 0) | (column >= W))
+        there = at + ((tap // 3 - 1) * (W + 1) + (tap % 3 - 1)) * PITCH
+        tl.store(ptr + there, tl.zeros_like(there).to(ptr.dtype.element_ty), mask=outside)
+
+
+@triton.jit
+def fires_at(seen, bits, t):
+    """`seen` with bit `t` added where `bits` (of `seen`'s shape) are not all zero."""
+    return seen | tl.where(bits != 0, tl.full((), 1, tl.int32) << t, 0).to(tl.int32)
+
+
+@triton.jit
+def store_activity(
+    ptr, seen, first, tiles, block, blocks,
+    P: tl.constexpr, B: tl.constexpr, PER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One activity word for TILE of the P pixels and for each of B blocks, from `seen` [P, B x PER].
+
+    `first` is the first word's place in its row of `tiles` words, `block` the first block of `blocks`.
+    """
+    words = tl.reduce_or(tl.reduce_or(seen.reshape([P // TILE, TILE, B, PER]), 3), 1)
+    at = first + tl.arange(0, P // TILE)[:, None]
+    row = block + tl.arange(0, B)[None, :]
+    tl.store(ptr + row * tiles + at, words, mask=(at < tiles) & (row < blocks))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -80,6 +122,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     if launcher is not None:
         return launcher(kernel, grid, args, options)
     return kernel[grid](*args, **options)
+
+
+def activity_of(spikes: PackedSpikes, most: int) -> tuple[int, torch.Tensor | None]:
+    """Pixels of an activity word and the words, as the kernels that write them take both; (0, None) without.
+
+    Raises:
+        InputError: The tile is not a power of two up to `most`, what a program looks at.
+    """
+    if spikes.activity is not None and (spikes.tile > most or spikes.tile & (spikes.tile - 1)):
+        raise InputError(
+            f"activity words must stand for a power of two of pixels, at most {most}, got {spikes.tile}"
+        )
+    return (0, None) if spikes.activity is None else (spikes.tile, spikes.activity)
 
 
 def check_step_size(*tensors: torch.Tensor) -> None:

@@ -1,0 +1,187 @@
+"""Which whole networks are measured: cases written as text, the grid of them, and trained networks.
+
+A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of ``sparseflow.spiking.catalog``
+with random weights, and then any of ``,classes=100``, ``,width=32``, ``,firing=0.3`` (mean firing rate) and
+``,silent=0.5`` (share of silent channels, see ``silenced.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparseflow.spiking import catalog
+
+DEPTHS = (18, 50, 34, 101, 152)
+"""The first two are made of all the layers that there are; the others hold more of the same."""
+STEPS = (4, 16)
+BATCHES = (32, 1, 8)
+CLASSES = {"quick": (10,), "full": (10, 100)}
+FIRING = 0.3
+
+_CASE = re.compile(
+    r"(?P<model>[\w.]+):(?P<steps>\d+):(?P<batch>\d+)(:(?P<image>\d+))?(?P<rest>(,\w+=[^,]+)*)"
+)
+_OPTIONS = {"classes": int, "width": int, "firing": float, "silent": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One network and one batch.
+
+    Attributes:
+        model: A catalog name; for a trained network the name of its run.
+        settings: How to build it.
+        batch: Images.
+        silent: Share of channels to silence.
+        grid: Part of the grid: measured against fewer dense forms.
+        trained: Folder that ``train_cifar10.py`` wrote, with `test` and `images` to judge it by.
+    """
+
+    model: str
+    settings: catalog.Settings
+    batch: int
+    silent: float = 0.0
+    grid: bool = False
+    trained: Path | None = None
+    test: Path | None = None
+    images: int = 0
+
+    @property
+    def name(self) -> str:
+        """The case as text; equal cases have equal names."""
+        s, usual = self.settings, catalog.Settings()
+        if self.trained is not None:
+            return self.model if self.batch == 32 else f"{self.model}:{self.batch}"
+        image = "" if s.image == usual.image else f":{s.image}"
+        changed = [key for key in ("classes", "width") if getattr(s, key) != getattr(usual, key)]
+        options = [f"{key}={getattr(s, key)}" for key in changed]
+        options += [] if s.firing is None else [f"firing={s.firing:g}"]
+        options += [f"silent={self.silent:g}"] if self.silent else []
+        return ",".join([f"{self.model}:{s.steps}:{self.batch}{image}", *options])
+
+    def facts(self) -> dict[str, Any]:
+        """The case as plain data for its row."""
+        return {
+            "case": self.name,
+            "model": self.model,
+            "settings": asdict(self.settings),
+            "batch": self.batch,
+            "silent_target": self.silent,
+            "grid": self.grid,
+            "trained": self.trained is not None,
+        }
+
+    def build(self, device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
+        """The network, its images (more than a batch where it is trained), and their labels."""
+        if self.trained is not None:
+            assert self.test is not None
+            return load_trained(self.trained, self.test, max(self.images, self.batch), device)
+        case = catalog.Case(model=self.model, settings=self.settings, batch=self.batch)
+        model, x, labels = case.build(device=device)
+        if self.silent:
+            from silenced import silence
+
+            silence(model, self.silent, seed=self.settings.seed)
+            catalog.follow(model, catalog.sample(self.settings, 4).to(device))
+        return model, x, labels
+
+
+def parse(text: str) -> Job:
+    """The case that `text` stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: It stands for none.
+    """
+    found = _CASE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not model:T:batch[:image][,key=value…]")
+    options: dict[str, Any] = {}
+    for part in filter(None, found["rest"].split(",")):
+        key, _, value = part.partition("=")
+        if key not in _OPTIONS:
+            raise argparse.ArgumentTypeError(f"{key!r} in {text!r} is none of {', '.join(_OPTIONS)}")
+        try:
+            options[key] = _OPTIONS[key](value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: {error}") from None
+    silent = options.pop("silent", 0.0)
+    image = int(found["image"] or catalog.Settings().image)
+    settings = catalog.Settings(steps=int(found["steps"]), image=image, **options)
+    return Job(model=found["model"], settings=settings, batch=int(found["batch"]), silent=silent)
+
+
+def grid(which: str) -> list[Job]:
+    """Every depth, number of classes, T and batch, and every depth at 30 % firing.
+
+    What teaches most for its time comes first. The number of classes changes one layer, the last.
+
+    Args:
+        which: "quick" for 10 classes, "full" for 10 and 100.
+    """
+    jobs: list[Job] = []
+    for classes in CLASSES[which]:
+        for depth in DEPTHS:
+            of_depth: list[tuple[int, int, float | None]]
+            of_depth = [(steps, batch, None) for steps in STEPS for batch in BATCHES]
+            if classes == 10:
+                of_depth[1:1] = [(steps, 32, FIRING) for steps in STEPS]
+            for steps, batch, firing in of_depth:
+                settings = catalog.Settings(steps=steps, classes=classes, firing=firing)
+                jobs.append(Job(model=f"spiking_resnet{depth}", settings=settings, batch=batch, grid=True))
+    return jobs
+
+
+def kernels_of(job: Job) -> tuple[Any, ...]:
+    """What decides which kernels a case needs: networks of the same layers share them."""
+    depth = re.fullmatch(r"(\w+_resnet)(\d+)", job.model)
+    kind = (depth[1], int(depth[2]) >= 50) if depth else job.model
+    s = job.settings
+    return kind, s.steps, s.image, s.width, job.batch, bool(job.silent)
+
+
+def distinct(jobs: Sequence[Job]) -> list[Job]:
+    """The first case of each that need the same kernels."""
+    found: dict[Any, Job] = {}
+    for job in jobs:
+        found.setdefault(kernels_of(job), job)
+    return list(found.values())
+
+
+def load_trained(
+    run: Path, test: Path, images: int, device: torch.device
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A trained network, test images in random order, and their labels."""
+    from cifar10 import load_archive
+    from safetensors.torch import load_file
+    from train_cifar10 import MEAN, STD
+
+    from sparseflow.spiking.networks import spiking_resnet
+
+    network = json.loads((run / "metrics.json").read_text())["network"]
+    net = spiking_resnet(
+        network["depth"], width=network["width"], T=network["T"], residual=network["residual"]
+    )
+    net.load_state_dict(load_file(run / "weights.safetensors"))
+    found = load_archive(test)
+    # The archive is sorted by class.
+    chosen = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0))[:images].numpy()
+    pixels = torch.from_numpy(found.images[chosen]).float() / 255
+    mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
+    labels = torch.from_numpy(found.labels[chosen]).long()
+    return net.eval().to(device), ((pixels - mean) / std).to(device), labels.to(device)
+
+
+def trained_job(run: Path, test: Path, batch: int, images: int) -> Job:
+    """The case of a network that ``train_cifar10.py`` wrote."""
+    network = json.loads((run / "metrics.json").read_text())["network"]
+    settings = catalog.Settings(steps=network["T"], width=network["width"])
+    return Job(model=run.name, settings=settings, batch=batch, trained=run, test=test, images=images)

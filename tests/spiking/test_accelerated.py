@@ -1,0 +1,337 @@
+"""`Accelerated` runs: the same numbers as the network's own code, whatever comes in; copies stand alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from spikingjelly.activation_based import functional, layer, neuron
+
+import sparseflow
+from sparseflow.spiking.accelerated import MOST_PLANS, Accelerated, accelerated
+from sparseflow.spiking.modules import SparseConv2d
+from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.nets import (
+    KINDS,
+    Constant,
+    Loop,
+    Opaque,
+    dyadic,
+    from_rest,
+    images,
+    membranes,
+    numbers,
+    ready,
+    same,
+    small,
+)
+from tests.spiking.test_state import differences, state
+
+X = images(3, 2)
+Prefer = Callable[..., Any]
+
+
+# --- the same numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_family_is_the_same_or_says_why_not(name: str, mode: str, prefer: Prefer) -> None:
+    prefer("sparse", "dense")
+    net, x = FAMILIES[name](mode)
+    dyadic(net)
+    x = x.mul(16).round().div(16)
+    held = numbers(net)
+    with torch.no_grad():
+        functional.reset_net(net)
+        expected = [net(x), net(x)]
+        v = membranes(net)
+        functional.reset_net(net)
+    sparseflow.optimize(net, x)
+    assert list(net.state_dict()) == list(held) and same(numbers(net), held)
+    with torch.no_grad():
+        found = [net(x), net(x)]
+    if name in ("masnn", "ms_resnet", "spiking_vggws_ottt"):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    else:
+        assert same(found, expected) and same(membranes(net), v)
+    rows = sparseflow.explain(net).layers
+    convs = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d)]
+    assert [row.name for row in rows] == convs
+    assert all(row.why and row.why != "run the network once, or give optimize() a sample" for row in rows)
+    sites = {site.name: site for site in accelerated(net).graph.sites}
+    for row in rows:
+        if row.backend == "events":
+            assert sites[row.name].replaceable
+        elif not sites[row.name].replaceable and row.group is None:
+            assert row.why == sites[row.name].reason
+    functional.reset_net(net)
+    sparseflow.restore(net)
+    with torch.no_grad():
+        assert same(net(x), expected[0])
+
+
+def test_what_timing_itself_chooses_is_the_same_too() -> None:
+    for build in (small, lambda: ready(Opaque())):
+        net = build()
+        expected, v = from_rest(net, X), membranes(net)
+        sparseflow.optimize(net, X)
+        assert same(from_rest(net, X), expected) and same(membranes(net), v)
+        assert accelerated(net).whole is not None
+
+
+@pytest.mark.parametrize("mode", ["s", "m"])
+def test_membranes_are_carried_and_reset_as_before(mode: str, planned: Callable[..., Any]) -> None:
+    net = small(mode)
+    x = X if mode == "m" else images(2)
+    xs = [x, x + 1, x - 1]
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [(net(x), membranes(net)) for x in xs]
+    functional.reset_net(net)
+    runs = planned(net, x)
+    assert all(not isinstance(v, torch.Tensor) for v in membranes(net).values()), "as it was: at rest"
+    for _ in range(2):
+        with torch.no_grad():
+            assert same([(net(x), membranes(net)) for x in xs], expected)
+        functional.reset_net(net)
+        assert net.sn1.v == 0.0
+    assert len(runs) == 6
+
+
+def test_a_network_optimised_in_the_middle_of_a_sequence_goes_on(planned: Callable[..., Any]) -> None:
+    net = small()
+    functional.reset_net(net)
+    with torch.no_grad():
+        net(X)
+        before, expected, v = membranes(net), net(X), membranes(net)
+        functional.reset_net(net)
+        net(X)
+        runs = planned(net, X)
+        assert same(membranes(net), before)
+        assert same(net(X), expected) and same(membranes(net), v) and runs == [1]
+
+
+def test_other_batches_sizes_and_steps(planned: Callable[..., Any]) -> None:
+    net = small()
+    inputs = [images(3, 5), images(3, 1), images(3, 2, size=12), images(1, 2), X]
+    expected = [from_rest(net, x) for x in inputs]
+    runs = planned(net, X)
+    for x, out in zip(inputs, expected, strict=True):
+        assert same(from_rest(net, x), out)
+    assert len(accelerated(net).plans()) == 5 and len(runs) > 5
+    before = len(runs)
+    for x, out in zip(inputs, expected, strict=True):
+        assert same(from_rest(net, x), out)
+    assert len(runs) == before + 5, "each shape is measured once"
+
+
+def test_a_batch_of_another_size_without_a_reset(planned: Callable[..., Any]) -> None:
+    net, xs = small(), [images(3, n) for n in (2, 3, 3, 2)]
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [net(x) for x in xs], membranes(net)
+        functional.reset_net(net)
+        planned(net, X)
+        assert same(([net(x) for x in xs], membranes(net)), expected)
+
+
+def test_networks_that_look_at_shapes_take_other_shapes(planned: Callable[..., Any]) -> None:
+    """One graph asserts a rank, the other a number of time steps."""
+    for net, sample, others in (
+        (ready(Constant()), images(2), [X, images(4)]),
+        (ready(Constant()), X, [images(2)]),
+        (ready(Loop()), X, [images(2, 2), images(5, 2), X]),
+    ):
+        expected = [from_rest(net, x) for x in others]
+        runs = planned(net, sample)
+        for x, out in zip(others, expected, strict=True):
+            assert same(from_rest(net, x), out)
+        assert runs
+
+
+def test_only_so_many_shapes_are_kept(planned: Callable[..., Any]) -> None:
+    net = small()
+    planned(net, X)
+    for n in range(1, 12):
+        from_rest(net, images(1, n))
+    assert len(accelerated(net).plans()) == MOST_PLANS
+    expected = from_rest(sparseflow.restore(net), X)
+    sparseflow.optimize(net, X)
+    assert same(from_rest(net, X), expected)
+
+
+def test_inputs_that_are_no_numbers(planned: Callable[..., Any]) -> None:
+    net, x = small(), X.clone()
+    x[0, 0, 1, 3, 3] = float("nan")
+    expected, v = from_rest(net, x), membranes(net)
+    runs = planned(net, X)
+    assert same(from_rest(net, x), expected) and same(membranes(net), v) and runs
+    assert v["sn1"].isnan().any()
+
+
+def test_an_empty_batch_and_a_call_by_keyword(planned: Callable[..., Any]) -> None:
+    net = small()
+    expected, empty = from_rest(net, X), from_rest(net, X[:, :0])
+    runs = planned(net, X)
+    functional.reset_net(net)
+    with torch.no_grad():
+        assert net(X[:, :0]).shape == empty.shape
+        functional.reset_net(net)
+        assert same(net(x=X), expected)
+    assert runs == []
+    with pytest.raises(TypeError, match="x"):
+        net()
+    with pytest.raises(TypeError):
+        net(X, X)
+
+
+def test_a_single_image_without_a_batch_axis(planned: Callable[..., Any]) -> None:
+    net = ready(nn.Sequential(nn.Conv2d(3, 4, 3), neuron.IFNode(), nn.Conv2d(4, 4, 3), neuron.IFNode()))
+    x = images()
+    expected = from_rest(net, x)
+    planned(net, x)
+    assert same(from_rest(net, x), expected)
+
+
+def test_under_inference_mode(planned: Callable[..., Any]) -> None:
+    net = small()
+    expected = from_rest(net, X)
+    functional.reset_net(net)
+    with torch.inference_mode():
+        runs = planned(net, X)
+        assert same(net(X), expected)
+    assert same(from_rest(net, X), expected) and len(runs) == 2
+
+
+def test_a_child_may_be_optimised_before_its_parent(planned: Callable[..., Any]) -> None:
+    net = nn.Sequential(small(), nn.Flatten(0, 1)).eval()
+    expected = from_rest(net, X)
+    planned(net[0], X)
+    assert same(from_rest(net, X), expected)
+    sparseflow.optimize(net, X)
+    assert same(from_rest(net, X), expected)
+    sparseflow.restore(net)
+    assert isinstance(vars(net[0])["forward"], Accelerated) and same(from_rest(net, X), expected)
+
+
+def test_the_sample_is_not_written_to(planned: Callable[..., Any]) -> None:
+    x = X.clone()
+    net = small()
+    planned(net, x)
+    from_rest(net, x)
+    assert same(x, X)
+
+
+# --- without a sample ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "x"), [(small, X), (lambda: ready(Constant()), images(2)), (lambda: ready(Loop()), X)]
+)
+def test_without_a_sample_the_first_call_measures(
+    build: Any, x: torch.Tensor, planned: Callable[..., Any]
+) -> None:
+    net = build()
+    expected = from_rest(net, x)
+    functional.reset_net(net)
+    held = state(net)
+    runs = planned(net)
+    explanation = sparseflow.explain(net)
+    assert explanation.summary == "not measured yet" and "not measured yet" in str(explanation)
+    assert all(r.ms_before is None for r in explanation.layers) and accelerated(net).plans() == []
+    assert differences(state(net), held) in ([], [("", "forward", "")])
+    assert same(from_rest(net, x), expected) and runs
+    assert sparseflow.explain(net).summary != "not measured yet" and len(accelerated(net).plans()) == 1
+    runs.clear()
+    assert same(from_rest(net, x), expected) and runs == [1]
+
+
+def test_without_a_sample_a_network_that_cannot_be_traced_is_watched(prefer: Prefer) -> None:
+    prefer("events")
+    net = ready(Opaque())
+    expected = from_rest(net, X)
+    sparseflow.optimize(net)
+    assert type(net.conv2) is layer.Conv2d
+    assert same(from_rest(net, X), expected)
+    assert isinstance(net.conv2, SparseConv2d) and isinstance(net.conv3, SparseConv2d)
+    assert not isinstance(net.conv1, SparseConv2d)
+    assert same(from_rest(net, X), expected) and same(from_rest(net, images(3, 4))[:, :2], expected) is False
+    assert "could not be traced" in sparseflow.explain(net).summary
+    sparseflow.restore(net)
+    assert same(from_rest(net, X), expected)
+
+
+def test_a_first_call_with_bad_input_fails_as_the_network_does(planned: Callable[..., Any]) -> None:
+    bad = images(3, 2, channels=4)
+    with pytest.raises(RuntimeError) as plain:
+        from_rest(small(), bad)
+    net = small()
+    planned(net)
+    held = state(net)
+    with pytest.raises(RuntimeError) as found:
+        from_rest(net, bad)
+    assert str(found.value) == str(plain.value)
+    functional.reset_net(net)
+    assert differences(state(net), held) == []
+    assert same(from_rest(net, X), from_rest(small(), X))
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deep_copy_is_independent(kind: str, prefer: Prefer) -> None:
+    prefer("sparse", "events")
+    build, options = KINDS[kind]
+    net = build()
+    expected = from_rest(net, X)
+    sparseflow.optimize(net, X, **options)
+    functional.reset_net(net)
+    twin = copy.deepcopy(net)
+    ours, theirs = accelerated(net), accelerated(twin)
+    assert theirs.model is twin and ours.model is net and theirs is not ours
+    decided = dict(ours.decisions)
+    with torch.no_grad():
+        twin.conv2.weight.neg_()
+        twin.sn2.v_threshold = 0.5
+    changed = from_rest(twin, X)
+    assert same(from_rest(net, X), expected) and not same(changed, expected)
+    theirs.decisions.clear()
+    assert ours.decisions == decided
+    sparseflow.restore(twin)
+    assert "forward" not in vars(twin) and "forward" in vars(net)
+    assert type(twin.conv2) is layer.Conv2d and same(from_rest(twin, X), changed)
+    assert same(from_rest(net, X), expected)
+
+
+def test_a_copy_of_a_network_that_needs_a_sample_to_be_traced(planned: Callable[..., Any]) -> None:
+    net, x = ready(Constant()), images(2)
+    expected = from_rest(net, x)
+    runs = planned(net, x)
+    twin = copy.deepcopy(net)
+    assert same(from_rest(twin, x), expected) and len(runs) >= 2
+    assert "not measured" not in str(sparseflow.explain(twin))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimised_model_can_be_pickled(kind: str, prefer: Prefer) -> None:
+    prefer("sparse", "events")
+    build, options = KINDS[kind]
+    net = build()
+    expected = from_rest(net, X)
+    sparseflow.optimize(net, X, **options)
+    from_rest(net, X)
+    functional.reset_net(net)
+    twin = pickle.loads(pickle.dumps(net))
+    assert same(from_rest(twin, X), expected)
+    sparseflow.restore(twin)
+    assert type(twin.conv2) is layer.Conv2d and same(from_rest(twin, X), expected)
