@@ -41,11 +41,11 @@ from network_kernels import prepare, tidy
 from sparseflow.core import timing
 from sparseflow.core.files import write_atomic
 from sparseflow.spiking import bench
+from sparseflow.spiking.accelerated import accelerated
 from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
 from sparseflow.spiking.bench import OPTIMISED
 from sparseflow.spiking.explain import explain
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.accelerated import accelerated
 from sparseflow.spiking.optimize import layer_times, optimize
 
 CONTENDERS = (EAGER, "tf32 NCHW", "tf32 channels_last", "fp16 channels_last", OUR_DENSE)
