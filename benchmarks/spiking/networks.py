@@ -235,7 +235,7 @@ def measure(job: Job, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
             row["error_eager"], row["error_optimised"] = row["errors"][EAGER], row["errors"][OPTIMISED]
     if args.energy:
         with phase("energy"):
-            row["energy_j"] = bench._energy({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x)
+            row["energy_j"] = bench.energy_per_call({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x)
     return row | {"seconds": phase.seconds}
 
 

@@ -168,7 +168,7 @@ def bench(
         firing_rate=_mean([layer.firing_rate for layer in fed]),
         zero_block_ratio=_mean([layer.zero_block_ratio for layer in fed]),
         nearly_silent=tuple(layer.name for layer in fed if layer.flag),
-        energy_j=_energy({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x),
+        energy_j=energy_per_call({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x),
         explanation=explanation,
     )
     progress("done", 1.0)
@@ -231,7 +231,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _energy(forms: dict[str, Forward], x: torch.Tensor, *, seconds: float = 2.0) -> dict[str, float]:
+def energy_per_call(forms: dict[str, Forward], x: torch.Tensor, *, seconds: float = 2.0) -> dict[str, float]:
     """Joules a call by NVML's counter, each form running alone for about `seconds`."""
     if x.device.type != "cuda":
         return {}

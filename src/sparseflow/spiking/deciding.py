@@ -72,9 +72,12 @@ def decide_group(group: GroupStep, env: Env, chooser: Chooser, backend: Backend)
             if wrong:
                 notes.append(f"'{way}' disagreed with the network's own modules on the sample: {wrong}")
                 del candidates[way]
-    if chooser.device.startswith("cuda"):
-        candidates = {way: captured(work) for way, work in candidates.items()}
-    decision = chooser.choose(_group_key(group, env, backend), candidates, "module")
+    key = _group_key(group, env, backend)
+    decision = chooser.recall(key, candidates)
+    if decision is None:
+        if chooser.device.startswith("cuda"):
+            candidates = {way: captured(work) for way, work in candidates.items()}
+        decision = chooser.choose(key, candidates, "module")
     if notes:
         decision = decision.model_copy(update={"why": "; ".join([decision.why, *notes])})
     candidates.clear()

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -153,9 +153,8 @@ class Chooser:
             candidates: Name to a call that runs it once.
             baseline: The candidate that is always safe.
         """
-        key = f"{devices.describe(self.device).key()}|{key}"
-        known = self.cache.get(key) if self.cache else None
-        if known is not None and known.way in candidates:
+        known = self.recall(key, candidates)
+        if known is not None:
             return known
         if len(candidates) == 1:
             return Decision(way=baseline, why="nothing else can run this group")
@@ -179,5 +178,13 @@ class Chooser:
             why = f"nothing surely beat the network's own modules (best: {best}, {ratio.median:.2f}x)"
         decision = Decision(way=way, why=why, ms=ms)
         if self.cache:
-            self.cache.put(key, decision)
+            self.cache.put(self._full(key), decision)
         return decision
+
+    def recall(self, key: str, candidates: Container[str]) -> Decision | None:
+        """What was decided before, if that is still among the candidates."""
+        known = self.cache.get(self._full(key)) if self.cache else None
+        return known if known is not None and known.way in candidates else None
+
+    def _full(self, key: str) -> str:
+        return f"{devices.describe(self.device).key()}|{key}"
