@@ -60,7 +60,9 @@ class Job:
         """The case as text; equal cases have equal names."""
         s, usual = self.settings, catalog.Settings()
         if self.trained is not None:
-            return self.model if self.batch == 32 else f"{self.model}:{self.batch}"
+            batch = "" if self.batch == 32 else f":{self.batch}"
+            steps = "" if s.steps == usual.steps else f",steps={s.steps}"
+            return self.model + batch + steps + (f",silent={self.silent:g}" if self.silent else "")
         image = "" if s.image == usual.image else f":{s.image}"
         changed = [key for key in ("classes", "width") if getattr(s, key) != getattr(usual, key)]
         options = [f"{key}={getattr(s, key)}" for key in changed]
@@ -84,7 +86,14 @@ class Job:
         """The network, its images (more than a batch where it is trained), and their labels."""
         if self.trained is not None:
             assert self.test is not None
-            return load_trained(self.trained, self.test, max(self.images, self.batch), device)
+            found = load_trained(
+                self.trained, self.test, max(self.images, self.batch), device, self.settings.steps
+            )
+            if self.silent:
+                from silenced import silence
+
+                silence(found[0], self.silent, seed=self.settings.seed)
+            return found
         case = catalog.Case(model=self.model, settings=self.settings, batch=self.batch)
         model, x, labels = case.build(device=device)
         if self.silent:
@@ -157,9 +166,9 @@ def distinct(jobs: Sequence[Job]) -> list[Job]:
 
 
 def load_trained(
-    run: Path, test: Path, images: int, device: torch.device
+    run: Path, test: Path, images: int, device: torch.device, steps: int
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A trained network, test images in random order, and their labels."""
+    """A trained network that runs for `steps` time steps, test images in random order, and their labels."""
     from cifar10 import load_archive
     from safetensors.torch import load_file
     from train_cifar10 import MEAN, STD
@@ -167,9 +176,7 @@ def load_trained(
     from sparseflow.spiking.networks import spiking_resnet
 
     network = json.loads((run / "metrics.json").read_text())["network"]
-    net = spiking_resnet(
-        network["depth"], width=network["width"], T=network["T"], residual=network["residual"]
-    )
+    net = spiking_resnet(network["depth"], width=network["width"], T=steps, residual=network["residual"])
     net.load_state_dict(load_file(run / "weights.safetensors"))
     found = load_archive(test)
     # The archive is sorted by class.
@@ -180,8 +187,26 @@ def load_trained(
     return net.eval().to(device), ((pixels - mean) / std).to(device), labels.to(device)
 
 
-def trained_job(run: Path, test: Path, batch: int, images: int) -> Job:
-    """The case of a network that ``train_cifar10.py`` wrote."""
+def trained_job(text: str, test: Path, batch: int, images: int) -> Job:
+    """The case of a network that ``train_cifar10.py`` wrote.
+
+    Args:
+        text: The run's folder, and then any of ``,steps=16`` (T; else as it was trained) and ``,silent=0.5``.
+        test: Archive of test images.
+        batch: Images of a batch.
+        images: Test images to judge it by.
+
+    Raises:
+        argparse.ArgumentTypeError: An option is unknown.
+    """
+    folder, *parts = text.split(",")
+    options = dict(part.partition("=")[::2] for part in parts)
+    if unknown := set(options) - {"steps", "silent"}:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r} are none of steps, silent")
+    run = Path(folder)
     network = json.loads((run / "metrics.json").read_text())["network"]
-    settings = catalog.Settings(steps=network["T"], width=network["width"])
-    return Job(model=run.name, settings=settings, batch=batch, trained=run, test=test, images=images)
+    settings = catalog.Settings(steps=int(options.get("steps", network["T"])), width=network["width"])
+    return Job(
+        model=run.name, settings=settings, batch=batch, silent=float(options.get("silent", 0)), trained=run,
+        test=test, images=images,
+    )  # fmt: skip

@@ -289,7 +289,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--case", type=parse, action="append", default=[], help="model:T:batch[:image][,key=value…]"
     )
     parser.add_argument("--grid", choices=["quick", "full"], help="10 classes, or 10 and 100")
-    parser.add_argument("--trained", type=Path, action="append", default=[])
+    parser.add_argument(
+        "--trained", action="append", default=[], help="folder of train_cifar10.py[,steps=16][,silent=0.5]"
+    )
     parser.add_argument("--test", type=Path)
     parser.add_argument("--batch", type=int, default=32, help="of trained networks")
     parser.add_argument("--images", type=int, default=2048, help="test images for a trained one's accuracy")

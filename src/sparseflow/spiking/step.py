@@ -51,6 +51,7 @@ class GroupStep:
     _prepared: dict[Way, PreparedGroup] = field(default_factory=dict)
     _stem: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
+    _rest: float | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +79,7 @@ class GroupStep:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
         self._stem.clear()
+        self._rest = None
 
     def spec(self, channels: int) -> GroupSpec:
         """The group's arithmetic with the network's present weights, channels as the arrangement says."""
@@ -199,9 +201,12 @@ class GroupStep:
         return self.arrangement.output
 
     def _constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
-        info = neuron_info(self.neuron)
-        assert info is not None and info.spec is not None
-        if float(value) == info.spec.v_rest:
+        if self._rest is None:
+            # Kept, for asking a neuron with a learned leak waits for the GPU.
+            info = neuron_info(self.neuron)
+            assert info is not None and info.spec is not None
+            self._rest = info.spec.v_rest
+        if float(value) == self._rest:
             return None
         device = next((p.device for p in self.modules[self.match.name].parameters()), torch.device("cpu"))
         return torch.full((shape.images, *shape.output), float(value), device=device)
