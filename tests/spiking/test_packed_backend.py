@@ -19,6 +19,7 @@ from spikingjelly.activation_based import functional
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backend import GroupShape
+from sparseflow.spiking.channels import Arrangement, Order, permute_group
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.kernels.packed import autotune
 from sparseflow.spiking.kernels.packed import group as hopper
@@ -120,6 +121,29 @@ def test_membranes_are_new_unless_the_backend_owns_them(convolution: Any) -> Non
         assert torch.equal(again, expected[1][0]) and torch.equal(second, expected[1][1])
         assert (second.data_ptr() == first.data_ptr()) == own
         assert own or torch.equal(first, expected[0][1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("convolution", ["sparse", "dense"])
+def test_membranes_keep_the_networks_channels(convolution: Any, own: bool) -> None:
+    g = seeded(8)
+    spec = GroupSpec(sources=(source(g, 16, 24, 3),), bias=grid(g, 24), neuron=LIF)
+    x = spikes(g, 2, 1, 16, 4, 4)
+    shape = GroupShape(steps=2, images=1, sources=((16, 4, 4),), output=(24, 4, 4))
+    order = Order.of(torch.randperm(24, generator=g).to(DEVICE))
+    backend = PackedBackend(DEVICE, torch.float32, own_membranes=own)
+    moved = permute_group(spec, outputs=order.places)
+    prepared = backend.prepare(moved, shape, convolution, Arrangement(output=order))
+    fed = backend.encode(x, 1) if convolution == "sparse" else x
+    v = expected_v = None
+    for _ in range(3):
+        expected, expected_v = run_group_reference(spec, [x], v=expected_v)
+        before, start = v, None if v is None else v.clone()
+        out, v = prepared([fed], [], [], [], steps=2, v=v, out="dense")
+        assert torch.equal(out, expected[:, :, order.places]) and torch.equal(v, expected_v)
+        if before is not None:
+            assert (v.data_ptr() == before.data_ptr()) == own
+            assert own or same(before, start)
 
 
 def test_a_group_without_convolution() -> None:

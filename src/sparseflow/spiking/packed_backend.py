@@ -20,8 +20,14 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backend import Convolution, Form, GroupShape, PreparedGroup
-from sparseflow.spiking.channels import NATURAL, TILE, Arrangement, Order
-from sparseflow.spiking.kernels.packed.format import ACTIVITY_STEPS, BLOCK, PackedSpikes, empty_packed
+from sparseflow.spiking.channels import NATURAL, TILE, Arrangement
+from sparseflow.spiking.kernels.packed.format import (
+    ACTIVITY_STEPS,
+    BLOCK,
+    PackedSpikes,
+    channel_table,
+    empty_packed,
+)
 from sparseflow.spiking.kernels.spec import GroupSpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -86,7 +92,8 @@ class PackedBackend:
 
     Args:
         device: The GPU (or the CPU, where TRITON_INTERPRET=1 has Triton interpret its kernels).
-        dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of every weight of a sparse group.
+        dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of every weight of a sparse group and
+            adds in fp32; spikes then differ from fp32's own no more than another order of sums makes them.
         tune: How many of a kernel's variants to time when a group is prepared, the most promising ones (once
             for groups of the same shapes); 0 or 1 takes the first. Timing waits for the GPU and compiles.
         own_membranes: Each group writes its membrane into one buffer of its own, so that a captured graph
@@ -223,20 +230,19 @@ def _split(skips: Sequence[Native]) -> tuple[list[PackedSpikes], list[Tensor]]:
     return bits, reals
 
 
-def _membrane_rows(v: Tensor | None, order: Order | None) -> Tensor | None:
-    """[N, C, H, W] as contiguous fp32 [N, H, W, C], channels in `order`.
-
-    No copy for what a group of this backend returned, where no order was asked for.
-    """
-    if v is None:
-        return None
-    rows = v.to(torch.float32).permute(0, 2, 3, 1)
-    return rows.contiguous() if order is None else rows.index_select(3, order.places)
+def _membrane_rows(v: Tensor | None) -> Tensor | None:
+    """[N, C, H, W] as contiguous fp32 [N, H, W, C]; no copy for what a group of this backend returned."""
+    return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
 
 
-def _membrane(rows: Tensor, order: Order | None) -> Tensor:
-    """fp32 [N, H, W, C] with its channels in `order`, as [N, C, H, W] with the network's."""
-    return (rows if order is None else rows.index_select(3, order.inverse)).permute(0, 3, 1, 2)
+def _membrane(rows: Tensor) -> Tensor:
+    """[N, H, W, C] as [N, C, H, W]."""
+    return rows.permute(0, 3, 1, 2)
+
+
+def _network_channels(arrangement: Arrangement) -> Tensor | None:
+    """Which of the network's channels lies at each place of a group's output; None where all lie alike."""
+    return None if arrangement.output is None else arrangement.output.places
 
 
 def _marks(arrangement: Arrangement, shape: GroupShape) -> bool:
@@ -284,6 +290,7 @@ class _SparseGroup:
             variant=variant,
             in_sizes=[(height, width) for _, height, width in shape.sources],
             emit_activity=self._marks,
+            v_columns=_network_channels(self.lies),
         )
 
     def _trial(self, variant: str) -> Callable[[], Any]:
@@ -344,8 +351,8 @@ class _SparseGroup:
             if not self.backend.own_membranes:
                 self._group.v = torch.empty_like(self._group.v)
             rows = [words.channels_last(x) for x in reals]
-            spikes, last = self._group(fed, bits, rows, _membrane_rows(v, self.lies.output), True)
-            membrane = _membrane(last, self.lies.output)
+            spikes, last = self._group(fed, bits, rows, _membrane_rows(v), True)
+            membrane = _membrane(last)
             if post_skips:
                 added = [s.values if isinstance(s, DenseSpikes) else s for s in post_skips]
                 total = codec.unpack(spikes, self.backend.dtype, add=added)
@@ -359,7 +366,7 @@ class _DenseGroup:
     def __init__(
         self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
     ) -> None:
-        self.backend, self.spec, self.lies = backend, spec.without_weights(), arrangement
+        self.backend, self.spec = backend, spec.without_weights()
         c, h, w = shape.output
         self._weights = [
             s.weight.to(backend.device, backend.dtype).contiguous(memory_format=torch.channels_last)
@@ -371,6 +378,7 @@ class _DenseGroup:
         if not spec.post_skips:
             tile = TILE if _marks(arrangement, shape) else 0
             self._out = empty_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
+        self._v_columns = channel_table(_network_channels(arrangement), c, backend.device)
         self._v: Tensor | None = None
         if backend.own_membranes:
             self._v = torch.empty((shape.images, h, w, c), dtype=torch.float32, device=backend.device)
@@ -405,13 +413,14 @@ class _DenseGroup:
                 bias=self._bias,
                 skips=bits,
                 post_skips=[s.values if isinstance(s, DenseSpikes) else s for s in post_skips],
-                v=_membrane_rows(v, self.lies.output),
+                v=_membrane_rows(v),
                 packed=self._out if packs and self._out is not None else False,
                 dense=None if packs else self.backend.dtype,
                 v_out=True if self._v is None else self._v,
+                v_columns=self._v_columns,
             )
         assert found.v is not None
-        membrane = _membrane(found.v, self.lies.output)
+        membrane = _membrane(found.v)
         if packs:
             return found.packed, membrane
         assert found.dense is not None

@@ -13,6 +13,7 @@ from sparseflow.spiking.kernels.packed.format import (
     BLOCK,
     K_CHANNEL,
     K_EXPONENT,
+    channel_table,
     empty_packed,
     pack,
     places_of,
@@ -69,6 +70,15 @@ def test_spikes_of_4x4_maps_take_an_eighth_of_the_bytes_of_fp16() -> None:
     assert packed.nbytes == packed.words.numel() * 8 + packed.activity.numel() * 4
     as_fp16 = 2 * 4 * 32 * 512 * 4 * 4
     assert packed.nbytes * 10 < as_fp16
+
+
+def test_a_channel_table_is_a_permutation() -> None:
+    assert channel_table(None, 3, "cpu") is None
+    table = channel_table(torch.tensor([2, 0, 1]), 3, "cpu")
+    assert table is not None and table.dtype == torch.int32 and table.tolist() == [2, 0, 1]
+    for wrong in ([0, 1], [0, 1, 3], [0, 0, 2], [-1, 0, 1]):
+        with pytest.raises(InputError, match="permutation of 3"):
+            channel_table(torch.tensor(wrong), 3, "cpu")
 
 
 def test_pack_refuses_other_ranks() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
-from sparseflow.spiking.kernels.packed import gluon
+from sparseflow.spiking.kernels.packed import gluon_places, gluon_silence
 from sparseflow.spiking.kernels.packed.format import BLOCK, pack, places_of
 
 
@@ -30,17 +30,17 @@ def test_every_tap_of_every_batch(taps: int, stride: int, n: int, ih: int, iw: i
     assert step == places_of(n, ih, iw) * ch
     halves = packed.data.flatten()
     h, w = -(-ih // stride), -(-iw // stride)
-    image, y, x = _as_python(gluon._place)(torch.arange(n * h * w), h, w)
+    image, y, x = _as_python(gluon_places.pixel_of)(torch.arange(n * h * w), h, w)
     reach = 1 if taps == 9 else 0
-    src = _as_python(gluon._word)(image, y * stride - reach, x * stride - reach, ih, iw) * ch
+    src = _as_python(gluon_places.place_of)(image, y * stride - reach, x * stride - reach, ih, iw) * ch
     lanes = src[:, None] + torch.arange(4)
     # [N, 4 halfwords, H + 2, W + 2] of every block, as a convolution sees it
     around = F.pad(packed.pixels[t].permute(3, 0, 4, 1, 2), (reach, reach, reach, reach))
     for units in (3, 9) if taps == 9 else (1, 3):
         for batch in range(blocks * taps // units):
-            base = t * step + _as_python(gluon._batch_shift)(batch, taps, units, iw, ch)
+            base = t * step + _as_python(gluon_places.batch_shift)(batch, taps, units, iw, ch)
             for unit in range(units):
-                found = halves[lanes + (base + _as_python(gluon._unit_shift)(unit, taps, iw, ch))]
+                found = halves[lanes + (base + _as_python(gluon_places.unit_shift)(unit, taps, iw, ch))]
                 if taps == 9:
                     block, tap = batch * units // 9, batch * units % 9 + unit
                 else:
@@ -54,8 +54,10 @@ def test_every_tap_of_every_batch(taps: int, stride: int, n: int, ih: int, iw: i
 def test_outputs_go_to_their_pixels() -> None:
     n, h, w, blocks = 3, 4, 5, 2
     packed = pack(torch.ones(1, n, 64 * blocks, h, w))
-    image, y, x = _as_python(gluon._place)(torch.arange(n * h * w), h, w)
-    dst = (_as_python(gluon._word)(image, y, x, h, w) * (4 * blocks))[:, None] + torch.arange(4 * blocks)
+    image, y, x = _as_python(gluon_places.pixel_of)(torch.arange(n * h * w), h, w)
+    dst = (_as_python(gluon_places.place_of)(image, y, x, h, w) * (4 * blocks))[:, None] + torch.arange(
+        4 * blocks
+    )
     written = torch.zeros_like(packed.data).flatten()
     written[dst] = -1
     assert torch.equal(written.view_as(packed.data), packed.data)
@@ -68,9 +70,11 @@ def test_weights_are_fetched_in_the_order_of_use(
     monkeypatch: pytest.MonkeyPatch, per_list: int, second: int, mask: int
 ) -> None:
     """Of what is not silent, then of the second source, time after time, whatever is silent."""
-    monkeypatch.setattr(gluon, "gl", SimpleNamespace(where=lambda c, a, b: a if c else b))
-    monkeypatch.setattr(gluon, "_lowest", lambda bits: (bits & -bits).bit_length() - 1 if bits else 32)
-    monkeypatch.setattr(gluon, "_next", _as_python(gluon._next))
+    monkeypatch.setattr(gluon_silence, "gl", SimpleNamespace(where=lambda c, a, b: a if c else b))
+    monkeypatch.setattr(
+        gluon_silence, "lowest_bit", lambda bits: (bits & -bits).bit_length() - 1 if bits else 32
+    )
+    monkeypatch.setattr(gluon_silence, "next_batch", _as_python(gluon_silence.next_batch))
     lists, chunks = 5, 3
     stop, batches = mask.bit_count() * per_list, lists * per_list
     wanted = [b for b in range(batches) if mask >> b // per_list & 1]
@@ -78,7 +82,7 @@ def test_weights_are_fetched_in_the_order_of_use(
     rest, sub, turn = mask, 0, 0
     found = []
     for _ in range(chunks * (stop + second)):
-        batch, rest, sub, turn = _as_python(gluon._next_fetch)(
+        batch, rest, sub, turn = _as_python(gluon_silence.next_fetch)(
             rest, sub, turn, mask, stop, batches, second, per_list, 1 if second else 0
         )
         found.append(batch)

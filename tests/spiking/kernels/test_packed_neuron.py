@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.packed.format import empty_packed, pack
+from sparseflow.spiking.kernels.packed.format import channel_table, empty_packed, pack
 from sparseflow.spiking.kernels.packed.neuron import NeuronOutput, neuron
 from sparseflow.spiking.kernels.reference import run_group_reference
 from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec
@@ -138,6 +138,23 @@ def test_the_membrane_is_carried_in_place() -> None:
     assert second.packed is not None
     assert_packed(second.packed, whole[2:])
     assert torch.equal(v.permute(0, 3, 1, 2), last)
+
+
+@pytest.mark.parametrize("channels", [64, 70])
+def test_membranes_lie_in_an_order_of_their_own(channels: int) -> None:
+    g = seeded(10)
+    x, start = grid(g, 3, 2, channels, 3, 3) * 3, grid(g, 2, channels, 3, 3)
+    places = torch.randperm(channels, generator=g)
+    v = torch.empty(2, 3, 3, channels, device=DEVICE)
+    v[..., places] = start.permute(0, 2, 3, 1)
+    table = channel_table(places, channels, DEVICE)
+    found = neuron([x], SHIFTED, v=v, v_out=v, v_columns=table)
+    expected, last = _expected(SHIFTED, [x], v=start)
+    assert found.packed is not None and found.v is v
+    assert_packed(found.packed, expected)
+    assert torch.equal(v[..., places].permute(0, 3, 1, 2), last)
+    with pytest.raises(InputError, match=f"int32 \\[{channels}\\]"):
+        neuron([x], SHIFTED, v=v, v_columns=places)
 
 
 def test_packed_output_goes_where_it_is_told() -> None:

@@ -1,4 +1,4 @@
-"""The plain-Triton kernels compile for real GPUs, without spills, through the calls that launch them."""
+"""The kernels compile for real GPUs without spills, the plain ones through the calls that launch them."""
 
 from __future__ import annotations
 
@@ -65,6 +65,39 @@ def test_kernels_compile_without_spills(arch: int) -> None:
         "twin_kernel",
     }  # fmt: skip
     for name, registers, spill_bytes, shared_bytes, multiplies in found:
-        assert spill_bytes == 0 and registers < 255, (name, registers, spill_bytes)
+        assert spill_bytes == 0, (name, registers, spill_bytes)
         assert shared_bytes <= 99 * 1024, (name, shared_bytes)
         assert (multiplies > 0) == (name == "twin_kernel"), name
+
+
+_COMPILE_HOPPER = """
+import json
+import torch
+from sparseflow.spiking.kernels.packed.group import kernel_constants, variants
+from sparseflow.spiking.kernels.packed.offline import compile_offline
+from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+
+lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
+source = SpikeSource(weight=torch.ones(128, 128, 3, 3), padding=1)
+spec = GroupSpec(sources=(source,), bias=torch.zeros(128), neuron=lif)
+rows = []
+for parts, moved in ((1, False), (1, True), (2, False), (2, True)):
+    first = variants(spec, T=4, N=32, H=14, W=14, parts=parts)[0]
+    constants = kernel_constants(spec, first, H=14, W=14, in_sizes=[(14, 14)], parts=parts, read_v=True,
+                                 write_v=True, v_columns=moved)
+    report = compile_offline(constants, max_registers=first.max_registers if parts == 1 else None)
+    rows.append((parts, moved, report.spill_bytes, report.serialised))
+print(json.dumps(rows))
+"""
+
+
+def test_the_hopper_kernel_compiles_with_asynchronous_products() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE_HOPPER], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 4
+    for parts, moved, spill_bytes, serialised in rows:
+        assert spill_bytes == 0 and not serialised, (parts, moved, spill_bytes, serialised)

@@ -178,6 +178,26 @@ def test_the_buffers_stay_and_silence_after_noise_is_silent() -> None:
     assert not silent.data.any() and not v.any()
 
 
+@pytest.mark.parametrize("c_out", [70, 128])
+def test_membranes_lie_in_an_order_of_their_own(c_out: int) -> None:
+    g = seeded(12)
+    spec = _spec(g, source(g, 64, c_out, 3), neuron=SHIFTED, dense=1)
+    x, dense, v = spikes(g, 2, 2, 64, 3, 5), grid(g, 2, 2, c_out, 3, 5), grid(g, 2, c_out, 3, 5)
+    places = torch.randperm(c_out, generator=g).to(DEVICE)
+    expected, expected_v = run_group_reference(spec, [x], (), [dense], v=v)
+    for variant in twin_variants(spec, T=2):
+        group = PreparedTwinGroup(
+            spec, T=2, N=2, H=3, W=5, device=DEVICE, variant=variant.name, v_columns=places
+        )
+        there = torch.empty(2, 3, 5, c_out, device=DEVICE)
+        there[..., places] = v.permute(0, 2, 3, 1)
+        found, last = group([pack(x)], (), [rows(dense)], there, True)
+        assert_packed(found, expected)
+        assert last is not None and torch.equal(last[..., places].permute(0, 3, 1, 2), expected_v)
+    with pytest.raises(InputError, match=f"a permutation of {c_out}"):
+        PreparedTwinGroup(spec, T=2, N=2, H=3, W=5, device=DEVICE, v_columns=places.clamp(max=c_out - 2))
+
+
 def test_two_parts_are_as_accurate_as_fp32() -> None:
     g = seeded(7)
     weight = (torch.randn(64, 128, 3, 3, generator=g) * 0.05).to(DEVICE)
@@ -194,7 +214,7 @@ def test_two_parts_are_as_accurate_as_fp32() -> None:
         assert v is not None
         error[parts] = ((v.permute(0, 3, 1, 2) - exact).norm() / exact.norm()).item()
     assert error[1] < 2**-10
-    assert error[2] < 2**-20
+    assert error[2] < 3e-7
 
 
 @pytest.mark.parametrize(("parts", "bits"), [(1, 11), (2, 22)])

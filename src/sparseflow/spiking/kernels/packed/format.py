@@ -171,6 +171,31 @@ def empty_packed(
     return PackedSpikes(data=data, shape=(t, n, c, h, w), activity=activity, tile=tile)
 
 
+def channel_table(places: Tensor | None, channels: int, device: torch.device | str) -> Tensor | None:
+    """Where kernels find the membrane of each of their channels, as they take it.
+
+    Args:
+        places: [channels], a permutation: which channel of the membrane's memory is the group's at each
+            place. None where they lie alike.
+        channels: How many.
+        device: Where the kernels run.
+
+    Returns:
+        int32 [channels], or None.
+
+    Raises:
+        InputError: `places` is not a permutation; a kernel would write elsewhere.
+    """
+    if places is None:
+        return None
+    if places.shape != (channels,) or not torch.equal(places.cpu().sort().values, torch.arange(channels)):
+        raise InputError(
+            f"the membrane's channels must be a permutation of {channels}, got {places.dtype} "
+            f"{tuple(places.shape)}"
+        )
+    return places.to(device, torch.int32).contiguous()
+
+
 def pack(spikes: Tensor) -> PackedSpikes:
     """Pack spikes [T, N, C, H, W] of zeros and ones of any dtype (plain torch: the reference of the kernels).
 

@@ -19,6 +19,7 @@ from sparseflow.spiking.kernels.packed.format import (
     WEIGHT_LIMIT,
     PackedSpikes,
     blocks_of,
+    channel_table,
     empty_packed,
 )
 from sparseflow.spiking.kernels.packed.silence import words_of_a_tile
@@ -108,14 +109,17 @@ class PreparedPackedGroup:
         H: Output rows.
         W: Output columns.
         device: A Hopper GPU.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
+        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them, and adds them up about as
+            accurately as an fp32 convolution would (`gluon.py`).
         variant: A name out of `variants()`; None takes the likely fastest, the first of them.
         in_sizes: (rows, columns) of every source's input; None takes stride x output.
         emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`), so that the next
             group can skip that; at most 32 time steps.
+        v_columns: Integers [C_out]: at which channel of the membranes' memory each of the group's channels
+            is. Membranes come and go in that order, whatever the order of the weights. None: as they lie.
 
     Raises:
-        InputError: The group or the variant's name is refused.
+        InputError: The group, the variant's name or the order of the membranes is refused.
         DeviceError: `device` is not a CUDA GPU of compute capability 9.0.
     """
 
@@ -132,6 +136,7 @@ class PreparedPackedGroup:
         variant: str | None = None,
         in_sizes: Sequence[tuple[int, int]] | None = None,
         emit_activity: bool = False,
+        v_columns: Tensor | None = None,
     ) -> None:
         reason = refusal(spec)
         if reason is not None:
@@ -162,6 +167,7 @@ class PreparedPackedGroup:
         )
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         v = self.variant
+        self._v_columns = channel_table(v_columns, self.c_out, self.device)
         self.tiles = -(-N * H * W // v.pixels)
         columns = self.c_out // v.bn
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -195,7 +201,7 @@ class PreparedPackedGroup:
             spikes: One per source. If the first has activity words, what is silent in it is skipped.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out]; None starts at rest.
+            v: Initial membrane, fp32 [N, H, W, C_out], channels as `v_columns` says; None starts at rest.
             want_v: Whether to write the final membrane.
 
         Returns:
@@ -228,7 +234,7 @@ class PreparedPackedGroup:
         constants = kernel_constants(
             spec, c, H=self.H, W=self.W, in_sizes=self.in_sizes, parts=self.parts, skips=len(skips),
             dense=len(dense), read_v=v is not None, write_v=want_v, silence=silence, in_tile=spikes[0].tile,
-            emit=self.out.activity is not None,
+            emit=self.out.activity is not None, v_columns=self._v_columns is not None,
         )  # fmt: skip
         # A CTA that knows its batches before it starts to fetch them has only one tile.
         grid = (self.tiles, *self.grid[1:]) if silence and not constants["RESIDENT"] else self.grid
@@ -239,7 +245,8 @@ class PreparedPackedGroup:
             x, x2, self._descriptor, self.bias, self.out.data,
             skips[0].data if skips else x, dense[0] if dense else self.bias,
             self.v if v is None else v, self.v,
-            self._partial, self._count, activity, emitted,
+            self._count if self._v_columns is None else self._v_columns, self._partial, self._count,
+            activity, emitted,
             self.scale, spec.neuron.alpha, spec.neuron.beta, spec.neuron.v_threshold, spec.neuron.v_rest,
             self.N * self.H * self.W, self.tiles, self.T, units // c.ub, units2,
             x.stride(0), x2.stride(0), self.out.data.stride(0),
@@ -293,6 +300,7 @@ def kernel_constants(
     silence: int = 0,
     in_tile: int = 16,
     emit: bool = False,
+    v_columns: bool = False,
 ) -> dict[str, int | bool]:
     """Compile-time constants of `group_kernel` for a group and a variant."""
     c, first, second = variant, spec.sources[0], spec.sources[-1]
@@ -309,7 +317,7 @@ def kernel_constants(
         "RING": c.ring, "RESIDENT": c.split == 1 and c.ring == units // c.ub + units2, "SPLIT": c.split,
         "SILENCE": silence, "IN_TILE": in_tile, "EMIT": emit,
         "SOFT": spec.neuron.v_reset is None, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
-        "WRITE_V": write_v, "NUM_WARPS": c.warps,
+        "WRITE_V": write_v, "V_COLUMNS": v_columns, "NUM_WARPS": c.warps,
     }  # fmt: skip
 
 
@@ -325,9 +333,10 @@ def prepare_group(
     variant: str | None = None,
     in_sizes: Sequence[tuple[int, int]] | None = None,
     emit_activity: bool = False,
+    v_columns: Tensor | None = None,
 ) -> PreparedPackedGroup:
     """See `PreparedPackedGroup`."""
     return PreparedPackedGroup(
         spec, T=T, N=N, H=H, W=W, device=device, parts=parts, variant=variant, in_sizes=in_sizes,
-        emit_activity=emit_activity,
+        emit_activity=emit_activity, v_columns=v_columns,
     )  # fmt: skip

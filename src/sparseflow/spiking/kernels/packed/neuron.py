@@ -55,11 +55,11 @@ def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
 @triton.jit
 def neuron_kernel(
     steady, varying, varying_steps, skips, posts, post_denses, post_steps,
-    bias_ptr, v_in_ptr, v_out_ptr, out_ptr, act_ptr, dense_ptr,
+    bias_ptr, v_in_ptr, v_out_ptr, v_columns_ptr, out_ptr, act_ptr, dense_ptr,
     alpha, beta, delta, threshold, v_reset, pixels, tiles, word_step, dense_step,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
     T: tl.constexpr, TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr,
-    READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+    READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of P pixels, blocks of channels). `steady` currents are constant over time.
@@ -83,8 +83,12 @@ def neuron_kernel(
     for i in tl.static_range(len(steady)):
         base += tl.load(steady[i] + flat, mask=real, other=0.0).to(tl.float32)
     base = base * beta + delta
+    at_v = flat
+    if V_COLUMNS:
+        found = tl.load(v_columns_ptr + c, mask=c < C, other=0)
+        at_v = (pixel * C)[:, None] + found[None, :]
     if READ_V:
-        v = tl.load(v_in_ptr + flat, mask=real, other=0.0)
+        v = tl.load(v_in_ptr + at_v, mask=real, other=0.0)
     else:
         v = tl.zeros([P, 64], tl.float32) + v_reset
 
@@ -133,7 +137,7 @@ def neuron_kernel(
     if TILE > 0:
         store_activity(act_ptr, seen, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
     if WRITE_V:
-        tl.store(v_out_ptr + flat, v, mask=real)
+        tl.store(v_out_ptr + at_v, v, mask=real)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +167,7 @@ def neuron(
     packed: PackedSpikes | bool = True,
     dense: torch.dtype | None = None,
     v_out: Tensor | bool = False,
+    v_columns: Tensor | None = None,
 ) -> NeuronOutput:
     """Run a layer of neurons over time, in one pass.
 
@@ -180,6 +185,8 @@ def neuron(
             of at most 32 pixels, are filled along.
         dense: dtype of the dense spikes to write; None for none.
         v_out: Whether to write the last membrane, or where to (fp32 [N, H, W, C]; may be `v`).
+        v_columns: int32 [C] on the currents' device (`format.channel_table`): at which channel of `v` and
+            `v_out` each of the neurons' channels is. None: as they lie.
 
     Raises:
         InputError: There is nothing to feed the neuron, or shapes disagree.
@@ -208,6 +215,13 @@ def neuron(
             f"the membrane must be contiguous fp32 {(n, h, w, c)} (N, H, W, C), "
             f"got {v.dtype} {tuple(v.shape)}"
         )
+    if v_columns is not None and (
+        v_columns.shape != (c,) or v_columns.dtype != torch.int32 or not v_columns.is_contiguous()
+    ):
+        raise InputError(
+            f"the membrane's channels must be contiguous int32 [{c}], got {v_columns.dtype} "
+            f"{tuple(v_columns.shape)}"
+        )
 
     bits = empty_packed(steps, n, c, h, w, device) if packed is True else packed or None
     if bits is not None and bits.shape != whole:
@@ -230,6 +244,7 @@ def neuron(
         neuron_kernel, (cdiv(pixels, _PIXELS), cdiv(c, 64)),
         tuple(steady), varying, varying_steps, skip_words, posts, post_denses, post_steps,
         bias if bias is not None else some, v if v is not None else some, last if last is not None else some,
+        v_columns if v_columns is not None else some,
         bits.data.view(torch.int32) if bits is not None else some,
         activity if activity is not None else some, flat if flat is not None else some,
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
@@ -237,6 +252,7 @@ def neuron(
         words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
         C=c, G=cdiv(c, 64), H=h, W=w, P=_PIXELS, T=steps, TC=time_steps_held(steps),
         SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
-        PACKED=bits is not None, TILE=tile, DENSE=flat is not None, num_warps=4,
+        V_COLUMNS=v_columns is not None, PACKED=bits is not None, TILE=tile, DENSE=flat is not None,
+        num_warps=4,
     )  # fmt: skip
     return NeuronOutput(packed=bits, dense=None if flat is None else flat.permute(0, 1, 4, 2, 3), v=last)

@@ -46,7 +46,7 @@ def compile_offline(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = {"x_ptr", "x2_ptr", "out_ptr", "skip_ptr"}
-    words = {"count_ptr", "act_ptr", "out_act_ptr"}
+    words = {"v_columns_ptr", "count_ptr", "act_ptr", "out_act_ptr"}
     reals = {"scale", "alpha", "skip_value", "threshold", "v_reset"}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], Any] = {}

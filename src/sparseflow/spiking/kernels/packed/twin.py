@@ -7,7 +7,9 @@ the weights, which come from the L2 cache through a software pipeline. A spike r
 2.0 (its bit is shifted to the exponent's top bit); the halved weights make up for it.
 
 fp32 accuracy comes from splitting every weight into two or three fp16 numbers (`parts`), never from fp32
-multiplications, which tensor cores do not have.
+multiplications, which tensor cores do not have; and from adding K steps in fp32 rather than in the tensor
+cores, which truncate. Together a sum is then about as far from the exact one as an fp32 convolution's, 1e-7
+of its size (tests/spiking/kernels/test_packed_accuracy.py models the hardware).
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
@@ -25,7 +27,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.kernels.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
+from sparseflow.spiking.kernels.packed.format import (
+    BLOCK,
+    PackedSpikes,
+    blocks_of,
+    channel_table,
+    empty_packed,
+)
 from sparseflow.spiking.kernels.packed.neuron import fire
 from sparseflow.spiking.kernels.packed.words import (
     activity_of,
@@ -67,7 +75,11 @@ def _convolve(
     G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     TC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[u] += the convolution of time step u; `src` is where each pixel's halfwords begin."""
+    """sums[u] += the convolution of time step u; `src` is where each pixel's halfwords begin.
+
+    With one part the tensor cores add to the sums. They truncate what they add, so with more parts each K
+    step starts anew, with the smallest part, and fp32 adds the steps.
+    """
     c = tl.arange(0, 64)
     weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
     for step in range(G * K * K):
@@ -75,14 +87,17 @@ def _convolve(
         shift = ((tap // K) * (IW + 1) + tap % K) * G + step // (K * K)
         added = ()
         parts = ()
-        for part in tl.static_range(PARTS):
-            parts = parts + (tl.load(weights + (step * PARTS + part) * (64 * COLUMNS)),)
+        for part in tl.static_range(PARTS):  # the smallest first
+            parts = parts + (tl.load(weights + (step * PARTS + (PARTS - 1 - part)) * (64 * COLUMNS)),)
         for u in tl.static_range(TC):
             a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) * 4 + src), BM)
-            total = sums[u]
-            for part in tl.static_range(PARTS):
-                total = tl.dot(a, parts[part], total)
-            added = added + (total,)
+            if PARTS == 1:
+                added = added + (tl.dot(a, parts[0], sums[u]),)
+            else:
+                total = tl.dot(a, parts[0])
+                for part in tl.static_range(1, PARTS):
+                    total = tl.dot(a, parts[part], total)
+                added = added + (sums[u] + total,)
         sums = added
     return sums
 
@@ -90,14 +105,15 @@ def _convolve(
 @triton.jit
 def twin_kernel(
     x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, act_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
-    scale, alpha, beta, threshold, v_reset, pixels, tiles, x_step, x2_step, out_step,
+    v_columns_ptr, scale, alpha, beta, threshold, v_reset, pixels, tiles, x_step, x2_step, out_step,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     IH: tl.constexpr, IW: tl.constexpr,
     G2: tl.constexpr, K2: tl.constexpr, STRIDE2: tl.constexpr, PADDING2: tl.constexpr,
     IH2: tl.constexpr, IW2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
-    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, TILE: tl.constexpr,
+    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
 
@@ -129,8 +145,12 @@ def twin_kernel(
         real = real & (column < C)[None, :]
     flat = (pixel * C)[:, None] + column[None, :]
     bias = tl.load(bias_ptr + column)[None, :]
+    at_v = flat
+    if V_COLUMNS:
+        found = tl.load(v_columns_ptr + column, mask=column < C, other=0)
+        at_v = (pixel * C)[:, None] + found[None, :]
     if READ_V:
-        v = tl.load(v_in_ptr + flat, mask=real, other=0.0)
+        v = tl.load(v_in_ptr + at_v, mask=real, other=0.0)
     else:
         v = tl.zeros([BM, BN], tl.float32) + v_reset
 
@@ -174,7 +194,7 @@ def twin_kernel(
         first = tl.program_id(0) * (BM // TILE)
         store_activity(act_ptr, seen, first, tiles, tl.program_id(1) * (BN // 64), GO, BM, BN // 64, 2, TILE)
     if WRITE_V:
-        tl.store(v_out_ptr + flat, v, mask=real)
+        tl.store(v_out_ptr + at_v, v, mask=real)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +290,17 @@ class PreparedTwinGroup:
         H: Output rows.
         W: Output columns.
         device: A CUDA GPU, or the CPU where Triton interprets its kernels.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them (fp32 accuracy).
+        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them, and adds them up about as
+            accurately as an fp32 convolution would.
         variant: A name out of `variants()`; None takes the first.
         in_sizes: (rows, columns) of every source's input; None takes stride x output.
         emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`, words of 16
             pixels), so that a Hopper group behind it can skip that; at most 32 time steps.
+        v_columns: Integers [C_out]: at which channel of the membranes' memory each of the group's channels
+            is. Membranes come and go in that order, whatever the order of the weights. None: as they lie.
 
     Raises:
-        InputError: The group or the variant's name is refused.
+        InputError: The group, the variant's name or the order of the membranes is refused.
         DeviceError: `device` has no Triton.
     """
 
@@ -294,6 +317,7 @@ class PreparedTwinGroup:
         variant: str | None = None,
         in_sizes: Sequence[tuple[int, int]] | None = None,
         emit_activity: bool = False,
+        v_columns: Tensor | None = None,
     ) -> None:
         reason = twin_refusal(spec)
         if reason is not None:
@@ -316,6 +340,7 @@ class PreparedTwinGroup:
         self.bias = torch.zeros(blocks_of(self.c_out) * BLOCK, device=self.device)
         self.bias[: self.c_out] = (spec.bias.double() * spec.neuron.beta + spec.neuron.delta).float()
         self.out = empty_packed(T, N, self.c_out, H, W, self.device, tile=16 if emit_activity else 0)
+        self._v_columns = channel_table(v_columns, self.c_out, self.device)
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         check_launchable(self.bias)
         check_step_size(self.v.unsqueeze(0))
@@ -338,7 +363,7 @@ class PreparedTwinGroup:
             spikes: One per source.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16, bf16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out]; None starts at rest.
+            v: Initial membrane, fp32 [N, H, W, C_out], channels as `v_columns` says; None starts at rest.
             want_v: Whether to write the final membrane.
 
         Returns:
@@ -355,6 +380,7 @@ class PreparedTwinGroup:
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
             self.bias if activity is None else activity,
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
+            self.bias if self._v_columns is None else self._v_columns,
             self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
             self.N * self.H * self.W, 0 if activity is None else activity.shape[1],
             x.stride(0), x2.stride(0), self.out.words.stride(0),
@@ -364,6 +390,7 @@ class PreparedTwinGroup:
             G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
             PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
             BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
-            READ_V=v is not None, WRITE_V=want_v, TILE=tile, num_warps=c.warps, num_stages=c.stages,
+            READ_V=v is not None, WRITE_V=want_v, V_COLUMNS=self._v_columns is not None, TILE=tile,
+            num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         return self.out, self.v if want_v else None

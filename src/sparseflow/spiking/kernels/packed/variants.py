@@ -31,6 +31,12 @@ _SHARE_US = 5.0
 """Adding partial sums: once, and once more for every wave of CTAs."""
 
 
+CHAIN = 3
+"""Units of a K batch, at most, where weights come in parts. Tensor cores truncate when they add: with so many
+units in a row that costs a sum about 1e-7 of its size, with nine several times that where a few weights dwarf
+the rest. tests/spiking/kernels/test_packed_accuracy.py models the hardware."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """How the kernel cuts the work; every choice gives the same result.
@@ -111,6 +117,9 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
         v = replace(v, ring=min(v.ring, room, -(-batches // v.split)))
         keeps = v.tc > 1 or v.ring == batches  # one time step at a time pays only when the weights stay
         shares = v.split == 1 or (v.tc == T and batches >= 2 * v.split)
+        held = v.tc // v.pair * v.bn
+        if parts > 1 and (v.ub > CHAIN or held > 2 * BLOCK or v.ctas > _resident(v, held, parts)):
+            return  # the sums of a batch and those of all batches would not both fit into registers
         if v.ring > 0 and keeps and shares and (v.ring > 1 or batches == 1) and v not in found:
             found.append(v)
 
@@ -120,6 +129,8 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
             add(bm=128, tc=1, ub=9, ring=every, warps=8, ctas=2)
             add(bm=64, tc=1, ub=9, ring=every, warps=4, ctas=3)
             add(bm=128, tc=1, ub=9, ring=every, warps=8, ctas=1)
+            if parts > 1:
+                add(bm=128, tc=1, ub=3, ring=3 * every, warps=8, ctas=1)
         if tc > 1:
             add(bm=64, tc=2, ub=3, ring=3, warps=4, ctas=3)
             add(bm=64, tc=2, ub=3, ring=4, warps=4, ctas=2)
@@ -127,8 +138,11 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
             add(bm=64, tc=4, ub=3, ring=3, warps=4, ctas=3, pair=2)
             add(bm=64, tc=4, ub=3, ring=3, warps=4, ctas=0, pair=2)
             add(bm=128, tc=4, ub=3, ring=4, warps=8, ctas=1, pair=2)
-            if parts > 1:  # the ring of three CTAs would not fit
+            if parts > 1:  # longer rings would not fit twice
                 add(bm=64, tc=4, ub=3, ring=2, warps=4, ctas=2, pair=2)
+                add(bm=64, tc=4, ub=3, ring=2, warps=4, ctas=0, pair=2)
+                if wide:
+                    add(bm=128, bn=128, tc=2, ub=3, ring=2, warps=8, ctas=1, pair=2)
         if T % 8 == 0:
             add(bm=64, tc=8, ub=3, ring=4, warps=4, ctas=2, pair=2)
             add(bm=64, tc=8, ub=3, ring=4, warps=4, ctas=0, pair=2)
@@ -144,7 +158,8 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
             add(bm=64, tc=tc, ub=3, ring=4, warps=4, split=split, ctas=0, pair=2 if tc == 4 else 1)
         add(bm=64, tc=tc, ub=3, ring=4, warps=4, split=2, ctas=0)
     else:
-        ub = next(u for u in (4, 2, 1) if units % u == 0)
+        paired = 2 if parts > 1 and tc == 4 else 1
+        ub = next(u for u in ((4, 2, 1) if parts == 1 else (2, 1)) if units % u == 0)
         if not units2:
             add(bm=128, tc=1, ub=ub, ring=units // ub, warps=8, ctas=2)
             add(bm=64, tc=1, ub=ub, ring=units // ub, warps=4, ctas=4)
@@ -154,12 +169,15 @@ def variants(spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1)
         if tc == 4:
             add(bm=64, tc=4, ub=ub, ring=8 // ub, warps=4, ctas=3, pair=2)
             add(bm=64, tc=4, ub=ub, ring=8 // ub, warps=4, ctas=0, pair=2)
+            if parts > 1:
+                add(bm=64, tc=4, ub=ub, ring=6 // ub, warps=4, ctas=2, pair=2)
+                add(bm=128, tc=4, ub=ub, ring=12 // ub, warps=8, ctas=1, pair=2)
         if T % 8 == 0:
             add(bm=64, tc=8, ub=ub, ring=12 // ub, warps=4, ctas=2, pair=2)
         if wide and tc >= 2:
             add(bm=64, bn=128, tc=2, ub=ub, ring=6 // ub, warps=4, ctas=2)
         for split in (2, 4):
-            add(bm=64, tc=tc, ub=ub, ring=12 // ub, warps=4, split=split, ctas=0)
+            add(bm=64, tc=tc, ub=ub, ring=12 // ub, warps=4, split=split, ctas=0, pair=paired)
     return sorted(found, key=lambda v: estimate_us(spec, v, T=T, N=N, H=H, W=W, parts=parts))
 
 
@@ -210,7 +228,8 @@ def estimate_us(
 
 def _resident(v: Variant, sums: int, parts: int) -> int:
     """CTAs of a variant that fit on an SM."""
-    groups = 2 if sums > 128 or parts > 1 else 3 if sums > 64 else 4
+    held = sums if parts == 1 else 2 * sums  # those of a batch beside those of all
+    groups = 2 if held > 128 else 3 if held > 64 else 4
     by_registers = max(1, groups * 4 // v.warps)
     by_memory = SHARED_BYTES // (v.ring * v.ub * parts * v.bn * 2 * BLOCK + 2048)
     return max(1, min(by_registers, by_memory))
