@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.channels import cluster_channels, permute_group
+from sparseflow.spiking.channels import Pattern, cluster_channels, permute_group, silent_share
 from sparseflow.spiking.kernels.packed.format import pack
 from sparseflow.spiking.kernels.packed.reference import group_reference
 from sparseflow.spiking.kernels.packed.silence import mark
@@ -83,3 +83,24 @@ def test_bad_orders_are_refused() -> None:
         permute_group(spec, inputs=[torch.arange(4)])
     with pytest.raises(InputError, match="2 orders of inputs for 1 sources"):
         permute_group(spec, inputs=[None, None])
+
+
+def test_silent_share_counts_blocks_and_windows() -> None:
+    fires = torch.zeros(4, 16, dtype=torch.bool)
+    fires[0, 3] = True
+    pattern = Pattern(1, fires)
+    assert silent_share(pattern, 2) == 0.75  # one of two blocks by two windows
+    assert silent_share(pattern, 4) == 0.5
+    fires[2, 12] = True
+    assert silent_share(pattern, 2) == 0.5
+    assert silent_share(pattern, 2, torch.tensor([0, 2, 1, 3])) == 0.5
+    fires[2, 12], fires[2, 3] = False, True
+    assert silent_share(pattern, 2, torch.tensor([0, 2, 1, 3])) == 0.75
+
+
+def test_a_pattern_looks_across_time_and_images() -> None:
+    spikes = torch.zeros(3, 2, 5, 4, 3)
+    spikes[2, 1, 4, 3, 2] = 2.0
+    pattern = Pattern.of(spikes)
+    assert pattern.steps == 3 and pattern.fires.shape == (5, 2)
+    assert pattern.fires.nonzero().tolist() == [[4, 1]]

@@ -18,6 +18,7 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional
 
 from sparseflow.errors import InputError
+from sparseflow.spiking import channels
 from sparseflow.spiking.backend import GroupShape
 from sparseflow.spiking.channels import Arrangement, Order, permute_group
 from sparseflow.spiking.graph import analyze
@@ -316,6 +317,7 @@ def test_channels_in_another_order_change_nothing(
     residual: Any, stem: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PackedBackend, "block", 8)
+    monkeypatch.setattr(channels, "REPAID", 0.0)
     net = _short(spiking_resnet(18, width=16, T=2, residual=residual, stem=stem, neuron=if_neuron))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backend import Backend
-from sparseflow.spiking.channels import arrange, pattern_of
+from sparseflow.spiking.channels import Pattern, arrange
 from sparseflow.spiking.graph import SpikeGraph
 from sparseflow.spiking.match import SPIKE_KINDS, GroupFinder
 from sparseflow.spiking.order import conflict
@@ -149,11 +149,11 @@ class Plan:
         """
         if self.backend.block is None:
             return
-        patterns: dict[fx.Node, torch.Tensor] = {}
+        patterns: dict[fx.Node, Pattern] = {}
 
         def around(group: GroupStep, env: Env) -> Spikes:
             found = group.run(env, way="module")
-            patterns[group.match.output] = pattern_of(found.sequence)
+            patterns[group.match.output] = Pattern.of(found.sequence)
             return found
 
         self.run(*inputs, around=around)
