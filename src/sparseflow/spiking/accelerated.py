@@ -28,7 +28,7 @@ from sparseflow.spiking.plan import Plan
 from sparseflow.spiking.profile import Activity, activities
 from sparseflow.spiking.spikes import Env, Spikes
 from sparseflow.spiking.state import reset, untouched
-from sparseflow.spiking.step import GroupStep, Shared
+from sparseflow.spiking.step import GroupStep, Shared, Way
 from sparseflow.spiking.watch import Watch
 
 Progress = Callable[[str, int, int], None]
@@ -284,20 +284,50 @@ class Accelerated:
                 return spikes
 
             plan.run(*inputs, around=around)
-            plan.settle_forms()
-            reset(self.model)
             if self.progress:
                 self.progress("whole network", done, len(plan.groups) + 1)
-            replay = _replay(plan, inputs)
-            self.whole = decide_whole(self.model, self.original, replay or plan.run, inputs, chooser)
+            replay = self._decide_whole(plan, inputs, chooser)
             if self.progress:
                 self.progress("done", done + 1, len(plan.groups) + 1)
+        assert self.whole is not None
         self._plans[key] = plan if self.whole.way == "plan" else None
         self._watch_now()
         if replay is not None and self._plans[key] is not None:
             self._replays[key] = replay
         if self._cache:
             self._cache.save()
+
+    def _decide_whole(self, plan: Plan, inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Replay | None:
+        """Keep the network's own code, the plan, or the plan with every group dense. Returns its CUDA graph.
+
+        Groups were timed one by one; that spikes change their form between a sparse and a dense one was not.
+        """
+        chosen: dict[str, Way] = {group.name: group.way for group in plan.groups}
+        dense: dict[str, Way] = {name: "dense" if way == "sparse" else way for name, way in chosen.items()}
+        plan.run_all(chosen)
+        reset(self.model)
+        replays = {"plan": _replay(plan, inputs)}
+        if replays["plan"] is not None and dense != chosen:
+            plan.run_all(dense)
+            reset(self.model)
+            replays["dense plan"] = _replay(plan, inputs)
+            plan.run_all(chosen)
+        runs = {name: replay or plan.run for name, replay in replays.items() if replay or name == "plan"}
+        self.whole = decide_whole(self.model, self.original, runs, inputs, chooser)
+        if self.whole.way == "dense plan":
+            plan.run_all(dense)
+            why = "in the whole network the dense way was faster: spikes need not change their form"
+            for group in plan.groups:
+                if chosen[group.name] == "sparse":
+                    kept = self.decisions[group.name]
+                    self.decisions[group.name] = kept.model_copy(update={"way": "dense", "why": why})
+        for group in plan.groups:
+            group.settle(group.way)
+        replay = replays.get(self.whole.way)
+        if self.whole.way == "dense plan":
+            ms = {**self.whole.ms, "plan": self.whole.ms["dense plan"]}
+            self.whole = self.whole.model_copy(update={"way": "plan", "ms": ms})
+        return replay
 
     def _measure_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Decide layer by layer, for a network that could not be traced."""

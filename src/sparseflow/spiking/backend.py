@@ -78,11 +78,13 @@ class Backend(Protocol):
         block: Channels that a sparse convolution skips together where all are silent; None where it gains
             nothing by that.
         fits_every_shape: Whether a prepared group runs on inputs of any shape.
+        adds_dense: Whether groups prepared for a dense convolution add dense spikes as gladly as their own.
     """
 
     name: str
     dtype: torch.dtype
     fits_every_shape: bool
+    adds_dense: bool
 
     @property
     def block(self) -> int | None: ...
@@ -102,6 +104,10 @@ class Backend(Protocol):
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:
         """[T, N, C, H, W] spikes to the backend's own form."""
+        ...
+
+    def lend(self, dense: torch.Tensor, max_value: int) -> Any:
+        """As `encode`, for a group prepared for a dense convolution that only adds these spikes."""
         ...
 
     def decode(self, native: Any) -> torch.Tensor:
@@ -124,6 +130,7 @@ class EventBackend:
     dtype = torch.float32
     block = None
     fits_every_shape = True
+    adds_dense = False
 
     def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         return None if spec.sources else "no convolution of spikes in this group"
@@ -171,6 +178,8 @@ class EventBackend:
                 f"a tensor of shape {tuple(dense.shape)} that the analysis proved to hold spikes holds other "
                 "numbers"
             ) from error
+
+    lend = encode
 
     def decode(self, native: Any) -> torch.Tensor:
         from sparseflow.spiking.kernels import events

@@ -5,7 +5,7 @@ A way that computes something else than the network's own modules is out before 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from sparseflow.spiking.backend import Backend
 from sparseflow.spiking.dispatch import Chooser, Decision, rate_bucket, static_block
 from sparseflow.spiking.graphs import captured
 from sparseflow.spiking.modules import SparseConv2d
+from sparseflow.spiking.precision import tf32_allowed
 from sparseflow.spiking.profile import Activity, activity_of
 from sparseflow.spiking.spikes import Env, Spikes, as_dense
 from sparseflow.spiking.state import memories, put_back
@@ -111,11 +112,11 @@ def decide_layer(
 def decide_whole(
     model: nn.Module,
     own: Callable[..., Any],
-    planned: Callable[..., Any],
+    planned: Mapping[str, Callable[..., Any]],
     inputs: tuple[torch.Tensor, ...],
     chooser: Chooser,
 ) -> Decision:
-    """Time the whole network ('own') against its plan ('plan'), each from the memories it has now."""
+    """Time the whole network ('own') against plans of it, by name, each from the memories it has now."""
     saved = memories(model)
 
     def timed(run: Callable[..., Any]) -> Callable[[], object]:
@@ -126,7 +127,8 @@ def decide_whole(
         return work
 
     fresh = Chooser(device=chooser.device, rounds=chooser.rounds, warmup=chooser.warmup)
-    return fresh.choose("whole", {"own": timed(own), "plan": timed(planned)}, "own")
+    runs = {"own": own, **planned}
+    return fresh.choose("whole", {name: timed(run) for name, run in runs.items()}, "own")
 
 
 def inputs_of(model: nn.Module, names: list[str], run: Callable[[], object]) -> dict[str, torch.Tensor]:
@@ -176,7 +178,7 @@ def _spikes_of(result: object) -> torch.Tensor:
 def _disagreement(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
     """A sentence when spikes differ by more than rounding at the threshold can explain, else None."""
     most = MOST_FLIPS[dtype]
-    if dtype == torch.float32 and expected.is_cuda and torch.backends.cudnn.allow_tf32:
+    if dtype == torch.float32 and expected.is_cuda and tf32_allowed():
         most = MOST_FLIPS_TF32
     flips = int((found != expected).sum())
     return None if flips <= most * expected.numel() + 1 else f"{flips} of {expected.numel()} spikes differ"

@@ -29,6 +29,7 @@ from sparseflow.spiking.kernels.packed.format import (
     empty_packed,
 )
 from sparseflow.spiking.kernels.spec import GroupSpec
+from sparseflow.spiking.precision import full_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -106,6 +107,7 @@ class PackedBackend:
 
     name = "packed"
     fits_every_shape = False
+    adds_dense = True
 
     def __init__(
         self,
@@ -163,6 +165,10 @@ class PackedBackend:
             with self.guard():
                 return spikes.packed()
         return spikes
+
+    def lend(self, dense: Tensor, max_value: int) -> Native:
+        """Spikes [T, N, C, H, W] that a neuron only adds: as they are."""
+        return DenseSpikes(values=dense)
 
     def decode(self, native: Native) -> Tensor:
         """Spikes [T, N, C, H, W] in the model's dtype."""
@@ -386,7 +392,8 @@ class _DenseGroup:
     def _convolve(self, number: int, x: Tensor) -> Tensor:
         source = self.spec.sources[number]
         flat = x.to(self.backend.dtype).flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        y = F.conv2d(flat, self._weights[number], stride=source.stride, padding=source.padding)
+        with full_precision(self.backend.dtype):
+            y = F.conv2d(flat, self._weights[number], stride=source.stride, padding=source.padding)
         return y.unflatten(0, x.shape[:2])
 
     def __call__(

@@ -15,7 +15,7 @@ Membranes live where the network keeps them (`neuron.v`), so resetting and carry
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +32,7 @@ from sparseflow.spiking.match import SPIKE_KINDS, GroupFinder
 from sparseflow.spiking.order import conflict
 from sparseflow.spiking.passing import Passage, passage
 from sparseflow.spiking.spikes import Env, Spikes, as_dense, run_node
-from sparseflow.spiking.step import GroupStep, Shared
+from sparseflow.spiking.step import GroupStep, Shared, Way
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,18 @@ class Plan:
         for group, arrangement in zip(self.groups, found, strict=True):
             group.arrange(arrangement)
 
+    def run_all(self, ways: Mapping[str, Way]) -> None:
+        """Let groups run in these ways, by name; what is prepared for others stays."""
+        for group in self.groups:
+            group.way = ways[group.name]
+        self.settle_forms()
+
     def settle_forms(self) -> None:
         """Let each group emit what its readers take, once every group's way is chosen."""
-        takers = {node for g in self.groups for node in (*g.match.skips, *g.match.post_skips)}
-        takers |= {c.input for g in self.groups if g.way == "sparse" for c in g.match.sources}
+        takers = {c.input for g in self.groups if g.way == "sparse" for c in g.match.sources}
+        for group in self.groups:
+            if group.way == "sparse" or not self.backend.adds_dense:
+                takers |= {*group.match.skips, *group.match.post_skips}
         takers |= {node for node, layer in self._passages.items() if layer.kind == "mean"}
         for group in self.groups:
             native = not takers.isdisjoint(self._onward(group.match.output))

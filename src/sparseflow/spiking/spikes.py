@@ -54,6 +54,11 @@ class Spikes:
         return self._native
 
     @property
+    def lent(self) -> Any:
+        """In the backend's form or one that a dense group adds as gladly, channels in `order`."""
+        return self._backend.lend(self.sequence, self.max_value) if self._native is None else self._native
+
+    @property
     def sequence(self) -> torch.Tensor:
         """Dense, with a time axis: [T, N, C, H, W], channels in `order`."""
         if self._dense is None:

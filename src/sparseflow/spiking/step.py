@@ -16,6 +16,7 @@ from sparseflow.spiking.channels import NATURAL, Arrangement, Order, permute_gro
 from sparseflow.spiking.graph.sites import padding_of
 from sparseflow.spiking.kernels.spec import GroupSpec
 from sparseflow.spiking.match import ConvMatch, GroupMatch, fold_match, group_spec
+from sparseflow.spiking.precision import full_precision
 from sparseflow.spiking.registry import neuron_info
 from sparseflow.spiking.spikes import Env, Spikes, as_dense, run_node
 
@@ -117,8 +118,9 @@ class GroupStep:
         dense = [self._dense_conv(conv, env) for conv in match.dense_convs]
         dense += [self._sequence(node, env) for node in match.dense]
         sources = self._sources(env)
-        skips = [self._spikes(node, env).native for node in match.skips]
-        post = [self._spikes(node, env).native for node in match.post_skips]
+        added = [self._spikes(node, env) for node in (*match.skips, *match.post_skips)]
+        forms = [spikes.native if way == "sparse" else spikes.lent for spikes in added]
+        skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
         steps, shape = self._sizes(sources, match.skips, dense, env)
         v = self.neuron.v
         if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
@@ -239,7 +241,8 @@ class GroupStep:
         x = as_dense(env[conv.input])
         lead = x.shape[:-3]
         x = x.reshape(-1, *x.shape[-3:]).to(self.backend.dtype, memory_format=torch.channels_last)
-        y = F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
+        with full_precision(self.backend.dtype):
+            y = F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
         y = y.view(*lead, *y.shape[1:])
         return y.unsqueeze(0) if y.dim() == 4 else y
 
