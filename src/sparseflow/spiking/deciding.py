@@ -6,6 +6,7 @@ A way that computes something else than the network's own modules is out before 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ def decide_whole(
 
         return work
 
-    fresh = Chooser(device=chooser.device, rounds=chooser.rounds, warmup=chooser.warmup)
+    fresh = replace(chooser, cache=None)
     runs = {"own": own, **planned}
     return fresh.choose("whole", {name: timed(run) for name, run in runs.items()}, "own")
 
