@@ -116,9 +116,13 @@ def networks(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterato
 
 
 def grid_ratio(row: dict[str, Any]) -> float:
-    """Over the fastest dense form; where torch.compile was not tried, our own dense form stands in for it."""
-    ours = None if row["compiled"] else row["speedup_our_dense"]
-    return min(row["speedup"]["median"], ours["median"] if ours else float("inf"))
+    """Over the fastest dense form that was tried."""
+    return row["speedup"]["median"]
+
+
+def own_dense_ratio(row: dict[str, Any]) -> float:
+    """Over our own plan with every group dense: cuDNN with our fused neuron behind it."""
+    return row["speedup_our_dense"]["median"]
 
 
 def whole_grid(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[Fields]:
@@ -139,19 +143,24 @@ def whole_grid(source: dict[str, Any], save: Callable[[str, Any], str]) -> Itera
         "command": done[0]["command"] if done else "python benchmarks/spiking/networks.py --grid",
         "samples": save("3-grid.json", {"rows": slim, "failed": failed}),
     }
-    worst = min(done, key=grid_ratio, default=None)
-    what = f", {worst['case']}" if worst else ""
-    what += f"; {len(failed)} failed, which counts as 0" if failed else ""
     compiled = all(row["compiled"] for row in done)
-    yield claim(
-        grid_ratio(worst) if worst and not failed else 0.0,
-        NEVER_SLOWER,
-        id="spiking/3-grid-dense",
-        claim=f"the slowest of {len(found)} networks (depths, T, batches, classes, firing rates; fp16){what}",
-        baseline="the fastest dense form"
-        + ("" if compiled else ", our own fused dense one among them, torch.compile not"),
-        **common,
-    )
+    missing = "" if compiled else " but torch.compile, which the single networks above were held against"
+    for kind, ratio, baseline in (
+        ("dense", grid_ratio, f"the fastest dense form{missing}"),
+        ("own-dense", own_dense_ratio, "our own plan with every group dense: cuDNN and one fused neuron"),
+    ):
+        known = [row for row in done if kind == "dense" or row["speedup_our_dense"]]
+        worst = min(known, key=ratio, default=None)
+        what = f", {worst['case']}" if worst else ""
+        what += f"; {len(failed)} failed, which counts as 0" if failed else ""
+        yield claim(
+            ratio(worst) if worst and not failed else 0.0,
+            NEVER_SLOWER,
+            id=f"spiking/3-grid-{kind}",
+            claim=f"the slowest of {len(found)} networks (depths, T, batches, firing rates; fp16){what}",
+            baseline=baseline,
+            **common,
+        )
     held = [row for row in done if row["memory_eager_bytes"]]
     if held:
         least = min(held, key=_memory_ratio)
@@ -217,7 +226,7 @@ def groups(source: dict[str, Any], save: Callable[[str, Any], str]) -> Iterator[
         silent = f", {100 * size['silent']:.0f} % of the channel groups silent" if size["silent"] else ""
         yield claim(
             ratio,
-            2.0 if size["silent"] == 0.5 else None,
+            None,  # the target of 2.0 is for whole networks
             id=f"spiking/3-group-{slug(name)}",
             claim=f"one group, {what}{silent}: {median(dense[best_dense]):.1f} → {median(ours[best]):.1f} µs",
             baseline=f"{best_dense}: cuDNN and one fused neuron kernel",

@@ -44,6 +44,10 @@ LAZY = {
         target="sparseflow.cli.doctor:doctor",
         help="Show what hardware and packages are here, what works and what to do about the rest.",
     ),
+    "latency": Lazy(
+        target="sparseflow.cli.latency:app",
+        help="Latency: what an ONNX model takes on a loaded device.",
+    ),
     "spiking": Lazy(
         target="sparseflow.cli.spiking:app",
         help="Spiking networks: skip what does not fire.",

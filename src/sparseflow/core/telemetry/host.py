@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,32 @@ class HostReading:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTicks:
-    """Clock ticks of all CPUs together since boot."""
+    """Clock ticks since boot, of one CPU or of several together.
+
+    Attributes:
+        busy: Ticks that were not idle, stolen ones included.
+        total: All ticks.
+        stolen: Ticks in which a hypervisor ran something else.
+    """
 
     busy: int
     total: int
+    stolen: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What /proc/stat tells at one moment.
+
+    Attributes:
+        cores: Number of each CPU that is online -> its ticks.
+        switches: Context switches since boot, of the whole machine.
+        running: Tasks that run or could run now, of the whole machine, the one that asks included.
+    """
+
+    cores: dict[int, CpuTicks]
+    switches: int
+    running: int
 
 
 def read_host(interval_s: float = 0.1, *, proc: Path = PROC) -> HostReading:
@@ -76,10 +99,34 @@ def cpu_ticks(*, proc: Path = PROC) -> CpuTicks:
         raise DeviceError(
             f"{proc}/stat must begin with `cpu` and at least five counters, not {' '.join(first)!r}"
         )
-    # user nice system idle iowait irq softirq steal; guest time is already inside user and nice.
-    ticks = [int(field) for field in first[1:9]]
-    total = sum(ticks)
-    return CpuTicks(busy=total - ticks[3] - ticks[4], total=total)
+    return _ticks(first[1:])
+
+
+def activity(*, proc: Path = PROC) -> Activity:
+    """Every CPU's ticks, context switches and runnable tasks, from one reading of /proc/stat.
+
+    Raises:
+        DeviceError: There is no such file, or it lacks one of them.
+    """
+    text = _read(proc / "stat")
+    cores = {
+        int(number): _ticks(counters.split())
+        for number, counters in re.findall(r"^cpu(\d+)((?: +\d+){5,})$", text, re.MULTILINE)
+    }
+    named = dict(re.findall(r"^(ctxt|procs_running) (\d+)$", text, re.MULTILINE))
+    if not cores or len(named) != 2:
+        raise DeviceError(f"{proc}/stat must hold a line for each CPU, `ctxt` and `procs_running`")
+    return Activity(cores=cores, switches=int(named["ctxt"]), running=int(named["procs_running"]))
+
+
+def together(cores: Iterable[CpuTicks]) -> CpuTicks:
+    """The ticks of several CPUs as those of one."""
+    each = list(cores)
+    return CpuTicks(
+        busy=sum(core.busy for core in each),
+        total=sum(core.total for core in each),
+        stolen=sum(core.stolen for core in each),
+    )
 
 
 def utilisation(before: CpuTicks, after: CpuTicks) -> float:
@@ -122,6 +169,28 @@ def pressure(resource: str, *, proc: Path = PROC) -> float:
     if found is None:
         raise DeviceError(f"{proc}/pressure/{resource} must hold a line `some avg10=…`")
     return min(float(found.group(1)) / 100.0, 1.0)
+
+
+def stalled_s(resource: str, *, proc: Path = PROC) -> float:
+    """Seconds since boot in which some task waited for `resource`: two readings give any window's share.
+
+    Args:
+        resource: `"cpu"`, `"memory"` or `"io"`.
+
+    Raises:
+        DeviceError: The kernel keeps no pressure-stall information.
+    """
+    found = re.search(r"^some .*\btotal=(\d+)$", _read(proc / "pressure" / resource), re.MULTILINE)
+    if found is None:
+        raise DeviceError(f"{proc}/pressure/{resource} must hold a line `some … total=…`")
+    return int(found.group(1)) / 1e6
+
+
+def _ticks(counters: list[str]) -> CpuTicks:
+    # user nice system idle iowait irq softirq steal; guest time is already inside user and nice.
+    ticks = [int(counter) for counter in counters[:8]]
+    total = sum(ticks)
+    return CpuTicks(busy=total - ticks[3] - ticks[4], total=total, stolen=ticks[7] if len(ticks) > 7 else 0)
 
 
 def _read(path: Path) -> str:

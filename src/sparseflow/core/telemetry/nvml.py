@@ -25,34 +25,35 @@ def energy_j(device: str | torch.device) -> float | None:
     None where nothing counts them: on a CPU, without `nvidia-ml-py`, without the driver's library, or on a
     GPU that has no such counter. The counter moves about every 20 to 100 ms, so measure for seconds.
     """
-    handle = _handle(device)
-    if handle is None:
+    gpu = handle(device)
+    if gpu is None:
         return None
     import pynvml
 
     try:
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
     except pynvml.NVMLError:
         return None
 
 
 def clocks_mhz(device: str | torch.device) -> dict[str, float]:
     """The GPU's clocks right now, by what they drive (`core`, `memory`); only those that can be read."""
-    handle = _handle(device)
-    if handle is None:
+    gpu = handle(device)
+    if gpu is None:
         return {}
     import pynvml
 
     clocks: dict[str, float] = {}
     for name, which in (("core", pynvml.NVML_CLOCK_SM), ("memory", pynvml.NVML_CLOCK_MEM)):
         try:
-            clocks[name] = float(pynvml.nvmlDeviceGetClockInfo(handle, which))
+            clocks[name] = float(pynvml.nvmlDeviceGetClockInfo(gpu, which))
         except pynvml.NVMLError:
             continue
     return clocks
 
 
-def _handle(device: str | torch.device) -> Any | None:
+def handle(device: str | torch.device) -> Any | None:
+    """NVML's handle of a GPU, or None for a CPU, where NVML is absent, or where it does not know that GPU."""
     import torch
 
     target = torch.device(device)

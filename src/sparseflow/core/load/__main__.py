@@ -1,0 +1,10 @@
+"""`python -m sparseflow.core.load`: one process of a `Stressor`, which alone starts it."""
+
+from __future__ import annotations
+
+import sys
+
+from sparseflow.core.load.worker import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

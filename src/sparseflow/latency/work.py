@@ -1,0 +1,173 @@
+"""How much a kernel computes and moves, from its shapes.
+
+A multiplication and an addition are two operations. A function such as tanh counts as what a polynomial of it
+takes, roughly; that is a convention, and a learned model only needs it to be the same everywhere. Padded
+channels of blocked layouts count, since they are computed. What no rule knows counts one operation an output
+element, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparseflow.latency.kernels import Tensor
+
+Attributes = Mapping[str, Any]
+Tensors = tuple[Tensor, ...]
+
+PER_ELEMENT: Mapping[str, int] = {
+    **dict.fromkeys(
+        (
+            "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Relu", "LeakyRelu", "PRelu", "ThresholdedRelu", "Clip",
+            "Min", "Max", "Sum", "Mean", "Mod", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Sign",
+            "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not", "Where",
+            "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitShift", "Dropout",
+        ),
+        1,
+    ),
+    "BiasAdd": 2, "BatchNormalization": 2, "DequantizeLinear": 2, "QuantizeLinear": 3, "HardSigmoid": 3,
+    "HardSwish": 4, "Exp": 4, "Log": 4, "Softsign": 3, "Sigmoid": 6, "QuickGelu": 8, "Swish": 7, "Elu": 6,
+    "Selu": 7, "Celu": 7, "Softplus": 9, "Mish": 15, "Tanh": 8, "Erf": 10, "Sin": 6, "Cos": 6, "Pow": 8,
+    "Gelu": 14, "FastGelu": 14, "BiasGelu": 15, "Softmax": 8, "LogSoftmax": 12, "BiasSoftmax": 9,
+    "LayerNormalization": 8, "SimplifiedLayerNormalization": 5, "RMSNormalization": 5,
+    "SkipLayerNormalization": 9, "SkipSimplifiedLayerNormalization": 6, "InstanceNormalization": 8,
+    "GroupNormalization": 8, "GroupNorm": 8, "LpNormalization": 4, "LRN": 12,
+}  # fmt: skip
+"""Operator -> operations an element of its first output."""
+
+MOVES_ONLY = frozenset(
+    {
+        "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Transpose", "Concat", "Split", "Slice",
+        "Gather", "GatherElements", "GatherND", "ScatterND", "ScatterElements", "Pad", "Expand", "Tile",
+        "Cast", "Shape", "Size", "ConstantOfShape", "Range", "DepthToSpace", "SpaceToDepth", "ReorderInput",
+        "ReorderOutput", "OneHot", "EyeLike", "NonZero", "MemcpyFromHost", "MemcpyToHost", "CastLike",
+        "Trilu",
+    }
+)  # fmt: skip
+"""Operators that compute nothing."""
+
+SELECTS = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Split"})
+"""Operators that read of their first input no more than they write."""
+
+_REDUCTIONS = {
+    "ReduceMean": 1, "ReduceSum": 1, "ReduceMax": 1, "ReduceMin": 1, "ReduceProd": 1, "ReduceL1": 2,
+    "ReduceL2": 2, "ReduceSumSquare": 2, "ReduceLogSum": 1, "ReduceLogSumExp": 6, "ArgMax": 1, "ArgMin": 1,
+    "CumSum": 1, "TopK": 1, "GlobalAveragePool": 1, "GlobalMaxPool": 1, "GlobalLpPool": 2,
+}  # fmt: skip
+"""Operator -> operations an element of its first input."""
+
+
+def _weights_at(position: int) -> Callable[[Attributes, Tensors, Tensors], float]:
+    """A convolution: each output element is a sum over the weights of one output channel."""
+
+    def count(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+        products = 2.0 * outputs[0].elements * math.prod(inputs[position].shape[1:])
+        bias_and_sum = sum(t.present for t in inputs[2:4]) if position == 1 else 0
+        return products + outputs[0].elements * (bias_and_sum + _activation(attributes))
+
+    return count
+
+
+def _conv_transpose(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    products = 2.0 * inputs[0].elements * math.prod(inputs[1].shape[1:])
+    bias = len(inputs) > 2 and inputs[2].present
+    return products + outputs[0].elements * bias
+
+
+def _gemm(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    depth = inputs[0].shape[0 if attributes.get("transA") else -1]
+    bias = len(inputs) > 2 and inputs[2].present
+    return outputs[0].elements * (2.0 * depth + bias + _activation(attributes))
+
+
+def _matmul(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    shape = inputs[0].shape
+    depth = shape[-2] if attributes.get("transA") and len(shape) > 1 else shape[-1] if shape else 1
+    scaled = attributes.get("alpha", 1.0) != 1.0
+    return outputs[0].elements * (2.0 * depth + scaled + _activation(attributes))
+
+
+def _pool(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    return float(outputs[0].elements * math.prod(attributes.get("kernel_shape", ())))
+
+
+def _resize(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    taps = {"nearest": 1, "linear": 2, "cubic": 4}.get(attributes.get("mode", "nearest"), 2)
+    spatial = max(len(outputs[0].shape) - 2, 0)
+    return float(outputs[0].elements * (0 if taps == 1 else 2 * taps**spatial))
+
+
+def _attention(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    """Packed attention: one projection for query, key and value, then two products and a softmax."""
+    batch, length, width = inputs[0].shape
+    projected = inputs[1].shape[-1]
+    value = outputs[0].shape[-1]
+    heads = int(attributes.get("num_heads", 1))
+    products = 2.0 * batch * length * length * ((projected - value) / 2 + value)
+    return 2.0 * batch * length * width * projected + products + 8.0 * batch * heads * length * length
+
+
+def _multi_head(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    if len(inputs) < 3 or not inputs[2].present or len(inputs[0].shape) != 3 or len(inputs[1].shape) != 3:
+        raise ValueError("a packed or cached form")
+    (batch, queries, width), keys = inputs[0].shape, inputs[1].shape[1]
+    heads = int(attributes.get("num_heads", 1))
+    return (
+        2.0 * batch * queries * keys * (width + outputs[0].shape[-1]) + 8.0 * batch * heads * queries * keys
+    )
+
+
+def _activation(attributes: Attributes) -> int:
+    name = attributes.get("activation")
+    return PER_ELEMENT.get(name, 1) if name else 0
+
+
+_RULES: Mapping[str, Callable[[Attributes, Tensors, Tensors], float]] = {
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvInteger"), _weights_at(1)),
+    "QLinearConv": _weights_at(3),
+    "ConvTranspose": _conv_transpose,
+    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
+    **dict.fromkeys(
+        ("MatMul", "FusedMatMul", "TransposeMatMul", "FusedMatMulActivation", "MatMulInteger"), _matmul
+    ),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "NhwcMaxPool"), _pool),
+    **dict.fromkeys(("Resize", "Upsample"), _resize),
+    "Attention": _attention,
+    "MultiHeadAttention": _multi_head,
+}
+
+
+def flops(node_op: str, attributes: Attributes, inputs: Tensors, outputs: Tensors) -> tuple[float, bool]:
+    """Operations of one run, and whether a rule knew the operator.
+
+    Args:
+        node_op: The node's operator.
+        attributes: Its attributes, in JSON's types.
+        inputs: Its inputs.
+        outputs: Its outputs.
+    """
+    stand_in = float(outputs[0].elements if outputs else 0)
+    try:
+        if node_op in _RULES:
+            return _RULES[node_op](attributes, inputs, outputs), True
+        if node_op in MOVES_ONLY:
+            return 0.0, True
+        if node_op in PER_ELEMENT:
+            return PER_ELEMENT[node_op] * stand_in, True
+        if node_op in _REDUCTIONS:
+            return float(_REDUCTIONS[node_op] * inputs[0].elements), True
+    except (IndexError, ValueError):
+        # An operator of that name with other inputs than ONNX's or onnxruntime's.
+        return stand_in, False
+    return stand_in, False
+
+
+def bytes_moved(node_op: str, inputs: Tensors, outputs: Tensors) -> float:
+    """Bytes of all inputs and outputs, a lookup's table counting as what is taken from it."""
+    written = sum(t.bytes for t in outputs)
+    read = [t.bytes for t in inputs]
+    if node_op in SELECTS and read:
+        read[0] = min(read[0], written)
+    return float(written + sum(read))

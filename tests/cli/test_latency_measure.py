@@ -1,0 +1,57 @@
+"""`sparseflow latency run`, `stress` and `collect`, for readers and for scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("yaml")
+
+from sparseflow.cli.root import run
+from sparseflow.core.load import stressor
+from tests.latency.onnx_models import convnet, save
+
+
+def test_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = str(save(convnet(), tmp_path))
+    assert run(["latency", "run", model, "--warmup", "1", "--loops", "4", "--threads", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["latency_ms"]) == told["loops"] == 4 and told["warmup"] == 1
+    assert told["provider"] == "CPUExecutionProvider" and told["end_s"] > told["start_s"] > 1.7e9
+    assert run(["latency", "run", model, "--loops", "2", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 runs after 5 of warm-up" in out and "CPU time / wall time" in out
+    assert run(["latency", "run", str(tmp_path / "absent.onnx"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "InputError"
+
+
+def test_stress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["latency", "stress", "--workers", "1", "--seconds", "0.2", "--json"]
+    assert run([*command, "--level", "0.05", "--level", "0.1", "--timeout", "60"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [level["asked"] for level in told["levels"]] == [0.05, 0.1] and len(told["cpus"]) == 1
+    assert all(0.0 < level["achieved"] < 0.5 for level in told["levels"])
+    assert run([*command, "--level", "2"]) == 2
+    monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
+    capsys.readouterr()
+    assert run([*command, "--level", "0.1", "--timeout", "0.5"]) == 1
+    assert "asked for a level of 0.10" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_collect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save(convnet(), tmp_path / "models", "net.onnx")
+    config, out = tmp_path / "collect.yaml", tmp_path / "out"
+    config.write_text("models: models\nlevels: [0]\nrounds: 1\nmin_time_s: 0.12\nloops: 2\n")
+    assert run(["latency", "collect", str(config), "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rows"], told["added"], told["failed"], told["items"]) == (3, 3, 0, 1)
+    assert (out / "kernels.csv").is_file() and (out / "rows.parquet").is_file()
+    assert run(["latency", "collect", str(config), "--out", str(out)]) == 0
+    assert "3 rows (0 new, 0 failed)" in " ".join(capsys.readouterr().out.split())
+    config.write_text("models: models\nlevels: [0]\nrounds: 2\n")
+    assert run(["latency", "collect", str(config), "--out", str(out)]) == 2
+    assert "other settings" in capsys.readouterr().err

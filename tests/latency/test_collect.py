@@ -1,0 +1,339 @@
+"""Collections: the plan, rows that are neither lost nor repeated, and what stops one half-way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("yaml")
+
+import pyarrow.parquet as pq
+
+from sparseflow.core.jsonl import read_lines
+from sparseflow.errors import FileFormatError, InputError, ModelError, RunError, SparseFlowError
+from sparseflow.latency import collect as module
+from sparseflow.latency.campaign import Config, Plan, make_plan, read_config
+from sparseflow.latency.collect import collect, read, read_plan
+from sparseflow.latency.extract import extract
+from tests.latency.fake_bench import FakeBench
+from tests.latency.onnx_models import convnet, save
+
+ROOT = Path(__file__).parents[2]
+MEASURED_THEN = ("session",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels of one small network, and two whole networks."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, width in (("small", 4), ("wide", 8)):
+        save(convnet(width=width), folder / "models", f"{name}.onnx")
+    extract(folder / "models" / "small.onnx", folder / "extracted", check=False, threads=1)
+    return folder
+
+
+def config_of(files: Path, **settings: Any) -> Config:
+    given: dict[str, Any] = {
+        "kernels": files / "extracted", "models": files / "models", "levels": [0.0, 0.6], "rounds": 2,
+        "reference_every": 3,
+    }  # fmt: skip
+    return Config(**(given | settings))
+
+
+def keys(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["key"] for row in rows]
+
+
+def test_every_block_holds_every_item_once_and_the_reference_around(files: Path) -> None:
+    plan = make_plan(config_of(files, rounds=5), {})
+    names = [item.id for item in plan.items]
+    assert len(set(names)) == len(names) and {"small", "wide"} < set(names)
+    assert {item.op for item in plan.items} >= {"Model", "Conv_Relu"}
+    orders = set()
+    for block in plan.blocks:
+        own = [index for index, reference in zip(block.items, block.reference, strict=True) if not reference]
+        assert sorted(own) == list(range(len(names)))
+        orders.add(tuple(own))
+        assert block.reference[0] and block.reference[-1]
+        assert sum(block.reference) == 2 + (len(names) - 1) // 3
+        assert len({i for i, r in zip(block.items, block.reference, strict=True) if r}) == 1
+    assert len(orders) == len(plan.blocks) == 10
+    # Levels take turns in an order of their own each round, so that a drift hits all of them.
+    by_round = [[b.level for b in plan.blocks if b.round == n] for n in range(5)]
+    assert all(sorted(levels) == [0.0, 0.6] for levels in by_round) and len(set(map(tuple, by_round))) == 2
+    unique = [step.key for step in plan.steps()]
+    assert unique == sorted(set(unique))
+
+
+def test_the_plan_follows_from_the_seed_and_survives_the_disk(files: Path) -> None:
+    config = config_of(files)
+    plan = make_plan(config, {"device_key": "a"})
+    assert plan == make_plan(config, {"device_key": "a"})
+    assert plan.blocks != make_plan(config_of(files, seed=1), {}).blocks
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_a_whole_collection(files: Path, tmp_path: Path) -> None:
+    config = config_of(files)
+    bench = FakeBench(config)
+    told: list[float] = []
+    found = collect(
+        config, tmp_path, instruments=bench, progress=lambda what, fraction: told.append(fraction)
+    )
+    plan = read_plan(tmp_path)
+    rows = read(tmp_path)
+    assert keys(rows) == [step.key for step in plan.steps()]
+    assert [(row["level"], row["kernel_id"]) for row in rows] == bench.measured
+    assert (found.rows, found.added, found.failed, found.items) == (len(rows), len(rows), 0, len(plan.items))
+    assert told == sorted(told) and 0.9 < told[-1] < 1.0
+    assert found.drift == 0.0
+    assert [level["slowdown"] for level in found.levels] == pytest.approx([1.0, 1.6], abs=0.01)
+    assert bench.visited == [block.level for block in plan.blocks]
+    assert not (tmp_path / module.ROWS).exists()
+    table = pq.read_table(tmp_path / module.TABLE)
+    assert table.column("samples_ns").to_pylist()[0] == rows[0]["samples_ns"]
+    assert str(table.schema.field("error").type) == "string"
+    with (tmp_path / module.CSV).open(newline="") as stream:
+        lines = list(csv.reader(stream))
+    assert lines[0] == ["Kernel_ID", "OpType", "Input_Shape", "busy", "Latency_ms"]
+    assert len(lines) - 1 == sum(row["role"] == "item" for row in rows)
+    assert Counter(line[0] for line in lines[1:]) == {item.id: 4 for item in plan.items}
+    # Once it is whole, the same command measures nothing and says the same.
+    idle = FakeBench(config)
+    assert collect(config, tmp_path, instruments=idle).to_dict() == found.to_dict() | {"added": 0}
+    assert idle.measured == []
+
+
+def test_what_cannot_run_is_a_row_with_its_reason(files: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for name in ("broken", "good"):
+        save(convnet(width=4), models, f"{name}.onnx")
+    config = config_of(files, kernels=[], models=models, levels=[0.0], reference="good")
+    found = collect(config, tmp_path / "out", instruments=FakeBench(config))
+    assert found.failed == 2
+    failed = [row for row in read(tmp_path / "out") if row["error"] is not None]
+    assert {row["kernel_id"] for row in failed} == {"broken"}
+    assert all(row["latency_ms"] is None and row["samples_ns"] is None for row in failed)
+    assert "broken" not in (tmp_path / "out" / module.CSV).read_text()
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in MEASURED_THEN} for row in rows]
+
+
+def test_killed_ten_times_it_ends_with_the_rows_of_an_unbroken_run(files: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "collect.yaml"
+    settings.write_text(
+        f"kernels: {files / 'extracted'}\nmodels: {files / 'models'}\n"
+        "levels: [0, 0.3, 0.6, 0.9]\nrounds: 4\nreference_every: 3\n"
+    )
+    config = read_config(settings)
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    collect(config, unbroken, instruments=FakeBench(config))
+    expected = read(unbroken)
+    generator = random.Random(0)
+    command = [sys.executable, "-m", "tests.latency.fake_bench", str(settings), str(broken), "0.005"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    file = broken / module.ROWS
+
+    def size() -> int:
+        return file.stat().st_size if file.exists() else 0
+
+    kills = 0
+    while kills < 10:
+        # Some die while they start, the others after some rows and somewhere within the next one.
+        at_start = kills % 5 == 0
+        before, wanted = size(), generator.randint(1, 5000)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        end = time.monotonic() + (generator.uniform(0.0, 0.4) if at_start else 30.0)
+        while time.monotonic() < end and process.poll() is None and (at_start or size() < before + wanted):
+            time.sleep(0.0005)
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(generator.uniform(0.0, 0.006))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        so_far = read_lines(file)
+        assert keys(so_far) == keys(expected)[: len(so_far)]
+    assert 0 < len(read_lines(file)) < len(expected)
+    # A line that the kernel got half of, which a kill alone rarely leaves.
+    with file.open("a") as stream:
+        stream.write('{"key": "0001-000')
+    found = collect(config, broken, instruments=FakeBench(config))
+    assert found.added < found.rows == len(expected)
+    rows = read(broken)
+    assert comparable(rows) == comparable(expected)
+    assert (broken / module.CSV).read_bytes() == (unbroken / module.CSV).read_bytes()
+    assert len({row["session"] for row in rows}) > 5
+
+
+def test_the_end_can_be_killed_too(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the table's rename and the end of the rows' file, both are there."""
+    config = config_of(files)
+    write = module._write_table
+
+    def write_and_die(*arguments: Any) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write_table", write_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        collect(config, tmp_path, instruments=FakeBench(config))
+    monkeypatch.undo()
+    assert (tmp_path / module.ROWS).exists() and (tmp_path / module.TABLE).exists()
+    found = collect(config, tmp_path, instruments=FakeBench(config))
+    assert found.added == 0 and found.rows == len(read(tmp_path)) and not (tmp_path / module.ROWS).exists()
+
+
+def test_a_full_disk_loses_nothing_and_says_what_to_do(files: Path, tmp_path: Path) -> None:
+    config = config_of(files)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    collect(config, tmp_path / "whole", instruments=FakeBench(config))
+    plan_bytes = (tmp_path / "whole" / module.PLAN).stat().st_size
+    out = tmp_path / "out"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (plan_bytes + 1000, hard))
+    try:
+        with pytest.raises(RunError, match=r"rows are safe there: free some space and give the same command"):
+            collect(config, out, instruments=FakeBench(config))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    safe = len(read(out))
+    assert 0 < safe < len(read(tmp_path / "whole"))
+    found = collect(config, out, instruments=FakeBench(config))
+    assert found.added == found.rows - safe
+    assert comparable(read(out)) == comparable(read(tmp_path / "whole"))
+
+
+def test_a_disk_without_room_for_the_plan(files: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(RunError, match="free some space"):
+            collect(config_of(files), tmp_path, instruments=FakeBench(config_of(files)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_misses_its_level_keeps_the_rows(files: Path, tmp_path: Path) -> None:
+    config = config_of(files)
+
+    class Weak(FakeBench):
+        def block(self, level: float) -> Any:
+            if len(self.visited) == 2:
+                raise RunError("asked for 0.60 and achieved 0.41")
+            return super().block(level)
+
+    with pytest.raises(RunError, match=r"0\.41"):
+        collect(config, tmp_path, instruments=Weak(config))
+    safe = len(read(tmp_path))
+    assert safe > 0
+    assert collect(config, tmp_path, instruments=FakeBench(config)).added > safe / 2
+
+
+@pytest.mark.parametrize("change", ["settings", "file", "device"])
+def test_another_collection_is_not_mixed_in(files: Path, tmp_path: Path, change: str) -> None:
+    models = tmp_path / "models"
+    save(convnet(width=4), models, "one.onnx")
+    config = config_of(files, kernels=[], models=models, levels=[0.0])
+    collect(config, tmp_path / "out", instruments=FakeBench(config))
+    if change == "settings":
+        config = config.model_copy(update={"loops": 99})
+    elif change == "file":
+        save(convnet(width=8), models, "one.onnx")
+    bench = FakeBench(config)
+    bench.device_key = "fake-1" if change == "device" else "fake-0"
+    named = {"settings": "other settings: loops", "file": "one for one", "device": "fake-1"}[change]
+    with pytest.raises(InputError, match=named):
+        collect(config, tmp_path / "out", instruments=bench)
+
+
+def test_two_at_once_do_not_mix(files: Path, tmp_path: Path) -> None:
+    config = config_of(files)
+
+    class Second(FakeBench):
+        def measure(self, item: Any) -> Any:
+            with pytest.raises(RunError, match="another process"):
+                collect(config, tmp_path, instruments=FakeBench(config))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(config, tmp_path, instruments=Second(config))
+
+
+@pytest.mark.parametrize("damage", ["double", "foreign"])
+def test_rows_that_were_edited_are_not_gone_on_with(files: Path, tmp_path: Path, damage: str) -> None:
+    config = config_of(files)
+
+    class Stop(FakeBench):
+        def measure(self, item: Any) -> Any:
+            if len(self.measured) == 3:
+                raise KeyboardInterrupt
+            return super().measure(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(config, tmp_path, instruments=Stop(config))
+    file = tmp_path / module.ROWS
+    line = file.read_text().splitlines()[0]
+    file.write_text(file.read_text() + (line if damage == "double" else '{"key": "9999"}') + "\n")
+    with pytest.raises(FileFormatError, match="not in the plan or there twice"):
+        collect(config, tmp_path, instruments=FakeBench(config))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("levels: [0]\n", "name at least one"),
+        ("models: m.onnx\nlevels: [0, 1.5]\n", "levels.1"),
+        ("models: m.onnx\nlevels: [0, 0]\n", "twice"),
+        ("models: m.onnx\nlevel: [0]\n", "level"),
+        ("models: m.onnx\nstressor: gpu-fma\n", "stressor"),
+        ("models: m.onnx\nmin_time_s: 0.01\n", "min_time_s"),
+        ("models: m.onnx\nmin_time_s: 2\nmax_time_s: 1\n", "max_time_s"),
+        ("models: m.onnx\nprovider: tpu\n", "tpu"),
+        ("models: m.onnx\ntelemetry: {sauce: host}\n", "telemetry.sauce"),
+        ("- 1\n", "must hold settings"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_settings_that_cannot_be_used(text: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "collect.yaml"
+    file.write_text(text)
+    with pytest.raises(FileFormatError, match=named):
+        read_config(file)
+
+
+def test_files_that_cannot_be_used(files: Path, tmp_path: Path) -> None:
+    def refused(kind: type[SparseFlowError], named: str, **settings: Any) -> None:
+        with pytest.raises(kind, match=named):
+            make_plan(config_of(files, **settings), {})
+
+    refused(InputError, "no file or folder", models=tmp_path / "absent")
+    refused(InputError, "hold no .onnx file", kernels=[], models=tmp_path)
+    refused(InputError, "none of the", reference="absent")
+    refused(FileFormatError, "list it under `models`", kernels=files / "models")
+    save(convnet(batch="n"), tmp_path / "open")
+    refused(ModelError, "fixed extents", models=tmp_path / "open")
+    save(convnet(width=16), tmp_path / "other", "small.onnx")
+    refused(InputError, "two models of one name", models=[files / "models", tmp_path / "other"])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_config(tmp_path / "absent.yaml")
+    with pytest.raises(FileFormatError, match="no collection"):
+        read(tmp_path)
+    (tmp_path / module.PLAN).write_text("{}")
+    with pytest.raises(FileFormatError, match="not the plan"):
+        read(tmp_path)
