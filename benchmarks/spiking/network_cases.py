@@ -200,7 +200,7 @@ def trained_job(text: str, test: Path, batch: int, images: int) -> Job:
         argparse.ArgumentTypeError: An option is unknown.
     """
     folder, *parts = text.split(",")
-    options: dict[str, str] = dict(part.split("=", 1) if "=" in part else (part, "") for part in parts)
+    options = {key: value for key, _, value in (part.partition("=") for part in parts)}
     if unknown := set(options) - {"steps", "silent"}:
         raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r} are none of steps, silent")
     run = Path(folder)
