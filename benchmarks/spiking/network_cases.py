@@ -205,10 +205,8 @@ def trained_job(text: str, test: Path, batch: int, images: int) -> Job:
         raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r} are none of steps, silent")
     run = Path(folder)
     network = json.loads((run / "metrics.json").read_text())["network"]
-    settings = catalog.Settings(
-        steps=int(options["steps"] if "steps" in options else network["T"]), width=network["width"]
-    )
+    settings = catalog.Settings(steps=int(options.get("steps") or network["T"]), width=network["width"])
     return Job(
-        model=run.name, settings=settings, batch=batch, silent=float(options["silent"] if "silent" in options else 0), trained=run,
+        model=run.name, settings=settings, batch=batch, silent=float(options.get("silent") or 0), trained=run,
         test=test, images=images,
     )  # fmt: skip
