@@ -7,11 +7,10 @@ must be the one made for the torch that is installed; transformers' ResNet is th
 from __future__ import annotations
 
 import importlib
-import inspect
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparseflow.core import factory
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, ModelError
 
@@ -65,7 +64,7 @@ def build(source: str, name: str, config: Mapping[str, Any], *, size: int, seed:
         elif source == TORCHVISION:
             model = _from_torchvision(name, config)
         elif ":" in source:
-            model = _from_factory(source, config)
+            model = factory.make(source, config)
         else:
             raise InputError(
                 f"the source {source!r} is not known; choose {TRANSFORMERS}, {TORCHVISION} "
@@ -118,28 +117,6 @@ def _from_torchvision(name: str, config: Mapping[str, Any]) -> nn.Module:
         return models.get_model(name, weights=None, **config)
     except (ValueError, TypeError) as error:
         raise InputError(f"torchvision cannot build {name}: {error}") from error
-
-
-def _from_factory(source: str, config: Mapping[str, Any]) -> nn.Module:
-    from torch import nn
-
-    module_name, _, attribute = source.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{source!r} cannot be imported: {error}") from error
-    if not callable(factory):
-        raise InputError(f"{source!r} is a {type(factory).__name__}, not a function that makes a network")
-    try:
-        inspect.signature(factory).bind(**config)
-    except TypeError as error:
-        raise InputError(f"{source} cannot be called with {dict(config)}: {error}") from error
-    model = factory(**config)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def _tensors_only(model: nn.Module) -> nn.Module:

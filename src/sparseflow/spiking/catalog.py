@@ -10,16 +10,15 @@ A name is one of
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.core import factory
+from sparseflow.errors import FileFormatError, InputError
 from sparseflow.spiking import zoo
 from sparseflow.spiking.registry import is_spiking_neuron
 from sparseflow.spiking.state import reset
@@ -76,7 +75,7 @@ def build(
     elif found:
         model = _random_resnet(found[1], int(found[2]), settings, torch.device(device))
     elif ":" in name:
-        model = _from_factory(name)
+        model = factory.make(name)
     else:
         raise InputError(
             f"no network is called {name!r}; there are {', '.join(zoo.names())}, spiking_resnet18 (34, 50, "
@@ -191,22 +190,6 @@ def sample(settings: Settings, batch: int) -> torch.Tensor:
     )
     size = (settings.image, settings.image)
     return nn.functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
-
-
-def _from_factory(name: str) -> nn.Module:
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{name!r} cannot be imported: {error}") from error
-    if not callable(factory):
-        raise InputError(f"{name!r} is a {type(factory).__name__}, not a function that makes a network")
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def _load(model: nn.Module, weights: Path) -> None:
