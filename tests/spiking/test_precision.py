@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,3 +47,19 @@ def test_the_newer_settings_work_too() -> None:
         assert conv.fp32_precision == "ieee"
     finally:
         conv.fp32_precision = before
+
+
+def test_settings_that_differ_come_back_as_they_were() -> None:
+    cudnn: Any = torch.backends.cudnn
+    conv: Any = getattr(cudnn, "conv", None)
+    rnn: Any = getattr(cudnn, "rnn", None)
+    if not (hasattr(conv, "fp32_precision") and hasattr(rnn, "fp32_precision")):
+        pytest.skip("this torch knows only the older settings")
+    before = conv.fp32_precision, rnn.fp32_precision
+    try:
+        conv.fp32_precision, rnn.fp32_precision = "tf32", "ieee"
+        with full_precision(torch.float32):
+            assert conv.fp32_precision == rnn.fp32_precision == "ieee"
+        assert (conv.fp32_precision, rnn.fp32_precision) == ("tf32", "ieee")
+    finally:
+        conv.fp32_precision, rnn.fp32_precision = before

@@ -8,36 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-def tf32_allowed() -> bool:
-    """Whether the network's own float32 convolutions on a GPU may be rounded to TF32."""
+def _setting() -> tuple[Any, str, object]:
+    """Where torch keeps the setting of convolutions: its owner, its name, and its value for no rounding."""
+    cudnn: Any = torch.backends.cudnn
     try:
-        return bool(torch.backends.cudnn.allow_tf32)
+        cudnn.allow_tf32  # noqa: B018 - reading it tells
     except RuntimeError:
         # The newer settings are in use, by which convolutions can differ from recurrent layers.
-        return torch.backends.cudnn.conv.fp32_precision != "ieee"  # type: ignore[attr-defined]
+        return cudnn.conv, "fp32_precision", "ieee"
+    return cudnn, "allow_tf32", False
+
+
+def tf32_allowed() -> bool:
+    """Whether the network's own float32 convolutions on a GPU may be rounded to TF32."""
+    owner, name, exact = _setting()
+    return getattr(owner, name) != exact
 
 
 @contextmanager
 def full_precision(dtype: torch.dtype) -> Iterator[None]:
     """Within, convolutions of `dtype` are not rounded further than `dtype` itself is."""
-    if dtype != torch.float32 or not torch.cuda.is_available() or not tf32_allowed():
+    if dtype != torch.float32 or not torch.cuda.is_available():
         yield
         return
-    try:
-        torch.backends.cudnn.allow_tf32 = False
-    except RuntimeError:
-        held = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.conv.fp32_precision = held  # type: ignore[attr-defined]
-        return
+    owner, name, exact = _setting()
+    held = getattr(owner, name)
+    setattr(owner, name, exact)
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = True
+        setattr(owner, name, held)
