@@ -270,3 +270,6 @@ def spiking_vggws_ottt(step_mode: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 CASES = [(name, mode) for name, modes in STEP_MODES.items() for mode in modes]
+
+BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
+"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""

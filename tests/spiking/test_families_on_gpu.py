@@ -16,13 +16,10 @@ from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.optimize import optimize, restore
 from sparseflow.spiking.packed_backend import PackedBackend
 from sparseflow.spiking.plan import Plan
-from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import dyadic, force, from_rest, membranes, same
 
 pytestmark = pytest.mark.gpu
-
-BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
-"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.kernels.events import format
 from sparseflow.spiking.plan import Plan, Spikes
 from sparseflow.spiking.registry import register_neuron, unregister_neuron
-from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import (
     Constant,
     Small,
@@ -40,8 +40,6 @@ from tests.spiking.nets import (
 )
 
 WAYS = ("module", "dense", "sparse")
-BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
-"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""
 
 
 def agree(net: nn.Module, x: torch.Tensor, way: str, *, exact: bool = True) -> dict[str, str]:

@@ -132,21 +132,28 @@ def analyze(
         console.print(f"written to {out}", markup=False)
 
 
-def _node_table(graph: Graph) -> Any:
+def _table(graph: Graph, *headings: str) -> Any:
+    """An empty table about a graph; on a narrow screen numbers and the kernel's name stay whole."""
     from rich.markup import escape
     from rich.table import Table
 
-    numbers = {node.name: index for index, node in enumerate(graph.nodes)}
     table = Table(title=escape(f"{graph.model_path}, {graph.provider}, {graph.level}"), title_justify="left")
-    for heading in ("#", "kernel", "node", "inputs", "outputs", "MFLOP", "MB", "after"):
-        number = heading in ("#", "MFLOP", "MB")
-        # On a narrow screen the numbers and the kernel's name stay whole.
+    for heading in headings:
+        number = heading in ("#", "nodes", "MFLOP", "MB")
         table.add_column(
             heading,
             overflow="fold",
             justify="right" if number else "left",
             no_wrap=number or heading == "kernel",
         )
+    return table
+
+
+def _node_table(graph: Graph) -> Any:
+    from rich.markup import escape
+
+    numbers = {node.name: index for index, node in enumerate(graph.nodes)}
+    table = _table(graph, "#", "kernel", "node", "inputs", "outputs", "MFLOP", "MB", "after")
     for node in graph.nodes:
         kernel = node.kernel
         table.add_row(
@@ -163,19 +170,8 @@ def _node_table(graph: Graph) -> Any:
 
 
 def _kernel_table(graph: Graph) -> Any:
-    from rich.markup import escape
-    from rich.table import Table
-
     uses = graph.uses()
-    table = Table(title=escape(f"{graph.model_path}, {graph.provider}, {graph.level}"), title_justify="left")
-    for heading in ("kernel", "nodes", "inputs", "outputs", "MFLOP", "MB"):
-        number = heading in ("nodes", "MFLOP", "MB")
-        table.add_column(
-            heading,
-            overflow="fold",
-            justify="right" if number else "left",
-            no_wrap=number or heading == "kernel",
-        )
+    table = _table(graph, "kernel", "nodes", "inputs", "outputs", "MFLOP", "MB")
     for kernel in graph.kernels:
         table.add_row(
             kernel.id,

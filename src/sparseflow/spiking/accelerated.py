@@ -155,19 +155,19 @@ class Accelerated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or self.policy != "measured" or not self._may_accelerate(args):
             return self.original(*args, **kwargs)
-        plan = self._plan_for(args)
+        key = key_of(args)
+        plan = self._plan_for(args, key)
         if plan is None or plan.overruled():
             return self.original(*args)
-        replay = self._replays.get(key_of(args))
+        replay = self._replays.get(key)
         with torch.no_grad():
             fits = replay is not None and replay.at_rest() and not plan.watched()
             if replay is not None and fits and not torch.cuda.is_current_stream_capturing():
                 return replay(*args)
             return plan.run(*args)
 
-    def _plan_for(self, args: tuple[torch.Tensor, ...]) -> Plan | None:
+    def _plan_for(self, args: tuple[torch.Tensor, ...], key: Any) -> Plan | None:
         """The plan for inputs of this shape, measured now if they are the first; None for the own forward."""
-        key = key_of(args)
         self._refresh()
         if key not in self._plans:
             try:
@@ -214,7 +214,7 @@ class Accelerated:
 
     def times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
         """See `layer_times`."""
-        plan = self._plan_for(inputs)
+        plan = self._plan_for(inputs, key_of(inputs))
         found: dict[str, float] = {}
         if plan is None:
             return found
