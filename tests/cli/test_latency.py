@@ -12,7 +12,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("yaml")
 
-from sparseflow.cli.latency import shapes_of
+from sparseflow.cli.latency.base import shapes_of
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
 from tests.latency.onnx_models import convnet, save

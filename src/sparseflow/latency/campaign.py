@@ -76,6 +76,7 @@ class Config(BaseModel):
         levels: Shares of the device's time that the load takes while nothing else wants the device.
         steady_timeout_s: Longest wait for a level.
         rounds: How often each item is measured at each level.
+        keep: Items that stay loaded from one visit to the next; memory must hold them all.
         warmup: Runs before the samples of a measurement.
         loops: Samples of a measurement at least.
         max_samples: About how many samples a measurement keeps: runs of some microseconds are timed several
@@ -101,6 +102,7 @@ class Config(BaseModel):
     levels: Annotated[list[Level], Field(min_length=1)] = [0.0, 0.3, 0.6, 0.9]
     steady_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
     rounds: Annotated[int, Field(ge=1)] = 5
+    keep: Annotated[int, Field(ge=0)] = 0
     warmup: Annotated[int, Field(ge=0)] = 5
     loops: Annotated[int, Field(ge=1)] = 20
     max_samples: Annotated[int, Field(ge=1)] = 2000
@@ -309,7 +311,7 @@ def make_plan(config: Config, environment: Mapping[str, Any]) -> Plan:
         FileFormatError, ModelError: A file cannot be used.
     """
     items = tuple(find_items(config))
-    reference = _reference(items, config.reference)
+    reference = pick_reference(items, config.reference)
     generator = random.Random(config.seed)
     blocks = []
     for number in range(config.rounds):
@@ -393,7 +395,12 @@ def _item(path: Path, kernel: bool) -> Item:
     )
 
 
-def _reference(items: tuple[Item, ...], asked: str | None) -> int:
+def pick_reference(items: tuple[Item, ...], asked: str | None) -> int:
+    """Place of the item that shows drift: the one asked for, or a kernel of middling work.
+
+    Raises:
+        InputError: None of the items has the id that was asked for.
+    """
     if asked is not None:
         for index, item in enumerate(items):
             if item.id == asked:

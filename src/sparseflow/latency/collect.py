@@ -7,6 +7,8 @@
       rows.jsonl      one row a measurement, until the collection is whole
       rows.parquet    the same rows in the plan's order, once it is
       kernels.csv     Kernel_ID, OpType, Input_Shape, one column a metric of load, Latency_ms
+      kernels/        a description of every kernel, in JSON
+      graphs/         the graph of every model, in JSON
 
 Whatever stops it (SIGKILL, a full disk, a load that misses its level), the rows so far stay, and the same
 command goes on with what is missing: a row is written whole or not at all, and the plan's keys say which are
@@ -37,6 +39,7 @@ from typing import Any
 from sparseflow.core.files import write_atomic
 from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.errors import FileFormatError, RunError
+from sparseflow.latency import descriptions
 from sparseflow.latency.campaign import Config, Plan, Step, make_plan
 from sparseflow.latency.instruments import Bench, Instruments
 
@@ -102,7 +105,7 @@ def collect(
         with Bench(config) as bench:
             return collect(config, out, instruments=bench, progress=progress)
     folder = Path(out)
-    plan = _begin(config, folder, instruments)
+    plan = _begin(config, folder, instruments, progress)
     if (folder / TABLE).is_file() and not (folder / ROWS).exists():
         return _summary(folder, plan, read(folder), 0)
     steps = list(plan.steps())
@@ -171,7 +174,7 @@ def read_plan(folder: Path | str) -> Plan:
     return Plan.from_dict(record)
 
 
-def _begin(config: Config, folder: Path, instruments: Instruments) -> Plan:
+def _begin(config: Config, folder: Path, instruments: Instruments, progress: Progress | None) -> Plan:
     plan = make_plan(config, instruments.environment())
     if (folder / PLAN).exists():
         begun = read_plan(folder)
@@ -179,6 +182,8 @@ def _begin(config: Config, folder: Path, instruments: Instruments) -> Plan:
         return begun
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        descriptions.describe(plan.items, folder, config.provider, progress)
+        # Last, so that a folder with a plan has all that belongs to it.
         write_atomic(folder / PLAN, json.dumps(plan.to_dict(), ensure_ascii=False) + "\n")
     except OSError as error:
         raise RunError(

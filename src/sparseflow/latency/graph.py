@@ -231,7 +231,10 @@ class Graph:
             raise FileFormatError(f"{file} is not JSON: {error}") from error
         if isinstance(record, dict) and isinstance(record.get("optimised_path"), str):
             record["optimised_path"] = str(file.parent / record["optimised_path"])
-        return cls.from_dict(record)
+        try:
+            return cls.from_dict(record)
+        except FileFormatError as error:
+            raise FileFormatError(f"{file}: {error}") from error
 
 
 def analyze(

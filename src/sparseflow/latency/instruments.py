@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
+from sparseflow.core.extras import require
 from sparseflow.core.load import Stressor
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
@@ -53,6 +55,7 @@ class Bench:
         self._config = config
         self._stack = ExitStack()
         self._stressor: Stressor | None = None
+        self._kept: OrderedDict[str, Runner] = OrderedDict()
         before = os.sched_getaffinity(0)
         self._cpus = sorted(before if config.cpus is None else set(config.cpus))
         if not self._cpus or not before.issuperset(self._cpus):
@@ -79,7 +82,8 @@ class Bench:
         from sparseflow.core.environment import environment
 
         on_gpu = session.short_name(self._config.provider) == "cuda"
-        return environment(f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed)
+        found = environment(f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed)
+        return found | {"onnxruntime": require("onnxruntime", "latency").__version__}
 
     @contextmanager
     def block(self, level: float) -> Iterator[Mapping[str, Any]]:
@@ -103,14 +107,7 @@ class Bench:
         config = self._config
         row: dict[str, Any] = {"start_s": time.time(), "error": None}
         try:
-            runner = Runner(
-                item.path,
-                config.provider,
-                threads=config.threads,
-                conv_search=config.conv_search,
-                gpu=config.gpu,
-                seed=config.seed,
-            )
+            runner = self._runner(item)
             warmup_ms = runner.warm_up(config.warmup)
             calls = self._calls(runner)
         except DeviceError:
@@ -142,6 +139,22 @@ class Bench:
             | {"stress_achieved": round(stress, 4)}
             | load.to_row()
         )
+
+    def _runner(self, item: Item) -> Runner:
+        config = self._config
+        runner = self._kept.pop(item.id, None) or Runner(
+            item.path,
+            config.provider,
+            threads=config.threads,
+            conv_search=config.conv_search,
+            gpu=config.gpu,
+            seed=config.seed,
+        )
+        if config.keep:
+            self._kept[item.id] = runner
+            while len(self._kept) > config.keep:
+                self._kept.popitem(last=False)
+        return runner
 
     def _calls(self, runner: Runner) -> int:
         """Runs a sample, from the quickest of a few: a slow one was interrupted."""

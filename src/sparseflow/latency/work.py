@@ -90,7 +90,9 @@ def _matmul(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
 
 
 def _pool(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
-    return float(outputs[0].elements * math.prod(attributes.get("kernel_shape", ())))
+    window, image = attributes.get("kernel_shape", ()), inputs[0].shape[2:]
+    # A window may reach beyond the image, where there is nothing to pool.
+    return float(outputs[0].elements * math.prod(map(min, window, image)))
 
 
 def _resize(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:

@@ -6,7 +6,7 @@
     page.write(run.path / "report.html")
 """
 
-from sparseflow.core.report.figures import before_after, intervals, samples
+from sparseflow.core.report.figures import before_after, intervals, predicted_measured, samples
 from sparseflow.core.report.page import Column, Headline, Report, Section, Table
 from sparseflow.core.report.svg import Figure, from_matplotlib
 
@@ -20,5 +20,6 @@ __all__ = [
     "before_after",
     "from_matplotlib",
     "intervals",
+    "predicted_measured",
     "samples",
 ]

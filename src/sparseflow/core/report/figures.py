@@ -1,7 +1,8 @@
-"""The kinds of figure that reports use: bars before and after, intervals, and every sample as a dot."""
+"""The kinds of figure that reports use: bars, intervals, every sample as a dot, predicted over measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from sparseflow.core.report.svg import (
     BAD,
     BEFORE,
     GOOD,
+    GRID,
     INK,
     MUTED,
     PAPER,
@@ -183,6 +185,66 @@ def samples(
         words = "; ".join(
             f"{name}: median {median:.4g} {unit} of {len(values)} samples"
             for (name, values), median in zip(times.items(), medians, strict=True)
+        )
+        return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
+
+
+def predicted_measured(
+    title: str,
+    groups: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    unit: str = "ms",
+    band: float = 0.10,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Each prediction as a dot over what was measured, on logarithmic axes with the line of equality.
+
+    Args:
+        title: Heading.
+        groups: Name -> (measured, predicted), both in `unit` and above 0.
+        unit: Unit, written at the axes.
+        band: Share around equality that is shaded.
+        alt: What the figure says in words; made from the shares within the band when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: There is no dot, or one is not above 0 or not finite.
+    """
+    dots = [dot for group in groups.values() for dot in group]
+    if not dots or not all(0.0 < value < math.inf for dot in dots for value in dot):
+        raise InputError(f"{title}: predictions and measurements above 0 are needed, {len(dots)} were given")
+    from matplotlib.ticker import LogFormatter
+
+    low, high = min(map(min, dots)) / 1.25, max(map(max, dots)) * 1.25
+    with _drawing(rows=1, row_in=4.6) as (figure, axes):
+        figure.set_figwidth(0.62 * WIDTH_IN)
+        axes.fill_between(
+            [low, high], [(1 - band) * low, (1 - band) * high], [(1 + band) * low, (1 + band) * high],
+            color=GRID, linewidth=0, label=f"±{100 * band:.0f} %",
+        )  # fmt: skip
+        axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (3, 3)))
+        colours = (AFTER, BEFORE, GOOD, BAD, INK)
+        for place, (name, group) in enumerate(groups.items()):
+            colour = colours[place % len(colours)]
+            axes.plot(
+                [m for m, _ in group], [p for _, p in group], "o", color=colour, markersize=5, alpha=0.8,
+                markeredgewidth=0, label=name,
+            )  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        for axis in (axes.xaxis, axes.yaxis):
+            # Not the usual powers of ten: they are mathematics, which the page's style does not set.
+            axis.set_major_formatter(LogFormatter())
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        axes.grid(True, axis="both")
+        axes.set_xlabel(f"measured, {unit}")
+        axes.set_ylabel(f"predicted, {unit}")
+        _legend(axes, len(groups) + 1)
+        words = "; ".join(
+            f"{name}: {sum(abs(p - m) / m <= band for m, p in group)} of {len(group)} within "
+            f"{100 * band:.0f} %"
+            for name, group in groups.items()
+            if group
         )
         return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
 

@@ -1,0 +1,164 @@
+"""A device's study: a zoo exported, every kernel extracted, all of it measured at rest and beside loads.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/latency/study.py prepare --work runs/study --zoo zoo.yaml --jobs 2
+    python benchmarks/latency/study.py rest    --work runs/study
+    python benchmarks/latency/study.py load    --work runs/study --stressor cpu-fma
+
+``--provider cuda`` studies a GPU. ``rest`` measures every kernel and model without a load, ``load`` a
+sample of the kernels and the models that ``--loaded`` matches at each of ``--levels``. Collections land in
+``WORK/collections``; whatever is stopped goes on where it was. `judge.py` beside this learns from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.parallel import run_each
+from sparseflow.errors import SparseFlowError
+from sparseflow.latency import zoo
+from sparseflow.latency.campaign import Config, Telemetry
+from sparseflow.latency.collect import collect
+from sparseflow.latency.extract import extract, read_kernel
+
+FEW_A_NAME = 12
+
+
+def prepare_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
+    """Export one case and extract its kernels; gives what came of it."""
+    work, case, provider, check = task
+    folder = Path(work)
+    done = folder / "prepared" / f"{case}.json"
+    if done.is_file():
+        return json.loads(done.read_text(encoding="utf-8"))
+    begun = time.monotonic()
+    whole = zoo.load_config(folder / "zoo.yaml")
+    spec = next(c for c in whole.cases() if c.name == case)
+    one = whole.model_copy(update={"models": [spec.spec], "batches": [spec.batch], "sizes": [spec.size]})
+    exported = zoo.export(one, folder / "models", provider=provider)[0]
+    row: dict[str, Any] = {"case": case, "problem": exported.problem}
+    if exported.path is not None and exported.optimised_path is not None:
+        try:
+            found = extract(
+                exported.path, folder / "graphs" / case, provider=provider, check=check, threads=1
+            )
+            row |= {
+                "nodes": sum(r.nodes for r in found),
+                "matched": sum(r.matched for r in found),
+                "largest_relative_error": max((r.relative_error or 0.0 for r in found), default=None),
+                "problems": [f"{r.kernel_id}: {r.problem}" for r in found if not r.ok][:5],
+            }
+        except SparseFlowError as error:
+            row["problem"] = str(error)
+        # Not needed any more, and as large as the model.
+        exported.optimised_path.unlink(missing_ok=True)
+        (folder / "graphs" / case / "optimised.onnx").unlink(missing_ok=True)
+    row["seconds"] = round(time.monotonic() - begun, 1)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    done.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return row
+
+
+def prepare(asked: argparse.Namespace) -> None:
+    asked.work.mkdir(parents=True, exist_ok=True)
+    kept = asked.work / "zoo.yaml"
+    kept.write_text(asked.zoo.read_text(encoding="utf-8"), encoding="utf-8")
+    cases = [case.name for case in zoo.load_config(kept).cases()]
+    tasks = [(str(asked.work), case, asked.provider, asked.check) for case in cases]
+    for number, (_, row) in enumerate(run_each(prepare_one, tasks, workers=asked.jobs), start=1):
+        print(f"{number}/{len(cases)} {row}", flush=True)
+
+
+def config(asked: argparse.Namespace, **settings: Any) -> Config:
+    on_gpu = asked.provider == "cuda"
+    return Config(
+        provider=asked.provider,
+        threads=1,
+        telemetry=Telemetry(source="gpm" if on_gpu else "host"),
+        **settings,
+    )
+
+
+def gather(asked: argparse.Namespace, name: str, settings: Config) -> None:
+    last = [0.0]
+
+    def tell(what: str, fraction: float) -> None:
+        if time.monotonic() - last[0] > 15.0:
+            last[0] = time.monotonic()
+            print(f"{100 * fraction:5.1f} %  {what}", flush=True)
+
+    print(collect(settings, asked.work / "collections" / name, progress=tell).to_dict(), flush=True)
+
+
+def rest(asked: argparse.Namespace) -> None:
+    kernels = sorted((asked.work / "graphs").glob("*/"))
+    common: dict[str, Any] = {"levels": [0.0], "min_time_s": 0.1, "max_time_s": 2.0, "max_samples": 200}
+    gather(
+        asked,
+        "models",
+        config(asked, models=[asked.work / "models"], rounds=asked.model_rounds, warmup=3, loops=5, **common),
+    )
+    gather(
+        asked,
+        "kernels",
+        config(asked, kernels=kernels, rounds=asked.rounds, warmup=3, loops=5, **common),
+    )
+
+
+def load(asked: argparse.Namespace) -> None:
+    chosen = sample(asked.work / "graphs", asked.loaded, asked.kernels)
+    models = sorted(p for p in (asked.work / "models").glob("*.onnx") if p.match(asked.loaded))
+    gather(
+        asked,
+        asked.stressor,
+        config(
+            asked, kernels=chosen, models=models, stressor=asked.stressor, levels=asked.levels,
+            rounds=asked.rounds, warmup=3, loops=10, min_time_s=asked.seconds, max_time_s=2.5,
+            keep=asked.kernels + len(models),
+        ),
+    )  # fmt: skip
+
+
+def sample(graphs: Path, pattern: str, count: int) -> list[Path]:
+    """Kernels of the models that are measured, a few of each name at most, drawn the same way every time."""
+    found = {p.name: p for p in sorted(graphs.glob(f"{Path(pattern).stem}/kernels/*.onnx"))}
+    by_name: dict[str, list[Path]] = {}
+    for path in found.values():
+        by_name.setdefault(read_kernel(path).op, []).append(path)
+    generator = random.Random(0)
+    pool = [p for paths in by_name.values() for p in generator.sample(paths, min(FEW_A_NAME, len(paths)))]
+    return sorted(generator.sample(pool, min(count, len(pool))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("prepare", "rest", "load"))
+    parser.add_argument("--work", type=Path, required=True, help="folder of the study")
+    parser.add_argument("--zoo", type=Path, help="YAML file of the networks (prepare)")
+    parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes that export (prepare)")
+    parser.add_argument("--check", action="store_true", help="compare every node with the graph (prepare)")
+    parser.add_argument("--rounds", type=int, default=2, help="visits to each kernel and level")
+    parser.add_argument("--model-rounds", type=int, default=6, help="visits to each model at rest")
+    parser.add_argument("--stressor", default="cpu-fma")
+    parser.add_argument("--levels", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
+    parser.add_argument("--loaded", default="*_b1_224.onnx", help="models to measure beside loads")
+    parser.add_argument("--kernels", type=int, default=80, help="kernels to measure beside loads")
+    parser.add_argument("--seconds", type=float, default=0.5, help="least time of a measurement beside loads")
+    asked = parser.parse_args()
+    {"prepare": prepare, "rest": rest, "load": load}[asked.part](asked)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

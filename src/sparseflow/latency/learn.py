@@ -1,0 +1,130 @@
+"""Learning every part of a predictor from what was measured, or from some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sparseflow.core.costmodel.intervals import Interval
+from sparseflow.errors import InputError
+from sparseflow.latency.compose import Composition
+from sparseflow.latency.dataset import Dataset, Loaded
+from sparseflow.latency.kernels import Kernel
+from sparseflow.latency.model import RATIO, KernelModel
+from sparseflow.latency.overlap import SUM
+from sparseflow.latency.predictor import Predictor
+from sparseflow.latency.sharing import PRINCIPAL, Observed, Sharing
+
+UNJUDGED = Interval(low=0.5, high=2.0, coverage=0.9, samples=0)
+"""The interval of a predictor that nothing was held out for."""
+
+
+def learn(
+    data: Dataset,
+    kind: str = RATIO,
+    *,
+    kernels: Collection[str] | None = None,
+    models: Collection[str] | None = None,
+    levels: Collection[float] | None = None,
+    mode: str = SUM,
+    seed: int = 0,
+) -> Predictor:
+    """A predictor, its intervals not yet judged.
+
+    Args:
+        data: What was measured.
+        kind: Regressor, one of `model.KINDS`.
+        kernels: Ids to learn from; by default all.
+        models: Names of models to learn from; by default all.
+        levels: Levels of load to learn from; by default all.
+        mode: How kernels compose, `"sum"` or `"critical_path"`.
+        seed: What trees draw from.
+
+    Raises:
+        InputError: There is nothing to learn from.
+        MissingExtraError: XGBoost or scipy is missing.
+    """
+    names = [n for n in data.kernel_ids() if kernels is None or n in kernels]
+    nets = [n for n in data.models() if models is None or n in models]
+    known = {name: data.rest_ms[name] for name in names}
+    model = KernelModel.fit([data.kernels[n] for n in names], list(known.values()), kind, seed=seed)
+    graphs = [data.graphs[name] for name in nets]
+    needed = {kernel.id: kernel for graph in graphs for kernel in graph.kernels}
+    composition = Composition.fit(
+        graphs, alone_ms(needed, known, model), [data.rest_ms[name] for name in nets], mode
+    )
+    chosen = {*names, *nets}
+    rows = [one for one in data.loaded if one.item in chosen and (levels is None or one.level in levels)]
+    return Predictor(
+        fingerprint=data.fingerprint,
+        model=model,
+        known_ms=known,
+        composition=composition,
+        sharing=_fit_sharing(data, rows, nets, model, known, seed),
+        kernel_interval=UNJUDGED,
+        rest_interval=UNJUDGED,
+        loaded_interval=UNJUDGED,
+        quality={},
+    )
+
+
+def alone_ms(
+    needed: Mapping[str, Kernel], known_ms: Mapping[str, float], model: KernelModel
+) -> dict[str, float]:
+    """Kernel's id -> latency alone at rest, milliseconds: measured, learned or by roofline."""
+    found = {name: known_ms[name] for name in needed if name in known_ms}
+    rest = [kernel for name, kernel in needed.items() if name not in known_ms]
+    learned = [kernel for kernel in rest if model.knows(kernel)]
+    found |= {k.id: ms for k, ms in zip(learned, model.predict(learned), strict=True)}
+    found |= {k.id: model.roofline.guess_ms(k)[0] for k in rest if not model.knows(k)}
+    return found
+
+
+def _fit_sharing(
+    data: Dataset,
+    rows: list[Loaded],
+    models: list[str],
+    model: KernelModel,
+    known_ms: Mapping[str, float],
+    seed: int,
+) -> Sharing:
+    metric = PRINCIPAL[data.fingerprint.kind]
+    blind = [one for one in rows if metric not in one.load]
+    if blind:
+        raise InputError(
+            f"{len(blind)} of {len(rows)} measurements beside loads lack the reading `{metric}`, which tells "
+            f"how busy the device was: collect with a `telemetry` that tells it"
+        )
+    waits = {
+        one.item: _model_waits(data, one.item, model, known_ms)
+        if one.model
+        else model.roofline.waits(data.kernels[one.item], data.rest_ms[one.item])
+        for one in {one.item: one for one in rows}.values()
+    }
+    observed = [
+        Observed(
+            rest_ms=data.rest_ms[one.item],
+            waits=waits[one.item],
+            load=one.load[metric],
+            mean_ms=one.slowdown * data.rest_ms[one.item],
+            ratios=one.ratios,
+            whole=one.model,
+        )
+        for one in rows
+    ]
+    jitter = [ratio for name in models for ratio in data.jitter[name]]
+    return Sharing.fit(observed, metric, data.calm.get(metric, 0.0), jitter, seed=seed)
+
+
+def _model_waits(
+    data: Dataset, name: str, model: KernelModel, known_ms: Mapping[str, float]
+) -> tuple[float, ...]:
+    """What a model waits for: its kernels' waits, weighted by what they take."""
+    graph = data.graphs[name]
+    alone = alone_ms({k.id: k for k in graph.kernels}, known_ms, model)
+    totals: list[Any] = [0.0, 0.0, 0.0]
+    for node in graph.nodes:
+        ms = alone[node.kernel_id]
+        totals = [t + ms * w for t, w in zip(totals, model.roofline.waits(node.kernel, ms), strict=True)]
+    whole = sum(totals)
+    return tuple(t / whole for t in totals)

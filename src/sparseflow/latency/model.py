@@ -1,0 +1,118 @@
+"""What a kernel takes at rest, learned from kernels that were measured.
+
+Three regressors over the same features, each an ensemble of trees on a logarithm, so that errors count as
+shares: `ratio` learns how far above the device's roofline a kernel stays and never predicts below it;
+`xgboost` and `random_forest` learn the latency itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparseflow.core.costmodel.space import FeatureSpace
+from sparseflow.core.costmodel.trees import BOOSTED, FOREST, Trees
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.latency.features import features
+from sparseflow.latency.kernels import Kernel
+from sparseflow.latency.roofline import Roofline
+
+RATIO = "ratio"
+KINDS = (RATIO, BOOSTED, FOREST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelModel:
+    """A fitted regressor. Make one with `KernelModel.fit`.
+
+    Attributes:
+        kind: One of `KINDS`.
+        roofline: The device's bound.
+        space: Features that the trees read.
+        trees: The ensemble.
+    """
+
+    kind: str
+    roofline: Roofline
+    space: FeatureSpace
+    trees: Trees
+
+    @classmethod
+    def fit(
+        cls,
+        kernels: Sequence[Kernel],
+        latency_ms: Sequence[float],
+        kind: str = RATIO,
+        *,
+        roofline: Roofline | None = None,
+        seed: int = 0,
+    ) -> KernelModel:
+        """Learn from kernels and what they took at rest.
+
+        Args:
+            kernels: What was measured.
+            latency_ms: What each took, milliseconds.
+            kind: One of `KINDS`.
+            roofline: The device's bound; by default that of these kernels.
+            seed: What trees draw from.
+
+        Raises:
+            InputError: There is nothing to learn from, or the kind is unknown.
+            MissingExtraError: XGBoost is missing.
+        """
+        import numpy as np
+
+        if kind not in KINDS:
+            raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
+        bound = roofline or Roofline.fit(kernels, latency_ms)
+        rows = [features(kernel) for kernel in kernels]
+        space = FeatureSpace.of(rows)
+        target = np.log(np.asarray(latency_ms, dtype=np.float64))
+        if kind == RATIO:
+            target -= np.log([bound.floor_ms(kernel) for kernel in kernels])
+        trees = Trees.fit(space.matrix(rows), target, FOREST if kind == FOREST else BOOSTED, seed=seed)
+        return cls(kind=kind, roofline=bound, space=space, trees=trees)
+
+    def predict(self, kernels: Sequence[Kernel]) -> list[float]:
+        """What each kernel takes at rest, milliseconds; its operator must be one that was learned."""
+        import numpy as np
+
+        if not kernels:
+            return []
+        found = np.exp(self.trees.predict(self.space.matrix([features(k) for k in kernels])).astype(float))
+        if self.kind == RATIO:
+            found = [
+                max(ratio, 1.0) * self.roofline.floor_ms(k) for k, ratio in zip(kernels, found, strict=True)
+            ]
+        return [float(value) for value in found]
+
+    def knows(self, kernel: Kernel) -> bool:
+        """Whether kernels of this operator were learned from."""
+        row = features(kernel)
+        return all(row[name] in values for name, values in self.space.categories.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The regressor in JSON's types."""
+        return {
+            "kind": self.kind,
+            "roofline": self.roofline.to_dict(),
+            "space": self.space.to_dict(),
+            "trees": self.trees.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> KernelModel:
+        """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
+        try:
+            model = cls(
+                kind=str(record["kind"]),
+                roofline=Roofline.from_dict(record["roofline"]),
+                space=FeatureSpace.from_dict(record["space"]),
+                trees=Trees.from_dict(record["trees"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise FileFormatError(f"a kernel regressor cannot be read: {error!r}") from error
+        if model.kind not in KINDS or model.trees.columns != len(model.space.columns):
+            raise FileFormatError("a kernel regressor cannot be read: its parts do not fit each other")
+        return model

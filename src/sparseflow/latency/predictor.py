@@ -1,0 +1,266 @@
+"""A predictor: everything that was learned of one device, in one file.
+
+::
+
+    predictor.json    format, version, fingerprint, regressor, known kernels, composition, how load shares the
+                      device, intervals, and how good all of that was on what was held out
+
+Only JSON is read, and of XGBoost only its JSON. A predictor of another format, version or device is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.costmodel.intervals import Interval
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.latency.compose import Composition
+from sparseflow.latency.fingerprint import Fingerprint
+from sparseflow.latency.graph import Graph
+from sparseflow.latency.kernels import Kernel
+from sparseflow.latency.model import KernelModel
+from sparseflow.latency.runner import quantile
+from sparseflow.latency.sharing import Sharing
+
+FORMAT, VERSION = "sparseflow.latency.predictor", 1
+
+MEASURED, LEARNED, ROOFLINE = "measured", "learned", "roofline"
+"""Where a kernel's latency at rest is from: it was measured itself, its kind was, or nothing like it."""
+
+CALM = 1.03
+"""Up to this slowdown the interval is that of models at rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPrediction:
+    """What one kernel is expected to take inside the graph, each time it runs.
+
+    Attributes:
+        kernel_id: Its id.
+        op: Its canonical name.
+        count: Nodes that run it and whose time counts.
+        rest_ms: Mean latency at rest, milliseconds.
+        mean_ms: Mean latency beside the load, milliseconds.
+        low_ms: Lower end of its interval at rest, milliseconds.
+        high_ms: Upper end of it.
+        source: `"measured"`, `"learned"` or `"roofline"`.
+    """
+
+    kernel_id: str
+    op: str
+    count: int
+    rest_ms: float
+    mean_ms: float
+    low_ms: float
+    high_ms: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model is expected to take.
+
+    Attributes:
+        mean_ms: Mean latency, milliseconds.
+        p50_ms: Median of runs.
+        p95_ms: 95th percentile of runs.
+        interval: Ends of the interval around `mean_ms`, milliseconds.
+        interval_coverage: Share of such intervals that should hold what is measured.
+        coverage: Share of `mean_ms` from kernels whose operator was measured; below 1 the rest is roofline.
+        rest_ms: Mean latency without load.
+        slowdown: `mean_ms` over `rest_ms`.
+        load: Metric -> share that was reckoned with; empty for a device at rest.
+        mode: `"sum"` or `"critical_path"`.
+        per_kernel: One entry a kernel, the costliest first.
+    """
+
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    interval: tuple[float, float]
+    interval_coverage: float
+    coverage: float
+    rest_ms: float
+    slowdown: float
+    load: Mapping[str, float]
+    mode: str
+    per_kernel: tuple[KernelPrediction, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction in JSON's types."""
+        return {**asdict(self), "interval": list(self.interval), "load": dict(self.load)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """What was learned of one device. `train.train` makes one.
+
+    Attributes:
+        fingerprint: The device and what ran there.
+        model: The regressor of kernels.
+        known_ms: Kernel's id -> latency at rest that was measured, milliseconds.
+        composition: From kernels to a graph.
+        sharing: What load does.
+        kernel_interval: Around a kernel that was learned.
+        rest_interval: Around a model at rest.
+        loaded_interval: Around a model beside a load.
+        quality: How good it was on what was held out, in JSON's types.
+    """
+
+    fingerprint: Fingerprint
+    model: KernelModel
+    known_ms: Mapping[str, float]
+    composition: Composition
+    sharing: Sharing
+    kernel_interval: Interval
+    rest_interval: Interval
+    loaded_interval: Interval
+    quality: Mapping[str, Any]
+
+    def kernels_ms(self, kernels: Mapping[str, Kernel]) -> dict[str, tuple[float, float, float, str]]:
+        """Kernel's id -> (latency alone at rest, lower end, upper end, source), milliseconds."""
+        found: dict[str, tuple[float, float, float, str]] = {}
+        to_learn: list[Kernel] = []
+        for name, kernel in kernels.items():
+            if name in self.known_ms:
+                ms = self.known_ms[name]
+                found[name] = (ms, ms, ms, MEASURED)
+            elif self.model.knows(kernel):
+                to_learn.append(kernel)
+            else:
+                found[name] = (*self.model.roofline.guess_ms(kernel), ROOFLINE)
+        for kernel, ms in zip(to_learn, self.model.predict(to_learn), strict=True):
+            found[kernel.id] = (ms, *self.kernel_interval.around(ms), LEARNED)
+        return found
+
+    def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:
+        """What a graph takes beside a load.
+
+        Args:
+            graph: As onnxruntime runs it on this device.
+            load: Metric -> share; None for a device at rest.
+            seed: What runs are drawn from.
+
+        Raises:
+            DeviceError: The load lacks the metric that is reckoned with.
+        """
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        alone = self.kernels_ms(kernels)
+        inside = {
+            name: self.composition.inside_ms(kernel, alone[name][0]) for name, kernel in kernels.items()
+        }
+        delays = {
+            name: self.sharing.delay_ms(inside[name], self.model.roofline.waits(kernel, alone[name][0]))
+            for name, kernel in kernels.items()
+        }
+        counts = self.composition.counts(graph, inside)
+        rest = sum(count * inside[name] for name, count in counts.items())
+        delay = sum(count * delays[name] for name, count in counts.items())
+        level = self.sharing.load_of(load) if load is not None else 0.0
+        mean = self.sharing.mean_ms(rest, delay, level)
+        # What the load adds is spread over the kernels by what each is kept waiting.
+        added = {
+            name: (mean - rest) * (delays[name] / delay if delay else inside[name] / rest) for name in counts
+        }
+        each = tuple(
+            KernelPrediction(
+                kernel_id=name,
+                op=kernels[name].op,
+                count=count,
+                rest_ms=inside[name],
+                mean_ms=inside[name] + added[name],
+                low_ms=inside[name] * alone[name][1] / alone[name][0],
+                high_ms=inside[name] * alone[name][2] / alone[name][0],
+                source=alone[name][3],
+            )
+            for name, count in counts.items()
+        )
+        runs = [float(run) for run in self.sharing.runs(rest, delay, level, seed=seed)]
+        interval = self.rest_interval if mean <= CALM * rest else self.loaded_interval
+        guessed = [k for k in each if k.source == ROOFLINE]
+        told = mean - sum(k.count * k.mean_ms for k in guessed)
+        return Prediction(
+            mean_ms=mean,
+            p50_ms=quantile(runs, 0.5),
+            p95_ms=quantile(runs, 0.95),
+            interval=(
+                told * interval.low + sum(k.count * k.low_ms * k.mean_ms / k.rest_ms for k in guessed),
+                told * interval.high + sum(k.count * k.high_ms * k.mean_ms / k.rest_ms for k in guessed),
+            ),
+            interval_coverage=interval.coverage,
+            coverage=told / mean,
+            rest_ms=rest,
+            slowdown=mean / rest,
+            load=dict(load or {}),
+            mode=self.composition.mode,
+            per_kernel=tuple(sorted(each, key=lambda k: -k.count * k.mean_ms)),
+        )
+
+    def save(self, path: Path | str) -> Path:
+        """Write the predictor to a file; gives its path."""
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "fingerprint": self.fingerprint.to_dict(),
+            "model": self.model.to_dict(),
+            "known_ms": dict(self.known_ms),
+            "composition": self.composition.to_dict(),
+            "sharing": self.sharing.to_dict(),
+            "kernel_interval": self.kernel_interval.to_dict(),
+            "rest_interval": self.rest_interval.to_dict(),
+            "loaded_interval": self.loaded_interval.to_dict(),
+            "quality": dict(self.quality),
+        }
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        return file
+
+    @classmethod
+    def load(cls, path: Path | str) -> Predictor:
+        """Read a predictor.
+
+        Raises:
+            InputError: There is no such file.
+            FileFormatError: It is no predictor, a damaged one, or of another version.
+            MissingExtraError: XGBoost is missing.
+        """
+        file = Path(path)
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"{file} cannot be read ({error.strerror}); make a predictor with: sparseflow latency train"
+            ) from error
+        except ValueError as error:
+            raise FileFormatError(f"{file} is no predictor: it is not JSON ({error})") from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise FileFormatError(f"{file} is no predictor; make one with: sparseflow latency train")
+        if record.get("version") != VERSION:
+            raise FileFormatError(
+                f"{file} is a predictor of version {record.get('version')}, and {VERSION} is read here; "
+                f"train it again from its collections"
+            )
+        try:
+            known = {str(name): float(ms) for name, ms in record["known_ms"].items()}
+            if not all(math.isfinite(ms) and ms > 0.0 for ms in known.values()):
+                raise ValueError("a latency that was measured must be above 0")
+            return cls(
+                fingerprint=Fingerprint.from_dict(record["fingerprint"]),
+                model=KernelModel.from_dict(record["model"]),
+                known_ms=known,
+                composition=Composition.from_dict(record["composition"]),
+                sharing=Sharing.from_dict(record["sharing"]),
+                kernel_interval=Interval.from_dict(record["kernel_interval"]),
+                rest_interval=Interval.from_dict(record["rest_interval"]),
+                loaded_interval=Interval.from_dict(record["loaded_interval"]),
+                quality=dict(record["quality"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileFormatError(f"{file} is a damaged predictor: {error}") from error

@@ -1,0 +1,87 @@
+"""A collection in parts: who measures what, and a real cluster of one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from sparseflow.errors import InputError
+from sparseflow.latency import fanout
+from sparseflow.latency.campaign import Config, find_items
+from sparseflow.latency.collect import Collected, collect
+from sparseflow.latency.dataset import load
+from sparseflow.latency.extract import extract
+from sparseflow.latency.fanout import fan_out, split
+from tests.latency.onnx_models import convnet, save
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    models = [save(convnet(width=w), tmp_path / "models", f"net{w}_b1_12.onnx") for w in (4, 8)]
+    extract(models[0], tmp_path / "kernels", check=False, threads=1)
+    return Config(
+        kernels=[tmp_path / "kernels"], models=models, levels=[0.0], rounds=1, min_time_s=0.1, loops=1
+    )
+
+
+def test_parts_hold_every_item_and_all_the_reference(config: Config) -> None:
+    whole = {item.id for item in find_items(config)}
+    parts = split(config, 3)
+    held = [{item.id for item in find_items(part)} for part in parts]
+    assert set.union(*held) == whole
+    (reference,) = {part.reference for part in parts}
+    assert all(reference in ids for ids in held)
+    shared = set.union(*(a & b for a in held for b in held if a is not b))
+    assert shared <= {reference}
+
+
+def test_each_gpu_gets_a_part(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Path]] = []
+
+    def here(function: Any, items: Any, **options: Any) -> Any:
+        assert options["workers"] == 2
+        yield from ((place, function(item)) for place, item in reversed(list(enumerate(items))))
+
+    def measured(part: Config, folder: Path) -> Collected:
+        asked.append((part.gpu, folder))
+        return Collected(path=folder, rows=1, added=1, failed=0, items=1, drift=None, levels=())
+
+    monkeypatch.setattr(fanout, "run_each", here)
+    monkeypatch.setattr(fanout, "collect", measured)
+    told: list[float] = []
+    on_gpus = config.model_copy(update={"provider": "cuda"})
+    found = fan_out(on_gpus, tmp_path, gpus=[0, 3], progress=lambda what, done: told.append(done))
+    assert sorted(asked) == [(0, tmp_path / "part-00"), (3, tmp_path / "part-01")]
+    assert [part.path.name for part in found] == ["part-00", "part-01"] and told == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "name either"),
+        ({"gpus": [0], "cluster": "auto", "parts": 2}, "name either"),
+        ({"cluster": "auto"}, "how many `parts`"),
+        ({"gpus": [0]}, "provider: cuda"),
+        ({"cluster": "auto", "parts": 100}, "cannot be split into 100 parts"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(
+    config: Config, tmp_path: Path, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        fan_out(config, tmp_path / "out", **wrong)
+
+
+@pytest.mark.slow
+def test_parts_measured_on_a_cluster_are_learned_from_together(config: Config, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    found = fan_out(config, tmp_path / "out", cluster="local", parts=2)
+    data = load([part.path for part in found])
+    collect(config, tmp_path / "whole")
+    assert data.models() == load([tmp_path / "whole"]).models()
+    assert data.kernel_ids() == load([tmp_path / "whole"]).kernel_ids()

@@ -1,0 +1,95 @@
+"""From an exporter through Debian's real Prometheus to a prediction, on loopback and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("xgboost")
+pytest.importorskip("scipy")
+
+import onnxruntime
+
+from sparseflow.cli.root import run
+from sparseflow.core.device import describe
+from sparseflow.core.telemetry.schema import Load
+from sparseflow.latency import Predictor, predict
+from sparseflow.latency.exporter import Exporter
+from tests.latency.conftest import MadeUp
+from tests.latency.test_exporter import Reader, prometheus, until
+
+MAX_AGE_S = 2.0
+WINDOW_S = 1.0
+
+
+@pytest.fixture
+def own(made_up: MadeUp) -> Predictor:
+    """The made-up device's predictor with this machine's fingerprint."""
+    here = describe("cpu")
+    mark = replace(
+        made_up.predictor.fingerprint,
+        name=here.name,
+        cores=here.cores,
+        flags=here.flags,
+        ort_version=onnxruntime.__version__,
+    )
+    return replace(made_up.predictor, fingerprint=mark)
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no `prometheus` here; on Debian: apt-get install prometheus"
+)
+def test_a_prediction_follows_the_load_and_fails_once_the_exporter_is_dead(
+    made_up: MadeUp, own: Predictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {"busy": 0.5, "others": 0.1}
+    reader = Reader(lambda: Load(timestamp_s=1.0, interval_s=0.1, source="host", device="cpu", shares=shares))
+    model = made_up.models[0]
+    file = own.save(tmp_path / "predictor.json")
+    calm = predict(model, own)
+
+    with ExitStack() as publishing:
+        exporter = publishing.enter_context(Exporter(reader, port=0, interval_s=0.1))
+        target = exporter.url.removeprefix("http://").removesuffix("/metrics")
+        with prometheus(tmp_path, target) as url:
+            command = [
+                "latency", "predict", str(model), "--predictor", str(file), "--live", "prometheus", "--url",
+                url, "--label", f"instance={target}", "--max-age", str(MAX_AGE_S), "--window", str(WINDOW_S),
+                "--json",
+            ]  # fmt: skip
+
+            def ask() -> tuple[int, dict[str, Any]]:
+                code = run(command)
+                return code, json.loads(capsys.readouterr().out)
+
+            def reads(others: float) -> dict[str, Any]:
+                _, found = until(
+                    ask, lambda told: told[0] == 0 and told[1]["load"]["others"] == pytest.approx(others)
+                )
+                return found
+
+            light = reads(0.1)
+            assert light["load"] == pytest.approx({"busy": 0.5, "others": 0.1})
+            shares["others"] = 0.8
+            heavy = reads(0.8)
+            assert calm.rest_ms == light["rest_ms"] == heavy["rest_ms"]
+            assert calm.mean_ms < light["mean_ms"] < heavy["mean_ms"]
+            assert light["p95_ms"] < heavy["p95_ms"]
+            # The same as when the load is told.
+            assert heavy["mean_ms"] == pytest.approx(predict(model, own, load={"others": 0.8}).mean_ms)
+
+            publishing.close()
+            code, dead = until(ask, lambda told: told[0] != 0)
+            assert code == 1 and set(dead) == {"error"} and dead["error"]["type"] == "DeviceError"
+            message = dead["error"]["message"]
+            assert "is stale" in message and "is the exporter still running" in message and url in message
+        code, gone = ask()
+        assert code == 1 and f"{url} cannot be reached" in gone["error"]["message"]
