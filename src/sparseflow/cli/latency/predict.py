@@ -217,12 +217,13 @@ def evaluate(
     page = None
     if out is not None:
         told = " ".join(f"--level {each:g}" for each in level or [0.0])
+        named = " ".join(map(str, models))
         page = write_report(
             found,
             out,
             quality=one.quality,
             environment=environment("cpu" if one.fingerprint.kind == "cpu" else f"cuda:{gpu}", seed=seed),
-            reproduce=f"sparseflow latency evaluate {' '.join(map(str, models))} --predictor {predictor} {told}",
+            reproduce=f"sparseflow latency evaluate {named} --predictor {predictor} {told}",
         )
     if as_json:
         record = found.to_dict() | {"report": None if page is None else str(page)}
