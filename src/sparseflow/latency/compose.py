@@ -29,6 +29,9 @@ VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dr
 LEAST_SHARE = 0.05
 """Inside a graph a kernel takes at least this share of what it takes alone."""
 
+_CAUTION = 0.25
+"""How unlikely costs are that make up much of a model: the scatter of models over what costs make up."""
+
 LEAST_VIEW_MS = 1e-4
 """A view is a node that is visited all the same."""
 
@@ -182,6 +185,10 @@ def _least_squares(terms: Any, rest: Any) -> tuple[float, ...]:
     columns = np.column_stack([-terms[:, 0], terms])
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0.0] = 1.0
-    found, _ = require("scipy.optimize", "latency").nnls(columns / scale, rest)
+    # A few models must not be explained by large costs that cancel each other.
+    held = _CAUTION * np.eye(columns.shape[1])
+    found, _ = require("scipy.optimize", "latency").nnls(
+        np.vstack([columns / scale, held]), np.concatenate([rest, np.zeros(len(held))])
+    )
     down, up, *others = (float(value) for value in found / scale)
     return up - down, *others

@@ -237,14 +237,12 @@ def evaluate(
 def _show_evaluation(console: Any, found: Evaluation) -> None:
     from rich.table import Table
 
-    table = Table(
-        "model", "load", "predicted", "measured", "error", "p95 predicted", "p95 measured", "interval"
-    )
+    table = Table("model", "load", "predicted ms", "measured ms", "error", "interval ms")
     for row in found.rows:
         table.add_row(
-            row.model, f"{row.level:.2f}", f"{row.predicted_ms:.3f} ms", f"{row.measured_ms:.3f} ms",
-            f"{100 * row.error:+.1f} %", f"{row.predicted_p95_ms:.3f} ms", f"{row.measured_p95_ms:.3f} ms",
-            "holds" if row.within else "missed",
+            row.model, f"{row.level:.2f}", f"{row.predicted_ms:.3f}", f"{row.measured_ms:.3f}",
+            f"{100 * row.error:+.1f} %",
+            f"{row.low_ms:.3f}–{row.high_ms:.3f}{'' if row.within else ' (missed)'}",
         )  # fmt: skip
     console.print(table)
     for part in found.summary():
