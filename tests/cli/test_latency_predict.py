@@ -132,7 +132,7 @@ def test_evaluate(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [part["level"] for part in found["summary"]] == [0.0, 0.6]
     assert found["summary"][1]["slowdown"] == pytest.approx(slowdown(0.6), rel=0.02)
     text = shown([*command, "--level", "0", "--level", "0.6"], capsys)
-    assert "load 0.00: MAPE" in text and "slowdown 1.43x (predicted" in text and "holds" in text
+    assert "load 0.00: MAPE" in text and "slowdown 1.43x (predicted" in text and "–" in text
     assert "report:" not in text
     assert told([*command], capsys)["report"] is None
     assert f"report: {tmp_path}" in shown([*command, "--out", str(tmp_path / "two")], capsys)

@@ -35,7 +35,7 @@ def test_shipped_configurations() -> None:
         f"resnet18_b{batch}_{size}" for batch in (16, 64, 128) for size in (224, 320, 512)
     ]
     quick = load_config("quickstart").cases()
-    assert len(quick) == 4 and {c.shape for c in quick} == {(1, 3, 224, 224)}
+    assert len(quick) == 8 and {c.shape for c in quick} == {(1, 3, 160, 160), (1, 3, 224, 224)}
     assert len(load_config("all").cases()) == 90
     for name in SHIPPED:
         assert {m.name for m in load_config(name).models} <= set(sources.PRESETS)
