@@ -100,7 +100,7 @@ def named(path: Path, asked: argparse.Namespace) -> Iterator[Fields]:
         "met": met,
         "baseline": None,
         "device": asked.device or graph.provider,
-        "command": "sparseflow latency analyze resnet18.onnx",
+        "command": f"sparseflow latency analyze resnet18.onnx --provider {kind}",
         "samples": inside(samples),
     }
 
@@ -207,8 +207,18 @@ def tests(path: Path, asked: argparse.Namespace) -> Iterator[Fields]:
     """Tests that are what is claimed (lines 5 and 6)."""
     record = json.loads(path.read_text(encoding="utf-8"))
     for line, slug, part, said in (
-        (5, "prometheus", "test_live", "a real Prometheus moves a prediction, and its loss is an error"),
-        (6, "kills", "test_collect", "a collection killed ten times ends with the rows of an unbroken one"),
+        (
+            5,
+            "prometheus",
+            "follows_the_load",
+            "a real Prometheus moves a prediction, and its loss is an error",
+        ),
+        (
+            6,
+            "kills",
+            "killed_ten_times",
+            "a collection killed ten times ends with the rows of an unbroken one",
+        ),
     ):
         found = {name: seconds for name, seconds in record["passed"].items() if part in name}
         yield {
