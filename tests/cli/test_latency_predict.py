@@ -108,7 +108,7 @@ def test_predict(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
         assert low <= found["mean_ms"] <= high and found["p50_ms"] <= found["p95_ms"]
         assert sum(k["count"] * k["mean_ms"] for k in found["per_kernel"]) == pytest.approx(found["mean_ms"])
     text = shown(["predict", model, "--predictor", file], capsys)
-    assert f"mean {rest['mean_ms']:.3f} ms" in text and "no load; 100 % of it from kernels" in text
+    assert f"mean {rest['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 % of it from kernels" in text
     assert "measured" in text and "Conv_Relu" in text
     text = shown(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
     assert f"beside others 60 %: {loaded['slowdown']:.2f}x" in text

@@ -144,10 +144,10 @@ def predict(
     if as_json:
         typer.echo(json.dumps({"model": str(model), **found.to_dict()}, ensure_ascii=False))
         return
-    _show(Console(), model, found)
+    _show(Console(), model, found, one.sharing.metric)
 
 
-def _show(console: Any, model: Path, found: Prediction) -> None:
+def _show(console: Any, model: Path, found: Prediction, metric: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -173,11 +173,10 @@ def _show(console: Any, model: Path, found: Prediction) -> None:
         f"{high:.3f}), p50 {found.p50_ms:.3f} ms, p95 {found.p95_ms:.3f} ms",
         markup=False,
     )
-    loaded = ", ".join(f"{name} {100 * value:.0f} %" for name, value in found.load.items())
+    load = f"beside {metric} {100 * found.load[metric]:.0f} %" if found.load else "no load"
     console.print(
-        f"at rest {found.rest_ms:.3f} ms; "
-        f"{f'beside {loaded}: {found.slowdown:.2f}x' if loaded else 'no load'}; {100 * found.coverage:.0f} % "
-        "of it from kernels that were learned",
+        f"at rest {found.rest_ms:.3f} ms; {load}: {found.slowdown:.2f}x; {100 * found.coverage:.0f} % of it "
+        f"from kernels whose operator was measured",
         markup=False,
     )
 
