@@ -30,6 +30,7 @@ def write_report(
     quality: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     reproduce: str = "",
+    note: str = "",
 ) -> Path:
     """Write `report.html`; gives its path.
 
@@ -39,6 +40,7 @@ def write_report(
         quality: What training said of the predictor, as `Predictor.quality`.
         environment: Circumstances, as `core.environment` writes them.
         reproduce: The command line that makes this page again.
+        note: What a reader must know of these models, such as that they were learned from.
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -55,14 +57,14 @@ def write_report(
             )
             for part in summary
         ],
-        sections=[_models(found), *([_quality(quality)] if quality else [])],
+        sections=[_models(found, note), *([_quality(quality)] if quality else [])],
         environment=environment or {},
         reproduce=reproduce,
     )
     return page.write(root / PAGE)
 
 
-def _models(found: Evaluation) -> Section:
+def _models(found: Evaluation, note: str) -> Section:
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in found.rows:
         name = f"load {row.level:g}" if row.level else "at rest"
@@ -89,8 +91,8 @@ def _models(found: Evaluation) -> Section:
     return Section(
         title="Models",
         text=[
-            "A prediction is made from the graph alone and the load that was read just before each visit; "
-            "the model itself was not run for it."
+            "A prediction is made from the model's graph and the load that was read just before each visit.",
+            *([note] if note else []),
         ],
         items=[
             predicted_measured("Mean latency", groups),

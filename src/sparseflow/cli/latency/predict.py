@@ -301,6 +301,9 @@ def quickstart(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         return
-    _show_evaluation(Console(), found.evaluation)
+    console = Console()
+    _show_evaluation(console, found.evaluation)
+    console.print("These models were learned from. Networks that were held out instead:")
+    console.print(_model_quality(found.quality))
     typer.echo(f"predictor: {found.predictor_path}")
     typer.echo(f"report: {found.report_path}")

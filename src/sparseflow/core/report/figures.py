@@ -218,7 +218,6 @@ def predicted_measured(
 
     low, high = min(map(min, dots)) / 1.25, max(map(max, dots)) * 1.25
     with _drawing(rows=1, row_in=4.6) as (figure, axes):
-        figure.set_figwidth(0.62 * WIDTH_IN)
         axes.fill_between(
             [low, high], [(1 - band) * low, (1 - band) * high], [(1 + band) * low, (1 + band) * high],
             color=GRID, linewidth=0, label=f"±{100 * band:.0f} %",
