@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,23 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     for package in ("onnx", "onnxruntime", "xgboost", "scipy"):
         pytest.importorskip(package)
     return make(tmp_path_factory.mktemp("made_up"))
+
+
+def of_this_machine(predictor: Predictor) -> Predictor:
+    """The predictor with this machine's fingerprint."""
+    import onnxruntime
+
+    from sparseflow.core.device import describe
+
+    here = describe("cpu")
+    mark = replace(
+        predictor.fingerprint,
+        name=here.name,
+        cores=here.cores,
+        flags=here.flags,
+        ort_version=onnxruntime.__version__,
+    )
+    return replace(predictor, fingerprint=mark)
 
 
 @pytest.fixture

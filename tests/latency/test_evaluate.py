@@ -20,7 +20,8 @@ from sparseflow.errors import InputError, RunError
 from sparseflow.latency import collect
 from sparseflow.latency.campaign import Item, Telemetry
 from sparseflow.latency.collect import read, read_plan
-from sparseflow.latency.evaluate import Evaluated, Evaluation, evaluate, load_before
+from sparseflow.latency.dataset import load_before
+from sparseflow.latency.evaluate import Evaluated, Evaluation, evaluate
 from sparseflow.latency.report import write_report
 from tests.latency.conftest import MadeUp
 from tests.latency.synthetic import SyntheticBench, slowdown

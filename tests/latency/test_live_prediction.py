@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
-import onnxruntime
 
 from sparseflow.cli.root import run
-from sparseflow.core.device import describe
 from sparseflow.core.telemetry.schema import Load
 from sparseflow.latency import Predictor, predict
 from sparseflow.latency.exporter import Exporter
-from tests.latency.conftest import MadeUp
+from tests.latency.conftest import MadeUp, of_this_machine
 from tests.latency.test_exporter import Reader, prometheus, until
 
 MAX_AGE_S = 2.0
@@ -33,15 +30,7 @@ WINDOW_S = 1.0
 @pytest.fixture
 def own(made_up: MadeUp) -> Predictor:
     """The made-up device's predictor with this machine's fingerprint."""
-    here = describe("cpu")
-    mark = replace(
-        made_up.predictor.fingerprint,
-        name=here.name,
-        cores=here.cores,
-        flags=here.flags,
-        ort_version=onnxruntime.__version__,
-    )
-    return replace(made_up.predictor, fingerprint=mark)
+    return of_this_machine(made_up.predictor)
 
 
 @pytest.mark.skipif(

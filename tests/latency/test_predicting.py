@@ -26,7 +26,7 @@ from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFl
 from sparseflow.latency import Prediction, Predictor, predict
 from sparseflow.latency.campaign import Telemetry
 from sparseflow.latency.graph import analyze
-from tests.latency.conftest import MadeUp
+from tests.latency.conftest import MadeUp, of_this_machine
 from tests.latency.onnx_models import convnet, save
 
 
@@ -88,15 +88,9 @@ def test_a_predictor_of_another_device_is_refused_with_what_differs(made_up: Mad
     assert f"name is {here.name!r} and not 'Made Up'" in str(caught.value)
     assert f"ort_version is {onnxruntime.__version__!r} and not '1.0'" in str(caught.value)
     assert "collect and train on the device" in str(caught.value)
-    mark = replace(
-        made_up.predictor.fingerprint,
-        name=here.name,
-        cores=here.cores,
-        flags=here.flags,
-        ort_version=onnxruntime.__version__,
-    )
-    assert predict(made_up.models[0], replace(made_up.predictor, fingerprint=mark)).mean_ms > 0.0
-    fewer = replace(made_up.predictor, fingerprint=replace(mark, cores=here.cores + 1))
+    own = of_this_machine(made_up.predictor)
+    assert predict(made_up.models[0], own).mean_ms > 0.0
+    fewer = replace(made_up.predictor, fingerprint=replace(own.fingerprint, cores=here.cores + 1))
     with pytest.raises(InputError, match=f"cores is {here.cores} and not {here.cores + 1};"):
         predict(made_up.models[0], fewer)
 

@@ -25,7 +25,8 @@ from onnx import helper
 
 from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFlowError
 from sparseflow.latency.graph import Graph, analyze
-from sparseflow.latency.predictor import LEARNED, MEASURED, ROOFLINE, Prediction, Predictor
+from sparseflow.latency.model import LEARNED, MEASURED, ROOFLINE
+from sparseflow.latency.predictor import Prediction, Predictor
 from tests.latency.conftest import MadeUp
 from tests.latency.onnx_models import FLOAT, convnet, lookup, model, save, values
 from tests.latency.synthetic import rest_ms, slowdown

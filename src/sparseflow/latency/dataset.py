@@ -184,7 +184,7 @@ def _jitter(rows: Sequence[Mapping[str, Any]], rest: Mapping[str, float]) -> dic
 
 
 def _calm(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    shares = [_shares(row) for row in rows]
+    shares = [load_before(row) for row in rows]
     told = set.intersection(*(set(found) for found in shares)) if shares else set()
     return {name: statistics.median(found[name] for found in shares) for name in METRICS if name in told}
 
@@ -196,12 +196,13 @@ def _loaded(row: Mapping[str, Any], rest: Mapping[str, float]) -> Loaded:
         model=row["op_type"] == MODEL_OP,
         level=row["level"],
         stressor=row["stressor"],
-        load=_shares(row),
+        load=load_before(row),
         alone=row["stress_alone"],
         slowdown=row["latency_ms"] / rest_ms,
         ratios=tuple(value * 1e-6 / rest_ms for value in row["samples_ns"]),
     )
 
 
-def _shares(row: Mapping[str, Any]) -> dict[str, float]:
+def load_before(row: Mapping[str, Any]) -> dict[str, float]:
+    """Metric -> share, as read just before the block that a row is of."""
     return {name: row[BEFORE + name] for name in METRICS if isinstance(row.get(BEFORE + name), float)}

@@ -13,15 +13,15 @@ import pydantic
 
 from sparseflow.core.costmodel import metrics
 from sparseflow.errors import InputError, RunError
+from sparseflow.latency import descriptions
 from sparseflow.latency.campaign import Config, Telemetry
 from sparseflow.latency.collect import collect, read
-from sparseflow.latency.predicting import graph_of
+from sparseflow.latency.dataset import load_before
 from sparseflow.latency.predictor import Predictor
 
 Progress = Callable[[str, float], None]
 
 STRESSORS = {"cpu": "cpu-fma", "cuda": "gpu-matmul"}
-BEFORE = "before_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ def evaluate(
                 raise RunError(
                     f"{row['kernel_id']} failed every time at load {row['level']:g}: {row['error']}"
                 )
-        graphs = {row["kernel_id"]: graph_of(row["path"], one) for row in good}
+        graphs = descriptions.read_graphs(folder)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for row in good:
         groups.setdefault((row["kernel_id"], row["level"]), []).append(row)
@@ -236,16 +236,6 @@ def _row(
         high_ms=statistics.fmean(p.interval[1] for p in predictions),
         coverage=statistics.fmean(p.coverage for p in predictions),
     )
-
-
-def load_before(row: Mapping[str, Any]) -> dict[str, float]:
-    """Metric -> share, as read just before a visit."""
-    found = {}
-    for name, value in row.items():
-        metric = name.removeprefix(BEFORE)
-        if metric != name and isinstance(value, float) and metric not in ("timestamp_s", "interval_s"):
-            found[metric] = value
-    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

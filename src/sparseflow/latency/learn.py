@@ -72,12 +72,7 @@ def alone_ms(
     needed: Mapping[str, Kernel], known_ms: Mapping[str, float], model: KernelModel
 ) -> dict[str, float]:
     """Kernel's id -> latency alone at rest, milliseconds: measured, learned or by roofline."""
-    found = {name: known_ms[name] for name in needed if name in known_ms}
-    rest = [kernel for name, kernel in needed.items() if name not in known_ms]
-    learned = [kernel for kernel in rest if model.knows(kernel)]
-    found |= {k.id: ms for k, ms in zip(learned, model.predict(learned), strict=True)}
-    found |= {k.id: model.roofline.guess_ms(k)[0] for k in rest if not model.knows(k)}
-    return found
+    return {name: ms for name, (ms, _) in model.alone(needed, known_ms).items()}
 
 
 def _fit_sharing(

@@ -18,6 +18,9 @@ from sparseflow.latency.features import features
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.roofline import Roofline
 
+MEASURED, LEARNED, ROOFLINE = "measured", "learned", "roofline"
+"""Where a kernel's latency at rest is from: it was measured itself, its operator was, or nothing like it."""
+
 RATIO = "ratio"
 KINDS = (RATIO, BOOSTED, FOREST)
 
@@ -91,6 +94,19 @@ class KernelModel:
         """Whether kernels of this operator were learned from."""
         row = features(kernel)
         return all(row[name] in values for name, values in self.space.categories.items())
+
+    def alone(
+        self, kernels: Mapping[str, Kernel], known_ms: Mapping[str, float]
+    ) -> dict[str, tuple[float, str]]:
+        """Kernel's id -> (latency alone at rest in milliseconds, where that is from)."""
+        found = {name: (known_ms[name], MEASURED) for name in kernels if name in known_ms}
+        unseen = {name: kernel for name, kernel in kernels.items() if name not in known_ms}
+        learned = [name for name, kernel in unseen.items() if self.knows(kernel)]
+        predicted = self.predict([unseen[name] for name in learned])
+        found |= {name: (ms, LEARNED) for name, ms in zip(learned, predicted, strict=True)}
+        for name in unseen.keys() - found.keys():
+            found[name] = (self.roofline.guess_ms(unseen[name])[0], ROOFLINE)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The regressor in JSON's types."""

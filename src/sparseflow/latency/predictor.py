@@ -24,14 +24,11 @@ from sparseflow.latency.compose import Composition
 from sparseflow.latency.fingerprint import Fingerprint
 from sparseflow.latency.graph import Graph
 from sparseflow.latency.kernels import Kernel
-from sparseflow.latency.model import KernelModel
+from sparseflow.latency.model import LEARNED, ROOFLINE, KernelModel
 from sparseflow.latency.runner import quantile
 from sparseflow.latency.sharing import Sharing
 
 FORMAT, VERSION = "sparseflow.latency.predictor", 1
-
-MEASURED, LEARNED, ROOFLINE = "measured", "learned", "roofline"
-"""Where a kernel's latency at rest is from: it was measured itself, its kind was, or nothing like it."""
 
 CALM = 1.03
 """Up to this slowdown the interval is that of models at rest."""
@@ -126,17 +123,13 @@ class Predictor:
     def kernels_ms(self, kernels: Mapping[str, Kernel]) -> dict[str, tuple[float, float, float, str]]:
         """Kernel's id -> (latency alone at rest, lower end, upper end, source), milliseconds."""
         found: dict[str, tuple[float, float, float, str]] = {}
-        to_learn: list[Kernel] = []
-        for name, kernel in kernels.items():
-            if name in self.known_ms:
-                ms = self.known_ms[name]
-                found[name] = (ms, ms, ms, MEASURED)
-            elif self.model.knows(kernel):
-                to_learn.append(kernel)
-            else:
-                found[name] = (*self.model.roofline.guess_ms(kernel), ROOFLINE)
-        for kernel, ms in zip(to_learn, self.model.predict(to_learn), strict=True):
-            found[kernel.id] = (ms, *self.kernel_interval.around(ms), LEARNED)
+        for name, (ms, source) in self.model.alone(kernels, self.known_ms).items():
+            low, high = ms, ms
+            if source == LEARNED:
+                low, high = self.kernel_interval.around(ms)
+            elif source == ROOFLINE:
+                _, low, high = self.model.roofline.guess_ms(kernels[name])
+            found[name] = (ms, low, high, source)
         return found
 
     def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:

@@ -71,15 +71,13 @@ def interval(judged: Sequence[Judged]) -> Interval:
 
 def coverage(judged: Sequence[Judged]) -> float:
     """Share within intervals that are made without the judged one's own network."""
-    found = []
+    holds: list[bool] = []
     for _, (learned, held) in leave_one_out([family(j.name) for j in judged]):
-        around = interval([judged[n] for n in learned])
-        found += [
-            ends[0] <= judged[n].measured_ms <= ends[1]
-            for n in held
-            for ends in [around.around(judged[n].predicted_ms)]
-        ]
-    return sum(found) / len(found)
+        around = interval([judged[n] for n in learned]).around
+        for one in (judged[n] for n in held):
+            low, high = around(one.predicted_ms)
+            holds.append(low <= one.measured_ms <= high)
+    return sum(holds) / len(holds)
 
 
 def kernels_by_kernel(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
