@@ -122,7 +122,7 @@ def load(asked: argparse.Namespace) -> None:
         config(
             asked, kernels=chosen, models=models, stressor=asked.stressor, levels=asked.levels,
             rounds=asked.rounds, warmup=3, loops=10, min_time_s=asked.seconds, max_time_s=2.5,
-            keep=asked.kernels + len(models),
+            keep=asked.kernels + len(models), **({"copies": 0} if asked.provider == "cuda" else {}),
         ),
     )  # fmt: skip
 

@@ -39,14 +39,20 @@ DIAMOND = make_graph(
 def composition(**changes: Any) -> Composition:
     given: dict[str, Any] = {
         "mode": SUM, "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_flow_ms": 0.0,
-        "models": 1,
+        "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
     }  # fmt: skip
     return Composition(**(given | changes))
 
 
 def test_a_sum_counts_every_node_and_a_path_those_on_it() -> None:
-    assert composition().counts(DIAMOND, MS) == {SMALL.id: 2, MIDDLE.id: 2, LARGE.id: 1}
-    assert composition(mode=CRITICAL_PATH).counts(DIAMOND, MS) == {SMALL.id: 2, LARGE.id: 1}
+    added = composition().compose(DIAMOND, MS)
+    assert {name: part.count for name, part in added.parts.items()} == {
+        SMALL.id: 2,
+        MIDDLE.id: 2,
+        LARGE.id: 1,
+    }
+    longest = composition(mode=CRITICAL_PATH).compose(DIAMOND, MS)
+    assert {name: part.count for name, part in longest.parts.items()} == {SMALL.id: 2, LARGE.id: 1}
     assert critical_path(DIAMOND, MS) == ["begin", "long", "end"]
     assert critical_path(DIAMOND, MS | {MIDDLE.id: 30.0}) == ["begin", "short", "end"]
     assert critical_path(make_graph({}), {}) == []

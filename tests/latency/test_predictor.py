@@ -213,7 +213,7 @@ def test_a_file_that_is_no_predictor_is_refused_with_what_to_do(record: str, tmp
         ("[]", "make one with: sparseflow latency train"),
         ("{}", "make one with: sparseflow latency train"),
         (json.dumps(json.loads(record) | {"format": "other"}), "make one with: sparseflow latency train"),
-        (json.dumps(json.loads(record) | {"version": 99}), "version 99, and 1 is read here; train it again"),
+        (json.dumps(json.loads(record) | {"version": 99}), "version 99, and 2 is read here; train it again"),
     ):
         with pytest.raises(FileFormatError, match=said):
             loaded(text, tmp_path)

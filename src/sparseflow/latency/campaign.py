@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,8 +44,12 @@ FORMAT, VERSION = "sparseflow.latency.collection", 1
 MODEL_OP = "Model"
 """What stands in place of an operator for a whole model."""
 
+COPIES = 48
+"""By default on a GPU: two microseconds' work in each adds up to what can be told from the scatter."""
+
 Level = Annotated[float, Field(ge=0.0, le=1.0)]
 Paths = list[Path]
+Progress = Callable[[str, float], None]
 
 
 class Telemetry(BaseModel):
@@ -76,6 +80,8 @@ class Config(BaseModel):
         levels: Shares of the device's time that the load takes while nothing else wants the device.
         steady_timeout_s: Longest wait for a level.
         rounds: How often each item is measured at each level.
+        copies: On a GPU, copies of a kernel that are issued in one go to tell the device's time for it from
+            the host's (`stream.py`); 0 leaves that out. At rest only.
         keep: Items that stay loaded from one visit to the next; memory must hold them all.
         warmup: Runs before the samples of a measurement.
         loops: Samples of a measurement at least.
@@ -102,6 +108,7 @@ class Config(BaseModel):
     levels: Annotated[list[Level], Field(min_length=1)] = [0.0, 0.3, 0.6, 0.9]
     steady_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
     rounds: Annotated[int, Field(ge=1)] = 5
+    copies: Annotated[int, Field(ge=0)] = 0
     keep: Annotated[int, Field(ge=0)] = 0
     warmup: Annotated[int, Field(ge=0)] = 5
     loops: Annotated[int, Field(ge=1)] = 20
@@ -118,6 +125,14 @@ class Config(BaseModel):
     def _listed(cls, value: Any) -> Any:
         return [value] if isinstance(value, str | Path) else value
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _copied(cls, given: Any) -> Any:
+        # A GPU works while the host issues more, so that a kernel alone tells little.
+        if isinstance(given, dict) and given.get("provider") in ("cuda", session.PROVIDERS["cuda"]):
+            return {"copies": COPIES} | given
+        return given
+
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Config:
         if not self.kernels and not self.models:
@@ -128,7 +143,10 @@ class Config(BaseModel):
             raise ValueError(f"`levels` (={self.levels}) names a level twice; raise `rounds` instead")
         if self.max_time_s < self.min_time_s:
             raise ValueError(f"`max_time_s` (={self.max_time_s}) must not be below `min_time_s`")
-        session.provider_name(self.provider)
+        if session.short_name(self.provider) == "cpu" and self.copies:
+            raise ValueError(
+                f"`copies` (={self.copies}) must be 0 on a CPU, which has done its work when the call returns"
+            )
         return self
 
 
@@ -303,14 +321,19 @@ def read_config(path: Path | str) -> Config:
     )
 
 
-def make_plan(config: Config, environment: Mapping[str, Any]) -> Plan:
+def make_plan(config: Config, environment: Mapping[str, Any], progress: Progress | None = None) -> Plan:
     """The plan of a collection: the same one for the same settings and files.
+
+    Args:
+        config: The settings.
+        environment: The circumstances.
+        progress: Called with (file that is read, 0.0): nothing has been measured yet.
 
     Raises:
         InputError: There is nothing to measure, two models share a name, or the reference is not an item.
         FileFormatError, ModelError: A file cannot be used.
     """
-    items = tuple(find_items(config))
+    items = tuple(find_items(config, progress))
     reference = pick_reference(items, config.reference)
     generator = random.Random(config.seed)
     blocks = []
@@ -334,14 +357,20 @@ def make_plan(config: Config, environment: Mapping[str, Any]) -> Plan:
     return Plan(config=plain, items=items, blocks=tuple(blocks), environment=dict(environment))
 
 
-def find_items(config: Config) -> list[Item]:
+def find_items(config: Config, progress: Progress | None = None) -> list[Item]:
     """What the settings name, each kernel once however many models hold it.
 
-    Raises: as `make_plan`.
+    Args, Raises: as `make_plan`.
     """
-    kernels = {item.id: item for path in _files(config.kernels, True) for item in [_item(path, True)]}
+    tell = progress or (lambda what, done: None)
+    kernels: dict[str, Item] = {}
+    for path in _files(config.kernels, True):
+        tell(f"reading {path.name}", 0.0)
+        item = _item(path, True)
+        kernels[item.id] = item
     models: dict[str, Item] = {}
     for path in _files(config.models, False):
+        tell(f"reading {path.name}", 0.0)
         item = _item(path, False)
         if item.id in models and models[item.id].sha256 != item.sha256:
             raise InputError(f"{path} and {models[item.id].path} are two models of one name; rename one")

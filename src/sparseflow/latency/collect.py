@@ -21,7 +21,9 @@ Columns of `rows.parquet`: `key`, `block`, `round`, `session` (how often the col
 work resting: what a reader sees before a model starts), `load_*` (readings during the measurement),
 `latency_ms` (mean), `p50_ms`, `p95_ms`, `p99_ms`, `min_ms`, `max_ms`, `samples_ns` (all of them, in the order
 taken, each a mean of `calls_per_sample` runs), `cpu_ratio`, `loops` (samples), `warmup`, `start_s`, `end_s`
-(seconds since 1970) and `error`, which is None where there is a latency.
+(seconds since 1970) and `error`, which is None where there is a latency. A kernel that was measured in a
+stream (`stream.py`) has `copies`, `device_ms` and `host_ms` besides, and the samples behind them:
+`stream_ns`, `plug_ns`, `issue_ns` and `plug_issue_ns`.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ def read_plan(folder: Path | str) -> Plan:
 
 
 def _begin(config: Config, folder: Path, instruments: Instruments, progress: Progress | None) -> Plan:
-    plan = make_plan(config, instruments.environment())
+    plan = make_plan(config, instruments.environment(), progress)
     if (folder / PLAN).exists():
         begun = read_plan(folder)
         begun.check_same(plan)
@@ -261,7 +263,7 @@ def _write_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     columns = {}
     for name in names:
         values = [row.get(name) for row in rows]
-        kind = pa.list_(pa.int64()) if name == "samples_ns" else None
+        kind = pa.list_(pa.int64()) if name.endswith("_ns") else None
         if kind is None and all(value is None for value in values):
             # A type of nothing but nulls would keep two collections from being put together.
             kind = pa.string() if name in TEXTS else pa.float64()

@@ -6,6 +6,13 @@ call of its own, but finds less of what it reads in the caches; and what only re
 must copy it, costs next to nothing. These differences are learned from whole models as costs a kernel and a
 byte, never as a factor over everything, which would punish models of few large kernels for those of many
 small ones.
+
+On a GPU host and device work at the same time, and kernels are measured in a stream (`stream.py`). There the
+graph is a queue: a kernel begins when the host has issued it and the device is done with those before,
+
+    latency = the longest, over all nodes k, of   what issuing up to k takes  +  what k and the rest take
+
+so that small kernels hide behind large ones before them, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,10 +25,12 @@ from typing import Any
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import Graph
+from sparseflow.latency.issue import Issue
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.overlap import CRITICAL_PATH, SUM
 
-MODES = (SUM, CRITICAL_PATH)
+QUEUE = "queue"
+MODES = (SUM, CRITICAL_PATH, QUEUE)
 
 VIEWS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"})
 """Operators whose output is their input under another shape."""
@@ -37,15 +46,46 @@ LEAST_VIEW_MS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """A kernel's part in a graph's latency.
+
+    Attributes:
+        count: Nodes of it whose time counts.
+        ms: What one of them adds, the mean over them, milliseconds.
+    """
+
+    count: int
+    ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A graph's latency and what it consists of: `call_ms` and every part, as often as it counts.
+
+    Attributes:
+        total_ms: The latency, milliseconds.
+        call_ms: Of it what belongs to no kernel: the call itself.
+        parts: Kernel's id -> its part.
+    """
+
+    total_ms: float
+    call_ms: float
+    parts: Mapping[str, Part]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Composition:
     """What a kernel inside a graph costs beside what it takes alone. Make one with `Composition.fit`.
 
     Attributes:
-        mode: `"sum"` or `"critical_path"`.
+        mode: `"sum"`, `"critical_path"` or `"queue"`.
         per_kernel_ms: Cost of a kernel, milliseconds; negative where the call of its own weighs more.
-        per_view_ms: Cost of a kernel that only renames a tensor, whatever it takes alone, milliseconds.
+        per_view_ms: Cost of a kernel that only renames a tensor, whatever it takes alone, milliseconds. In a
+            queue it is nothing to the device.
         per_weight_ms: Cost of a mebibyte of weights, milliseconds.
         per_flow_ms: Cost of a mebibyte of what flows in and out, milliseconds.
+        per_issue_ms: In a queue, cost of a node to the host, milliseconds, of either sign.
+        call_ms: In a queue, cost of the call, milliseconds.
         models: Measured models that it is from.
     """
 
@@ -54,6 +94,8 @@ class Composition:
     per_view_ms: float
     per_weight_ms: float
     per_flow_ms: float
+    per_issue_ms: float
+    call_ms: float
     models: int
 
     @classmethod
@@ -63,61 +105,73 @@ class Composition:
         alone_ms: Mapping[str, float],
         measured_ms: Sequence[float],
         mode: str = SUM,
+        issue: Issue | None = None,
     ) -> Composition:
         """Learn from whole models; without any, a graph is no more than its kernels.
 
         Args:
             graphs: The models.
-            alone_ms: Kernel's id -> what it takes alone, for every kernel of them.
+            alone_ms: Kernel's id -> what it takes alone, for every kernel of them; in a queue of the device.
             measured_ms: What each model takes.
-            mode: `"sum"` or `"critical_path"`.
+            mode: `"sum"`, `"critical_path"` or `"queue"`.
+            issue: What the host takes for a kernel; needed by a queue.
 
         Raises:
-            InputError: The lengths differ, or a kernel has no latency.
+            InputError: The lengths differ, a kernel has no latency, or a queue has no `issue`.
         """
-        import numpy as np
-
         if len(graphs) != len(measured_ms):
             raise InputError(f"{len(graphs)} graphs and {len(measured_ms)} latencies")
         absent = {n.kernel_id for graph in graphs for n in graph.nodes} - alone_ms.keys()
         if absent:
             raise InputError(f"{len(absent)} kernels have no latency, {sorted(absent)[0]} for one")
-        if not graphs:
-            return cls(
-                mode=mode, per_kernel_ms=0.0, per_view_ms=0.0, per_weight_ms=0.0, per_flow_ms=0.0, models=0
+        if mode == QUEUE and issue is None:
+            raise InputError(
+                "kernels in a queue need what the host takes to issue them: collect with `copies`"
             )
-        terms, rest = [], []
-        for graph, measured in zip(graphs, measured_ms, strict=True):
-            counted = counted_nodes(graph, alone_ms, mode)
-            totals = np.sum([_terms(kernel) for kernel in counted], axis=0)
-            # Relative errors count: each model is divided by what it takes.
-            terms.append(totals / measured)
-            alone = sum(alone_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEWS)
-            rest.append(1.0 - alone / measured)
-        found = _least_squares(np.asarray(terms), np.asarray(rest))
-        return cls(
-            mode=mode,
-            per_kernel_ms=found[0],
-            per_view_ms=found[1],
-            per_weight_ms=found[2],
-            per_flow_ms=found[3],
-            models=len(graphs),
-        )
+        names = [name for name in cls.__dataclass_fields__ if name.endswith("_ms")]
+        if not graphs:
+            found = (0.0,) * len(names)
+        elif issue is not None and mode == QUEUE:
+            found = _fit_queue(graphs, alone_ms, measured_ms, issue)
+        else:
+            found = _fit_sum(graphs, alone_ms, measured_ms, mode)
+        return cls(mode=mode, models=len(graphs), **dict(zip(names, found, strict=True)))
 
     def inside_ms(self, kernel: Kernel, alone_ms: float) -> float:
         """What a kernel takes inside a graph, given what it takes alone, milliseconds."""
         if kernel.node_op in VIEWS:
+            if self.mode == QUEUE:
+                return 0.0
             return min(max(self.per_view_ms, LEAST_VIEW_MS), alone_ms) if self.models else alone_ms
         costs = (self.per_kernel_ms, self.per_view_ms, self.per_weight_ms, self.per_flow_ms)
         added = sum(cost * term for cost, term in zip(costs, _terms(kernel), strict=True))
         return max(alone_ms + added, LEAST_SHARE * alone_ms)
 
-    def counts(self, graph: Graph, ms: Mapping[str, float]) -> dict[str, int]:
-        """Kernel's id -> nodes of it whose latencies add up to the graph's, given what each kernel takes."""
-        found: dict[str, int] = {}
-        for kernel in counted_nodes(graph, ms, self.mode):
-            found[kernel.id] = found.get(kernel.id, 0) + 1
-        return found
+    def compose(self, graph: Graph, alone_ms: Mapping[str, float], issue: Issue | None = None) -> Composed:
+        """What a graph takes.
+
+        Args:
+            graph: The graph.
+            alone_ms: Kernel's id -> what it takes alone; in a queue of the device.
+            issue: What the host takes for a kernel; needed by a queue.
+        """
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        inside = {name: self.inside_ms(kernel, alone_ms[name]) for name, kernel in kernels.items()}
+        added: dict[str, list[float]] = {}
+        if self.mode == QUEUE and issue is not None and graph.nodes:
+            host = [issue.ms(node.kernel) for node in graph.nodes]
+            host = [max(ms + self.per_issue_ms, LEAST_SHARE * ms) for ms in host]
+            device = [inside[node.kernel_id] for node in graph.nodes]
+            turn = _turn(host, device)
+            for place, node in enumerate(graph.nodes):
+                ms = (host[place] if place <= turn else 0.0) + (device[place] if place >= turn else 0.0)
+                added.setdefault(node.kernel_id, []).append(ms)
+        else:
+            for kernel in counted_nodes(graph, inside, self.mode):
+                added.setdefault(kernel.id, []).append(inside[kernel.id])
+        parts = {name: Part(count=len(ms), ms=sum(ms) / len(ms)) for name, ms in added.items()}
+        total = self.call_ms + sum(part.count * part.ms for part in parts.values())
+        return Composed(total_ms=total, call_ms=self.call_ms, parts=parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The costs in JSON's types."""
@@ -128,8 +182,8 @@ class Composition:
         """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
             found = cls(**record)
-            costs = (found.per_kernel_ms, found.per_view_ms, found.per_weight_ms, found.per_flow_ms)
-            good = all(map(math.isfinite, (*costs, found.models)))
+            numbers = [getattr(found, name) for name in cls.__dataclass_fields__ if name != "mode"]
+            good = all(map(math.isfinite, numbers))
         except TypeError as error:
             raise FileFormatError(f"the costs of a composition cannot be read: {error!r}") from error
         if not good:
@@ -141,7 +195,7 @@ class Composition:
 
 def counted_nodes(graph: Graph, ms: Mapping[str, float], mode: str) -> list[Kernel]:
     """Kernels of the nodes whose latencies add up to the graph's: all, or those on the longest path."""
-    if mode == SUM:
+    if mode != CRITICAL_PATH:
         return [node.kernel for node in graph.nodes]
     on_path = set(critical_path(graph, ms))
     return [node.kernel for node in graph.nodes if node.name in on_path]
@@ -175,6 +229,81 @@ def _terms(kernel: Kernel) -> tuple[float, float, float, float]:
     mebibyte = 1 << 20
     weights = kernel.constant_bytes / mebibyte
     return 1.0, 0.0, weights, kernel.bytes_moved / mebibyte - weights
+
+
+def _fit_sum(
+    graphs: Sequence[Graph], alone_ms: Mapping[str, float], measured_ms: Sequence[float], mode: str
+) -> tuple[float, ...]:
+    """Costs of kernels that add up."""
+    import numpy as np
+
+    terms, rest = [], []
+    for graph, measured in zip(graphs, measured_ms, strict=True):
+        counted = counted_nodes(graph, alone_ms, mode)
+        totals = np.sum([_terms(kernel) for kernel in counted], axis=0)
+        # Relative errors count: each model is divided by what it takes.
+        terms.append(totals / measured)
+        alone = sum(alone_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEWS)
+        rest.append(1.0 - alone / measured)
+    return (*_least_squares(np.asarray(terms), np.asarray(rest)), 0.0, 0.0)
+
+
+def _fit_queue(
+    graphs: Sequence[Graph],
+    alone_ms: Mapping[str, float],
+    measured_ms: Sequence[float],
+    issue: Issue,
+) -> tuple[float, ...]:
+    """Costs of kernels in a queue."""
+    import numpy as np
+
+    optimize = require("scipy.optimize", "latency")
+    models = []
+    for graph, measured in zip(graphs, measured_ms, strict=True):
+        terms = np.array([_terms(node.kernel) for node in graph.nodes])
+        runs = terms[:, 1] == 0.0
+        device = np.array([alone_ms[node.kernel_id] for node in graph.nodes]) * runs
+        host = np.array([issue.ms(node.kernel) for node in graph.nodes])
+        models.append((terms[:, [0, 2, 3]], device, host, measured))
+    # Each cost in units in which 1 is all of some model's latency.
+    largest = np.zeros(5)
+    for terms, _, host, measured in models:
+        sums = np.array([*terms.sum(axis=0), len(host), 1.0])
+        largest = np.maximum(largest, sums / measured)
+    largest[largest == 0.0] = 1.0
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        kernel, weight, flow, issued, call = values / largest
+        found = []
+        for terms, device, host, measured in models:
+            work = np.maximum(device + terms @ np.array([kernel, weight, flow]), LEAST_SHARE * device)
+            call_of_host = np.maximum(host + issued, LEAST_SHARE * host)
+            # The longest over all nodes of what is issued up to it and worked off from it on.
+            ends = np.cumsum(call_of_host) + np.cumsum(work[::-1])[::-1]
+            found.append((ends.max() + call) / measured - 1.0)
+        return np.concatenate([found, _CAUTION * values])
+
+    solved = optimize.least_squares(
+        errors,
+        np.zeros(5),
+        bounds=([-1.0, 0.0, 0.0, -1.0, 0.0], [1.0] * 5),
+        diff_step=1e-3,
+        x_scale=0.1,
+    )
+    kernel, weight, flow, issued, call = (float(value) for value in solved.x / largest)
+    return kernel, 0.0, weight, flow, issued, call
+
+
+def _turn(host: Sequence[float], device: Sequence[float]) -> int:
+    """Place of the node up to which the host decides, and from which on the device does."""
+    issued, left = 0.0, sum(device)
+    best, place = -1.0, 0
+    for number, (ms, work) in enumerate(zip(host, device, strict=True)):
+        issued += ms
+        if issued + left > best:
+            best, place = issued + left, number
+        left -= work
+    return place
 
 
 def _least_squares(terms: Any, rest: Any) -> tuple[float, ...]:

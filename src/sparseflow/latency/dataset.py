@@ -2,6 +2,9 @@
 
 Each row is set right for the machine's drift first: the reference item is measured again and again at the
 least loaded level, and a row there is divided by how much slower than usual the reference was around it.
+
+Where kernels were measured in a stream as well (`stream.py`), what they take is the device's time there, and
+kernels that were only run alone are left out.
 """
 
 from __future__ import annotations
@@ -18,11 +21,15 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency import descriptions
 from sparseflow.latency.campaign import MODEL_OP
 from sparseflow.latency.collect import read, read_plan
+from sparseflow.latency.compose import VIEWS
 from sparseflow.latency.fingerprint import Fingerprint
 from sparseflow.latency.graph import Graph
 from sparseflow.latency.kernels import Kernel
 
 BEFORE = "before_"
+LEAST_DEVICE_MS = 5e-4
+"""Less is no kernel of a GPU, but the scatter of the measurement."""
+
 NEIGHBOURS = 4
 """Measurements of the reference around a row that tell how fast the machine was then."""
 
@@ -38,8 +45,9 @@ class Loaded:
         stressor: Kind of load.
         load: Metric -> share, read just before, while the measured work rested.
         alone: Share that the load got then.
-        slowdown: Mean latency over that at rest.
-        ratios: Each sample over the latency at rest.
+        rest_ms: Latency at rest, run alone, milliseconds.
+        slowdown: Mean latency over that.
+        ratios: Each sample over that.
     """
 
     item: str
@@ -48,6 +56,7 @@ class Loaded:
     stressor: str
     load: Mapping[str, float]
     alone: float
+    rest_ms: float
     slowdown: float
     ratios: tuple[float, ...]
 
@@ -60,8 +69,10 @@ class Dataset:
         fingerprint: The device and what ran there.
         kernels: Id -> description, of those that were measured and those that measured models run.
         graphs: Name -> graph, of the models that were measured.
-        rest_ms: Item -> latency at rest, milliseconds.
-        visits_ms: Item -> latency at rest of each visit, of which that is the median.
+        rest_ms: Item -> latency at rest, milliseconds; of a kernel in a stream the device's time, 0 where
+            it is nothing to it.
+        visits_ms: Item -> the same of each visit, of which that is the median.
+        host_ms: Kernel's id -> the host's time to issue it in a stream; empty where none was measured so.
         jitter: Item -> samples at rest over that latency.
         calm: Metric -> share that was read at rest, the median.
         loaded: Measurements beside loads.
@@ -73,6 +84,7 @@ class Dataset:
     graphs: Mapping[str, Graph]
     rest_ms: Mapping[str, float]
     visits_ms: Mapping[str, tuple[float, ...]]
+    host_ms: Mapping[str, float]
     jitter: Mapping[str, tuple[float, ...]]
     calm: Mapping[str, float]
     loaded: tuple[Loaded, ...]
@@ -81,6 +93,15 @@ class Dataset:
     def kernel_ids(self) -> list[str]:
         """Kernels that were measured at rest, sorted."""
         return sorted(name for name in self.rest_ms if name not in self.graphs)
+
+    @property
+    def nothing(self) -> frozenset[str]:
+        """Operators whose kernels are nothing to the device: views, where host and device were told apart."""
+        return VIEWS if self.host_ms else frozenset()
+
+    def working_ids(self) -> list[str]:
+        """Kernels that were measured at rest and are something to the device, sorted."""
+        return [name for name in self.kernel_ids() if self.kernels[name].node_op not in self.nothing]
 
     def models(self) -> list[str]:
         """Models that were measured at rest, sorted."""
@@ -131,14 +152,20 @@ def load(folders: Iterable[Path | str]) -> Dataset:
     at_rest, loaded = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
     if not at_rest:
         raise InputError("nothing was measured at rest: `levels` of a collection must hold 0")
-    visits = _visits(at_rest)
-    rest = {name: statistics.median(values) for name, values in visits.items()}
+    alone = _visits(at_rest)
+    rest = {name: statistics.median(values) for name, values in alone.items()}
+    visits, host = _streamed(at_rest, kernels)
+    if visits:
+        visits |= {name: values for name, values in alone.items() if name in graphs}
+    else:
+        visits = alone
     return Dataset(
         fingerprint=fingerprint,
         kernels=kernels,
         graphs=graphs,
-        rest_ms=rest,
+        rest_ms={name: statistics.median(values) for name, values in visits.items()},
         visits_ms=visits,
+        host_ms=host,
         jitter=_jitter(at_rest, rest),
         calm=_calm(at_rest),
         loaded=tuple(_loaded(row, rest) for row in loaded if row["kernel_id"] in rest),
@@ -175,6 +202,25 @@ def _visits(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(values) for name, values in sorted(found.items())}
 
 
+def _streamed(
+    rows: Sequence[Mapping[str, Any]], kernels: Mapping[str, Kernel]
+) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+    """Kernel's id -> the device's time at each visit, and the host's time, of those measured in a stream."""
+    device: dict[str, list[float]] = {}
+    host: dict[str, list[float]] = {}
+    for row in rows:
+        name = row["kernel_id"]
+        if row.get("device_ms") is None or name not in kernels:
+            continue
+        nothing = kernels[name].node_op in VIEWS
+        device.setdefault(name, []).append(0.0 if nothing else max(row["device_ms"], LEAST_DEVICE_MS))
+        host.setdefault(name, []).append(row["host_ms"])
+    return (
+        {name: tuple(values) for name, values in sorted(device.items())},
+        {name: statistics.median(values) for name, values in sorted(host.items())},
+    )
+
+
 def _jitter(rows: Sequence[Mapping[str, Any]], rest: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -198,6 +244,7 @@ def _loaded(row: Mapping[str, Any], rest: Mapping[str, float]) -> Loaded:
         stressor=row["stressor"],
         load=load_before(row),
         alone=row["stress_alone"],
+        rest_ms=rest[row["kernel_id"]],
         slowdown=row["latency_ms"] / rest_ms,
         ratios=tuple(value * 1e-6 / rest_ms for value in row["samples_ns"]),
     )

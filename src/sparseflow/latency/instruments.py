@@ -15,9 +15,10 @@ from sparseflow.core.load import Stressor
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.errors import DeviceError, InputError, SparseFlowError
-from sparseflow.latency import session
+from sparseflow.latency import session, stream
 from sparseflow.latency.campaign import Config, Item
 from sparseflow.latency.runner import Runner, Timing
+from sparseflow.latency.stream import Plug, Streamed
 
 CALM_S = 0.5
 """What load is averaged over before a block, while the measured work rests."""
@@ -55,6 +56,7 @@ class Bench:
         self._config = config
         self._stack = ExitStack()
         self._stressor: Stressor | None = None
+        self._plug: Plug | None = None
         self._kept: OrderedDict[str, Runner] = OrderedDict()
         before = os.sched_getaffinity(0)
         self._cpus = sorted(before if config.cpus is None else set(config.cpus))
@@ -110,6 +112,7 @@ class Bench:
             runner = self._runner(item)
             warmup_ms = runner.warm_up(config.warmup)
             calls = self._calls(runner)
+            streamed = self._streamed(item, runner, warmup_ms)
         except DeviceError:
             raise
         except (SparseFlowError, MemoryError) as error:
@@ -138,6 +141,7 @@ class Bench:
             | {"warmup": config.warmup, "warmup_ms": round(warmup_ms, 4)}
             | {"stress_achieved": round(stress, 4)}
             | load.to_row()
+            | ({} if streamed is None else streamed.to_row())
         )
 
     def _runner(self, item: Item) -> Runner:
@@ -155,6 +159,25 @@ class Bench:
             while len(self._kept) > config.keep:
                 self._kept.popitem(last=False)
         return runner
+
+    def _streamed(self, item: Item, runner: Runner, warmup_ms: float) -> Streamed | None:
+        """What a kernel costs in a stream; only at rest, where the plug has the device to itself."""
+        config = self._config
+        if not config.copies or not runner.is_kernel or self._stressor is not None:
+            return None
+        if self._plug is None:
+            self._plug = Plug(
+                config.provider, gpu=config.gpu, threads=config.threads, conv_search=config.conv_search
+            )
+        alone_ms = runner.warm_up(1)
+        return stream.measure(
+            item.path,
+            self._plug,
+            copies=config.copies,
+            alone_ms=alone_ms,
+            setup_ms=max(warmup_ms - config.warmup * alone_ms, 0.0),
+            seed=config.seed,
+        )
 
     def _calls(self, runner: Runner) -> int:
         """Runs a sample, from the quickest of a few: a slow one was interrupted."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from sparseflow.core.costmodel.intervals import Interval
 from sparseflow.errors import InputError
-from sparseflow.latency.compose import Composition
+from sparseflow.latency.compose import QUEUE, Composition
 from sparseflow.latency.dataset import Dataset, Loaded
+from sparseflow.latency.issue import Issue
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.model import RATIO, KernelModel
 from sparseflow.latency.overlap import SUM
@@ -26,7 +27,7 @@ def learn(
     kernels: Collection[str] | None = None,
     models: Collection[str] | None = None,
     levels: Collection[float] | None = None,
-    mode: str = SUM,
+    mode: str | None = None,
     seed: int = 0,
 ) -> Predictor:
     """A predictor, its intervals not yet judged.
@@ -37,21 +38,32 @@ def learn(
         kernels: Ids to learn from; by default all.
         models: Names of models to learn from; by default all.
         levels: Levels of load to learn from; by default all.
-        mode: How kernels compose, `"sum"` or `"critical_path"`.
+        mode: How kernels compose, one of `compose.MODES`; by default a queue where kernels were measured in
+            a stream, else a sum.
         seed: What trees draw from.
 
     Raises:
         InputError: There is nothing to learn from.
         MissingExtraError: XGBoost or scipy is missing.
     """
-    names = [n for n in data.kernel_ids() if kernels is None or n in kernels]
+    names = [n for n in data.working_ids() if kernels is None or n in kernels]
     nets = [n for n in data.models() if models is None or n in models]
     known = {name: data.rest_ms[name] for name in names}
-    model = KernelModel.fit([data.kernels[n] for n in names], list(known.values()), kind, seed=seed)
+    model = KernelModel.fit(
+        [data.kernels[n] for n in names], list(known.values()), kind, nothing=data.nothing, seed=seed
+    )
+    issued = [n for n in data.host_ms if kernels is None or n in kernels]
+    issue = (
+        Issue.fit([data.kernels[n] for n in issued], [data.host_ms[n] for n in issued]) if issued else None
+    )
     graphs = [data.graphs[name] for name in nets]
     needed = {kernel.id: kernel for graph in graphs for kernel in graph.kernels}
     composition = Composition.fit(
-        graphs, alone_ms(needed, known, model), [data.rest_ms[name] for name in nets], mode
+        graphs,
+        alone_ms(needed, known, model),
+        [data.rest_ms[name] for name in nets],
+        mode or usual_mode(data),
+        issue,
     )
     chosen = {*names, *nets}
     rows = [one for one in data.loaded if one.item in chosen and (levels is None or one.level in levels)]
@@ -60,12 +72,18 @@ def learn(
         model=model,
         known_ms=known,
         composition=composition,
+        issue=issue,
         sharing=_fit_sharing(data, rows, nets, model, known, seed),
         kernel_interval=UNJUDGED,
         rest_interval=UNJUDGED,
         loaded_interval=UNJUDGED,
         quality={},
     )
+
+
+def usual_mode(data: Dataset) -> str:
+    """How kernels compose by what was measured of them: a queue of host and device, or a sum."""
+    return QUEUE if data.host_ms else SUM
 
 
 def alone_ms(
@@ -93,15 +111,15 @@ def _fit_sharing(
     waits = {
         one.item: _model_waits(data, one.item, model, known_ms)
         if one.model
-        else model.roofline.waits(data.kernels[one.item], data.rest_ms[one.item])
+        else model.roofline.waits(data.kernels[one.item], one.rest_ms)
         for one in {one.item: one for one in rows}.values()
     }
     observed = [
         Observed(
-            rest_ms=data.rest_ms[one.item],
+            rest_ms=one.rest_ms,
             waits=waits[one.item],
             load=one.load[metric],
-            mean_ms=one.slowdown * data.rest_ms[one.item],
+            mean_ms=one.slowdown * one.rest_ms,
             ratios=one.ratios,
             whole=one.model,
         )
@@ -122,4 +140,4 @@ def _model_waits(
         ms = alone[node.kernel_id]
         totals = [t + ms * w for t, w in zip(totals, model.roofline.waits(node.kernel, ms), strict=True)]
     whole = sum(totals)
-    return tuple(t / whole for t in totals)
+    return tuple(t / whole for t in totals) if whole else (0.0, 0.0, 1.0)

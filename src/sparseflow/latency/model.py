@@ -7,7 +7,7 @@ shares: `ratio` learns how far above the device's roofline a kernel stays and ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,14 @@ class KernelModel:
         roofline: The device's bound.
         space: Features that the trees read.
         trees: The ensemble.
+        nothing: Operators that are nothing to the device and were not learned from.
     """
 
     kind: str
     roofline: Roofline
     space: FeatureSpace
     trees: Trees
+    nothing: frozenset[str] = frozenset()
 
     @classmethod
     def fit(
@@ -49,6 +51,7 @@ class KernelModel:
         kind: str = RATIO,
         *,
         roofline: Roofline | None = None,
+        nothing: Collection[str] = (),
         seed: int = 0,
     ) -> KernelModel:
         """Learn from kernels and what they took at rest.
@@ -58,6 +61,7 @@ class KernelModel:
             latency_ms: What each took, milliseconds.
             kind: One of `KINDS`.
             roofline: The device's bound; by default that of these kernels.
+            nothing: Operators that are nothing to the device; their kernels are left out.
             seed: What trees draw from.
 
         Raises:
@@ -68,6 +72,10 @@ class KernelModel:
 
         if kind not in KINDS:
             raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
+        if len(kernels) != len(latency_ms):
+            raise InputError(f"{len(kernels)} kernels and {len(latency_ms)} latencies")
+        working = [n for n, kernel in enumerate(kernels) if kernel.node_op not in nothing]
+        kernels, latency_ms = [kernels[n] for n in working], [latency_ms[n] for n in working]
         bound = roofline or Roofline.fit(kernels, latency_ms)
         rows = [features(kernel) for kernel in kernels]
         space = FeatureSpace.of(rows)
@@ -75,7 +83,7 @@ class KernelModel:
         if kind == RATIO:
             target -= np.log([bound.floor_ms(kernel) for kernel in kernels])
         trees = Trees.fit(space.matrix(rows), target, FOREST if kind == FOREST else BOOSTED, seed=seed)
-        return cls(kind=kind, roofline=bound, space=space, trees=trees)
+        return cls(kind=kind, roofline=bound, space=space, trees=trees, nothing=frozenset(nothing))
 
     def predict(self, kernels: Sequence[Kernel]) -> list[float]:
         """What each kernel takes at rest, milliseconds; its operator must be one that was learned."""
@@ -99,8 +107,10 @@ class KernelModel:
         self, kernels: Mapping[str, Kernel], known_ms: Mapping[str, float]
     ) -> dict[str, tuple[float, str]]:
         """Kernel's id -> (latency alone at rest in milliseconds, where that is from)."""
-        found = {name: (known_ms[name], MEASURED) for name in kernels if name in known_ms}
-        unseen = {name: kernel for name, kernel in kernels.items() if name not in known_ms}
+        found = {name: (0.0, MEASURED) for name, k in kernels.items() if k.node_op in self.nothing}
+        known = [name for name in kernels if name in known_ms and name not in found]
+        found |= {name: (known_ms[name], MEASURED) for name in known}
+        unseen = {name: kernel for name, kernel in kernels.items() if name not in found}
         learned = [name for name, kernel in unseen.items() if self.knows(kernel)]
         predicted = self.predict([unseen[name] for name in learned])
         found |= {name: (ms, LEARNED) for name, ms in zip(learned, predicted, strict=True)}
@@ -115,6 +125,7 @@ class KernelModel:
             "roofline": self.roofline.to_dict(),
             "space": self.space.to_dict(),
             "trees": self.trees.to_dict(),
+            "nothing": sorted(self.nothing),
         }
 
     @classmethod
@@ -126,6 +137,7 @@ class KernelModel:
                 roofline=Roofline.from_dict(record["roofline"]),
                 space=FeatureSpace.from_dict(record["space"]),
                 trees=Trees.from_dict(record["trees"]),
+                nothing=frozenset(map(str, record["nothing"])),
             )
         except (KeyError, TypeError) as error:
             raise FileFormatError(f"a kernel regressor cannot be read: {error!r}") from error

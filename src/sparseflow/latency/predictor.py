@@ -23,12 +23,13 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.compose import Composition
 from sparseflow.latency.fingerprint import Fingerprint
 from sparseflow.latency.graph import Graph
+from sparseflow.latency.issue import Issue
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.model import LEARNED, ROOFLINE, KernelModel
 from sparseflow.latency.runner import quantile
 from sparseflow.latency.sharing import Sharing
 
-FORMAT, VERSION = "sparseflow.latency.predictor", 1
+FORMAT, VERSION = "sparseflow.latency.predictor", 2
 
 CALM = 1.03
 """Up to this slowdown the interval is that of models at rest."""
@@ -73,7 +74,8 @@ class Prediction:
         rest_ms: Mean latency without load.
         slowdown: `mean_ms` over `rest_ms`.
         load: Metric -> share that was reckoned with; empty for a device at rest.
-        mode: `"sum"` or `"critical_path"`.
+        mode: `"sum"`, `"critical_path"` or `"queue"`.
+        call_ms: Part of `rest_ms` that belongs to no kernel.
         per_kernel: One entry a kernel, the costliest first.
     """
 
@@ -87,6 +89,7 @@ class Prediction:
     slowdown: float
     load: Mapping[str, float]
     mode: str
+    call_ms: float
     per_kernel: tuple[KernelPrediction, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Predictor:
         model: The regressor of kernels.
         known_ms: Kernel's id -> latency at rest that was measured, milliseconds.
         composition: From kernels to a graph.
+        issue: What the host takes for a kernel; None where host and device are one.
         sharing: What load does.
         kernel_interval: Around a kernel that was learned.
         rest_interval: Around a model at rest.
@@ -114,6 +118,7 @@ class Predictor:
     model: KernelModel
     known_ms: Mapping[str, float]
     composition: Composition
+    issue: Issue | None
     sharing: Sharing
     kernel_interval: Interval
     rest_interval: Interval
@@ -145,34 +150,35 @@ class Predictor:
         """
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         alone = self.kernels_ms(kernels)
-        inside = {
-            name: self.composition.inside_ms(kernel, alone[name][0]) for name, kernel in kernels.items()
-        }
+        composed = self.composition.compose(graph, {name: a[0] for name, a in alone.items()}, self.issue)
+        parts, rest = composed.parts, composed.total_ms
         delays = {
-            name: self.sharing.delay_ms(inside[name], self.model.roofline.waits(kernel, alone[name][0]))
-            for name, kernel in kernels.items()
+            name: self.sharing.delay_ms(part.ms, self.model.roofline.waits(kernels[name], alone[name][0]))
+            for name, part in parts.items()
         }
-        counts = self.composition.counts(graph, inside)
-        rest = sum(count * inside[name] for name, count in counts.items())
-        delay = sum(count * delays[name] for name, count in counts.items())
+        delay = sum(part.count * delays[name] for name, part in parts.items())
         level = self.sharing.load_of(load) if load is not None else 0.0
         mean = self.sharing.mean_ms(rest, delay, level)
         # What the load adds is spread over the kernels by what each is kept waiting.
         added = {
-            name: (mean - rest) * (delays[name] / delay if delay else inside[name] / rest) for name in counts
+            name: (mean - rest) * (delays[name] / delay if delay else part.ms / (rest - composed.call_ms))
+            for name, part in parts.items()
+        }
+        scales = {
+            name: (low / ms, high / ms) if ms else (1.0, 1.0) for name, (ms, low, high, _) in alone.items()
         }
         each = tuple(
             KernelPrediction(
                 kernel_id=name,
                 op=kernels[name].op,
-                count=count,
-                rest_ms=inside[name],
-                mean_ms=inside[name] + added[name],
-                low_ms=inside[name] * alone[name][1] / alone[name][0],
-                high_ms=inside[name] * alone[name][2] / alone[name][0],
+                count=part.count,
+                rest_ms=part.ms,
+                mean_ms=part.ms + added[name],
+                low_ms=part.ms * scales[name][0],
+                high_ms=part.ms * scales[name][1],
                 source=alone[name][3],
             )
-            for name, count in counts.items()
+            for name, part in parts.items()
         )
         runs = [float(run) for run in self.sharing.runs(rest, delay, level, seed=seed)]
         interval = self.rest_interval if mean <= CALM * rest else self.loaded_interval
@@ -192,6 +198,7 @@ class Predictor:
             slowdown=mean / rest,
             load=dict(load or {}),
             mode=self.composition.mode,
+            call_ms=composed.call_ms,
             per_kernel=tuple(sorted(each, key=lambda k: -k.count * k.mean_ms)),
         )
 
@@ -204,6 +211,7 @@ class Predictor:
             "model": self.model.to_dict(),
             "known_ms": dict(self.known_ms),
             "composition": self.composition.to_dict(),
+            "issue": None if self.issue is None else self.issue.to_dict(),
             "sharing": self.sharing.to_dict(),
             "kernel_interval": self.kernel_interval.to_dict(),
             "rest_interval": self.rest_interval.to_dict(),
@@ -249,6 +257,7 @@ class Predictor:
                 model=KernelModel.from_dict(record["model"]),
                 known_ms=known,
                 composition=Composition.from_dict(record["composition"]),
+                issue=None if record["issue"] is None else Issue.from_dict(record["issue"]),
                 sharing=Sharing.from_dict(record["sharing"]),
                 kernel_interval=Interval.from_dict(record["kernel_interval"]),
                 rest_interval=Interval.from_dict(record["rest_interval"]),

@@ -96,7 +96,7 @@ class Roofline:
 
     def waits(self, kernel: Kernel, latency_ms: float) -> tuple[float, float, float]:
         """What a kernel waits for: shares of arithmetic, memory and its launch, which add up to 1."""
-        launch = min(self.launch_ms / latency_ms, 1.0)
+        launch = min(self.launch_ms / latency_ms, 1.0) if latency_ms > 0.0 else 1.0
         compute, moved = kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s
         memory = (1.0 - launch) * (moved / (compute + moved) if compute + moved else 1.0)
         return 1.0 - launch - memory, memory, launch

@@ -154,24 +154,18 @@ class Runner:
             content, provider, self.level, threads=threads, provider_options=options
         )
         # What the provider says it does, not what was asked for.
-        told = self._session.get_provider_options().get(self.provider, {})
-        self.conv_search: str | None = told.get("cudnn_conv_algo_search") if on_gpu else None
-        self._binding: Any = self._session.io_binding()
-        place, number = ("cuda", gpu) if on_gpu else ("cpu", 0)
-        with _told(self.path, place):
+        provider_says = self._session.get_provider_options().get(self.provider, {})
+        self.conv_search: str | None = provider_says.get("cudnn_conv_algo_search") if on_gpu else None
+        place = ("cuda", gpu) if on_gpu else ("cpu", 0)
+        with told(self.path, place[0]):
             # The binding does not keep them alive.
-            self._inputs = {
-                name: _on_device(value, place, number, types[name]) for name, value in feeds.items()
-            }
-            for name, value in self._inputs.items():
-                self._binding.bind_ortvalue_input(name, value)
-            for output in self._session.get_outputs():
-                self._binding.bind_output(output.name, place, number)
+            self._inputs = {name: on_device(value, *place, types[name]) for name, value in feeds.items()}
+            self._binding = bind(self._session, self._inputs, *place)
 
     def warm_up(self, runs: int = 5) -> float:
         """Run without keeping samples; gives the milliseconds it took. Raises RunError where it failed."""
         begin = time.perf_counter()
-        with _told(self.path, self.provider):
+        with told(self.path, self.provider):
             for _ in range(runs):
                 self._session.run_with_iobinding(self._binding)
             self._binding.synchronize_outputs()
@@ -210,7 +204,7 @@ class Runner:
         clock, on_gpu = time.perf_counter_ns, session.short_name(self.provider) == "cuda"
         least_ns, most_ns = min_time_s * 1e9, max_time_s * 1e9
         walls: list[int] = []
-        with _told(self.path, self.provider):
+        with told(self.path, self.provider):
             start_s, cpu_ns = time.time(), time.thread_time_ns()
             begin = before = clock()
             while True:
@@ -247,7 +241,7 @@ class Runner:
 
     def outputs(self) -> list[np.ndarray]:
         """Run once and give what came out, in host memory."""
-        with _told(self.path, self.provider):
+        with told(self.path, self.provider):
             self._session.run_with_iobinding(self._binding)
             return list(self._binding.copy_outputs_to_cpu())
 
@@ -268,7 +262,25 @@ def quantile(values: tuple[float, ...] | list[float], q: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _on_device(value: np.ndarray, place: str, number: int, element: int) -> Any:
+def bind(opened: Any, inputs: Mapping[str, Any], place: str, number: int) -> Any:
+    """A session's binding to inputs that lie on a device, which must outlive it; outputs stay there too."""
+    binding = opened.io_binding()
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
+    for output in opened.get_outputs():
+        binding.bind_output(output.name, place, number)
+    return binding
+
+
+def on_device(value: np.ndarray, place: str, number: int, element: int) -> Any:
+    """A tensor in the memory of a device.
+
+    Args:
+        value: What is in it.
+        place: `"cpu"` or `"cuda"`.
+        number: Number of the GPU.
+        element: ONNX's number of the type of its elements.
+    """
     ort = require("onnxruntime", "latency")
     if value.dtype.kind == "V" or value.dtype.name.startswith(
         ("bfloat", "float8", "float4", "int4", "uint4")
@@ -278,7 +290,7 @@ def _on_device(value: np.ndarray, place: str, number: int, element: int) -> Any:
     return ort.OrtValue.ortvalue_from_numpy(value, place, number)
 
 
-class _told:
+class told:
     """Turns onnxruntime's errors, which share no base that it exports, into ours."""
 
     def __init__(self, path: Path, place: str) -> None:

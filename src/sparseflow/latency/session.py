@@ -83,6 +83,8 @@ def open_session(
             f"{name} was asked for, and the onnxruntime installed here ({ort.__version__}) has only: "
             f"{', '.join(available)}; for NVIDIA GPUs install onnxruntime-gpu in place of onnxruntime"
         )
+    # The environment is made with the first session and warns of devices that it does not know.
+    ort.set_default_logger_severity(_QUIET)
     options = ort.SessionOptions()
     options.log_severity_level = _QUIET
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])

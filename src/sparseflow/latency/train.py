@@ -9,11 +9,10 @@ from typing import Any
 
 from sparseflow.errors import InputError
 from sparseflow.latency import validate
-from sparseflow.latency.compose import MODES
+from sparseflow.latency.compose import MODES, QUEUE
 from sparseflow.latency.dataset import Dataset, load
 from sparseflow.latency.learn import UNJUDGED, learn
 from sparseflow.latency.model import KINDS
-from sparseflow.latency.overlap import SUM
 from sparseflow.latency.predictor import Predictor
 
 Progress = Callable[[str, float], None]
@@ -26,7 +25,7 @@ def train(
     collections: Iterable[Path | str],
     *,
     kind: str | None = None,
-    mode: str = SUM,
+    mode: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Predictor:
@@ -39,7 +38,8 @@ def train(
     Args:
         collections: Folders that `latency collect` wrote.
         kind: Regressor to predict with, one of `model.KINDS`; by default the best on kernels held out.
-        mode: `"sum"`, or `"critical_path"` where `overlap` says so.
+        mode: `"sum"`, `"critical_path"` where `overlap` says so, or `"queue"`; by default the last where
+            kernels were measured in a stream, else a sum.
         seed: What splits and trees are drawn from.
         progress: Called with (what is learned, fraction done).
 
@@ -52,12 +52,17 @@ def train(
     tell("reading the collections", 0.0)
     if kind is not None and kind not in KINDS:
         raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         raise InputError(f"`mode` (={mode!r}) must be one of: {', '.join(MODES)}")
     data = load(collections)
-    if len(data.kernel_ids()) < FEWEST_KERNELS:
+    if mode == QUEUE and not data.host_ms:
         raise InputError(
-            f"the collections hold {len(data.kernel_ids())} kernels at rest, and at least {FEWEST_KERNELS} "
+            "no kernel of the collections was measured in a stream, which a queue is made of: collect with "
+            "`copies` on a GPU, or choose another mode"
+        )
+    if len(data.working_ids()) < FEWEST_KERNELS:
+        raise InputError(
+            f"the collections hold {len(data.working_ids())} kernels at rest, and at least {FEWEST_KERNELS} "
             f"are needed; list more under `kernels`"
         )
     kernels, judged = _judge_kernels(data, seed, lambda what, done: tell(what, 0.5 * done))

@@ -18,7 +18,6 @@ from sparseflow.core.costmodel.splits import Fold, grouped_folds, leave_one_out,
 from sparseflow.latency.dataset import Dataset, Loaded
 from sparseflow.latency.learn import alone_ms, learn
 from sparseflow.latency.model import KernelModel
-from sparseflow.latency.overlap import SUM
 from sparseflow.latency.predictor import Predictor
 
 FOLDS = 5
@@ -82,13 +81,13 @@ def coverage(judged: Sequence[Judged]) -> float:
 
 def kernels_by_kernel(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
     """Each kernel judged by a regressor that saw none of its measurements."""
-    names = data.kernel_ids()
+    names = data.working_ids()
     return _cross(data, names, grouped_folds(names, min(FOLDS, len(names)), seed), kind, seed)
 
 
 def kernels_by_network(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
     """Each network's own kernels judged by a regressor that saw none of them."""
-    names = data.kernel_ids()
+    names = data.working_ids()
     judged: list[Judged] = []
     for network in networks(data):
         own = own_kernels(data, network)
@@ -103,7 +102,7 @@ def kernels_by_network(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
 
 def kernels_leaky(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
     """Kernels judged by a regressor that saw other visits to them: what not to do."""
-    visits = [(name, ms) for name in data.kernel_ids() for ms in data.visits_ms[name]]
+    visits = [(name, ms) for name in data.working_ids() for ms in data.visits_ms[name]]
     judged: list[Judged] = []
     for learned, held in random_folds(len(visits), FOLDS, seed):
         model = KernelModel.fit(
@@ -120,7 +119,7 @@ def without_each(
     data: Dataset,
     kind: str,
     *,
-    mode: str = SUM,
+    mode: str | None = None,
     strict: bool = False,
     levels: Sequence[float] | None = None,
     seed: int = 0,
@@ -131,7 +130,7 @@ def without_each(
     Args:
         data: What was measured.
         kind: Regressor, one of `model.KINDS`.
-        mode: How kernels compose.
+        mode: How kernels compose; by default as `learn` has it.
         strict: Leave out also the kernels that other networks share with it.
         levels: Levels of load to learn from; by default all.
         seed: What trees draw from.
@@ -179,7 +178,7 @@ def beside_loads(data: Dataset, predictors: dict[str, Predictor], *, blind: bool
             predicted_ms=predictors[family(one.item)]
             .predict(data.graphs[one.item], None if blind else one.load)
             .mean_ms,
-            measured_ms=one.slowdown * data.rest_ms[one.item],
+            measured_ms=one.slowdown * one.rest_ms,
             level=one.level,
         )
         for one in loaded_models(data)

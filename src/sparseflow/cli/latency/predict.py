@@ -39,8 +39,12 @@ def train(
         typer.Option(help="Regressor: ratio, xgboost or random_forest; by default the best of them."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="How kernels compose: sum, or critical_path where `overlap` says so.")
-    ] = "sum",
+        str | None,
+        typer.Option(
+            help="How kernels compose: sum, critical_path where `overlap` says so, or queue, the default "
+            "where kernels were collected in a stream."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="What splits and trees are drawn from.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -166,6 +170,8 @@ def _show(console: Any, model: Path, found: Prediction, metric: str) -> None:
             f"… {len(rest)} more", str(sum(k.count for k in rest)), "", f"{together:.3f} ms",
             f"{100 * together / found.mean_ms:.1f} %", "",
         )  # fmt: skip
+    if found.call_ms:
+        table.add_row("the call", "1", "", f"{found.call_ms:.3f} ms", "", "learned")
     console.print(table)
     low, high = found.interval
     console.print(
