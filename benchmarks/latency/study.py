@@ -4,12 +4,14 @@
 
     export PYTHONPATH=src
     python benchmarks/latency/study.py prepare --work runs/study --zoo zoo.yaml --jobs 2
-    python benchmarks/latency/study.py rest    --work runs/study
+    python benchmarks/latency/study.py models  --work runs/study
+    python benchmarks/latency/study.py kernels --work runs/study
     python benchmarks/latency/study.py load    --work runs/study --stressor cpu-fma
 
-``--provider cuda`` studies a GPU. ``rest`` measures every kernel and model without a load, ``load`` a
-sample of the kernels and the models that ``--loaded`` matches at each of ``--levels``. Collections land in
-``WORK/collections``; whatever is stopped goes on where it was. `judge.py` beside this learns from them.
+``--provider cuda`` studies a GPU. ``models`` and ``kernels`` measure all of them without a load, but for
+views, of which a GPU does nothing, only a few; ``load`` a sample of the kernels and the models that
+``--loaded`` matches at each of ``--levels``. Collections land in ``WORK/collections``; whatever is stopped
+goes on where it was. `judge.py` beside this learns from them.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from sparseflow.errors import SparseFlowError
 from sparseflow.latency import zoo
 from sparseflow.latency.campaign import Config, Telemetry
 from sparseflow.latency.collect import collect
+from sparseflow.latency.compose import VIEWS
 from sparseflow.latency.extract import extract, read_kernel
 
 FEW_A_NAME = 12
+FEW_VIEWS = 12
 
 
 def prepare_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
@@ -42,7 +46,8 @@ def prepare_one(task: tuple[str, str, str, bool]) -> dict[str, Any]:
     begun = time.monotonic()
     whole = zoo.load_config(folder / "zoo.yaml")
     spec = next(c for c in whole.cases() if c.name == case)
-    one = whole.model_copy(update={"models": [spec.spec], "batches": [spec.batch], "sizes": [spec.size]})
+    only = {"batches": [spec.batch], "sizes": [spec.size]}
+    one = whole.model_copy(update={"models": [spec.spec.model_copy(update=only)], **only})
     exported = zoo.export(one, folder / "models", provider=provider)[0]
     row: dict[str, Any] = {"case": case, "problem": exported.problem}
     if exported.path is not None and exported.optimised_path is not None:
@@ -98,38 +103,47 @@ def gather(asked: argparse.Namespace, name: str, settings: Config) -> None:
     print(collect(settings, asked.work / "collections" / name, progress=tell).to_dict(), flush=True)
 
 
-def rest(asked: argparse.Namespace) -> None:
-    kernels = sorted((asked.work / "graphs").glob("*/"))
-    common: dict[str, Any] = {"levels": [0.0], "min_time_s": 0.1, "max_time_s": 2.0, "max_samples": 200}
-    gather(
-        asked,
-        "models",
-        config(asked, models=[asked.work / "models"], rounds=asked.model_rounds, warmup=3, loops=5, **common),
-    )
-    gather(
-        asked,
-        "kernels",
-        config(asked, kernels=kernels, rounds=asked.rounds, warmup=3, loops=5, **common),
-    )
+AT_REST: dict[str, Any] = {
+    "levels": [0.0], "min_time_s": 0.1, "max_time_s": 2.0, "max_samples": 200, "warmup": 3, "loops": 5,
+}  # fmt: skip
+
+
+def models(asked: argparse.Namespace) -> None:
+    found = sorted((asked.work / "models").glob("*.onnx"))
+    rounds = asked.rounds or 6
+    gather(asked, "models", config(asked, models=found, rounds=rounds, keep=len(found), **AT_REST))
+
+
+def kernels(asked: argparse.Namespace) -> None:
+    found = {p.name: p for p in sorted((asked.work / "graphs").glob("*/kernels/*.onnx"))}
+    views: list[Path] = []
+    if asked.provider == "cuda":
+        views = [path for path in found.values() if read_kernel(path).node_op in VIEWS]
+    spared = set(views) - set(random.Random(0).sample(views, min(FEW_VIEWS, len(views))))
+    chosen = [path for path in found.values() if path not in spared]
+    gather(asked, "kernels", config(asked, kernels=chosen, rounds=asked.rounds or 2, **AT_REST))
 
 
 def load(asked: argparse.Namespace) -> None:
     chosen = sample(asked.work / "graphs", asked.loaded, asked.kernels)
-    models = sorted(p for p in (asked.work / "models").glob("*.onnx") if p.match(asked.loaded))
+    chosen_models = sorted(
+        {path for pattern in asked.loaded for path in (asked.work / "models").glob(pattern)}
+    )
     gather(
         asked,
         asked.stressor,
         config(
-            asked, kernels=chosen, models=models, stressor=asked.stressor, levels=asked.levels,
-            rounds=asked.rounds, warmup=3, loops=10, min_time_s=asked.seconds, max_time_s=2.5,
-            keep=asked.kernels + len(models), **({"copies": 0} if asked.provider == "cuda" else {}),
+            asked, kernels=chosen, models=chosen_models, stressor=asked.stressor, levels=asked.levels,
+            rounds=asked.rounds or 3, warmup=3, loops=10, min_time_s=asked.seconds, max_time_s=2.5,
+            keep=asked.kernels + len(chosen_models), **({"copies": 0} if asked.provider == "cuda" else {}),
         ),
     )  # fmt: skip
 
 
-def sample(graphs: Path, pattern: str, count: int) -> list[Path]:
+def sample(graphs: Path, patterns: list[str], count: int) -> list[Path]:
     """Kernels of the models that are measured, a few of each name at most, drawn the same way every time."""
-    found = {p.name: p for p in sorted(graphs.glob(f"{Path(pattern).stem}/kernels/*.onnx"))}
+    globs = [f"{Path(pattern).stem}/kernels/*.onnx" for pattern in patterns]
+    found = {p.name: p for glob in globs for p in sorted(graphs.glob(glob))}
     by_name: dict[str, list[Path]] = {}
     for path in found.values():
         by_name.setdefault(read_kernel(path).op, []).append(path)
@@ -138,25 +152,31 @@ def sample(graphs: Path, pattern: str, count: int) -> list[Path]:
     return sorted(generator.sample(pool, min(count, len(pool))))
 
 
+PARTS = {"prepare": prepare, "models": models, "kernels": kernels, "load": load}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("prepare", "rest", "load"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--work", type=Path, required=True, help="folder of the study")
     parser.add_argument("--zoo", type=Path, help="YAML file of the networks (prepare)")
     parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=1, help="processes that export (prepare)")
     parser.add_argument("--check", action="store_true", help="compare every node with the graph (prepare)")
-    parser.add_argument("--rounds", type=int, default=2, help="visits to each kernel and level")
-    parser.add_argument("--model-rounds", type=int, default=6, help="visits to each model at rest")
+    parser.add_argument(
+        "--rounds", type=int, help="visits to each item and level: 6 to models, 2 to kernels and 3 at loads"
+    )
     parser.add_argument("--stressor", default="cpu-fma")
     parser.add_argument("--levels", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
-    parser.add_argument("--loaded", default="*_b1_224.onnx", help="models to measure beside loads")
+    parser.add_argument(
+        "--loaded", nargs="+", default=["*_b1_224.onnx"], help="models to measure beside loads"
+    )
     parser.add_argument("--kernels", type=int, default=80, help="kernels to measure beside loads")
     parser.add_argument("--seconds", type=float, default=0.5, help="least time of a measurement beside loads")
     asked = parser.parse_args()
-    {"prepare": prepare, "rest": rest, "load": load}[asked.part](asked)
+    PARTS[asked.part](asked)
     return 0
 
 

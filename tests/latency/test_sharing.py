@@ -22,8 +22,8 @@ from sparseflow.latency.runner import quantile
 from sparseflow.latency.sharing import Observed, Sharing
 
 CPU = Sharing(
-    metric="others", calm=0.05, scale=0.95, power=1.1, delays=(1.0, 1.5, 0.5), wait_ms=2.0, yields=False,
-    cycle_ms=100.0, jitter=tuple(0.98 + 0.04 * n / 40 for n in range(41)),
+    metric="others", calm=0.05, scale=0.95, power=1.1, presence=0.02, delays=(1.0, 1.5, 0.5), wait_ms=2.0,
+    yields=False, cycle_ms=100.0, jitter=tuple(0.98 + 0.04 * n / 40 for n in range(41)),
 )  # fmt: skip
 GPU = replace(CPU, metric="busy", yields=True, delays=(0.5, 1.0, 0.3))
 DEVICES = pytest.mark.parametrize("device", [CPU, GPU], ids=["keeps", "yields"])
@@ -36,6 +36,7 @@ sharings = st.builds(
     calm=st.floats(0.0, 0.9),
     scale=st.floats(0.3, 2.0),
     power=st.floats(0.3, 2.0),
+    presence=st.floats(0.0, 0.5),
     delays=st.tuples(*[st.floats(0.0, 20.0)] * 3),
     wait_ms=st.sampled_from([0.1, 1.0, 12.0]),
     yields=st.booleans(),
@@ -91,7 +92,15 @@ def observed(
             mean = device.mean_ms(rest, delay, level) * generator.gauss(1.0, noise)
             ratios = tuple(float(run) / rest for run in runs)
             found.append(
-                Observed(rest_ms=rest, waits=waits, load=level, mean_ms=mean, ratios=ratios, whole=whole)
+                Observed(
+                    rest_ms=rest,
+                    waits=waits,
+                    load=level,
+                    alone=device.share(level),
+                    mean_ms=mean,
+                    ratios=ratios,
+                    whole=whole,
+                )
             )
     return found
 
@@ -109,7 +118,7 @@ LEFT_OUT = pytest.mark.parametrize(("seen", "left_out"), [((0.3, 0.9), 0.6), ((0
 @DEVICES
 @LEFT_OUT
 def test_a_device_is_learned_back(device: Sharing, seen: tuple[float, ...], left_out: float) -> None:
-    true = replace(device, scale=1.0, power=1.0)
+    true = replace(device, scale=1.0, power=1.0, presence=0.0)
     found = Sharing.fit(observed(true, seen), true.metric, true.calm, true.jitter)
     assert (found.yields, found.metric, found.calm) == (true.yields, true.metric, true.calm)
     assert (found.scale, found.power, *found.delays) == pytest.approx((1.0, 1.0, *true.delays), rel=0.01)
@@ -181,7 +190,7 @@ def test_runs_without_load_have_the_jitter_and_nothing_else() -> None:
 
 
 def test_short_runs_meet_the_load_or_do_not() -> None:
-    runs = replace(CPU, jitter=(1.0, 1.0), cycle_ms=400.0).runs(0.1, 1.0, 0.5)
+    runs = replace(CPU, presence=0.0, jitter=(1.0, 1.0), cycle_ms=400.0).runs(0.1, 1.0, 0.5)
     assert quantile([float(run) for run in runs], 0.5) == pytest.approx(0.1)
     assert runs.max() > 1.9
 

@@ -25,7 +25,6 @@ from typing import Any
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import Graph
-from sparseflow.latency.issue import Issue
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.overlap import CRITICAL_PATH, SUM
 
@@ -84,7 +83,8 @@ class Composition:
             queue it is nothing to the device.
         per_weight_ms: Cost of a mebibyte of weights, milliseconds.
         per_flow_ms: Cost of a mebibyte of what flows in and out, milliseconds.
-        per_issue_ms: In a queue, cost of a node to the host, milliseconds, of either sign.
+        issue_scale: In a queue, the host's time for a node over what was measured of it.
+        per_issue_ms: In a queue, cost of a node to the host beside that, milliseconds, of either sign.
         call_ms: In a queue, cost of the call, milliseconds.
         models: Measured models that it is from.
     """
@@ -94,6 +94,7 @@ class Composition:
     per_view_ms: float
     per_weight_ms: float
     per_flow_ms: float
+    issue_scale: float
     per_issue_ms: float
     call_ms: float
     models: int
@@ -105,7 +106,7 @@ class Composition:
         alone_ms: Mapping[str, float],
         measured_ms: Sequence[float],
         mode: str = SUM,
-        issue: Issue | None = None,
+        host_ms: Mapping[str, float] | None = None,
     ) -> Composition:
         """Learn from whole models; without any, a graph is no more than its kernels.
 
@@ -114,28 +115,24 @@ class Composition:
             alone_ms: Kernel's id -> what it takes alone, for every kernel of them; in a queue of the device.
             measured_ms: What each model takes.
             mode: `"sum"`, `"critical_path"` or `"queue"`.
-            issue: What the host takes for a kernel; needed by a queue.
+            host_ms: Kernel's id -> what the host takes to issue it; needed by a queue.
 
         Raises:
-            InputError: The lengths differ, a kernel has no latency, or a queue has no `issue`.
+            InputError: The lengths differ, or a kernel has no latency.
         """
         if len(graphs) != len(measured_ms):
             raise InputError(f"{len(graphs)} graphs and {len(measured_ms)} latencies")
-        absent = {n.kernel_id for graph in graphs for n in graph.nodes} - alone_ms.keys()
-        if absent:
-            raise InputError(f"{len(absent)} kernels have no latency, {sorted(absent)[0]} for one")
-        if mode == QUEUE and issue is None:
-            raise InputError(
-                "kernels in a queue need what the host takes to issue them: collect with `copies`"
-            )
-        names = [name for name in cls.__dataclass_fields__ if name.endswith("_ms")]
+        needed = {n.kernel_id for graph in graphs for n in graph.nodes}
+        known = set(alone_ms) if mode != QUEUE else alone_ms.keys() & (host_ms or {}).keys()
+        if needed - known:
+            raise InputError(f"{len(needed - known)} kernels have no latency, {min(needed - known)} for one")
         if not graphs:
-            found = (0.0,) * len(names)
-        elif issue is not None and mode == QUEUE:
-            found = _fit_queue(graphs, alone_ms, measured_ms, issue)
+            costs = _Costs()
+        elif mode == QUEUE:
+            costs = _fit_queue(graphs, alone_ms, measured_ms, host_ms or {})
         else:
-            found = _fit_sum(graphs, alone_ms, measured_ms, mode)
-        return cls(mode=mode, models=len(graphs), **dict(zip(names, found, strict=True)))
+            costs = _fit_sum(graphs, alone_ms, measured_ms, mode)
+        return cls(mode=mode, models=len(graphs), **asdict(costs))
 
     def inside_ms(self, kernel: Kernel, alone_ms: float) -> float:
         """What a kernel takes inside a graph, given what it takes alone, milliseconds."""
@@ -147,20 +144,22 @@ class Composition:
         added = sum(cost * term for cost, term in zip(costs, _terms(kernel), strict=True))
         return max(alone_ms + added, LEAST_SHARE * alone_ms)
 
-    def compose(self, graph: Graph, alone_ms: Mapping[str, float], issue: Issue | None = None) -> Composed:
+    def compose(
+        self, graph: Graph, alone_ms: Mapping[str, float], host_ms: Mapping[str, float] | None = None
+    ) -> Composed:
         """What a graph takes.
 
         Args:
             graph: The graph.
             alone_ms: Kernel's id -> what it takes alone; in a queue of the device.
-            issue: What the host takes for a kernel; needed by a queue.
+            host_ms: Kernel's id -> what the host takes to issue it; needed by a queue.
         """
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         inside = {name: self.inside_ms(kernel, alone_ms[name]) for name, kernel in kernels.items()}
         added: dict[str, list[float]] = {}
-        if self.mode == QUEUE and issue is not None and graph.nodes:
-            host = [issue.ms(node.kernel) for node in graph.nodes]
-            host = [max(ms + self.per_issue_ms, LEAST_SHARE * ms) for ms in host]
+        if self.mode == QUEUE and host_ms is not None and graph.nodes:
+            host = [host_ms[node.kernel_id] for node in graph.nodes]
+            host = [max(self.issue_scale * ms + self.per_issue_ms, LEAST_SHARE * ms) for ms in host]
             device = [inside[node.kernel_id] for node in graph.nodes]
             turn = _turn(host, device)
             for place, node in enumerate(graph.nodes):
@@ -231,9 +230,22 @@ def _terms(kernel: Kernel) -> tuple[float, float, float, float]:
     return 1.0, 0.0, weights, kernel.bytes_moved / mebibyte - weights
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """The learned fields of a composition."""
+
+    per_kernel_ms: float = 0.0
+    per_view_ms: float = 0.0
+    per_weight_ms: float = 0.0
+    per_flow_ms: float = 0.0
+    issue_scale: float = 1.0
+    per_issue_ms: float = 0.0
+    call_ms: float = 0.0
+
+
 def _fit_sum(
     graphs: Sequence[Graph], alone_ms: Mapping[str, float], measured_ms: Sequence[float], mode: str
-) -> tuple[float, ...]:
+) -> _Costs:
     """Costs of kernels that add up."""
     import numpy as np
 
@@ -245,15 +257,16 @@ def _fit_sum(
         terms.append(totals / measured)
         alone = sum(alone_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEWS)
         rest.append(1.0 - alone / measured)
-    return (*_least_squares(np.asarray(terms), np.asarray(rest)), 0.0, 0.0)
+    kernel, view, weight, flow = _least_squares(np.asarray(terms), np.asarray(rest))
+    return _Costs(per_kernel_ms=kernel, per_view_ms=view, per_weight_ms=weight, per_flow_ms=flow)
 
 
 def _fit_queue(
     graphs: Sequence[Graph],
     alone_ms: Mapping[str, float],
     measured_ms: Sequence[float],
-    issue: Issue,
-) -> tuple[float, ...]:
+    host_ms: Mapping[str, float],
+) -> _Costs:
     """Costs of kernels in a queue."""
     import numpy as np
 
@@ -261,37 +274,44 @@ def _fit_queue(
     models = []
     for graph, measured in zip(graphs, measured_ms, strict=True):
         terms = np.array([_terms(node.kernel) for node in graph.nodes])
-        runs = terms[:, 1] == 0.0
-        device = np.array([alone_ms[node.kernel_id] for node in graph.nodes]) * runs
-        host = np.array([issue.ms(node.kernel) for node in graph.nodes])
+        works = terms[:, 1] == 0.0
+        device = np.array([alone_ms[node.kernel_id] for node in graph.nodes]) * works
+        host = np.array([host_ms[node.kernel_id] for node in graph.nodes])
         models.append((terms[:, [0, 2, 3]], device, host, measured))
     # Each cost in units in which 1 is all of some model's latency.
-    largest = np.zeros(5)
+    units = np.zeros(6)
     for terms, _, host, measured in models:
-        sums = np.array([*terms.sum(axis=0), len(host), 1.0])
-        largest = np.maximum(largest, sums / measured)
-    largest[largest == 0.0] = 1.0
+        sums = [*terms.sum(axis=0), host.sum(), len(host), 1.0]
+        units = np.maximum(units, np.array(sums) / measured)
+    units[units == 0.0] = 1.0
 
     def errors(values: np.ndarray) -> np.ndarray:
-        kernel, weight, flow, issued, call = values / largest
+        *per_term, scale, issued, call = values / units
         found = []
         for terms, device, host, measured in models:
-            work = np.maximum(device + terms @ np.array([kernel, weight, flow]), LEAST_SHARE * device)
-            call_of_host = np.maximum(host + issued, LEAST_SHARE * host)
+            work = np.maximum(device + terms @ np.array(per_term), LEAST_SHARE * device)
+            issue = np.maximum((1.0 + scale) * host + issued, LEAST_SHARE * host)
             # The longest over all nodes of what is issued up to it and worked off from it on.
-            ends = np.cumsum(call_of_host) + np.cumsum(work[::-1])[::-1]
-            found.append((ends.max() + call) / measured - 1.0)
+            longest = (np.cumsum(issue) + np.cumsum(work[::-1])[::-1]).max()
+            found.append((longest + call) / measured - 1.0)
         return np.concatenate([found, _CAUTION * values])
 
     solved = optimize.least_squares(
         errors,
-        np.zeros(5),
-        bounds=([-1.0, 0.0, 0.0, -1.0, 0.0], [1.0] * 5),
+        np.zeros(len(units)),
+        bounds=([-1.0, 0.0, 0.0, -1.0, -1.0, 0.0], [1.0] * len(units)),
         diff_step=1e-3,
         x_scale=0.1,
     )
-    kernel, weight, flow, issued, call = (float(value) for value in solved.x / largest)
-    return kernel, 0.0, weight, flow, issued, call
+    kernel, weight, flow, scale, issued, call = (float(value) for value in solved.x / units)
+    return _Costs(
+        per_kernel_ms=kernel,
+        per_weight_ms=weight,
+        per_flow_ms=flow,
+        issue_scale=1.0 + scale,
+        per_issue_ms=issued,
+        call_ms=call,
+    )
 
 
 def _turn(host: Sequence[float], device: Sequence[float]) -> int:

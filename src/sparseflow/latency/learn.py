@@ -53,9 +53,9 @@ def learn(
         [data.kernels[n] for n in names], list(known.values()), kind, nothing=data.nothing, seed=seed
     )
     issued = [n for n in data.host_ms if kernels is None or n in kernels]
-    issue = (
-        Issue.fit([data.kernels[n] for n in issued], [data.host_ms[n] for n in issued]) if issued else None
-    )
+    issue = None
+    if issued:
+        issue = Issue.fit([data.kernels[n] for n in issued], [data.host_ms[n] for n in issued], seed=seed)
     graphs = [data.graphs[name] for name in nets]
     needed = {kernel.id: kernel for graph in graphs for kernel in graph.kernels}
     composition = Composition.fit(
@@ -63,7 +63,7 @@ def learn(
         alone_ms(needed, known, model),
         [data.rest_ms[name] for name in nets],
         mode or usual_mode(data),
-        issue,
+        None if issue is None else issue.ms(needed.values()),
     )
     chosen = {*names, *nets}
     rows = [one for one in data.loaded if one.item in chosen and (levels is None or one.level in levels)]
@@ -119,6 +119,7 @@ def _fit_sharing(
             rest_ms=one.rest_ms,
             waits=waits[one.item],
             load=one.load[metric],
+            alone=one.alone,
             mean_ms=one.slowdown * one.rest_ms,
             ratios=one.ratios,
             whole=one.model,

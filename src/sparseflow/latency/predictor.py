@@ -150,7 +150,11 @@ class Predictor:
         """
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         alone = self.kernels_ms(kernels)
-        composed = self.composition.compose(graph, {name: a[0] for name, a in alone.items()}, self.issue)
+        composed = self.composition.compose(
+            graph,
+            {name: each[0] for name, each in alone.items()},
+            None if self.issue is None else self.issue.ms(graph.kernels),
+        )
         parts, rest = composed.parts, composed.total_ms
         delays = {
             name: self.sharing.delay_ms(part.ms, self.model.roofline.waits(kernels[name], alone[name][0]))

@@ -3,13 +3,15 @@
 The load works and rests in cycles. While it rests, a run takes what it takes at rest; while it works, the
 device goes back and forth between the two in slices, and the run takes longer:
 
-    on  =  rest + wait * slices        slices: how often the run has to let the load pass
-    mean = 1 / (share / on + (1 - share) / rest)
+    on   = off + wait * slices         slices: how often the run has to let the load pass
+    off  = rest * (1 + presence)       presence: what a load costs that only rests there
+    mean = 1 / (share / on + (1 - share) / off)
 
-with `share`, the part of the time in which the load works, read from telemetry. Runs follow each other
-without a pause, so what adds up over time is how many of them get done. How long a run is kept waiting in
-all depends on what its kernels wait for themselves (arithmetic, memory, their launch). On a GPU a run that
-was waited for has given the device away, and the next one begins with a wait; on a CPU it keeps it.
+with `share`, the part of the time in which the load works, read from telemetry and calibrated by what the
+load itself says it got. Runs follow each other without a pause, so what adds up over time is how many of them
+get done. How long a run is kept waiting in all depends on what its kernels wait for themselves (arithmetic,
+memory, their launch). On a GPU a run that was waited for has given the device away, and the next one begins
+with a wait; on a CPU it keeps it.
 
 By construction a slowdown is 1 without a load, never below 1, and grows with the load whatever was learned;
 and a level that was not measured lies between or beyond those that were, since no level has a parameter of
@@ -46,8 +48,11 @@ SPREAD = 0.2
 _WAITS_MS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
 _CYCLES_MS = (20.0, 50.0, 100.0, 200.0, 400.0)
 _JITTER_POINTS = 41
-_KERNELS_COUNT = 0.2
 _PRIOR = 2.0
+_CALIBRATED = 10.0
+_PRESENT = 0.1
+"""From this share on a load is there all the time, whether it works or rests."""
+
 _SMOOTH = 0.1
 """Slices differ in length by about this share, which blurs where one more is needed."""
 
@@ -60,6 +65,7 @@ class Observed:
         rest_ms: Latency at rest, milliseconds.
         waits: What it waits for, one share for each of `WAITS`.
         load: The principal metric's share.
+        alone: Share of the time in which the load itself says it worked, the runs aside.
         mean_ms: Mean latency beside the load.
         ratios: Each sample over the latency at rest; only looked at for quantiles.
         whole: Whether it is a whole model.
@@ -68,6 +74,7 @@ class Observed:
     rest_ms: float
     waits: tuple[float, ...]
     load: float
+    alone: float
     mean_ms: float
     ratios: tuple[float, ...] = ()
     whole: bool = False
@@ -82,6 +89,7 @@ class Sharing:
         calm: Its share at rest; what is above it is load.
         scale: `share = scale * load ** power`, at most 1.
         power: See `scale`.
+        presence: What a run takes longer, as a share, while the load rests.
         delays: Milliseconds that a millisecond of each of `WAITS` is kept waiting while the load works.
         wait_ms: Length of one wait, milliseconds.
         yields: Whether a run begins with a wait while the load works.
@@ -93,6 +101,7 @@ class Sharing:
     calm: float
     scale: float
     power: float
+    presence: float
     delays: tuple[float, ...]
     wait_ms: float
     yields: bool
@@ -118,6 +127,7 @@ class Sharing:
             calm=calm,
             scale=1.0,
             power=1.0,
+            presence=0.0,
             delays=(0.0,) * len(WAITS),
             wait_ms=1.0,
             yields=False,
@@ -127,7 +137,9 @@ class Sharing:
         if not observed:
             return none
         tried = [_fit_means(none, observed)]
-        tried += [_fit_means(replace(none, yields=True, wait_ms=wait), observed) for wait in _WAITS_MS]
+        if metric == PRINCIPAL["cuda"]:
+            # Only a GPU is given away between two runs.
+            tried += [_fit_means(replace(none, yields=True, wait_ms=wait), observed) for wait in _WAITS_MS]
         best = min(tried, key=lambda entry: entry[1])[0]
         whole = [one for one in observed if one.whole and one.ratios]
         waits = (best.wait_ms,) if best.yields else _WAITS_MS
@@ -160,23 +172,28 @@ class Sharing:
         """What a kernel is kept waiting while the load works, in the long run, milliseconds."""
         return rest_ms * sum(d * w for d, w in zip(self.delays, waits, strict=True))
 
-    def on_ms(self, rest_ms: float, delay_ms: float) -> float:
+    def off_ms(self, rest_ms: float, share: float) -> float:
+        """Mean latency of a run while a load that works part of the time rests, milliseconds."""
+        return rest_ms * (1.0 + self.presence * min(share / _PRESENT, 1.0))
+
+    def on_ms(self, off_ms: float, delay_ms: float) -> float:
         """Mean latency of a run while the load works, given its kernels' delays together, milliseconds."""
         if not self.yields:
-            return rest_ms + delay_ms
+            return off_ms + delay_ms
         slices = delay_ms / self.wait_ms
         whole = math.floor(slices)
         # Between whole numbers of slices the next one is reached by those runs whose slices were short.
         blurred = 1.0 / (1.0 + math.exp(-(slices - whole - 1.0) / (_SMOOTH / 2.0)))
         blurred += 1.0 / (1.0 + math.exp(-(slices - whole) / (_SMOOTH / 2.0))) - 1.0 if whole else 0.0
-        return rest_ms + self.wait_ms * (1.0 + whole + blurred)
+        return off_ms + self.wait_ms * (1.0 + whole + blurred)
 
     def mean_ms(self, rest_ms: float, delay_ms: float, load: float) -> float:
         """Mean latency of runs beside a load, milliseconds."""
         share = self.share(load)
         if share <= 0.0:
             return rest_ms
-        return 1.0 / (share / self.on_ms(rest_ms, delay_ms) + (1.0 - share) / rest_ms)
+        off = self.off_ms(rest_ms, share)
+        return 1.0 / (share / self.on_ms(off, delay_ms) + (1.0 - share) / off)
 
     def runs(
         self, rest_ms: float, delay_ms: float, load: float, *, count: int = RUNS, seed: int = 0
@@ -196,14 +213,16 @@ class Sharing:
         points = np.linspace(0.0, 1.0, len(self.jitter))
         rest = rest_ms * np.interp(generator.random(count), points, self.jitter)
         share = self.share(load)
-        if share <= 0.0 or self.on_ms(rest_ms, delay_ms) <= rest_ms:
+        off_ms = self.off_ms(rest_ms, share)
+        rest *= off_ms / rest_ms
+        mean_on = self.on_ms(off_ms, delay_ms)
+        if share <= 0.0 or mean_on <= off_ms:
             return rest
         slices = delay_ms / self.wait_ms * (1.0 + _SMOOTH * generator.standard_normal(count))
         begin = 1.0 if self.yields else generator.random(count)
         on = rest + self.wait_ms * np.floor(np.maximum(slices, 0.0) + begin)
         # Runs follow each other, so as many begin in a phase as get done in it.
-        mean_on = self.on_ms(rest_ms, delay_ms)
-        begun_on = (share / mean_on) / (share / mean_on + (1.0 - share) / rest_ms)
+        begun_on = (share / mean_on) / (share / mean_on + (1.0 - share) / off_ms)
         working = generator.random(count) < begun_on
         left = generator.random(count)
         return _through_phases(generator, on, rest, working, left, share, self.cycle_ms)
@@ -234,7 +253,8 @@ class Sharing:
             )
             numbers = (found.scale, found.power, found.wait_ms, found.cycle_ms, *found.jitter)
             good = all(n > 0.0 for n in numbers) and all(d >= 0.0 for d in found.delays)
-            good = good and all(map(math.isfinite, (found.calm, *numbers, *found.delays)))
+            good = good and all(map(math.isfinite, (found.calm, found.presence, *numbers, *found.delays)))
+            good = good and found.presence >= 0.0
             good = good and len(found.delays) == len(WAITS) and len(found.jitter) > 1
             good = good and found.metric in METRICS and isinstance(found.yields, bool)
         except (KeyError, TypeError, ValueError) as error:
@@ -272,20 +292,18 @@ def _through_phases(
 
 
 def _fit_means(start: Sharing, observed: Sequence[Observed]) -> tuple[Sharing, float]:
-    """`start` with scale, power and delays that fit the means, and how well they do."""
+    """`start` with scale, power, presence and delays that fit the means, and how well they do."""
     import numpy as np
 
     optimize = require("scipy.optimize", "latency")
+    # Whole models are what is asked about, and a kernel alone waits in other ways than inside one.
+    observed = [one for one in observed if one.whole] or observed
     measured = np.log([max(one.mean_ms, one.rest_ms) for one in observed])
-    # Whole models are what is asked about; where there are some, all kernels together count a fifth of them.
-    models = sum(one.whole for one in observed)
-    kernels = len(observed) - models
-    light = math.sqrt(_KERNELS_COUNT * models / kernels) if models and kernels else 1.0
-    weights = np.where([one.whole for one in observed], 1.0, light)
+    blocks = sorted({(o.load, o.alone) for o in observed if start.share(o.load) > 0.0 and o.alone > 0.0})
 
     def made(values: Sequence[float]) -> Sharing:
-        scale, power, *delays = (float(v) for v in values)
-        return replace(start, scale=scale, power=power, delays=tuple(delays))
+        scale, power, presence, *delays = (float(v) for v in values)
+        return replace(start, scale=scale, power=power, presence=presence, delays=tuple(delays))
 
     def errors(values: Sequence[float]) -> np.ndarray:
         sharing = made(values)
@@ -293,14 +311,15 @@ def _fit_means(start: Sharing, observed: Sequence[Observed]) -> tuple[Sharing, f
             sharing.mean_ms(one.rest_ms, sharing.delay_ms(one.rest_ms, one.waits), one.load)
             for one in observed
         ]
-        # A reading means what it says until the measurements speak against it.
-        prior = [_PRIOR * math.log(values[0]), _PRIOR * math.log(values[1])]
-        return np.concatenate([(np.log(found) - measured) * weights, prior])
+        # What the load says it got tells what a reading means; where it says nothing, the reading does.
+        means = [_CALIBRATED * math.log(sharing.share(load) / alone) for load, alone in blocks]
+        prior = [_PRIOR * math.log(values[0]), _PRIOR * math.log(values[1]), _PRIOR * values[2]]
+        return np.concatenate([np.log(found) - measured, means, prior])
 
     solved = optimize.least_squares(
         errors,
-        [1.0, 1.0, 1.0, 1.0, 1.0],
-        bounds=([0.3, 0.3, 0.0, 0.0, 0.0], [2.0, 2.0, 20.0, 20.0, 20.0]),
+        [1.0, 1.0, 0.01, 1.0, 1.0, 1.0],
+        bounds=([0.3, 0.3, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.5, 20.0, 20.0, 20.0]),
         loss="soft_l1",
         f_scale=0.1,
         diff_step=1e-3,
