@@ -286,6 +286,7 @@ def _fit_queue(
     units[units == 0.0] = 1.0
 
     def errors(values: np.ndarray) -> np.ndarray:
+        values = values - 1.0
         *per_term, scale, issued, call = values / units
         found = []
         for terms, device, host, measured in models:
@@ -296,14 +297,17 @@ def _fit_queue(
             found.append((longest + call) / measured - 1.0)
         return np.concatenate([found, _CAUTION * values])
 
+    # Counted from 1, since a step of the search is a share of the value.
+    lowest = np.array([-1.0, 0.0, 0.0, -1.0, -1.0, 0.0])
     solved = optimize.least_squares(
         errors,
-        np.zeros(len(units)),
-        bounds=([-1.0, 0.0, 0.0, -1.0, -1.0, 0.0], [1.0] * len(units)),
-        diff_step=1e-3,
-        x_scale=0.1,
+        np.ones(len(units)),
+        bounds=(1.0 + lowest, np.full(len(units), 2.0)),
+        diff_step=1e-4,
+        loss="soft_l1",
+        f_scale=0.05,
     )
-    kernel, weight, flow, scale, issued, call = (float(value) for value in solved.x / units)
+    kernel, weight, flow, scale, issued, call = (float(value) for value in (solved.x - 1.0) / units)
     return _Costs(
         per_kernel_ms=kernel,
         per_weight_ms=weight,

@@ -173,10 +173,10 @@ class Bench:
         return stream.measure(
             item.path,
             self._plug,
+            inputs=runner.inputs,
             copies=config.copies,
             alone_ms=alone_ms,
             setup_ms=max(warmup_ms - config.warmup * alone_ms, 0.0),
-            seed=config.seed,
         )
 
     def _calls(self, runner: Runner) -> int:

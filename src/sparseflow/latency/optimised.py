@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,10 @@ from sparseflow.latency.kernels import Tensor
 if TYPE_CHECKING:
     import numpy as np
     import onnx
+
+
+_DRAWN = 1_000_003
+"""Values that are drawn for one tensor at most: a prime number."""
 
 
 def optimise(
@@ -121,18 +126,22 @@ def random_inputs(model: onnx.ModelProto, seed: int) -> dict[str, np.ndarray]:
 def draw(
     generator: np.random.Generator, shape: tuple[int, ...], dtype: str, *, positive: bool = False
 ) -> np.ndarray:
-    """Random values of one of ONNX's types; with `positive`, floats from 0.5 to 1.5."""
+    """Random values of one of ONNX's types; with `positive`, floats from 0.5 to 1.5.
+
+    A large tensor repeats those that were drawn, in step with none of its extents.
+    """
     import numpy as np
 
     kind = onnx_file.numpy_type(dtype)
+    count = math.prod(shape)
+    drawn = min(count, _DRAWN)
     if dtype.startswith(("int", "uint", "bool")):
-        return generator.integers(0, 2, shape).astype(kind)
-    values = (
-        generator.random(shape, dtype=np.float32) + 0.5
-        if positive
-        else generator.standard_normal(shape, dtype=np.float32)
-    )
-    return np.asarray(values).astype(kind)
+        values = generator.integers(0, 2, drawn)
+    elif positive:
+        values = generator.random(drawn, dtype=np.float32) + np.float32(0.5)
+    else:
+        values = generator.standard_normal(drawn, dtype=np.float32)
+    return np.resize(values.astype(kind), shape)
 
 
 def _observed_shapes(

@@ -162,6 +162,11 @@ class Runner:
             self._inputs = {name: on_device(value, *place, types[name]) for name, value in feeds.items()}
             self._binding = bind(self._session, self._inputs, *place)
 
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Name -> tensor on the device that is fed."""
+        return self._inputs
+
     def warm_up(self, runs: int = 5) -> float:
         """Run without keeping samples; gives the milliseconds it took. Raises RunError where it failed."""
         begin = time.perf_counter()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
 from sparseflow.latency import onnx_file, session
-from sparseflow.latency.extract import dummy_inputs
 from sparseflow.latency.runner import bind, on_device, told
 
 if TYPE_CHECKING:
@@ -42,7 +41,11 @@ _OVERTAKEN = 0.8
 """The host must have issued everything in this part of the plug's time."""
 
 _LONGEST_MS = 20.0
-_SETUP_MS = 1500.0
+"""What the copies together should take at most, once."""
+
+_SETUP_MS = 500.0
+"""What their first run should take at most beside that."""
+
 _FLOAT = 1
 _OPERAND, _PRODUCT = "sparseflow_operand", "sparseflow_product"
 
@@ -155,14 +158,6 @@ class Plug:
         )
         return Bound(opened, {**inputs, _OPERAND: self._operand}, self._place)
 
-    def placed(self, path: Path, model: onnx.ModelProto, seed: int) -> dict[str, Any]:
-        """Inputs of a kernel, on the device."""
-        types = {v.name: v.type.tensor_type.elem_type for v in onnx_file.true_inputs(model)}
-        return {
-            name: on_device(value, *self._place, types[name])
-            for name, value in dummy_inputs(path, seed).items()
-        }
-
 
 class Bound:
     """A session whose inputs and outputs lie on the device.
@@ -214,20 +209,20 @@ def measure(
     path: Path | str,
     plug: Plug,
     *,
+    inputs: Mapping[str, Any],
     copies: int,
     alone_ms: float,
     setup_ms: float = 0.0,
-    seed: int = 0,
 ) -> Streamed:
     """Measure one kernel in a stream.
 
     Args:
         path: A kernel as `latency extract` writes it.
         plug: What runs before it.
+        inputs: Name -> tensor on the device, for every input of it.
         copies: Nodes to issue at most; fewer where they would take long.
         alone_ms: What it takes alone.
         setup_ms: What its first run takes beside that, such as cuDNN's search; each copy has its own.
-        seed: What inputs are drawn from.
 
     Raises:
         InputError, FileFormatError: There is no such kernel.
@@ -238,7 +233,6 @@ def measure(
     most = min(_LONGEST_MS / max(alone_ms, 1e-6), _SETUP_MS / max(setup_ms, 1e-6))
     count = max(min(copies, int(most)), FEWEST)
     with told(file, "the device"):
-        inputs = plug.placed(file, model, seed)
         while True:
             stream = _stream(plug, model, inputs, count)
             for _ in range(3):
