@@ -170,7 +170,7 @@ def _show(console: Any, model: Path, found: Prediction, metric: str) -> None:
             f"… {len(rest)} more", str(sum(k.count for k in rest)), "", f"{together:.3f} ms",
             f"{100 * together / found.mean_ms:.1f} %", "",
         )  # fmt: skip
-    if found.call_ms:
+    if round(found.call_ms, 3):
         table.add_row("the call", "1", "", f"{found.call_ms:.3f} ms", "", "learned")
     console.print(table)
     low, high = found.interval
