@@ -37,10 +37,7 @@ DIAMOND = make_graph(
 
 
 def composition(**changes: Any) -> Composition:
-    given: dict[str, Any] = {
-        "mode": SUM, "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_flow_ms": 0.0,
-        "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
-    }  # fmt: skip
+    given: dict[str, Any] = {"models": 1}
     return Composition(**(given | changes))
 
 

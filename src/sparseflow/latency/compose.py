@@ -89,15 +89,15 @@ class Composition:
         models: Measured models that it is from.
     """
 
-    mode: str
-    per_kernel_ms: float
-    per_view_ms: float
-    per_weight_ms: float
-    per_flow_ms: float
-    issue_scale: float
-    per_issue_ms: float
-    call_ms: float
-    models: int
+    mode: str = SUM
+    per_kernel_ms: float = 0.0
+    per_view_ms: float = 0.0
+    per_weight_ms: float = 0.0
+    per_flow_ms: float = 0.0
+    issue_scale: float = 1.0
+    per_issue_ms: float = 0.0
+    call_ms: float = 0.0
+    models: int = 0
 
     @classmethod
     def fit(
@@ -127,12 +127,12 @@ class Composition:
         if needed - known:
             raise InputError(f"{len(needed - known)} kernels have no latency, {min(needed - known)} for one")
         if not graphs:
-            costs = _Costs()
-        elif mode == QUEUE:
+            return cls(mode=mode)
+        if mode == QUEUE:
             costs = _fit_queue(graphs, alone_ms, measured_ms, host_ms or {})
         else:
             costs = _fit_sum(graphs, alone_ms, measured_ms, mode)
-        return cls(mode=mode, models=len(graphs), **asdict(costs))
+        return cls(mode=mode, models=len(graphs), **costs)
 
     def inside_ms(self, kernel: Kernel, alone_ms: float) -> float:
         """What a kernel takes inside a graph, given what it takes alone, milliseconds."""
@@ -153,11 +153,16 @@ class Composition:
             graph: The graph.
             alone_ms: Kernel's id -> what it takes alone; in a queue of the device.
             host_ms: Kernel's id -> what the host takes to issue it; needed by a queue.
+
+        Raises:
+            InputError: A queue has no `host_ms`.
         """
+        if self.mode == QUEUE and host_ms is None:
+            raise InputError("a queue is composed of what the host takes as well: give `host_ms`")
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         inside = {name: self.inside_ms(kernel, alone_ms[name]) for name, kernel in kernels.items()}
         added: dict[str, list[float]] = {}
-        if self.mode == QUEUE and host_ms is not None and graph.nodes:
+        if host_ms is not None and self.mode == QUEUE:
             host = [host_ms[node.kernel_id] for node in graph.nodes]
             host = [max(self.issue_scale * ms + self.per_issue_ms, LEAST_SHARE * ms) for ms in host]
             device = [inside[node.kernel_id] for node in graph.nodes]
@@ -180,8 +185,10 @@ class Composition:
     def from_dict(cls, record: Mapping[str, Any]) -> Composition:
         """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
+            if set(record) != set(cls.__dataclass_fields__):
+                raise TypeError(f"its fields are {sorted(record)}")
             found = cls(**record)
-            numbers = [getattr(found, name) for name in cls.__dataclass_fields__ if name != "mode"]
+            numbers = [value for name, value in record.items() if name != "mode"]
             good = all(map(math.isfinite, numbers))
         except TypeError as error:
             raise FileFormatError(f"the costs of a composition cannot be read: {error!r}") from error
@@ -230,23 +237,10 @@ def _terms(kernel: Kernel) -> tuple[float, float, float, float]:
     return 1.0, 0.0, weights, kernel.bytes_moved / mebibyte - weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """The learned fields of a composition."""
-
-    per_kernel_ms: float = 0.0
-    per_view_ms: float = 0.0
-    per_weight_ms: float = 0.0
-    per_flow_ms: float = 0.0
-    issue_scale: float = 1.0
-    per_issue_ms: float = 0.0
-    call_ms: float = 0.0
-
-
 def _fit_sum(
     graphs: Sequence[Graph], alone_ms: Mapping[str, float], measured_ms: Sequence[float], mode: str
-) -> _Costs:
-    """Costs of kernels that add up."""
+) -> dict[str, float]:
+    """Costs of kernels that add up, by their names."""
     import numpy as np
 
     terms, rest = [], []
@@ -258,7 +252,9 @@ def _fit_sum(
         alone = sum(alone_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEWS)
         rest.append(1.0 - alone / measured)
     kernel, view, weight, flow = _least_squares(np.asarray(terms), np.asarray(rest))
-    return _Costs(per_kernel_ms=kernel, per_view_ms=view, per_weight_ms=weight, per_flow_ms=flow)
+    return {
+        "per_kernel_ms": kernel, "per_view_ms": view, "per_weight_ms": weight, "per_flow_ms": flow,
+    }  # fmt: skip
 
 
 def _fit_queue(
@@ -266,8 +262,8 @@ def _fit_queue(
     alone_ms: Mapping[str, float],
     measured_ms: Sequence[float],
     host_ms: Mapping[str, float],
-) -> _Costs:
-    """Costs of kernels in a queue."""
+) -> dict[str, float]:
+    """Costs of kernels in a queue, by their names."""
     import numpy as np
 
     optimize = require("scipy.optimize", "latency")
@@ -308,14 +304,10 @@ def _fit_queue(
         f_scale=0.05,
     )
     kernel, weight, flow, scale, issued, call = (float(value) for value in (solved.x - 1.0) / units)
-    return _Costs(
-        per_kernel_ms=kernel,
-        per_weight_ms=weight,
-        per_flow_ms=flow,
-        issue_scale=1.0 + scale,
-        per_issue_ms=issued,
-        call_ms=call,
-    )
+    return {
+        "per_kernel_ms": kernel, "per_weight_ms": weight, "per_flow_ms": flow, "issue_scale": 1.0 + scale,
+        "per_issue_ms": issued, "call_ms": call,
+    }  # fmt: skip
 
 
 def _turn(host: Sequence[float], device: Sequence[float]) -> int:

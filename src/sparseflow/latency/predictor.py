@@ -20,7 +20,7 @@ from typing import Any
 from sparseflow.core.costmodel.intervals import Interval
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.latency.compose import Composition
+from sparseflow.latency.compose import QUEUE, Composition
 from sparseflow.latency.fingerprint import Fingerprint
 from sparseflow.latency.graph import Graph
 from sparseflow.latency.issue import Issue
@@ -256,7 +256,7 @@ class Predictor:
             known = {str(name): float(ms) for name, ms in record["known_ms"].items()}
             if not all(math.isfinite(ms) and ms > 0.0 for ms in known.values()):
                 raise ValueError("a latency that was measured must be above 0")
-            return cls(
+            found = cls(
                 fingerprint=Fingerprint.from_dict(record["fingerprint"]),
                 model=KernelModel.from_dict(record["model"]),
                 known_ms=known,
@@ -268,5 +268,8 @@ class Predictor:
                 loaded_interval=Interval.from_dict(record["loaded_interval"]),
                 quality=dict(record["quality"]),
             )
+            if found.composition.mode == QUEUE and found.issue is None:
+                raise ValueError("a queue without what the host takes")
+            return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileFormatError(f"{file} is a damaged predictor: {error}") from error
