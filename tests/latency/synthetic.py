@@ -12,6 +12,7 @@ from typing import Any
 from sparseflow.latency import work
 from sparseflow.latency.campaign import Config, Item
 from sparseflow.latency.collect import collect
+from sparseflow.latency.compose import VIEWS
 from sparseflow.latency.extract import extract, read_kernel
 from sparseflow.latency.graph import Graph, Node, analyze
 from sparseflow.latency.kernels import Kernel, Tensor
@@ -160,3 +161,95 @@ def collection(
     config = Config(kernels=kernels, models=models, **(given | settings))
     collect(config, folder / out, instruments=bench(config, device))
     return folder / out
+
+
+# In a stream: a device beside a host that issues what it works off.
+
+DEVICE_FLOPS_PER_S = 2e10
+DEVICE_BYTES_PER_S = 2e9
+DEVICE_LAUNCH_MS = 0.002
+"""So fast that a host is sometimes ahead of the device and sometimes behind."""
+
+HOST_MS = 0.006
+HOST_INPUT_MS = 0.001
+"""What the host takes for a node in a stream, and for each of its inputs."""
+
+ISSUE_SCALE = 1.2
+CALL_MS = 0.02
+"""Inside a graph the host takes longer for a node, and a call costs it something."""
+
+STREAM_COPIES, STREAM_PAIRS, STREAM_ISSUES = 8, 12, 6
+PLUG_MS = 2.0
+
+
+def device_ms(kernel: Kernel) -> float:
+    """What a kernel takes the device in a stream; of a view, what a copy takes."""
+    return DEVICE_LAUNCH_MS + 1e3 * (
+        kernel.flops / DEVICE_FLOPS_PER_S + kernel.bytes_moved / DEVICE_BYTES_PER_S
+    )
+
+
+def host_ms(kernel: Kernel) -> float:
+    """What a kernel takes the host in a stream."""
+    return HOST_MS + HOST_INPUT_MS * len(kernel.inputs)
+
+
+def done_ms(host: Sequence[float], device: Sequence[float]) -> float:
+    """When a device is done that works off, one after the other, what a host issues."""
+    issued = done = 0.0
+    for issue, works in zip(host, device, strict=True):
+        issued += issue
+        done = max(done, issued) + works
+    return done
+
+
+def queued_ms(graph: Graph) -> float:
+    """What a graph takes as a queue of host and device."""
+    return CALL_MS + done_ms(
+        [ISSUE_SCALE * host_ms(node.kernel) for node in graph.nodes],
+        [0.0 if node.kernel.node_op in VIEWS else device_ms(node.kernel) for node in graph.nodes],
+    )
+
+
+@cache
+def streamed_item_ms(path: str, model: bool, provider: str) -> float:
+    """What a kernel's or a model's file takes at rest, run alone on that device."""
+    if not model:
+        kernel = read_kernel(path)
+        return CALL_MS + host_ms(kernel) + device_ms(kernel)
+    return queued_ms(analyze(path, provider))
+
+
+class StreamedBench(SyntheticBench):
+    """Instruments of a device beside a host. At rest, kernels are measured in a stream as well.
+
+    Override `in_stream` for kernels that are not, or whose times are others.
+    """
+
+    def in_stream(self, kernel: Kernel) -> tuple[float, float] | None:
+        """The device's time for a kernel and the host's; None for one that is only run alone."""
+        return device_ms(kernel), host_ms(kernel)
+
+    def measure(self, item: Item) -> dict[str, Any]:
+        row = super().measure(item)
+        if row["error"] is not None:
+            return row
+        key = (item.path, item.flops is None, self.config.provider)
+        scale = streamed_item_ms(*key) / item_ms(*key)
+        row |= {name: scale * row[name] for name in ("latency_ms", "p50_ms", "p95_ms")}
+        row["samples_ns"] = [round(scale * value) for value in row["samples_ns"]]
+        found = None if item.flops is None or self._level else self.in_stream(read_kernel(item.path))
+        return row if found is None else row | self._streamed(*found)
+
+    def _streamed(self, device: float, host: float) -> dict[str, Any]:
+        device, host = (ms * self._random.gauss(1.0, NOISE) for ms in (device, host))
+        samples = {
+            "stream_ns": (STREAM_PAIRS, PLUG_MS + STREAM_COPIES * device),
+            "plug_ns": (STREAM_PAIRS, PLUG_MS),
+            "issue_ns": (STREAM_ISSUES, CALL_MS + STREAM_COPIES * host),
+            "plug_issue_ns": (STREAM_ISSUES, CALL_MS),
+        }
+        return {
+            "copies": STREAM_COPIES, "device_ms": device, "host_ms": host,
+            **{name: count * [round(1e6 * ms)] for name, (count, ms) in samples.items()},
+        }  # fmt: skip

@@ -189,11 +189,11 @@ class Composition:
                 raise TypeError(f"its fields are {sorted(record)}")
             found = cls(**record)
             numbers = [value for name, value in record.items() if name != "mode"]
-            good = all(map(math.isfinite, numbers))
+            good = all(map(math.isfinite, numbers)) and found.call_ms >= 0.0
         except TypeError as error:
             raise FileFormatError(f"the costs of a composition cannot be read: {error!r}") from error
         if not good:
-            raise FileFormatError("the costs of a composition cannot be read: a number is not finite")
+            raise FileFormatError("the costs of a composition cannot be read: a number is out of range")
         if found.mode not in MODES:
             raise FileFormatError(f"the composition {found.mode!r} must be one of: {', '.join(MODES)}")
         return found

@@ -4,7 +4,8 @@ Each row is set right for the machine's drift first: the reference item is measu
 least loaded level, and a row there is divided by how much slower than usual the reference was around it.
 
 Where kernels were measured in a stream as well (`stream.py`), what they take is the device's time there, and
-kernels that were only run alone are left out.
+kernels that were only run alone are left out. That time needs no setting right: each run of it is paired with
+one of the plug.
 """
 
 from __future__ import annotations

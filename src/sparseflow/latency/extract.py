@@ -188,6 +188,11 @@ def one_node(
     return alone
 
 
+def is_kernel(model: onnx.ModelProto) -> bool:
+    """Whether a model is one that `extract` wrote."""
+    return any(entry.key == METADATA_KEY for entry in model.metadata_props)
+
+
 def read_kernel(path: Path | str) -> Kernel:
     """The kernel that an extracted model holds.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sparseflow.core.extras import require
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.latency import onnx_file, session
-from sparseflow.latency.extract import METADATA_KEY, dummy_inputs
+from sparseflow.latency.extract import dummy_inputs, is_kernel
 from sparseflow.latency.graph import random_inputs
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Runner:
         on_gpu = session.short_name(provider) == "cuda"
         model = onnx_file.load(self.path)
         onnx_file.fix_inputs(model, dict(shapes or {}))
-        self.is_kernel = any(entry.key == METADATA_KEY for entry in model.metadata_props)
+        self.is_kernel = is_kernel(model)
         self.level = level or ("disable" if self.is_kernel else "all")
         self.threads = threads
         feeds = dummy_inputs(self.path, seed) if self.is_kernel else random_inputs(model, seed)

@@ -143,7 +143,7 @@ def without_each(
             progress(f"without {network}", place / len(listed))
         held = kernels_of(data, cases(data, network)) if strict else own_kernels(data, network)
         left = set(data.kernel_ids()) - held
-        if not left:
+        if not left.intersection(data.working_ids()):
             continue
         found[network] = learn(
             data,
