@@ -27,10 +27,11 @@ from typing import Any
 from sparseflow.core.parallel import run_each
 from sparseflow.errors import SparseFlowError
 from sparseflow.latency import zoo
-from sparseflow.latency.campaign import Config, Telemetry
+from sparseflow.latency.campaign import Config
 from sparseflow.latency.collect import collect
 from sparseflow.latency.compose import VIEWS
 from sparseflow.latency.extract import extract, read_kernel
+from sparseflow.latency.fanout import fan_out
 
 FEW_A_NAME = 12
 FEW_VIEWS = 12
@@ -83,13 +84,7 @@ def prepare(asked: argparse.Namespace) -> None:
 
 
 def config(asked: argparse.Namespace, **settings: Any) -> Config:
-    on_gpu = asked.provider == "cuda"
-    return Config(
-        provider=asked.provider,
-        threads=1,
-        telemetry=Telemetry(source="gpm" if on_gpu else "host"),
-        **settings,
-    )
+    return Config(provider=asked.provider, threads=1, **settings)
 
 
 def gather(asked: argparse.Namespace, name: str, settings: Config) -> None:
@@ -121,7 +116,12 @@ def kernels(asked: argparse.Namespace) -> None:
         views = [path for path in found.values() if read_kernel(path).node_op in VIEWS]
     spared = set(views) - set(random.Random(0).sample(views, min(FEW_VIEWS, len(views))))
     chosen = [path for path in found.values() if path not in spared]
-    gather(asked, "kernels", config(asked, kernels=chosen, rounds=asked.rounds or 2, **AT_REST))
+    settings = config(asked, kernels=chosen, rounds=asked.rounds or 2, **AT_REST)
+    if asked.gpus is None:
+        gather(asked, "kernels", settings)
+        return
+    for part in fan_out(settings, asked.work / "collections", gpus=asked.gpus):
+        print(part.to_dict(), flush=True)
 
 
 def load(asked: argparse.Namespace) -> None:
@@ -131,11 +131,12 @@ def load(asked: argparse.Namespace) -> None:
     )
     gather(
         asked,
-        asked.stressor,
+        asked.stressor or "load",
         config(
-            asked, kernels=chosen, models=chosen_models, stressor=asked.stressor, levels=asked.levels,
+            asked, kernels=chosen, models=chosen_models, levels=asked.levels,
             rounds=asked.rounds or 3, warmup=3, loops=10, min_time_s=asked.seconds, max_time_s=2.5,
-            keep=asked.kernels + len(chosen_models), **({"copies": 0} if asked.provider == "cuda" else {}),
+            keep=asked.kernels + len(chosen_models), copies=0,
+            **({} if asked.stressor is None else {"stressor": asked.stressor}),
         ),
     )  # fmt: skip
 
@@ -168,7 +169,8 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, help="visits to each item and level: 6 to models, 2 to kernels and 3 at loads"
     )
-    parser.add_argument("--stressor", default="cpu-fma")
+    parser.add_argument("--stressor", help="kind of load; by default cpu-fma or gpu-matmul")
+    parser.add_argument("--gpus", type=int, nargs="+", help="GPUs that share the kernels, a part each")
     parser.add_argument("--levels", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
     parser.add_argument(
         "--loaded", nargs="+", default=["*_b1_224.onnx"], help="models to measure beside loads"

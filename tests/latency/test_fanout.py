@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ pytest.importorskip("onnxruntime")
 from sparseflow.errors import InputError
 from sparseflow.latency import fanout
 from sparseflow.latency.campaign import Config, find_items
-from sparseflow.latency.collect import Collected, collect
+from sparseflow.latency.collect import Collected, collect, rows_of
 from sparseflow.latency.dataset import load
 from sparseflow.latency.extract import extract
 from sparseflow.latency.fanout import fan_out, split
+from tests.latency.fake_bench import FakeBench
 from tests.latency.onnx_models import convnet, save
 
 
@@ -53,11 +55,39 @@ def test_each_gpu_gets_a_part(config: Config, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fanout, "run_each", here)
     monkeypatch.setattr(fanout, "collect", measured)
-    told: list[float] = []
     on_gpus = config.model_copy(update={"provider": "cuda"})
-    found = fan_out(on_gpus, tmp_path, gpus=[0, 3], progress=lambda what, done: told.append(done))
+    found = fan_out(on_gpus, tmp_path, gpus=[0, 3])
     assert sorted(asked) == [(0, tmp_path / "part-00"), (3, tmp_path / "part-01")]
-    assert [part.path.name for part in found] == ["part-00", "part-01"] and told == [0.5, 1.0]
+    assert [part.path.name for part in found] == ["part-00", "part-01"]
+
+
+def test_rows_are_told_while_parts_are_measured(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, float]] = []
+    enough = threading.Event()
+
+    def tell(what: str, done: float) -> None:
+        told.append((what, done))
+        if done == 0.5:
+            enough.set()
+
+    def here(function: Any, items: Any, **options: Any) -> Any:
+        for place, item in enumerate(items):
+            yield place, function(item)
+            assert place or enough.wait(60.0)
+
+    monkeypatch.setattr(fanout, "run_each", here)
+    monkeypatch.setattr(fanout, "_EVERY_S", 0.01)
+    monkeypatch.setattr(
+        fanout, "collect", lambda part, folder: collect(part, folder, instruments=FakeBench(part))
+    )
+    fan_out(config, tmp_path / "out", cluster="here", parts=2, progress=tell)
+    done = [share for _, share in told]
+    assert 0.5 in done and max(done) == done[-1] == 1.0
+    assert (
+        told[-1][0] == f"{sum(rows_of(tmp_path / 'out' / f'part-0{n}')[0] for n in (0, 1))} rows in 2 parts"
+    )
 
 
 @pytest.mark.parametrize(

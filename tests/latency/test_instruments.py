@@ -11,7 +11,8 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from sparseflow.errors import InputError
-from sparseflow.latency.campaign import Config, make_plan
+from sparseflow.latency import instruments
+from sparseflow.latency.campaign import Config, Telemetry, make_plan
 from sparseflow.latency.collect import collect, read
 from sparseflow.latency.instruments import Bench
 from tests.latency.onnx_models import convnet, save
@@ -58,3 +59,24 @@ def test_cpus_that_may_not_be_used_are_refused(tmp_path: Path) -> None:
     for cpus in ([], [9999]):
         with pytest.raises(InputError, match="cpus"):
             Bench(Config(models=tmp_path, cpus=cpus))  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_settings_that_are_not_told_are_those_of_a_gpu(tmp_path: Path) -> None:
+    for provider in ("cuda", "CUDAExecutionProvider"):
+        config = Config(models=[tmp_path], provider=provider)
+        assert (config.copies, config.stressor, config.telemetry.source) == (48, "gpu-matmul", "gpm")
+    told = Config(
+        models=[tmp_path], provider="cuda", copies=0, stressor="gpu-copy", telemetry=Telemetry(source="host")
+    )
+    assert (told.copies, told.stressor, told.telemetry.source) == (0, "gpu-copy", "host")
+    config = Config(models=[tmp_path])
+    assert (config.copies, config.stressor, config.telemetry.source) == (0, "cpu-fma", "host")
+
+
+def test_load_is_read_from_the_gpu_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(instruments, "open_reader", lambda source, device, **_: asked.append(device))
+    for gpu in (0, 3):
+        with Bench(Config(models=[tmp_path], provider="cuda", gpu=gpu)):
+            pass
+    assert asked == ["cuda:0", "cuda:3"]

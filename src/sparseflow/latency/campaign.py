@@ -53,7 +53,7 @@ Progress = Callable[[str, float], None]
 
 
 class Telemetry(BaseModel):
-    """Where load is read from; the arguments of `core.telemetry.readers.open_reader`."""
+    """Where load is read from; arguments of `core.telemetry.readers.open_reader`, but for the GPU."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,7 +61,6 @@ class Telemetry(BaseModel):
     metrics: list[str] | None = None
     url: str | None = None
     labels: dict[str, str] | None = None
-    device: str = "cuda"
     max_age_s: float = 30.0
 
 
@@ -76,7 +75,7 @@ class Config(BaseModel):
         cpus: CPUs that both the measured work and a CPU load run on; by default all that may be used.
         gpu: Number of the GPU.
         conv_search: `cudnn_conv_algo_search` of the CUDA provider.
-        stressor: Kind of load.
+        stressor: Kind of load; on a GPU `gpu-matmul` unless told otherwise.
         levels: Shares of the device's time that the load takes while nothing else wants the device.
         steady_timeout_s: Longest wait for a level.
         rounds: How often each item is measured at each level.
@@ -91,7 +90,7 @@ class Config(BaseModel):
         max_time_s: When it ends even with fewer samples than `loops`.
         reference: Id of the item that shows drift; by default a kernel of middling work.
         reference_every: Items between two measurements of it.
-        telemetry: Where load is read from.
+        telemetry: Where load is read from; on a GPU its own counters unless told otherwise.
         seed: What orders and inputs are drawn from.
     """
 
@@ -127,10 +126,10 @@ class Config(BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _copied(cls, given: Any) -> Any:
-        # A GPU works while the host issues more, so that a kernel alone tells little.
+    def _on_a_gpu(cls, given: Any) -> Any:
+        """What is not told of a collection on a GPU has to do with it, and not with the CPU."""
         if isinstance(given, dict) and given.get("provider") in ("cuda", session.PROVIDERS["cuda"]):
-            return {"copies": COPIES} | given
+            return {"copies": COPIES, "stressor": "gpu-matmul", "telemetry": {"source": "gpm"}} | given
         return given
 
     @pydantic.model_validator(mode="after")

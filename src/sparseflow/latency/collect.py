@@ -176,6 +176,18 @@ def read_plan(folder: Path | str) -> Plan:
     return Plan.from_dict(record)
 
 
+def rows_of(folder: Path | str) -> tuple[int, int]:
+    """Rows that a collection holds by now, and those that it will; nothing of either before it has a plan."""
+    root = Path(folder)
+    if not (root / PLAN).is_file():
+        return 0, 0
+    planned = sum(len(block.items) for block in read_plan(root).blocks)
+    try:
+        return (root / ROWS).read_bytes().count(b"\n"), planned
+    except FileNotFoundError:
+        return (planned if (root / TABLE).is_file() else 0), planned
+
+
 def _begin(config: Config, folder: Path, instruments: Instruments, progress: Progress | None) -> Plan:
     plan = make_plan(config, instruments.environment(), progress)
     if (folder / PLAN).exists():

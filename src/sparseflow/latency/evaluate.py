@@ -21,8 +21,6 @@ from sparseflow.latency.predictor import Predictor
 
 Progress = Callable[[str, float], None]
 
-STRESSORS = {"cpu": "cpu-fma", "cuda": "gpu-matmul"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
@@ -167,7 +165,6 @@ def evaluate(
         "threads": mark.threads,
         "conv_search": mark.conv_search or "EXHAUSTIVE",
         "gpu": gpu,
-        "stressor": stressor or STRESSORS[mark.kind],
         "levels": list(levels),
         "rounds": rounds,
         "loops": 10,
@@ -176,6 +173,8 @@ def evaluate(
         "telemetry": telemetry or Telemetry(source=mark.telemetry),
         "seed": seed,
     }
+    if stressor is not None:
+        settings["stressor"] = stressor
     try:
         config = Config(**settings)
     except pydantic.ValidationError as error:

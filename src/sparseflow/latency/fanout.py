@@ -10,15 +10,22 @@ a cluster `out` must be a folder that all machines share. Each part is resumable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from sparseflow.core.parallel import run_each
 from sparseflow.errors import InputError
 from sparseflow.latency.campaign import MODEL_OP, Config, Item, find_items, pick_reference
-from sparseflow.latency.collect import Collected, collect
+from sparseflow.latency.collect import Collected, collect, rows_of
 
 Progress = Callable[[str, float], None]
+
+_CPUS_OF_A_PART = 1.0
+"""What a part asks of its machine; give the machines of a cluster no more CPUs than devices to measure on."""
+
+_EVERY_S = 1.0
 
 
 def fan_out(
@@ -38,7 +45,7 @@ def fan_out(
         gpus: Numbers of GPUs of this machine that get a part each.
         cluster: Address of a Ray cluster, `"auto"` for the one that this machine belongs to.
         parts: Parts on the cluster.
-        progress: Called with (part that is done, fraction done).
+        progress: Called with (what is done, fraction done), from a thread of its own.
 
     Raises:
         InputError: Neither GPUs nor a cluster with parts are named, or there are fewer items than parts.
@@ -54,18 +61,17 @@ def fan_out(
         (part.model_copy(update={"gpu": gpus[place]}) if gpus else part, Path(out) / f"part-{place:02d}")
         for place, part in enumerate(split(config, count))
     ]
-    found: dict[int, Collected] = {}
-    for place, result in run_each(
-        _collect_part,
-        tasks,
-        workers=max(len(gpus), 1),
-        cluster=cluster,
-        cpus_each=_CPUS_OF_A_PART,
-        gpus_each=1.0 if config.provider == "cuda" else 0.0,
-    ):
-        found[place] = result
-        if progress is not None:
-            progress(f"{result.path.name} is whole", len(found) / len(tasks))
+    with _watched([folder for _, folder in tasks], progress):
+        found = dict(
+            run_each(
+                _collect_part,
+                tasks,
+                workers=max(len(gpus), 1),
+                cluster=cluster,
+                cpus_each=_CPUS_OF_A_PART,
+                gpus_each=1.0 if config.provider == "cuda" else 0.0,
+            )
+        )
     return [found[place] for place in sorted(found)]
 
 
@@ -82,8 +88,32 @@ def split(config: Config, parts: int) -> list[Config]:
     return [_part(config, [*items[place::parts], reference], reference) for place in range(parts)]
 
 
-_CPUS_OF_A_PART = 1.0
-"""What a part asks of its machine; give the machines of a cluster no more CPUs than devices to measure on."""
+@contextmanager
+def _watched(folders: list[Path], progress: Progress | None) -> Iterator[None]:
+    """Tell how many rows the parts have, while they are measured by others."""
+
+    def tell() -> None:
+        rows = [rows_of(folder) for folder in folders]
+        # A part that has no plan yet is thought to be as long as the others.
+        planned = [count for _, count in rows if count]
+        if progress is not None and planned:
+            whole = sum(planned) * len(folders) / len(planned)
+            done = sum(count for count, _ in rows)
+            progress(f"{done} rows in {len(folders)} parts", min(done / whole, 1.0))
+
+    def watch() -> None:
+        while not over.wait(_EVERY_S):
+            tell()
+
+    over = threading.Event()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        tell()
 
 
 def _part(config: Config, items: list[Item], reference: Item) -> Config:

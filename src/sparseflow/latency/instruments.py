@@ -66,7 +66,7 @@ class Bench:
         os.sched_setaffinity(0, self._cpus)
         self._stack.callback(os.sched_setaffinity, 0, before)
         try:
-            self._reader = open_reader(**config.telemetry.model_dump())
+            self._reader = open_reader(**config.telemetry.model_dump(), device=f"cuda:{config.gpu}")
         except BaseException:
             self._stack.close()
             raise

@@ -50,7 +50,7 @@ def predict(
     graph = graph_of(model_path, one, shapes=shapes)
     if live is not None:
         # Read last, so that nothing of our own work is in it.
-        load = read_load(live, window_s)
+        load = read_load(live, window_s, gpu)
     return one.predict(graph, load, seed=seed)
 
 
@@ -80,11 +80,11 @@ def graph_of(
     return graph
 
 
-def read_load(live: Telemetry, window_s: float = WINDOW_S) -> dict[str, float]:
+def read_load(live: Telemetry, window_s: float = WINDOW_S, gpu: int = 0) -> dict[str, float]:
     """Metric -> share, averaged over `window_s` seconds.
 
     Raises:
         InputError: The source is unknown or lacks what it needs.
         DeviceError: A reading is missing, stale or impossible.
     """
-    return dict(open_reader(**live.model_dump()).read(window_s).shares)
+    return dict(open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares)

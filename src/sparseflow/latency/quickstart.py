@@ -10,9 +10,9 @@ from typing import Any
 from sparseflow.core.environment import environment
 from sparseflow.errors import RunError
 from sparseflow.latency import validate, zoo
-from sparseflow.latency.campaign import Config, Telemetry
+from sparseflow.latency.campaign import Config
 from sparseflow.latency.collect import collect
-from sparseflow.latency.evaluate import STRESSORS, Evaluation, evaluate
+from sparseflow.latency.evaluate import Evaluation, evaluate
 from sparseflow.latency.extract import extract
 from sparseflow.latency.report import write_report
 from sparseflow.latency.train import train
@@ -107,8 +107,6 @@ def quickstart(
     models = [result.path for result in good if result.path is not None]
     common: dict[str, Any] = {
         "provider": provider,
-        "stressor": STRESSORS[provider],
-        "telemetry": Telemetry(source="gpm" if provider == "cuda" else "host"),
         "max_time_s": 2.0,
         "loops": 5,
         "warmup": 3,

@@ -80,12 +80,8 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
     return found
 
 
-def telemetry_of(
-    source: str, url: str | None, labels: list[str] | None, max_age: float, device: str = "cuda"
-) -> Telemetry:
+def telemetry_of(source: str, url: str | None, labels: list[str] | None, max_age: float) -> Telemetry:
     """Where load is read from, as the options say."""
     from sparseflow.latency.campaign import Telemetry
 
-    return Telemetry(
-        source=source, url=url, labels=labels_of(labels) or None, max_age_s=max_age, device=device
-    )
+    return Telemetry(source=source, url=url, labels=labels_of(labels) or None, max_age_s=max_age)

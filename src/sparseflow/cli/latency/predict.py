@@ -139,7 +139,7 @@ def predict(
         model,
         one,
         load=None if load is None else {one.sharing.metric: load},
-        live=None if live is None else telemetry_of(live, url, label, max_age, f"cuda:{gpu}"),
+        live=None if live is None else telemetry_of(live, url, label, max_age),
         window_s=window,
         shapes=shapes_of(shape),
         gpu=gpu,
