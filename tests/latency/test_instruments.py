@@ -69,6 +69,8 @@ def test_on_a_gpu_settings_that_are_not_told_are_those_of_a_gpu(tmp_path: Path) 
         models=[tmp_path], provider="cuda", copies=0, stressor="gpu-copy", telemetry=Telemetry(source="host")
     )
     assert (told.copies, told.stressor, told.telemetry.source) == (0, "gpu-copy", "host")
+    part = Config.model_validate({"models": [tmp_path], "provider": "cuda", "telemetry": {"max_age_s": 5.0}})
+    assert (part.telemetry.source, part.telemetry.max_age_s) == ("gpm", 5.0)
     config = Config(models=[tmp_path])
     assert (config.copies, config.stressor, config.telemetry.source) == (0, "cpu-fma", "host")
 

@@ -129,7 +129,10 @@ class Config(BaseModel):
     def _on_a_gpu(cls, given: Any) -> Any:
         """What is not told of a collection on a GPU has to do with it, and not with the CPU."""
         if isinstance(given, dict) and given.get("provider") in ("cuda", session.PROVIDERS["cuda"]):
-            return {"copies": COPIES, "stressor": "gpu-matmul", "telemetry": {"source": "gpm"}} | given
+            telemetry = given.get("telemetry", {})
+            if isinstance(telemetry, dict):
+                telemetry = {"source": "gpm"} | telemetry
+            return {"copies": COPIES, "stressor": "gpu-matmul"} | given | {"telemetry": telemetry}
         return given
 
     @pydantic.model_validator(mode="after")

@@ -23,7 +23,8 @@ work resting: what a reader sees before a model starts), `load_*` (readings duri
 taken, each a mean of `calls_per_sample` runs), `cpu_ratio`, `loops` (samples), `warmup`, `start_s`, `end_s`
 (seconds since 1970) and `error`, which is None where there is a latency. A kernel that was measured in a
 stream (`stream.py`) has `copies`, `device_ms` and `host_ms` besides, and the samples behind them:
-`stream_ns`, `plug_ns`, `issue_ns` and `plug_issue_ns`.
+`stream_ns`, `plug_ns`, `issue_ns` and `plug_issue_ns`; `overtaken` marks those that the host could not issue
+while the plug ran, and `stream_error` says why one has none of it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from sparseflow.latency.instruments import Bench, Instruments
 
 PLAN, ROWS, TABLE, CSV = "plan.json", "rows.jsonl", "rows.parquet", "kernels.csv"
 METRIC = "load_"
-TEXTS = ("error", "stressor", "conv_search")
+TEXTS = ("error", "stream_error", "stressor", "conv_search")
 NO_METRICS = ("timestamp_s", "interval_s", "source", "device")
 
 Progress = Callable[[str, float], None]

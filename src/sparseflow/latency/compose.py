@@ -139,7 +139,10 @@ class Composition:
         if kernel.node_op in VIEWS:
             if self.mode == QUEUE:
                 return 0.0
-            return min(max(self.per_view_ms, LEAST_VIEW_MS), alone_ms) if self.models else alone_ms
+            if not self.models:
+                return alone_ms
+            cost = max(self.per_view_ms, LEAST_VIEW_MS)
+            return min(cost, alone_ms) if alone_ms else cost
         costs = (self.per_kernel_ms, self.per_view_ms, self.per_weight_ms, self.per_flow_ms)
         added = sum(cost * term for cost, term in zip(costs, _terms(kernel), strict=True))
         return max(alone_ms + added, LEAST_SHARE * alone_ms)
@@ -294,7 +297,7 @@ def _fit_queue(
         return np.concatenate([found, _CAUTION * values])
 
     # Counted from 1, since a step of the search is a share of the value.
-    lowest = np.array([-1.0, 0.0, 0.0, -1.0, -1.0, 0.0])
+    lowest = np.array([-1.0, 0.0, 0.0, -min(1.0, units[3]), -1.0, 0.0])
     solved = optimize.least_squares(
         errors,
         np.ones(len(units)),

@@ -4,8 +4,8 @@ Each row is set right for the machine's drift first: the reference item is measu
 least loaded level, and a row there is divided by how much slower than usual the reference was around it.
 
 Where kernels were measured in a stream as well (`stream.py`), what they take is the device's time there, and
-kernels that were only run alone are left out. That time needs no setting right: each run of it is paired with
-one of the plug.
+kernels that were only run alone, or whose two times were not told apart, are left out. That time needs no
+setting right: each run of it is paired with one of the plug.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _streamed(
     host: dict[str, list[float]] = {}
     for row in rows:
         name = row["kernel_id"]
-        if row.get("device_ms") is None or name not in kernels:
+        if row.get("device_ms") is None or row.get("overtaken") or name not in kernels:
             continue
         nothing = kernels[name].node_op in VIEWS
         device.setdefault(name, []).append(0.0 if nothing else max(row["device_ms"], LEAST_DEVICE_MS))

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sparseflow.core.parallel import run_each
-from sparseflow.errors import InputError
+from sparseflow.errors import InputError, SparseFlowError
 from sparseflow.latency.campaign import MODEL_OP, Config, Item, find_items, pick_reference
 from sparseflow.latency.collect import Collected, collect, rows_of
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, float], None]
 _CPUS_OF_A_PART = 1.0
 """What a part asks of its machine; give the machines of a cluster no more CPUs than devices to measure on."""
 
-_EVERY_S = 1.0
+_EVERY_S = 5.0
 
 
 def fan_out(
@@ -91,19 +91,24 @@ def split(config: Config, parts: int) -> list[Config]:
 @contextmanager
 def _watched(folders: list[Path], progress: Progress | None) -> Iterator[None]:
     """Tell how many rows the parts have, while they are measured by others."""
+    if progress is None:
+        yield
+        return
 
     def tell() -> None:
         rows = [rows_of(folder) for folder in folders]
         # A part that has no plan yet is thought to be as long as the others.
         planned = [count for _, count in rows if count]
-        if progress is not None and planned:
+        if planned:
             whole = sum(planned) * len(folders) / len(planned)
             done = sum(count for count, _ in rows)
             progress(f"{done} rows in {len(folders)} parts", min(done / whole, 1.0))
 
     def watch() -> None:
         while not over.wait(_EVERY_S):
-            tell()
+            # What cannot be read now, the part itself will say.
+            with suppress(OSError, SparseFlowError):
+                tell()
 
     over = threading.Event()
     thread = threading.Thread(target=watch, daemon=True)
@@ -113,7 +118,7 @@ def _watched(folders: list[Path], progress: Progress | None) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        tell()
+    tell()
 
 
 def _part(config: Config, items: list[Item], reference: Item) -> Config:

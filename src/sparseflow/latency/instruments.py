@@ -18,7 +18,7 @@ from sparseflow.errors import DeviceError, InputError, SparseFlowError
 from sparseflow.latency import session, stream
 from sparseflow.latency.campaign import Config, Item
 from sparseflow.latency.runner import Runner, Timing
-from sparseflow.latency.stream import Plug, Streamed
+from sparseflow.latency.stream import Plug
 
 CALM_S = 0.5
 """What load is averaged over before a block, while the measured work rests."""
@@ -112,7 +112,6 @@ class Bench:
             runner = self._runner(item)
             warmup_ms = runner.warm_up(config.warmup)
             calls = self._calls(runner)
-            streamed = self._streamed(item, runner, warmup_ms)
         except DeviceError:
             raise
         except (SparseFlowError, MemoryError) as error:
@@ -141,7 +140,7 @@ class Bench:
             | {"warmup": config.warmup, "warmup_ms": round(warmup_ms, 4)}
             | {"stress_achieved": round(stress, 4)}
             | load.to_row()
-            | ({} if streamed is None else streamed.to_row())
+            | self._streamed(item, runner, timing, warmup_ms)
         )
 
     def _runner(self, item: Item) -> Runner:
@@ -160,24 +159,33 @@ class Bench:
                 self._kept.popitem(last=False)
         return runner
 
-    def _streamed(self, item: Item, runner: Runner, warmup_ms: float) -> Streamed | None:
-        """What a kernel costs in a stream; only at rest, where the plug has the device to itself."""
+    def _streamed(self, item: Item, runner: Runner, timing: Timing, warmup_ms: float) -> dict[str, Any]:
+        """What a kernel costs in a stream; only at rest, where the plug has the device to itself.
+
+        What fails in there is told in the column `stream_error`: the latency alone stays good.
+        """
         config = self._config
         if not config.copies or not runner.is_kernel or self._stressor is not None:
-            return None
-        if self._plug is None:
-            self._plug = Plug(
-                config.provider, gpu=config.gpu, threads=config.threads, conv_search=config.conv_search
-            )
-        alone_ms = runner.warm_up(1)
-        return stream.measure(
-            item.path,
-            self._plug,
-            inputs=runner.inputs,
-            copies=config.copies,
-            alone_ms=alone_ms,
-            setup_ms=max(warmup_ms - config.warmup * alone_ms, 0.0),
-        )
+            return {}
+        alone_ms = timing.quantile_ms(0.5)
+        slowest_ms = max(warmup_ms - config.warmup * alone_ms, max(timing.latency_ms) - alone_ms)
+        try:
+            if self._plug is None:
+                self._plug = Plug(
+                    config.provider, gpu=config.gpu, threads=config.threads, conv_search=config.conv_search
+                )
+            return stream.measure(
+                item.path,
+                self._plug,
+                inputs=runner.inputs,
+                copies=config.copies,
+                alone_ms=alone_ms,
+                setup_ms=max(slowest_ms, 0.0),
+            ).to_row()
+        except DeviceError:
+            raise
+        except (SparseFlowError, MemoryError) as error:
+            return {"stream_error": f"{type(error).__name__}: {error}"}
 
     def _calls(self, runner: Runner) -> int:
         """Runs a sample, from the quickest of a few: a slow one was interrupted."""

@@ -68,7 +68,7 @@ class Observed:
         alone: Share of the time in which the load itself says it worked, the runs aside.
         mean_ms: Mean latency beside the load.
         ratios: Each sample over the latency at rest; only looked at for quantiles.
-        whole: Whether it is a whole model.
+        whole: Whether it is a whole model; where there are some, only they are learned from.
     """
 
     rest_ms: float

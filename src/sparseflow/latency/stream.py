@@ -60,6 +60,8 @@ class Streamed:
         copies: Nodes that were issued behind the plug.
         device_ms: The device's time for one, milliseconds; 0 where it is nothing to the device.
         host_ms: The host's time to issue one, milliseconds.
+        overtaken: Whether the device was done with the plug before the host had issued them, as with a kernel
+            that waits for the device itself: then the two times are not told apart.
         run_ms: Runs with the copies, until the device was done.
         plug_ms: Runs of the plug alone, each after one of those.
         issue_ms: Calls with the copies that did not wait for the device.
@@ -69,6 +71,7 @@ class Streamed:
     copies: int
     device_ms: float
     host_ms: float
+    overtaken: bool
     run_ms: tuple[float, ...]
     plug_ms: tuple[float, ...]
     issue_ms: tuple[float, ...]
@@ -86,6 +89,7 @@ class Streamed:
             "copies": self.copies,
             "device_ms": self.device_ms,
             "host_ms": self.host_ms,
+            "overtaken": self.overtaken,
             **{name: [round(value * 1e6) for value in values] for name, values in samples.items()},
         }
 
@@ -122,7 +126,7 @@ class Plug:
             self.size = size
             self.alone = self.opened(self.model([]), {})
             self.alone.run_ms()
-            if size > _LARGEST_PLUG or min(self.alone.run_ms() for _ in range(5)) >= _PLUG_MS:
+            if size * 3 // 2 > _LARGEST_PLUG or min(self.alone.run_ms() for _ in range(5)) >= _PLUG_MS:
                 break
             size = size * 3 // 2
 
@@ -222,7 +226,7 @@ def measure(
         path: A kernel as `latency extract` writes it.
         plug: What runs before it.
         inputs: Name -> tensor on the device, for every input of it.
-        copies: Nodes to issue at most; fewer where they would take long.
+        copies: Nodes to issue; fewer where they would take long, `FEWEST` at least.
         alone_ms: What it takes alone.
         setup_ms: What its first run takes beside that, such as cuDNN's search; each copy has its own.
 
@@ -240,8 +244,8 @@ def measure(
         while True:
             stream = _stream(plug, model, inputs, count)
             warm = [(stream.run_ms(), stream.issue_ms(), plug.alone.run_ms()) for _ in range(3)]
-            issued, plugged = min(w[1] for w in warm), min(w[2] for w in warm)
-            if count <= FEWEST or issued < _OVERTAKEN * plugged:
+            overtaken = min(w[1] for w in warm) >= _OVERTAKEN * min(w[2] for w in warm)
+            if count <= FEWEST or not overtaken:
                 break
             count = max(count // 2, FEWEST)
         runs = [(stream.run_ms(), plug.alone.run_ms()) for _ in range(PAIRS)]
@@ -251,6 +255,7 @@ def measure(
         device_ms=max(statistics.median(a - b for a, b in runs) / count, 0.0),
         # Whatever disturbs a host only makes it slower.
         host_ms=max((min(a for a, _ in issues) - min(b for _, b in issues)) / count, 0.0),
+        overtaken=overtaken,
         run_ms=tuple(a for a, _ in runs),
         plug_ms=tuple(b for _, b in runs),
         issue_ms=tuple(a for a, _ in issues),
