@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from sparseflow.core.costmodel.intervals import Interval
 from sparseflow.errors import InputError
 from sparseflow.latency.compose import QUEUE, Composition
 from sparseflow.latency.dataset import Dataset, Loaded
+from sparseflow.latency.graph import Graph
 from sparseflow.latency.issue import Issue
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.model import RATIO, KernelModel
@@ -73,7 +73,7 @@ def learn(
         known_ms=known,
         composition=composition,
         issue=issue,
-        sharing=_fit_sharing(data, rows, nets, model, known, seed),
+        sharing=_fit_sharing(data, rows, nets, model, known, composition, issue, seed),
         kernel_interval=UNJUDGED,
         rest_interval=UNJUDGED,
         loaded_interval=UNJUDGED,
@@ -99,6 +99,8 @@ def _fit_sharing(
     models: list[str],
     model: KernelModel,
     known_ms: Mapping[str, float],
+    composition: Composition,
+    issue: Issue | None,
     seed: int,
 ) -> Sharing:
     metric = PRINCIPAL[data.fingerprint.kind]
@@ -109,7 +111,7 @@ def _fit_sharing(
             f"how busy the device was: collect with a `telemetry` that tells it"
         )
     waits = {
-        one.item: _model_waits(data, one.item, model, known_ms)
+        one.item: _model_waits(data.graphs[one.item], model, known_ms, composition, issue)
         if one.model
         else model.roofline.waits(data.kernels[one.item], one.rest_ms)
         for one in {one.item: one for one in rows}.values()
@@ -131,14 +133,19 @@ def _fit_sharing(
 
 
 def _model_waits(
-    data: Dataset, name: str, model: KernelModel, known_ms: Mapping[str, float]
+    graph: Graph,
+    model: KernelModel,
+    known_ms: Mapping[str, float],
+    composition: Composition,
+    issue: Issue | None,
 ) -> tuple[float, ...]:
-    """What a model waits for: its kernels' waits, weighted by what they take."""
-    graph = data.graphs[name]
-    alone = alone_ms({k.id: k for k in graph.kernels}, known_ms, model)
-    totals: list[Any] = [0.0, 0.0, 0.0]
-    for node in graph.nodes:
-        ms = alone[node.kernel_id]
-        totals = [t + ms * w for t, w in zip(totals, model.roofline.waits(node.kernel, ms), strict=True)]
+    """What a model waits for: its kernels' waits, weighted by what they add to it; a call is a launch."""
+    kernels = {kernel.id: kernel for kernel in graph.kernels}
+    alone = alone_ms(kernels, known_ms, model)
+    composed = composition.compose(graph, alone, None if issue is None else issue.ms(kernels.values()))
+    totals = [0.0, 0.0, composed.call_ms]
+    for name, part in composed.parts.items():
+        waits = model.roofline.waits(kernels[name], alone[name])
+        totals = [t + part.count * part.ms * w for t, w in zip(totals, waits, strict=True)]
     whole = sum(totals)
     return tuple(t / whole for t in totals) if whole else (0.0, 0.0, 1.0)

@@ -160,12 +160,13 @@ class Predictor:
             name: self.sharing.delay_ms(part.ms, self.model.roofline.waits(kernels[name], alone[name][0]))
             for name, part in parts.items()
         }
-        delay = sum(part.count * delays[name] for name, part in parts.items())
+        waited = sum(part.count * delays[name] for name, part in parts.items())
+        delay = waited + self.sharing.delay_ms(composed.call_ms, (0.0, 0.0, 1.0))
         level = self.sharing.load_of(load) if load is not None else 0.0
         mean = self.sharing.mean_ms(rest, delay, level)
         # What the load adds is spread over the kernels by what each is kept waiting.
         added = {
-            name: (mean - rest) * (delays[name] / delay if delay else part.ms / (rest - composed.call_ms))
+            name: (mean - rest) * (delays[name] / waited if waited else part.ms / (rest - composed.call_ms))
             for name, part in parts.items()
         }
         scales = {
