@@ -87,7 +87,7 @@ def analyze(
         }
         if parallel:
             settings |= {"execution_mode": ort.ExecutionMode.ORT_PARALLEL, "inter_op_num_threads": 2}
-        options = {"device_id": str(gpu)} if session.short_name(provider) == "cuda" else None
+        options = session.options_of(provider, gpu)
         opened = session.open_session(
             onnx_file.serialise(model, str(path)), provider, "all", threads=threads, settings=settings,
             provider_options=options,

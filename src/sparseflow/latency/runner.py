@@ -148,7 +148,7 @@ class Runner:
         self.threads = threads
         feeds = dummy_inputs(self.path, seed) if self.is_kernel else random_inputs(model, seed)
         types = {v.name: v.type.tensor_type.elem_type for v in onnx_file.true_inputs(model)}
-        options = {"device_id": str(gpu), "cudnn_conv_algo_search": conv_search} if on_gpu else {}
+        options = session.options_of(provider, gpu, cudnn_conv_algo_search=conv_search)
         content = onnx_file.serialise(model, str(self.path))
         self._session = session.open_session(
             content, provider, self.level, threads=threads, provider_options=options
@@ -156,7 +156,7 @@ class Runner:
         # What the provider says it does, not what was asked for.
         provider_says = self._session.get_provider_options().get(self.provider, {})
         self.conv_search: str | None = provider_says.get("cudnn_conv_algo_search") if on_gpu else None
-        place = ("cuda", gpu) if on_gpu else ("cpu", 0)
+        place = session.place_of(provider, gpu)
         with told(self.path, place[0]):
             # The binding does not keep them alive.
             self._inputs = {name: on_device(value, *place, types[name]) for name, value in feeds.items()}

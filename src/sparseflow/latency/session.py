@@ -48,6 +48,16 @@ def short_name(provider: str) -> str:
     return next(short for short, name in PROVIDERS.items() if name == full)
 
 
+def place_of(provider: str, gpu: int = 0) -> tuple[str, int]:
+    """Kind and number of the device in whose memory a provider works."""
+    return ("cuda", gpu) if short_name(provider) == "cuda" else ("cpu", 0)
+
+
+def options_of(provider: str, gpu: int = 0, **options: str) -> dict[str, str]:
+    """Options that put a provider on a GPU, and others of the CUDA provider; the CPU's has none."""
+    return {"device_id": str(gpu), **options} if short_name(provider) == "cuda" else {}
+
+
 def open_session(
     model: bytes | str | Path,
     provider: str = "cpu",

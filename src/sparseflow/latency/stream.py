@@ -113,10 +113,9 @@ class Plug:
     ) -> None:
         import numpy as np
 
-        on_gpu = session.short_name(provider) == "cuda"
         self._provider, self._threads = provider, threads
-        self._options = {"device_id": str(gpu), "cudnn_conv_algo_search": conv_search} if on_gpu else {}
-        self._place = ("cuda", gpu) if on_gpu else ("cpu", 0)
+        self._options = session.options_of(provider, gpu, cudnn_conv_algo_search=conv_search)
+        self._place = session.place_of(provider, gpu)
         generator = np.random.default_rng(0)
         size = _SMALLEST_PLUG
         while True:
