@@ -3,15 +3,16 @@
 ::
 
     export PYTHONPATH=src
-    python benchmarks/latency/study.py prepare --work runs/study --zoo zoo.yaml --jobs 2
+    python benchmarks/latency/study.py prepare --work runs/study --zoo benchmarks/latency/zoo-cpu.yaml
     python benchmarks/latency/study.py models  --work runs/study
     python benchmarks/latency/study.py kernels --work runs/study
     python benchmarks/latency/study.py load    --work runs/study --stressor cpu-fma
 
-``--provider cuda`` studies a GPU. ``models`` and ``kernels`` measure all of them without a load, but for
-views, of which a GPU does nothing, only a few; ``load`` a sample of the kernels and the models that
-``--loaded`` matches at each of ``--levels``. Collections land in ``WORK/collections``; whatever is stopped
-goes on where it was. `judge.py` beside this learns from them.
+``--provider cuda`` studies a GPU (``zoo-cuda.yaml``, whose models do not all stay in its memory: see
+``--keep``). ``models`` and ``kernels`` measure all of them without a load, but for views, of which a GPU
+does nothing, only a few; ``load`` a sample of the kernels and the models that ``--loaded`` matches at each
+of ``--levels``. Collections land in ``WORK/collections``; whatever is stopped goes on where it was.
+`judge.py` beside this learns from them.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ AT_REST: dict[str, Any] = {
 def models(asked: argparse.Namespace) -> None:
     found = sorted((asked.work / "models").glob("*.onnx"))
     rounds = asked.rounds or 6
-    gather(asked, "models", config(asked, models=found, rounds=rounds, keep=len(found), **AT_REST))
+    keep = len(found) if asked.keep is None else asked.keep
+    gather(asked, "models", config(asked, models=found, rounds=rounds, keep=keep, **AT_REST))
 
 
 def kernels(asked: argparse.Namespace) -> None:
@@ -169,6 +171,7 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, help="visits to each item and level: 6 to models, 2 to kernels and 3 at loads"
     )
+    parser.add_argument("--keep", type=int, help="models that stay loaded from round to round; all of them")
     parser.add_argument("--stressor", help="kind of load; by default cpu-fma or gpu-matmul")
     parser.add_argument("--gpus", type=int, nargs="+", help="GPUs that share the kernels, a part each")
     parser.add_argument("--levels", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])

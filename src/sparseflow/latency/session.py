@@ -93,6 +93,9 @@ def open_session(
             f"{name} was asked for, and the onnxruntime installed here ({ort.__version__}) has only: "
             f"{', '.join(available)}; for NVIDIA GPUs install onnxruntime-gpu in place of onnxruntime"
         )
+    if name == PROVIDERS["cuda"]:
+        # The first of the two to load cuDNN loads it for both, and torch refuses one older than its own.
+        import torch  # noqa: F401
     # The environment is made with the first session and warns of devices that it does not know.
     ort.set_default_logger_severity(_QUIET)
     options = ort.SessionOptions()
