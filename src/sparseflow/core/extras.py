@@ -24,7 +24,7 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xgboost-cpu", "xgboost"),
             ("scipy", "scipy"),
         ),
-        "tuning": (),
+        "tuning": (("scipy", "scipy"),),
         "adaptive": (),
         "codesign": (),
         "distributed": (("ray", "ray"),),

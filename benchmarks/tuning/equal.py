@@ -1,0 +1,146 @@
+"""Random schedules against scipy: compiled, run in a process of their own by the runner, compared (line 2).
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/tuning/equal.py --schedules 1000 --out results/tuning/equal.json
+
+Matrices are small, since what is asked is whether the code is right; their shapes are odd on purpose, so that
+blocks reach over their ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.core.parallel import run_each
+from sparseflow.errors import InputError, RunError
+from sparseflow.tuning.matrices import Coo, as_coo
+from sparseflow.tuning.operators import OPERATORS
+from sparseflow.tuning.problem import Problem
+from sparseflow.tuning.program import build
+from sparseflow.tuning.runner import Job, measure
+from sparseflow.tuning.space import Space
+
+RTOL = {"float32": 1e-4, "float64": 1e-10}
+"""Largest error, relative to the largest result."""
+
+SHAPES = ((173, 211, 0.05), (64, 64, 0.2), (1000, 30, 0.02), (31, 900, 0.1), (257, 255, 0.004), (3, 5, 0.5))
+WIDTHS = (1, 20, 64, 100, 33, 256)
+LIMIT_BYTES = 256 << 20
+BATCH = 25
+
+
+def matrix(shape: tuple[int, int, float], dtype: str, seed: int) -> Coo:
+    rows, cols, density = shape
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density)
+    return as_coo(values, dtype=np.dtype(dtype))
+
+
+def try_some(task: tuple[str, int, int], cache: Path | None) -> list[dict[str, Any]]:
+    """Draw and try schedules `first` to `last` of an operator."""
+    name, first, last = task
+    return [try_one(name, number, cache) for number in range(first, last)]
+
+
+def try_one(name: str, number: int, cache: Path | None) -> dict[str, Any]:
+    operator = OPERATORS[name]
+    case = number % len(SHAPES)
+    dtype = "float64" if number % 5 == 4 else "float32"
+    problem = Problem(
+        operator=operator,
+        matrix=matrix(SHAPES[case], dtype, number),
+        n_cols=WIDTHS[number // len(SHAPES) % len(WIDTHS)] if operator.dense_axes else None,
+    )
+    space = Space(operator, problem.extents, threads=(1, 2))
+    schedule = space.sample(np.random.default_rng([number, 1]))
+    row: dict[str, Any] = {
+        "operator": name, "number": number, "dtype": dtype, "extents": dict(problem.extents),
+        "schedule": str(schedule),
+    }  # fmt: skip
+    try:
+        program = build(problem, schedule, limit_bytes=LIMIT_BYTES)
+        library = program.compiled(cache=cache)
+    except InputError as error:
+        return row | {"outcome": "refused", "why": str(error)}
+    except RunError as error:
+        return row | {"outcome": "failed", "why": str(error)}
+    inputs = problem.draw(number)
+    job = Job(
+        library=library,
+        inputs=program.arrays(inputs),
+        output_shape=program.output_shape,
+        output_dtype=problem.dtype,
+    )
+    found = measure(job, repeats=1, min_time_s=0.0, cache=cache)
+    if found.error is not None:
+        return row | {"outcome": "failed", "why": found.error}
+    error = largest_error(program.result(found.output), problem.reference(inputs))
+    return row | {"outcome": "equal" if error <= RTOL[dtype] else "wrong", "error": error}
+
+
+def largest_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference, relative to the largest result."""
+    if not np.isfinite(found).all():
+        return float("inf")
+    difference = float(np.abs(found - wanted).max(initial=0.0))
+    scale = float(np.abs(wanted).max(initial=0.0))
+    return difference / scale if scale else difference
+
+
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    errors = {
+        dtype: [row["error"] for row in rows if row["dtype"] == dtype and "error" in row] for dtype in RTOL
+    }
+    return {
+        "drawn": len(rows),
+        "distinct": len({row["schedule"] for row in rows}),
+        "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "largest_error": {dtype: max(found, default=None) for dtype, found in errors.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schedules", type=int, default=1000, help="of each operator")
+    parser.add_argument("--operators", nargs="+", default=list(OPERATORS), choices=OPERATORS)
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile and run")
+    parser.add_argument("--cache", type=Path, help="folder of compiled code")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    asked = parser.parse_args()
+    tasks = [
+        (name, first, min(first + BATCH, asked.schedules))
+        for name in asked.operators
+        for first in range(0, asked.schedules, BATCH)
+    ]
+    rows: list[dict[str, Any]] = []
+    for _, found in run_each(partial(try_some, cache=asked.cache), tasks, workers=asked.jobs):
+        rows += found
+        print(len(rows), dict(Counter(f"{row['operator']} {row['outcome']}" for row in rows)), flush=True)
+    rows.sort(key=lambda row: (row["operator"], row["number"]))
+    for row in rows:
+        if row["outcome"] in ("wrong", "failed"):
+            print(row)
+    summary = {name: summed_up([row for row in rows if row["operator"] == name]) for name in asked.operators}
+    kept = [{key: row[key] for key in ("operator", "number", "dtype", "schedule", "outcome")} for row in rows]
+    record = {"environment": environment("cpu"), "rtol": RTOL, "summary": summary, "schedules": kept}
+    write_atomic(asked.out, json.dumps(record) + "\n")
+    print(json.dumps(summary, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Storing a sparse matrix level by level: dense, compressed and singleton levels, with or without duplicates.
+
+A matrix is stored as a tree. Level 0 lies below the root; every level has *positions*, and below each
+position of a level lies a group of positions of the next. What a level stores depends on its mode (Kjolstad
+et al., "The Tensor Algebra Compiler", OOPSLA 2017; Chou et al., "Format Abstraction for Sparse Tensor Algebra
+Compilers", OOPSLA 2018), `e` being its extent:
+
+========================  ==============  ==================================================
+mode                      stored          positions below one position
+========================  ==============  ==================================================
+dense                     nothing         `e`, also where there is no element
+compressed                `pos`, `crd`    one for each coordinate that occurs
+compressed, not unique    `pos`, `crd`    one for each element
+singleton                 `crd`           one: the position above holds one element
+========================  ==============  ==================================================
+
+CSR is dense, compressed; COO is compressed (not unique), singleton; blocks of 4x1 are dense, compressed,
+dense with the rows split by 4. Values lie at the positions of the last level, zeros included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.matrices import Coo
+from sparseflow.tuning.schedule import Mode
+
+LIMIT_BYTES = 4 << 30
+"""Storage that a format may take by default: dense levels can ask for any amount."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSpec:
+    """One level to be stored.
+
+    Attributes:
+        axis: The (sub) axis whose coordinates it holds.
+        of: The matrix's axis, 0 for rows or 1 for columns.
+        weight: What one step along it is in coordinates of the matrix.
+        extent: Its coordinates are 0 to `extent` - 1.
+        mode: How they are stored.
+    """
+
+    axis: str
+    of: int
+    weight: int
+    extent: int
+    mode: Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLevel:
+    """One level as stored.
+
+    Attributes:
+        spec: What was asked for.
+        positions: How many it has.
+        pos: Shape (positions above + 1,), `index_type`: where the group below each position begins.
+        crd: Shape (positions,), `coordinate_type`: coordinates.
+    """
+
+    spec: LevelSpec
+    positions: int
+    pos: np.ndarray | None
+    crd: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A stored matrix.
+
+    Attributes:
+        levels: From the root down.
+        values: Shape (positions of the last level,), float32 or float64.
+        leaf: Shape (nnz,), int64: position of each element, in the order of the matrix it was packed from.
+    """
+
+    levels: tuple[StoredLevel, ...]
+    values: np.ndarray
+    leaf: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What a kernel is handed: `pos` and `crd` of every level that has them, then the values."""
+        found = [array for level in self.levels for array in (level.pos, level.crd) if array is not None]
+        return (*found, self.values)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def unpack(self, shape: tuple[int, int]) -> Coo:
+        """The matrix again, its elements in the order they are stored; zeros that only pad are left out."""
+        position = np.arange(len(self.values))
+        coordinate = [np.zeros(len(position), np.int64), np.zeros(len(position), np.int64)]
+        for level in reversed(self.levels):
+            spec = level.spec
+            if level.crd is None:
+                part, position = position % spec.extent, position // spec.extent
+            else:
+                part = level.crd[position].astype(np.int64)
+                if level.pos is not None:
+                    position = np.searchsorted(level.pos, position, side="right") - 1
+            coordinate[spec.of] += spec.weight * part
+        real = np.zeros(len(self.values), bool)
+        real[self.leaf] = True
+        return Coo(rows=coordinate[0][real], cols=coordinate[1][real], values=self.values[real], shape=shape)
+
+
+def pack(matrix: Coo, specs: Sequence[LevelSpec], *, limit_bytes: int = LIMIT_BYTES) -> Packed:
+    """Store a matrix.
+
+    Args:
+        matrix: Its elements, none of them twice.
+        specs: Its levels from the root down; together they cover both axes.
+        limit_bytes: What may be stored at most.
+
+    Raises:
+        InputError: The storage would be larger than `limit_bytes`, or a singleton level lies below a position
+            that does not hold exactly one element.
+    """
+    axes = (matrix.rows, matrix.cols)
+    parts = [axes[spec.of] // spec.weight % spec.extent for spec in specs]
+    order = np.lexsort(parts[::-1])
+    nnz = len(order)
+    parts = [part[order] for part in parts]
+    parent, count = np.zeros(nnz, np.int64), 1
+    stored, used = [], 0
+    item = matrix.values.dtype.itemsize
+
+    def room(wanted: int, each: int) -> None:
+        if used + wanted * each > limit_bytes:
+            modes = ", ".join(f"{spec.axis} {spec.mode.name.lower()} of {spec.extent}" for spec in specs)
+            raise InputError(
+                f"the format ({modes}) needs {(used + wanted * each) / 2**20:,.0f} MiB for {nnz:,} elements, "
+                f"and {limit_bytes / 2**20:,.0f} MiB are allowed; use fewer dense levels or smaller ones"
+            )
+
+    for spec, coordinate in zip(specs, parts, strict=True):
+        pos = crd = None
+        if spec.mode is Mode.DENSE:
+            parent = parent * spec.extent + coordinate
+            count *= spec.extent
+        elif spec.mode.has_loop:
+            room(count + 1, 4)
+            first = np.ones(nnz, bool)
+            if spec.mode.unique:
+                first[1:] = (parent[1:] != parent[:-1]) | (coordinate[1:] != coordinate[:-1])
+            chosen = np.flatnonzero(first)
+            pos = np.zeros(count + 1, index_type(nnz))
+            np.cumsum(np.bincount(parent[chosen], minlength=count), out=pos[1:])
+            crd = coordinate[chosen].astype(coordinate_type(spec.extent))
+            parent, count = np.cumsum(first) - 1, len(chosen)
+        else:
+            if count != nnz or not np.array_equal(parent, np.arange(nnz)):
+                raise InputError(
+                    f"the level {spec.axis} is a singleton, and positions above it do not hold one element"
+                )
+            crd = coordinate.astype(coordinate_type(spec.extent))
+        used += sum(array.nbytes for array in (pos, crd) if array is not None)
+        # Positions of a dense level cost nothing until something is stored for each of them.
+        stored.append(StoredLevel(spec=spec, positions=count, pos=pos, crd=crd))
+    room(count, item)
+    values = np.zeros(count, matrix.values.dtype)
+    values[parent] = matrix.values[order]
+    leaf = np.empty(nnz, np.int64)
+    leaf[order] = parent
+    return Packed(levels=tuple(stored), values=values, leaf=leaf)
+
+
+def level_specs(
+    order: Sequence[tuple[str, Mode]], parts: Mapping[str, tuple[int, int, int]]
+) -> tuple[LevelSpec, ...]:
+    """The levels of a storage order.
+
+    Args:
+        order: (sub axis, mode) from the root down.
+        parts: Sub axis -> (0 for rows or 1 for columns, weight, extent).
+    """
+    return tuple(
+        LevelSpec(axis=axis, of=parts[axis][0], weight=parts[axis][1], extent=parts[axis][2], mode=mode)
+        for axis, mode in order
+    )
+
+
+def index_type(nnz: int) -> type[np.signedinteger]:
+    """The type of `pos` in a matrix of so many elements."""
+    return np.int32 if nnz < 2**31 else np.int64
+
+
+def coordinate_type(extent: int) -> type[np.integer]:
+    """The type of `crd` in a level of that extent: the smaller, the less is read."""
+    if extent <= 2**8:
+        return np.uint8
+    return np.uint16 if extent <= 2**16 else np.int32

@@ -1,0 +1,230 @@
+"""A tuned operator that is called like a function."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparseflow.core.device import describe
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import DeviceError, FileFormatError, InputError
+from sparseflow.tuning.codegen import SYMBOL
+from sparseflow.tuning.matrices import Coo
+from sparseflow.tuning.operators import operator
+from sparseflow.tuning.problem import Problem
+from sparseflow.tuning.program import Program, aligned, build
+from sparseflow.tuning.schedule import Schedule
+
+VERSION = 1
+"""Of the files that `Kernel.save` writes."""
+
+_ARRAYS = ("rows", "cols", "values")
+
+
+class Kernel(ABC):
+    """One operator with one sparse matrix.
+
+    SpMM takes B of shape (columns of A, n_cols) and gives C = A B; SpMV takes x of shape (columns of A,) and
+    gives y = A x; SDDMM takes X of shape (rows of A, n_cols) and Y of shape (columns of A, n_cols) and gives
+    D, A times X Yᵀ element by element, as a sparse matrix. Given tensors of torch it gives such back.
+
+    Formats with dense levels multiply zeros that only fill blocks: where B holds an infinity or NaN, results
+    in the same blocks become NaN.
+
+    Attributes:
+        problem: What it computes.
+        speedup: Time of the best baseline over its own, as tuning measured them; None where it did not.
+    """
+
+    def __init__(self, problem: Problem, speedup: float | None) -> None:
+        self.problem = problem
+        self.speedup = speedup
+
+    @property
+    @abstractmethod
+    def schedule(self) -> Schedule | None:
+        """What it runs; None where it is a library's."""
+
+    @abstractmethod
+    def compute(self, *inputs: np.ndarray) -> np.ndarray:
+        """C or y, or the values of D in the order of the matrix; nothing is checked."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute.
+
+        Args:
+            inputs: Arrays of numpy or CPU tensors of torch, of the matrix's type (float32 or float64).
+
+        Raises:
+            InputError: Their number, a shape or a type does not fit.
+        """
+        shapes = self.problem.input_shapes
+        if len(inputs) != len(shapes):
+            raise InputError(
+                f"{self.problem.operator.name} takes {len(shapes)} inputs ({', '.join(shapes)}), and "
+                f"{len(inputs)} were given"
+            )
+        as_torch = any(_is_torch(value) for value in inputs)
+        found = self.compute(
+            *(
+                self._checked(name, value, shape)
+                for value, (name, shape) in zip(inputs, shapes.items(), strict=True)
+            )
+        )
+        if self.problem.operator.sparse_output:
+            return _sparse(self.problem.matrix, found, as_torch)
+        if not as_torch:
+            return found
+        import torch
+
+        return torch.from_numpy(found)
+
+    def _checked(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        if _is_torch(value):
+            if value.device.type != "cpu":
+                raise InputError(f"`{name}` lies on {value.device}, and this runs on the CPU: move it there")
+            value = value.detach()
+        array = np.asarray(value)
+        if array.shape != shape:
+            raise InputError(f"`{name}` has the shape {array.shape}, and this kernel was tuned for {shape}")
+        if array.dtype != self.problem.dtype:
+            raise InputError(
+                f"`{name}` holds {array.dtype}, and this kernel was tuned for {self.problem.dtype}"
+            )
+        return np.ascontiguousarray(array)
+
+    def save(self, path: Path | str) -> None:
+        """Write the schedule and the matrix; `load` compiles again only where the compiler's cache is gone.
+
+        Raises:
+            OSError: The folder is missing or cannot be written.
+        """
+        from safetensors.numpy import save
+
+        matrix = self.problem.matrix
+        record = {
+            "version": VERSION,
+            "operator": self.problem.operator.name,
+            "n_cols": self.problem.n_cols,
+            "shape": matrix.shape,
+            "schedule": None if self.schedule is None else str(self.schedule),
+            "speedup": self.speedup,
+            "cpu": _cpu(),
+        }
+        arrays = {name: getattr(matrix, name) for name in _ARRAYS}
+        write_atomic(Path(path), save(arrays, metadata={"sparseflow": json.dumps(record)}))
+
+
+class CompiledKernel(Kernel):
+    """A schedule, compiled.
+
+    Args:
+        program: What to run.
+        speedup: What tuning measured.
+        cache: Folder for compiled code; see `compile_source`.
+
+    Raises:
+        DeviceError: There is no C compiler.
+        RunError: It fails.
+    """
+
+    def __init__(self, program: Program, *, speedup: float | None = None, cache: Path | None = None) -> None:
+        super().__init__(program.problem, speedup)
+        self.program = program
+        self._function = getattr(ctypes.CDLL(str(program.compiled(cache=cache))), SYMBOL)
+        self._function.restype = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.program.schedule
+
+    def compute(self, *inputs: np.ndarray) -> np.ndarray:
+        arrays = self.program.arrays(inputs)
+        output = aligned(self.program.output_shape, self.problem.dtype)
+        self._function(_pointers(arrays), _pointers((output,)))
+        return self.program.result(output)
+
+
+class LibraryKernel(Kernel):
+    """What a library does with the problem: where that is fastest, or where nothing can be compiled."""
+
+    def __init__(self, problem: Problem, *, speedup: float | None = None) -> None:
+        super().__init__(problem, speedup)
+        self._function = problem.library()
+
+    @property
+    def schedule(self) -> None:
+        return None
+
+    def compute(self, *inputs: np.ndarray) -> np.ndarray:
+        return self._function(*inputs)
+
+
+def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) -> Kernel:
+    """Read a kernel that `Kernel.save` wrote.
+
+    Args:
+        path: The file.
+        any_cpu: Take one that was tuned on another CPU, too: it is right, and perhaps slow.
+        cache: Folder for compiled code.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: It is no kernel, or damaged.
+        DeviceError: It was tuned on another CPU, or there is no C compiler.
+        RunError: It does not compile.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no file {file}")
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            record = json.loads((opened.metadata() or {})["sparseflow"])
+            if record["version"] != VERSION:
+                raise FileFormatError(f"it is of version {record['version']}, and this reads {VERSION}")
+            arrays = {name: opened.get_tensor(name) for name in _ARRAYS}
+        matrix = Coo(**arrays, shape=tuple(record["shape"]))
+        problem = Problem(operator=operator(record["operator"]), matrix=matrix, n_cols=record["n_cols"])
+        line, cpu, speedup = record["schedule"], record["cpu"], record["speedup"]
+        program = None if line is None else build(problem, Schedule.parse(line))
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
+    if cpu != _cpu() and not any_cpu:
+        raise DeviceError(
+            f"{file} was tuned on another CPU ({cpu}) than this one ({_cpu()}); tune again, or load it with "
+            "any_cpu=True"
+        )
+    if program is None:
+        return LibraryKernel(problem, speedup=speedup)
+    return CompiledKernel(program, speedup=speedup, cache=cache)
+
+
+def _cpu() -> str:
+    """What a schedule was tuned for: the processor, and how many of its CPUs are ours."""
+    info = describe("cpu")
+    return f"{info.name}, {info.cores} CPUs, {' '.join(info.flags)}"
+
+
+def _is_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _pointers(arrays: tuple[np.ndarray, ...]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+
+
+def _sparse(matrix: Coo, values: np.ndarray, as_torch: bool) -> Any:
+    found = Coo(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape).to_scipy()
+    if not as_torch:
+        return found
+    import torch
+
+    parts = (torch.from_numpy(part) for part in (found.indptr, found.indices, found.data))
+    return torch.sparse_csr_tensor(*parts, size=found.shape)

@@ -1,0 +1,147 @@
+"""Sparse matrices as they come in (scipy's, torch's, Matrix Market files): checked, sorted, nothing twice."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparseflow.core.extras import require
+from sparseflow.errors import FileFormatError, InputError
+
+if TYPE_CHECKING:
+    import scipy.sparse
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coo:
+    """The elements of a matrix, by coordinates.
+
+    Attributes:
+        rows: Shape (nnz,), int64.
+        cols: Shape (nnz,), int64.
+        values: Shape (nnz,), float32 or float64.
+        shape: Rows and columns.
+    """
+
+    rows: np.ndarray
+    cols: np.ndarray
+    values: np.ndarray
+    shape: tuple[int, int]
+
+    @property
+    def nnz(self) -> int:
+        return len(self.values)
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The same as scipy's CSR."""
+        sparse = require("scipy.sparse", "tuning")
+        return sparse.csr_array((self.values, (self.rows, self.cols)), shape=self.shape)
+
+
+def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> Coo:
+    """A matrix in coordinates: sorted by row and column, elements that stand twice added up.
+
+    Args:
+        matrix: A matrix of scipy.sparse, a sparse tensor of torch, a `Coo` or a 2-D array of numpy.
+        dtype: float32 or float64; by default the matrix's own, float32 for integers and booleans.
+
+    Raises:
+        InputError: It is nothing of these, has no rows or columns, holds NaN or an infinity, or numbers that
+            are neither real nor integers.
+    """
+    rows, cols, values, shape = _parts(matrix)
+    if len(shape) != 2:
+        raise InputError(f"the matrix must have two axes, and has the shape {shape}")
+    if 0 in shape:
+        raise InputError(f"the matrix has the shape {shape}: there is nothing to compute with")
+    if values.dtype.kind not in "fiub":
+        raise InputError(f"the matrix holds {values.dtype}; give real numbers")
+    wanted = np.dtype(dtype or (values.dtype if values.dtype in FLOATS else np.float32))
+    if wanted not in FLOATS:
+        raise InputError(f"`dtype` (={wanted}) must be float32 or float64")
+    if not np.isfinite(values).all():
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise InputError(
+            f"the matrix holds {values[at]} at row {rows[at]}, column {cols[at]}: its products would depend "
+            "on how it is stored; remove what is not finite"
+        )
+    if any(c.size and (c.min() < 0 or c.max() >= n) for c, n in ((rows, shape[0]), (cols, shape[1]))):
+        raise InputError(f"the matrix has elements outside of its shape {shape}")
+    rows, cols = rows.astype(np.int64), cols.astype(np.int64)
+    order = np.lexsort((cols, rows))
+    rows, cols, values = rows[order], cols[order], values[order].astype(wanted)
+    first = np.ones(len(rows), bool)
+    first[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
+    if not first.all():
+        values = np.add.reduceat(values, np.flatnonzero(first)).astype(wanted)
+        rows, cols = rows[first], cols[first]
+    return Coo(rows=rows, cols=cols, values=values, shape=(int(shape[0]), int(shape[1])))
+
+
+def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> Coo:
+    """Read a Matrix Market file (`.mtx`, `.mtx.gz`); a pattern gets values from 0.5 to 1.5, always the same.
+
+    Raises:
+        InputError: There is no such file, or its matrix cannot be used.
+        FileFormatError: It is not Matrix Market.
+    """
+    io = require("scipy.io", "tuning")
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no file {file}")
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+            found = io.mmread(stream)
+    except (ValueError, OSError, EOFError, OverflowError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{file} is not a Matrix Market file that can be read: {error}") from error
+    matrix = as_coo(found, dtype=dtype)
+    if _is_pattern(file):
+        generator = np.random.default_rng(0)
+        values = generator.uniform(0.5, 1.5, matrix.nnz).astype(matrix.values.dtype)
+        return Coo(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape)
+    return matrix
+
+
+def _is_pattern(file: Path) -> bool:
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+        return b" pattern " in stream.readline(1000).lower()
+
+
+def _parts(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+    if isinstance(matrix, Coo):
+        return matrix.rows, matrix.cols, matrix.values, matrix.shape
+    if type(matrix).__module__.partition(".")[0] == "torch":
+        import torch
+
+        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2:
+            raise InputError(f"a sparse matrix is wanted, and {type(matrix).__name__} was given")
+        found = matrix.detach().cpu().to_sparse_coo().coalesce()
+        rows, cols = found.indices().numpy()
+        return rows, cols, found.values().to(_numpy_float(found.dtype)).numpy(), tuple(found.shape)
+    if isinstance(matrix, np.ndarray):
+        if matrix.ndim != 2:
+            raise InputError(
+                f"a matrix with two axes is wanted, and an array of shape {matrix.shape} was given"
+            )
+        rows, cols = np.nonzero(matrix)
+        return rows, cols, matrix[rows, cols], matrix.shape
+    if require("scipy.sparse", "tuning").issparse(matrix):
+        coo = matrix.tocoo()
+        return np.asarray(coo.row), np.asarray(coo.col), np.asarray(coo.data), coo.shape
+    raise InputError(
+        f"a matrix of scipy.sparse, a sparse tensor of torch or a 2-D array is wanted, and "
+        f"{type(matrix).__name__} was given"
+    )
+
+
+def _numpy_float(dtype: Any) -> Any:
+    """What numpy has a type for: bfloat16 and float16 become float32."""
+    import torch
+
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

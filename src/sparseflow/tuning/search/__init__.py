@@ -1,0 +1,24 @@
+"""Ways to search the schedules of a space, behind one interface; `tune` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.search.annealing import Annealing
+from sparseflow.tuning.search.base import Strategy
+from sparseflow.tuning.search.evolutionary import Evolutionary
+from sparseflow.tuning.search.random import Random
+
+STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
+    {one.name: one for one in (Random, Evolutionary, Annealing)}
+)
+"""Name -> class."""
+
+
+def strategy(name: str) -> type[Strategy]:
+    """The class of a way to search. Raises InputError where there is none of that name."""
+    if name not in STRATEGIES:
+        raise InputError(f"the method {name!r} is not known; choose one of: {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
