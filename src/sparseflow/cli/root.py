@@ -52,6 +52,10 @@ LAZY = {
         target="sparseflow.cli.spiking:app",
         help="Spiking networks: skip what does not fire.",
     ),
+    "tune": Lazy(
+        target="sparseflow.cli.tune:tune",
+        help="Tuning: the fastest kernel for a sparse matrix.",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ _ROW_CHUNK = 16
 
 
 def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dict[str, Schedule]:
-    """Name -> schedule: CSR, CSR with sums in registers, and blocks of 4 rows with sums in registers.
+    """Name -> schedule: CSR, CSR with sums in registers or elements in vectors, and blocks of 4 rows.
 
     Args:
         operator: What is computed.
@@ -31,7 +31,10 @@ def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dic
     blocked = (_split(rows, extents[rows], _ROWS),)
     if operator.name == "spmv":
         return {
-            "csr": _schedule(formats=csr, loops=(rows, cols), parallel=rows, vectorize=cols, threads=threads),
+            "csr": _schedule(formats=csr, loops=(rows, cols), parallel=rows, vectorize=None, threads=threads),
+            "csr_gathered": _schedule(
+                formats=csr, loops=(rows, cols), parallel=rows, vectorize=cols, threads=threads
+            ),
             "bcsr4x1": _schedule(
                 fsplit=blocked, formats=block, loops=(f"{rows}0", cols, f"{rows}1"),
                 parallel=f"{rows}0", vectorize=f"{rows}1", threads=threads,
@@ -79,7 +82,7 @@ def _schedule(
     formats: tuple[SparseFormat, ...],
     loops: tuple[str, ...],
     parallel: str,
-    vectorize: str,
+    vectorize: str | None,
     threads: int,
     fsplit: tuple[Split, ...] = (),
     lsplit: tuple[Split, ...] = (),

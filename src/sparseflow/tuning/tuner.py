@@ -67,6 +67,18 @@ class Tuned:
     best: float
     seconds: Mapping[str, float]
 
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        schedule = self.kernel.schedule
+        return {
+            "schedule": None if schedule is None else str(schedule),
+            "speedup": self.kernel.speedup,
+            "best": self.best,
+            "baselines": dict(self.baselines),
+            "trials": [trial.to_dict() for trial in self.trials],
+            "seconds": dict(self.seconds),
+        }
+
 
 def tune(operator: str, matrix: Any, *, n_cols: int | None = None, **options: Any) -> Kernel:
     """The fastest kernel for a matrix; arguments and errors are `explore`'s."""

@@ -1,0 +1,47 @@
+"""Intel MKL as a job for the runner: a baseline that the package itself does not need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.compile import compile_source
+from sparseflow.tuning.problem import Problem
+from sparseflow.tuning.runner import Job
+
+
+def mkl_job(problem: Problem, inputs: tuple[np.ndarray, ...], library: Path, threads: int) -> Job:
+    """SpMM or SpMV by MKL's inspector and executor.
+
+    Args:
+        problem: What is computed.
+        inputs: B or x.
+        library: `libmkl_rt.so`, such as `pip install mkl` brings.
+        threads: Threads to use.
+    """
+    if problem.operator.sparse_output:
+        raise InputError("MKL has no SDDMM")
+    csr = problem.matrix.to_scipy()
+    letter = "s" if problem.dtype == np.float32 else "d"
+    rows, cols = problem.matrix.shape
+    defined = {
+        "LIBRARY": f'"{library.resolve()}"',
+        "REAL": "float" if letter == "s" else "double",
+        "CREATE": f'"mkl_sparse_{letter}_create_csr"',
+        "MM": f'"mkl_sparse_{letter}_mm"',
+        "MV": f'"mkl_sparse_{letter}_mv"',
+        "ROWS": rows,
+        "COLS": cols,
+        "N_COLS": problem.n_cols or 0,
+        "THREADS": threads,
+    }
+    head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
+    source = head + (Path(__file__).parent / "mkl.c").read_text(encoding="utf-8")
+    return Job(
+        library=compile_source(source, extra_flags=["-ldl"]),
+        inputs=(csr.indptr.astype(np.int32), csr.indices.astype(np.int32), csr.data, *inputs),
+        output_shape=(rows, *(() if problem.n_cols is None else (problem.n_cols,))),
+        output_dtype=problem.dtype,
+    )
