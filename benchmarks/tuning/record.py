@@ -34,8 +34,8 @@ def lines(record: Fields) -> Iterator[Fields]:
     told = ", ".join(f"{count} for {name}" for name, count in problems.items())
     yield {
         "id": "tuning/1-lines",
-        "claim": f"rows of AutoSparse's labels that parse and are written byte for byte, or are refused for a "
-        f"named reason, of {rows} ({sum(found['runnable'] for found in files)} can run; {told})",
+        "claim": f"rows of AutoSparse's labels that parse and are written byte for byte, or are refused for "
+        f"a named reason, of {rows} ({sum(found['runnable'] for found in files)} can run; {told})",
         "value": named,
         "unit": "rows",
         "target": f">= {rows}",
@@ -61,8 +61,8 @@ def equal(record: Fields) -> Iterator[Fields]:
         largest = found["largest_error"]["float32"]
         yield {
             "id": f"tuning/2-{name}",
-            "claim": f"random schedules of {name} ({found['distinct']} distinct) that ran and equal scipy, of "
-            f"{found['drawn']}; largest error in float32 {largest:.1e} of the largest result",
+            "claim": f"random schedules of {name} ({found['distinct']} distinct) that ran and equal scipy, "
+            f"of {found['drawn']}; largest error in float32 {largest:.1e} of the largest result",
             "value": round(100.0 * right / found["drawn"], 2),
             "unit": "%",
             "target": ">= 100",

@@ -93,23 +93,6 @@ class Packed:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def unpack(self, shape: tuple[int, int]) -> Coo:
-        """The matrix again, its elements in the order they are stored; zeros that only pad are left out."""
-        position = np.arange(len(self.values))
-        coordinate = [np.zeros(len(position), np.int64), np.zeros(len(position), np.int64)]
-        for level in reversed(self.levels):
-            spec = level.spec
-            if level.crd is None:
-                part, position = position % spec.extent, position // spec.extent
-            else:
-                part = level.crd[position].astype(np.int64)
-                if level.pos is not None:
-                    position = np.searchsorted(level.pos, position, side="right") - 1
-            coordinate[spec.of] += spec.weight * part
-        real = np.zeros(len(self.values), bool)
-        real[self.leaf] = True
-        return Coo(rows=coordinate[0][real], cols=coordinate[1][real], values=self.values[real], shape=shape)
-
 
 def pack(matrix: Coo, specs: Sequence[LevelSpec], *, limit_bytes: int = LIMIT_BYTES) -> Packed:
     """Store a matrix.

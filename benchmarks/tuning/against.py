@@ -1,0 +1,175 @@
+"""Tuned kernels against MKL, scipy and CSR with sums in registers, on files of matrices (line 3).
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/tuning/against.py matrices/*.mtx.gz --mkl libmkl_rt.so.3 --out runs/against.jsonl
+
+Every matrix is tuned for each of `--problems`, and the winner is then timed in turn with each baseline, pair
+by pair, on as many threads (scipy has one). What was measured is kept; the same command goes on with what was
+stopped. `record.py against` makes claims of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mkl import mkl_job
+
+from sparseflow.core.environment import environment
+from sparseflow.core.jsonl import LineWriter
+from sparseflow.errors import RunError
+from sparseflow.tuning.evaluate import TOLERANCE
+from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel
+from sparseflow.tuning.matrices import Coo, read_matrix
+from sparseflow.tuning.operators import operator
+from sparseflow.tuning.presets import presets
+from sparseflow.tuning.problem import Problem
+from sparseflow.tuning.program import Program, build
+from sparseflow.tuning.runner import Job, measure
+from sparseflow.tuning.tuner import explore
+
+REGISTERS = {"spmm": "tiled_csr", "spmv": "csr"}
+"""Operator -> the preset that keeps its sums in registers."""
+
+PAIRS = 30
+TRIES = 3
+"""Times that a pair of kernels is measured where others disturb it."""
+
+
+def job_of(program: Program, inputs: tuple[np.ndarray, ...]) -> Job:
+    return Job(
+        library=program.compiled(),
+        inputs=program.arrays(inputs),
+        output_shape=program.output_shape,
+        output_dtype=program.problem.dtype,
+    )
+
+
+def slower(baseline: Job, tuned: Job, right: Callable[[np.ndarray], bool]) -> dict[str, Any]:
+    """The baseline's time over the tuned kernel's, pair by pair."""
+    attempts = 0
+    while True:
+        attempts += 1
+        found = measure(baseline, tuned, repeats=PAIRS, min_time_s=0.2, max_time_s=3.0)
+        if found.error is not None:
+            raise RunError(f"a baseline failed: {found.error}")
+        if not right(found.output):
+            raise RunError("a baseline's result is wrong")
+        disturbed = found.contended or found.drifted
+        if attempts >= TRIES or not disturbed:
+            break
+    pairs = [a / b for a, b in zip(found.latency_ms, found.reference_ms, strict=True)]
+    return {
+        "ratio": statistics.median(pairs),
+        "pairs": [round(pair, 4) for pair in pairs[:100]],
+        "tuned_ms": min(found.reference_ms),
+        "ms": min(found.latency_ms),
+        "disturbed": disturbed,
+        "attempts": attempts,
+    }
+
+
+def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> dict[str, Any]:
+    """Likewise scipy, which is called from Python, as the tuned kernel is here."""
+    library = LibraryKernel(kernel.problem)
+    calls = [library.compute, kernel.compute]
+    samples: list[list[float]] = [[], []]
+    for turn in range(PAIRS + 3):
+        for call, kept in zip(calls, samples, strict=True):
+            begin = time.perf_counter()
+            call(*inputs)
+            if turn >= 3:
+                kept.append(1e3 * (time.perf_counter() - begin))
+    pairs = [a / b for a, b in zip(*samples, strict=True)]
+    return {
+        "ratio": statistics.median(pairs),
+        "pairs": [round(pair, 4) for pair in pairs],
+        "tuned_ms": min(samples[1]),
+        "ms": min(samples[0]),
+    }
+
+
+def compare(name: str, matrix: Coo, label: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Tune one problem and time what was found."""
+    kind, _, width = label.partition(":")
+    problem = Problem(operator=operator(kind), matrix=matrix, n_cols=int(width) if width else None)
+    found = explore(
+        kind, matrix, n_cols=problem.n_cols, budget_s=asked.budget, method=asked.method,
+        threads=asked.threads, seed=asked.seed,
+    )  # fmt: skip
+    assert isinstance(found.kernel, CompiledKernel)
+    inputs = problem.draw(asked.seed)
+    expected = problem.reference(inputs)
+    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
+
+    def right(output: np.ndarray) -> bool:
+        error = np.abs(output[: len(expected)] - expected).max(initial=0.0)
+        return bool(error <= TOLERANCE[problem.dtype] * scale)
+
+    tuned = job_of(found.kernel.program, inputs)
+    registers = build(problem, presets(problem.operator, problem.extents, asked.threads)[REGISTERS[kind]])
+    against = {
+        "mkl": slower(mkl_job(problem, inputs, asked.mkl, asked.threads), tuned, right),
+        "registers": slower(job_of(registers, inputs), tuned, right),
+        "scipy": slower_library(found.kernel, inputs),
+    }
+    return {
+        "matrix": name,
+        "problem": label,
+        "shape": matrix.shape,
+        "nnz": matrix.nnz,
+        "schedule": str(found.kernel.schedule),
+        "trials": len(found.trials),
+        "failed": sum(trial.error is not None for trial in found.trials),
+        "seconds": found.seconds,
+        "against": against,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("matrices", type=Path, nargs="+")
+    parser.add_argument("--mkl", type=Path, required=True, help="libmkl_rt.so, from `pip install mkl`")
+    parser.add_argument("--problems", nargs="+", default=["spmm:64", "spmm:256", "spmv"])
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to tune one")
+    parser.add_argument("--method", default="evolutionary")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    asked = parser.parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    writer = LineWriter(asked.out)
+    try:
+        rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
+        if not rows:
+            settings = {name: getattr(asked, name) for name in ("budget", "method", "threads", "seed")}
+            writer.write({"environment": environment("cpu"), "settings": settings})
+        done = {(row["matrix"], row["problem"]) for row in rows[1:]}
+        for path in sorted(asked.matrices):
+            name = path.name.removesuffix(".gz").removesuffix(".mtx")
+            for label in asked.problems:
+                if (name, label) in done:
+                    continue
+                row = compare(name, read_matrix(path, dtype=np.float32), label, asked)
+                writer.write(row)
+                ratios = {key: round(value["ratio"], 2) for key, value in row["against"].items()}
+                print(f"{name:32s} {label:9s} {row['trials']:4d} schedules  {ratios}", flush=True)
+    finally:
+        writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
