@@ -110,8 +110,8 @@ def test_a_region_begins_inside_of_the_parallel_loop() -> None:
 
 def test_a_region_may_hold_a_block_of_rows() -> None:
     found = spmm("1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 0 4 i0 j k i1 i0 i1 None 0 2 2")
-    assert found.region == 2 and not found.in_array
-    assert found.vector == "hint" or found.vector is None or not found.in_array
+    # Rows do not lie side by side in the output: what is only hinted at stays a loop over an array.
+    assert (found.region, found.in_array, found.vector) == (2, True, "hint")
 
 
 def test_no_region_where_rows_are_met_out_of_order() -> None:
@@ -132,7 +132,7 @@ def test_no_region_where_rows_are_met_out_of_order() -> None:
 def test_what_is_written_once(modes: str, once: bool, zeroed: bool) -> None:
     found = spmm(f"0 1 A 2 i k A 2 {modes} 1 j 2 j0 2 j1 16 4 i k j0 j1 None j1 None 0 1 1")
     assert (found.once, found.zeroed) == (once, zeroed)
-    assert found.region == (0 if modes.startswith("i 0") and found.region == 0 else 1)
+    assert found.region == 1
 
 
 def test_split_sums_are_written_several_times() -> None:
@@ -243,7 +243,7 @@ def test_what_makes_no_difference_is_lowered_alike() -> None:
 def test_one_thread_shares_nothing() -> None:
     found = spmm(CSR.replace("0 2 16", "0 1 16"))
     assert not any(loop.parallel for loop in found.loops)
-    assert found.region == 1 or found.region == 0
+    assert found.region == 1
 
 
 def test_what_cannot_run_is_refused() -> None:
