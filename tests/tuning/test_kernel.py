@@ -249,7 +249,7 @@ def test_the_second_input_is_checked_as_well(make: Make) -> None:
 
 def test_tensors_elsewhere(make: Make) -> None:
     kernel = make("spmm")
-    with pytest.raises(InputError, match=r"`B` lies on meta, .*move it there"):
+    with pytest.raises(InputError, match=r"`B` lies on meta, .*give a tensor there"):
         kernel(torch.empty(COLS, WIDTH, device="meta"))
 
 
@@ -309,8 +309,8 @@ def test_folders_that_are_not_there(make: Make, tmp_path: Path) -> None:
 def test_another_cpu(make: Make, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make("spmm", speedup=2.0)
     kernel.save(tmp_path / "kernel")
-    here = module._cpu()
-    monkeypatch.setattr(module, "_cpu", lambda: "another, 4 CPUs, sve")
+    here = module.cpu()
+    monkeypatch.setattr(module, "cpu", lambda: "another, 4 CPUs, sve")
     with pytest.raises(DeviceError) as told:
         load(tmp_path / "kernel", cache=cache)
     assert here in str(told.value) and "another, 4 CPUs, sve" in str(told.value)

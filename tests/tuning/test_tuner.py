@@ -25,7 +25,8 @@ from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import STRATEGIES
-from sparseflow.tuning.tuner import LIBRARY, TRIALS, Tuned
+from sparseflow.tuning.trials import FILE
+from sparseflow.tuning.tuner import LIBRARY, Tuned
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 
@@ -109,7 +110,7 @@ def test_a_few_trials(name: str, options: dict[str, Any], tmp_path: Path) -> Non
     assert [trial.schedule for trial in tuned.trials[: len(known)]] == list(known.values())
     assert len(tuned.trials) == len(known) + 2
     assert all(trial.error is None for trial in tuned.trials[: len(known)])
-    assert set(tuned.seconds) == {"build", "compile", "measure", "search"}
+    assert set(tuned.seconds) == {"build", "compile", "measure", "rest"}
     assert all(seconds >= 0.0 for seconds in tuned.seconds.values())
     tuned.kernel.save(tmp_path / "kernel")
     again = load(tmp_path / "kernel", cache=options["cache"])
@@ -242,6 +243,8 @@ def test_progress(trials: int | None, options: dict[str, Any], made: Made) -> No
     told: list[tuple[str, float]] = []
     limits: dict[str, Any] = {"trials": trials, "budget_s": 600.0 if trials else 0.3}
     tuned = explore("spmm", drawn(), progress=lambda *args: told.append(args), **limits, **options)
+    *told, last = told
+    assert last == ("measuring the best again", 1.0)
     assert len(told) == len(tuned.trials)
     fractions = [fraction for _, fraction in told]
     assert fractions == sorted(fractions) and fractions[0] > 0.0 and fractions[-1] <= 1.0
@@ -253,7 +256,7 @@ def test_progress(trials: int | None, options: dict[str, Any], made: Made) -> No
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
 def test_every_trial_is_written(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
@@ -261,7 +264,8 @@ def test_every_trial_is_written(options: dict[str, Any], made: Made, tmp_path: P
     folder = tmp_path / "new" / "folder"
     tuned = explore("spmm", drawn(), trials=5, folder=folder, **options)
     head, *rows = rows_of(folder)
-    assert head["problem"].startswith("spmm 19 x 23 x 8 float32 ")
+    assert head["operator"] == "spmm" and head["extents"] == {"i": 19, "k": 23, "j": 8}
+    assert head["dtype"] == "float32" and head["threads"] >= 1 and len(head["pattern"]) == 64
     assert rows == [trial.to_dict() for trial in tuned.trials]
 
 
@@ -271,7 +275,7 @@ def test_trials_are_written_as_they_come(options: dict[str, Any], made: Made, tm
         "spmm", drawn(), trials=5, folder=str(tmp_path),
         progress=lambda *_: lines.append(len(rows_of(tmp_path))), **options,
     )  # fmt: skip
-    assert lines == list(range(2, len(lines) + 2))
+    assert lines == [*range(2, len(lines) + 1), len(lines)]
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
@@ -290,8 +294,8 @@ def test_it_goes_on(method: str, options: dict[str, Any], made: Made, tmp_path: 
 
 def test_baselines_that_are_missing_are_measured(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
     explore("spmm", drawn(), trials=3, folder=tmp_path, **options)
-    lines = (tmp_path / TRIALS).read_text().splitlines(keepends=True)
-    (tmp_path / TRIALS).write_text("".join([lines[0], *lines[2:]]))
+    lines = (tmp_path / FILE).read_text().splitlines(keepends=True)
+    (tmp_path / FILE).write_text("".join([lines[0], *lines[2:]]))
     made.quick.clear()
     explore("spmm", drawn(), trials=0, folder=tmp_path, **options)
     assert made.quick == [Schedule.parse(json.loads(lines[1])["schedule"])]
@@ -299,9 +303,9 @@ def test_baselines_that_are_missing_are_measured(options: dict[str, Any], made: 
 
 def test_a_torn_last_line_is_measured_again(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
     first = explore("spmm", drawn(), trials=5, folder=tmp_path, **options)
-    whole = (tmp_path / TRIALS).read_bytes()
+    whole = (tmp_path / FILE).read_bytes()
     for cut in (1, 20):
-        (tmp_path / TRIALS).write_bytes(whole[:-cut])
+        (tmp_path / FILE).write_bytes(whole[:-cut])
         made.quick.clear()
         second = explore("spmm", drawn(), trials=5, folder=tmp_path, **options)
         assert second.trials[:-1] == first.trials[:-1]
@@ -310,7 +314,7 @@ def test_a_torn_last_line_is_measured_again(options: dict[str, Any], made: Made,
 
 
 def test_a_torn_first_line_is_written_again(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
-    (tmp_path / TRIALS).write_bytes(b'{"probl')
+    (tmp_path / FILE).write_bytes(b'{"probl')
     tuned = explore("spmm", drawn(), trials=0, folder=tmp_path, **options)
     assert len(rows_of(tmp_path)) == 1 + len(tuned.trials)
 
@@ -329,13 +333,13 @@ def test_a_torn_first_line_is_written_again(options: dict[str, Any], made: Made,
 )
 def test_a_damaged_line_is_told(line: str, options: dict[str, Any], made: Made, tmp_path: Path) -> None:
     explore("spmm", drawn(), trials=1, folder=tmp_path, **options)
-    lines = (tmp_path / TRIALS).read_text().splitlines()
+    lines = (tmp_path / FILE).read_text().splitlines()
     damaged = "\n".join([*lines[:2], line, *lines[2:]]) + "\n"
-    (tmp_path / TRIALS).write_text(damaged)
+    (tmp_path / FILE).write_text(damaged)
     for _ in range(2):  # neither mended nor made worse, and nobody locked out
-        with pytest.raises(FileFormatError, match=f"{TRIALS}.* remove it"):
+        with pytest.raises(FileFormatError, match=f"{FILE}.* remove the line"):
             explore("spmm", drawn(), trials=1, folder=tmp_path, **options)
-        assert (tmp_path / TRIALS).read_text() == damaged
+        assert (tmp_path / FILE).read_text() == damaged
 
 
 @pytest.mark.parametrize(
@@ -353,11 +357,11 @@ def test_another_problem_is_refused(
     other: dict[str, Any], options: dict[str, Any], made: Made, tmp_path: Path
 ) -> None:
     explore("spmm", drawn(), trials=0, folder=tmp_path, **options)
-    before = (tmp_path / TRIALS).read_bytes()
+    before = (tmp_path / FILE).read_bytes()
     given = {"operator": "spmm", "matrix": drawn(), "trials": 0, **options, **other}
-    with pytest.raises(InputError, match=r"holds the trials of another problem .* name another folder"):
+    with pytest.raises(InputError, match=r"holds the trials of something else .* name another folder"):
         explore(folder=tmp_path, **given)
-    assert (tmp_path / TRIALS).read_bytes() == before
+    assert (tmp_path / FILE).read_bytes() == before
 
 
 def test_other_values_are_the_same_problem(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
@@ -419,7 +423,7 @@ def test_killed_in_the_middle(options: dict[str, Any], tmp_path: Path) -> None:
         finally:
             process.send_signal(signal.SIGKILL)
     assert all(told), "it came so far"
-    before = (tmp_path / TRIALS).read_bytes()
+    before = (tmp_path / FILE).read_bytes()
     whole = before[: before.rfind(b"\n") + 1]
     written = [json.loads(line) for line in whole.splitlines()][1:]
     assert len(written) >= len(told)
@@ -427,7 +431,7 @@ def test_killed_in_the_middle(options: dict[str, Any], tmp_path: Path) -> None:
     tuned = explore("spmm", drawn(), trials=more, folder=tmp_path, **options)
     assert [trial.to_dict() for trial in tuned.trials[: len(written)]] == written
     assert len(tuned.trials) == len(written) + 1
-    assert (tmp_path / TRIALS).read_bytes().startswith(whole)
+    assert (tmp_path / FILE).read_bytes().startswith(whole)
     check(tuned)
 
 
@@ -469,7 +473,7 @@ def test_a_compiler_that_is_named_and_missing(
         ({"n_cols": 0}, "spmm needs `n_cols`"),
         ({"budget_s": 0}, "`budget_s` .=0. must be above 0"),
         ({"budget_s": -1.0}, "`budget_s` .=-1.0. must be above 0"),
-        ({"trials": -1}, "`trials` .=-1. not negative"),
+        ({"trials": -1}, "`trials` .=-1. nor .*negative"),
         ({"threads": 0}, "`threads` .=0. must be at least 1"),
         ({"threads": -2}, "`threads` .=-2. must be at least 1"),
         ({"method": "guess"}, "the method 'guess' is not known"),
@@ -509,6 +513,6 @@ def test_a_kernel_for_another_machine_is_refused(
     options: dict[str, Any], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune("spmm", drawn(), trials=0, **options).save(tmp_path / "kernel")
-    monkeypatch.setattr("sparseflow.tuning.kernel._cpu", lambda: "another")
+    monkeypatch.setattr("sparseflow.tuning.kernel.cpu", lambda: "another")
     with pytest.raises(DeviceError, match="any_cpu=True"):
         load(tmp_path / "kernel", cache=options["cache"])

@@ -144,12 +144,14 @@ class Evaluator:
         )
 
     def _wrong(self, program: Program, output: np.ndarray) -> str | None:
-        """How the output differs from scipy's."""
+        """How the output differs from the library's in float64."""
         difference = np.abs(program.result(output) - self._expected).max(initial=0.0)
         scale = float(np.abs(self._expected).max(initial=0.0)) or 1.0
         # Not `>`: what is not a number is wrong, too.
         if not difference <= TOLERANCE[self.problem.dtype] * scale:
-            return f"its result differs from scipy's by {difference:.3g}, where the largest is {scale:.3g}"
+            return (
+                f"its result differs from the library's by {difference:.3g}, where the largest is {scale:.3g}"
+            )
         return None
 
 

@@ -6,15 +6,16 @@ import ctypes
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparseflow.core.device import describe
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen import SYMBOL
-from sparseflow.tuning.matrices import Coo
+from sparseflow.tuning.matrices import Coo, as_coo
 from sparseflow.tuning.operators import operator
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.program import Program, aligned, build
@@ -24,6 +25,21 @@ VERSION = 1
 """Of the files that `Kernel.save` writes."""
 
 _ARRAYS = ("rows", "cols", "values")
+
+
+class _Record(BaseModel):
+    """What a file says besides the matrix."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int
+    operator: str
+    n_cols: int | None
+    shape: Annotated[tuple[int, int], Field(strict=False)]
+    schedule: str | None
+    speedup: float | None
+    cpu: str
+    sha256: str
 
 
 class Kernel(ABC):
@@ -86,10 +102,12 @@ class Kernel(ABC):
 
     def _checked(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         if _is_torch(value):
-            if value.device.type != "cpu":
-                raise InputError(f"`{name}` lies on {value.device}, and this runs on the CPU: move it there")
-            value = value.detach()
+            value = _strided(name, value)
         array = np.asarray(value)
+        if array.dtype.hasobject and not isinstance(value, np.ndarray):
+            raise InputError(
+                f"`{name}` is a {type(value).__name__}; give an array of numpy or a dense tensor"
+            )
         if array.shape != shape:
             raise InputError(f"`{name}` has the shape {array.shape}, and this kernel was tuned for {shape}")
         if array.dtype != self.problem.dtype:
@@ -114,7 +132,8 @@ class Kernel(ABC):
             "shape": matrix.shape,
             "schedule": None if self.schedule is None else str(self.schedule),
             "speedup": self.speedup,
-            "cpu": _cpu(),
+            "cpu": cpu(),
+            "sha256": matrix.digest(),
         }
         arrays = {name: getattr(matrix, name) for name in _ARRAYS}
         write_atomic(Path(path), save(arrays, metadata={"sparseflow": json.dumps(record)}))
@@ -186,30 +205,50 @@ def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) 
         raise InputError(f"there is no file {file}")
     try:
         with safe_open(str(file), framework="numpy") as opened:
-            record = json.loads((opened.metadata() or {})["sparseflow"])
-            if record["version"] != VERSION:
-                raise FileFormatError(f"it is of version {record['version']}, and this reads {VERSION}")
+            record = _Record.model_validate_json((opened.metadata() or {})["sparseflow"])
             arrays = {name: opened.get_tensor(name) for name in _ARRAYS}
-        matrix = Coo(**arrays, shape=tuple(record["shape"]))
-        problem = Problem(operator=operator(record["operator"]), matrix=matrix, n_cols=record["n_cols"])
-        line, cpu, speedup = record["schedule"], record["cpu"], record["speedup"]
-        program = None if line is None else build(problem, Schedule.parse(line))
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        if record.version != VERSION:
+            raise FileFormatError(f"it is of version {record.version}, and this reads {VERSION}")
+        matrix = Coo(**arrays, shape=record.shape)
+        if matrix.digest() != record.sha256:
+            raise FileFormatError("its matrix is not the one that was saved")
+        problem = Problem(operator=operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols)
+        program = None if record.schedule is None else build(problem, Schedule.parse(record.schedule))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise FileFormatError(
+            f"{file} is not a kernel that can be read: {place}: {first['msg']}; tune again"
+        ) from error
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
-    if cpu != _cpu() and not any_cpu:
+    if record.cpu != cpu() and not any_cpu:
         raise DeviceError(
-            f"{file} was tuned on another CPU ({cpu}) than this one ({_cpu()}); tune again, or load it with "
-            "any_cpu=True"
+            f"{file} was tuned on another CPU ({record.cpu}) than this one ({cpu()}); tune again, or load it "
+            "with any_cpu=True"
         )
     if program is None:
-        return LibraryKernel(problem, speedup=speedup)
-    return CompiledKernel(program, speedup=speedup, cache=cache)
+        return LibraryKernel(problem, speedup=record.speedup)
+    return CompiledKernel(program, speedup=record.speedup, cache=cache)
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """What a schedule was tuned for: the processor, and how many of its CPUs are ours."""
     info = describe("cpu")
     return f"{info.name}, {info.cores} CPUs, {' '.join(info.flags)}"
+
+
+def _strided(name: str, tensor: Any) -> Any:
+    """A tensor of torch, if numpy can read it."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise InputError(f"`{name}` lies on {tensor.device}, and this runs on the CPU: give a tensor there")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"`{name}` is sparse ({tensor.layout}); give a dense tensor")
+    if tensor.dtype is torch.bfloat16:
+        raise InputError(f"`{name}` holds bfloat16; give float32 or float64, as the matrix does")
+    return tensor.detach()
 
 
 def _is_torch(value: Any) -> bool:
@@ -227,4 +266,4 @@ def _sparse(matrix: Coo, values: np.ndarray, as_torch: bool) -> Any:
     import torch
 
     parts = (torch.from_numpy(part) for part in (found.indptr, found.indices, found.data))
-    return torch.sparse_csr_tensor(*parts, size=found.shape)
+    return torch.sparse_csr_tensor(*parts, size=found.shape, check_invariants=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,14 @@ class Coo:
     @property
     def nnz(self) -> int:
         return len(self.values)
+
+    def digest(self, *, values: bool = True) -> str:
+        """A checksum of all of it, or of what does not depend on the values."""
+        found = hashlib.sha256(repr(self.shape).encode())
+        for array in (self.rows, self.cols, *((self.values,) if values else ())):
+            found.update(array.dtype.str.encode())
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """The same as scipy's CSR."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import index
 
 import numpy as np
 
@@ -33,6 +34,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         wants = bool(self.operator.dense_axes)
+        if self.n_cols is not None:
+            try:
+                object.__setattr__(self, "n_cols", index(self.n_cols))
+            except TypeError:
+                raise InputError(f"`n_cols` (={self.n_cols!r}) must be a whole number") from None
         if wants and (self.n_cols is None or self.n_cols < 1):
             raise InputError(f"{self.operator.name} needs `n_cols` (={self.n_cols}), 1 or more columns")
         if not wants and self.n_cols is not None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparseflow.core.jsonl import LineWriter
-from sparseflow.errors import DeviceError, FileFormatError, InputError
+from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.compile import compiler
 from sparseflow.tuning.evaluate import Evaluator, Trial
-from sparseflow.tuning.kernel import CompiledKernel, Kernel, LibraryKernel
+from sparseflow.tuning.kernel import CompiledKernel, Kernel, LibraryKernel, cpu
 from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import operator as operator_of
 from sparseflow.tuning.presets import presets
@@ -28,10 +24,9 @@ from sparseflow.tuning.program import build
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import strategy
 from sparseflow.tuning.space import Space
+from sparseflow.tuning.trials import kept
 
 Progress = Callable[[str, float], None]
-
-TRIALS = "trials.jsonl"
 
 LIBRARY = "library"
 """Name of the baseline that is scipy."""
@@ -58,7 +53,7 @@ class Tuned:
         trials: Everything that was measured, in that order, baselines first and the run-off not among them.
         baselines: Name -> ratio to the reference, thoroughly measured; scipy as `"library"`.
         best: Ratio of the kernel to the reference, thoroughly measured.
-        seconds: Part ("build", "compile", "measure", "search") -> how long it took, of what this call did.
+        seconds: Part ("build", "compile", "measure", "rest") -> how long it took, of what this call did.
     """
 
     kernel: Kernel
@@ -119,10 +114,14 @@ def explore(
     Raises:
         InputError: An argument cannot be used, or `folder` holds the trials of another problem.
         RunError: The reference does not run, or another process writes into `folder`.
+        FileFormatError: A line of `folder`'s trials is damaged.
     """
     begun = time.monotonic()
-    if budget_s <= 0 or (trials is not None and trials < 0):
-        raise InputError(f"`budget_s` (={budget_s}) must be above 0 and `trials` (={trials}) not negative")
+    if not budget_s > 0 or (trials is not None and trials < 0) or seed < 0:
+        raise InputError(
+            f"`budget_s` (={budget_s}) must be above 0, and neither `trials` (={trials}) nor `seed` "
+            f"(={seed}) negative"
+        )
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
     if threads < 1:
         raise InputError(f"`threads` (={threads}) must be at least 1")
@@ -136,26 +135,34 @@ def explore(
     known = presets(problem.operator, problem.extents, threads)
     reference = known[_REFERENCE[problem.operator.name]]
     space = Space(problem.operator, problem.extents, threads=sorted({1, threads}))
-    rng = np.random.default_rng(seed)
-    walk = chosen(space, rng)
     deadline = begun + budget_s * (1.0 - _RUN_OFF)
+    facts = {
+        "operator": problem.operator.name,
+        "extents": dict(problem.extents),
+        "threads": threads,
+        "cpu": cpu(),
+        "dtype": str(problem.dtype),
+        "pattern": problem.matrix.digest(values=False),
+    }
     with (
+        kept(folder, problem, facts) as log,
         Evaluator(problem, reference, seed=seed, cache=cache) as evaluator,
-        _log(folder, problem) as (old, write),
     ):
+        old = () if log is None else log.trials
+        # Going on, it must not propose once more what it proposed before.
+        walk = chosen(space, np.random.default_rng([seed, len(old)]))
         found: dict[Schedule, Trial] = {}
-
-        def add(trial: Trial) -> None:
+        for trial in old:
             found[trial.schedule] = trial
             walk.tell(trial)
-
-        for trial in old:
-            add(trial)
-        baselines = [schedule.canonical(problem.operator, problem.extents) for schedule in known.values()]
+        baselines = {
+            name: schedule.canonical(problem.operator, problem.extents) for name, schedule in known.items()
+        }
         last = len(baselines) + trials if trials is not None else None
-        waiting = [schedule for schedule in baselines if schedule not in found]
+        fresh: list[Trial] = []
+        waiting = [schedule for schedule in baselines.values() if schedule not in found]
         again = 0
-        while again < _REPEATS and (last is None or len(found) < last or waiting):
+        while waiting or (again < _REPEATS and (last is None or len(found) < last)):
             if waiting:
                 schedule = waiting.pop(0)
             elif time.monotonic() >= deadline:
@@ -167,8 +174,13 @@ def explore(
                 continue
             again = 0
             trial = evaluator.measure(schedule)
-            write(trial)
-            add(trial)
+            if trial.error is not None and schedule == baselines[_REFERENCE[problem.operator.name]]:
+                raise RunError(f"the reference does not run: {trial.error}; it is {schedule}")
+            if log is not None:
+                log.write(trial)
+            found[schedule] = trial
+            fresh.append(trial)
+            walk.tell(trial)
             if progress is not None:
                 passed = (time.monotonic() - begun) / budget_s
                 share = 0.0 if not last else len(found) / last
@@ -176,7 +188,15 @@ def explore(
                 progress(
                     f"{len(found)} schedules, best {best.latency_ms:.3f} ms", min(max(passed, share), 1.0)
                 )
-        return _run_off(problem, evaluator, found, dict(zip(known, baselines, strict=True)), begun, cache)
+        if progress is not None:
+            progress("measuring the best again", 1.0)
+        kernel, ratios, best = _run_off(problem, evaluator, found, baselines, cache)
+    seconds: dict[str, float] = {}
+    for trial in fresh:
+        for part, took in trial.seconds.items():
+            seconds[part] = seconds.get(part, 0.0) + took
+    seconds["rest"] = time.monotonic() - begun - sum(seconds.values())
+    return Tuned(kernel=kernel, trials=tuple(found.values()), baselines=ratios, best=best, seconds=seconds)
 
 
 def _run_off(
@@ -184,80 +204,22 @@ def _run_off(
     evaluator: Evaluator,
     found: Mapping[Schedule, Trial],
     baselines: Mapping[str, Schedule],
-    begun: float,
     cache: Path | None,
-) -> Tuned:
-    """Measure the best ones and the baselines again, thoroughly, and take the fastest."""
+) -> tuple[Kernel, dict[str, float], float]:
+    """Measure the best and the baselines again: the fastest, the ratios of the baselines, its own."""
     ranked = sorted((trial for trial in found.values() if trial.error is None), key=lambda one: one.ratio)
     others = [trial.schedule for trial in ranked if trial.schedule not in baselines.values()][:_FINALISTS]
     thorough = {
         schedule: evaluator.measure(schedule, thorough=True) for schedule in (*baselines.values(), *others)
     }
+    winner = min(thorough.values(), key=lambda one: one.ratio)
+    if winner.error is not None:
+        raise RunError(f"no schedule ran when it was measured again: {winner.error}")
     ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()}
     reference_ms = min(trial.latency_ms / trial.ratio for trial in thorough.values() if trial.error is None)
     ratios[LIBRARY] = problem.library_ms(evaluator.inputs) / reference_ms
-    winner = min(thorough.values(), key=lambda one: one.ratio)
-    best_baseline = min(ratios.values())
-    kernel: Kernel
     if ratios[LIBRARY] < winner.ratio:
-        kernel, best = LibraryKernel(problem, speedup=1.0), ratios[LIBRARY]
-    else:
-        program = build(problem, winner.schedule)
-        best = winner.ratio
-        kernel = CompiledKernel(program, speedup=best_baseline / best, cache=cache)
-    seconds: dict[str, float] = {}
-    for trial in found.values():
-        for part, took in trial.seconds.items():
-            seconds[part] = seconds.get(part, 0.0) + took
-    seconds["search"] = time.monotonic() - begun - sum(seconds.values())
-    return Tuned(kernel=kernel, trials=tuple(found.values()), baselines=ratios, best=best, seconds=seconds)
-
-
-@contextmanager
-def _log(
-    folder: Path | str | None, problem: Problem
-) -> Iterator[tuple[list[Trial], Callable[[Trial], None]]]:
-    """The trials that a folder holds, and what writes one more."""
-    if folder is None:
-        yield [], lambda trial: None
-        return
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    head = {"problem": _name(problem)}
-    writer = LineWriter(root / TRIALS)
-    try:
-        lines = (root / TRIALS).read_text(encoding="utf-8").splitlines()
-        if not lines:
-            writer.write(head)
-        elif json.loads(lines[0]) != head:
-            other = json.loads(lines[0]).get("problem")
-            raise InputError(
-                f"{root} holds the trials of another problem ({other}) than this ({head['problem']}); name "
-                "another folder"
-            )
-        yield [_trial(root, line) for line in lines[1:]], lambda trial: writer.write(trial.to_dict())
-        writer.sync()
-    finally:
-        writer.close()
-
-
-def _trial(root: Path, line: str) -> Trial:
-    try:
-        row = json.loads(line)
-        if row["error"] is not None:
-            del row["latency_ms"], row["ratio"]
-        return Trial(**{**row, "schedule": Schedule.parse(row["schedule"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise FileFormatError(
-            f"{root / TRIALS} holds a line that is no trial ({error}); remove it"
-        ) from error
-
-
-def _name(problem: Problem) -> str:
-    """What tells one problem from another."""
-    matrix = problem.matrix
-    digest = hashlib.sha256()
-    for array in (matrix.rows, matrix.cols):
-        digest.update(np.ascontiguousarray(array).data)
-    sizes = " x ".join(str(extent) for extent in problem.extents.values())
-    return f"{problem.operator.name} {sizes} {problem.dtype} {digest.hexdigest()[:16]}"
+        return LibraryKernel(problem, speedup=1.0), ratios, ratios[LIBRARY]
+    speedup = min(ratios.values()) / winner.ratio
+    kernel = CompiledKernel(build(problem, winner.schedule), speedup=speedup, cache=cache)
+    return kernel, ratios, winner.ratio
