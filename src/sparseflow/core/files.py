@@ -1,4 +1,4 @@
-"""Writing a file so that a reader sees the old one or the new one, never half of one."""
+"""Files on disk: whole ones or none, and where what is remembered lies."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `$SPARSEFLOW_CACHE`, else `sparseflow` in `$XDG_CACHE_HOME`.
+
+    Without either it is `~/.cache/sparseflow`. It may not be there yet.
+    """
+    own = os.environ.get("SPARSEFLOW_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sparseflow"
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sparseflow.core import device as devices
 from sparseflow.core import timing
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import cache_folder, write_atomic
 
 Policy = Literal["measured", "static"]
 CACHE_VERSION = 1
@@ -114,11 +113,7 @@ class DecisionCache:
 
 def default_cache_path() -> Path:
     """Where decisions are remembered unless the caller says otherwise."""
-    own = os.environ.get("SPARSEFLOW_CACHE")
-    if own:
-        return Path(own) / "decisions.json"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sparseflow" / "decisions.json"
+    return cache_folder() / "decisions.json"
 
 
 def rate_bucket(rate: float) -> int:

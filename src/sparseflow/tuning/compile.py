@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from sparseflow.core.files import cache_folder
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning import child
 
@@ -102,11 +103,7 @@ def _version(path: str, changed_ns: int) -> str | None:
 
 def default_folder() -> Path:
     """`tuning` in `$SPARSEFLOW_CACHE`, else `$XDG_CACHE_HOME/sparseflow`, else `~/.cache/sparseflow`."""
-    own = os.environ.get("SPARSEFLOW_CACHE")
-    if own:
-        return Path(own) / "tuning"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sparseflow" / "tuning"
+    return cache_folder() / "tuning"
 
 
 class Cache:
