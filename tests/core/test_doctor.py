@@ -54,4 +54,4 @@ def test_triton_is_usable_only_with_a_gpu(
 
 
 def test_an_extra_of_a_wing_that_has_not_landed_is_not_called_ready() -> None:
-    assert not doctor._extra("tuning").ok
+    assert not doctor._extra("adaptive").ok
