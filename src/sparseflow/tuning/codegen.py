@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,7 +74,6 @@ class _Writer:
         self.sums: _Sums | None = None
         self.in_array = False
         self.last = nest.loops[-1]
-        self.deepest = max(loop.level for loop in nest.loops if loop.level is not None)
 
     # The whole -----------------------------------------------------------------------------------------
 
@@ -163,14 +162,18 @@ class _Writer:
             self.counted(place, loop, env)
 
     def compressed(self, place: int, loop: Loop, env: _Env) -> None:
+        with self.block(""), self.stored(place, loop, env, self.pragma(loop)) as inside:
+            self.loop(place + 1, inside)
+
+    @contextmanager
+    def stored(self, place: int, loop: Loop, env: _Env, pragma: str | None) -> Iterator[_Env]:
+        """The loop over what a compressed level stores below a position."""
         level = loop.level
-        with self.block(""):
-            self.write(f"const long b{place} = pos{level}[{env.position}];")
-            self.write(f"const long e{place} = pos{level}[{env.position} + 1];")
-            self.pragmas(loop)
-            with self.block(f"for (long p{level} = b{place}; p{level} < e{place}; p{level}++)"):
-                self.write(f"const long c{place} = crd{level}[p{level}];")
-                self.loop(place + 1, env.at(loop, f"c{place}", f"p{level}"))
+        self.write(f"const long b{place} = pos{level}[{env.position}];")
+        self.write(f"const long e{place} = pos{level}[{env.position} + 1];")
+        with self.block(f"for (long p{level} = b{place}; p{level} < e{place}; p{level}++)", pragma):
+            self.write(f"const long c{place} = crd{level}[p{level}];")
+            yield env.at(loop, f"c{place}", f"p{level}")
 
     def counted(self, place: int, loop: Loop, env: _Env) -> None:
         """A loop of known length; of an axis whose last block is partial, that one apart."""
@@ -178,16 +181,14 @@ class _Writer:
         whole = self.extent(loop, env) - (tail > 0)
         inner = self.inner(loop)
         if tail and loop.parallel:
-            self.pragmas(loop)
-            with self.block(f"for (long c{place} = 0; c{place} < {whole + 1}; c{place}++)"):
+            with self.counting(place, whole + 1, self.pragma(loop)):
                 with self.block(f"if (c{place} < {whole})"):
                     self.loop(place + 1, env.at(loop, f"c{place}"))
                 with self.block("else"):
                     self.loop(place + 1, env.at(loop, f"c{place}").shortened(inner, tail))
             return
         if whole:
-            self.pragmas(loop)
-            with self.block(f"for (long c{place} = 0; c{place} < {whole}; c{place}++)"):
+            with self.counting(place, whole, self.pragma(loop)):
                 self.loop(place + 1, self.into(place, loop, env, f"c{place}"))
         if tail:
             self.loop(place + 1, env.at(loop, str(whole)).shortened(inner, tail))
@@ -209,14 +210,14 @@ class _Writer:
         self.write(f"const long p{loop.level} = {position};")
         return env.at(loop, coordinate, f"p{loop.level}")
 
-    def pragmas(self, loop: Loop) -> None:
+    def pragma(self, loop: Loop) -> str | None:
+        """What stands before a loop."""
         if loop.parallel:
             shared = f"schedule(dynamic, {self.nest.chunk}) num_threads({self.nest.threads})"
-            self.write(f"#pragma omp parallel for {shared}")
-        elif loop is self.last and self.nest.vector == "hint" and (loop.mode is None or loop.mode.unique):
-            self.write("#pragma omp simd")
-        elif loop.unroll > 1:
-            self.write(f"#pragma GCC unroll {loop.unroll}")
+            return f"#pragma omp parallel for {shared}"
+        if loop is self.last and self.nest.vector == "hint" and (loop.mode is None or loop.mode.unique):
+            return "#pragma omp simd"
+        return f"#pragma GCC unroll {loop.unroll}" if loop.unroll > 1 else None
 
     # Sums ----------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class _Writer:
             return
         tail = self.tail(loop)
         whole = self.extent(loop, env) - (tail > 0)
-        with self.block(f"for (long c{place} = 0; c{place} < {whole}; c{place}++)"):
+        with self.counting(place, whole):
             self.spill(place + 1, env.at(loop, f"c{place}"))
         if tail:
             self.spill(place + 1, env.at(loop, str(whole)).shortened(self.inner(loop), tail))
@@ -276,35 +277,21 @@ class _Writer:
 
     def product(self, env: _Env) -> None:
         """One element's share of one result."""
-        value = self.factors(env)
-        if self.sums is not None:
-            self.write(f"{self.variable(self.result(env), 'real', 1)} += {value};")
-        elif self.in_array:
-            self.write(f"sums[{self.slot(env)}] += {value};")
-        else:
-            self.write(f"res[{self.result(env)}] += {value};")
+        self.add(env, self.factors(env))
 
     def summed_by_hint(self, env: _Env) -> None:
         """The innermost loop, which sums, as one that the compiler may reorder."""
+        place, loop = len(self.nest.loops) - 1, self.last
+        pragma = "#pragma omp simd reduction(+:part)"
         with self.block(""):
             self.write("real part = 0;")
-            place, loop = len(self.nest.loops) - 1, self.last
-            if loop.mode is None or loop.mode is Mode.DENSE:
-                head, coordinate = f"long c{place} = 0; c{place} < {self.extent(loop, env)}; c{place}++", None
-            else:
-                level = loop.level
-                self.write(f"const long b{place} = pos{level}[{env.position}];")
-                self.write(f"const long e{place} = pos{level}[{env.position} + 1];")
-                head = f"long p{level} = b{place}; p{level} < e{place}; p{level}++"
-                coordinate = f"crd{level}[p{level}]"
-            self.write("#pragma omp simd reduction(+:part)")
-            with self.block(f"for ({head})"):
-                if coordinate is None:
+            if loop.fixed:
+                with self.counting(place, self.extent(loop, env), pragma):
                     inside = self.into(place, loop, env, f"c{place}")
-                else:
-                    self.write(f"const long c{place} = {coordinate};")
-                    inside = env.at(loop, f"c{place}", f"p{loop.level}")
-                self.write(f"part += {self.factors(inside)};")
+                    self.write(f"part += {self.factors(inside)};")
+            else:
+                with self.stored(place, loop, env, pragma) as inside:
+                    self.write(f"part += {self.factors(inside)};")
             self.add(env.at(loop, "0"), "part")
 
     def add(self, env: _Env, part: str) -> None:
@@ -451,8 +438,13 @@ class _Writer:
     def write(self, line: str) -> None:
         self.lines.append(line if line.startswith("#") else "    " * self.depth + line)
 
+    def counting(self, place: int, steps: int, pragma: str | None = None) -> AbstractContextManager[None]:
+        return self.block(f"for (long c{place} = 0; c{place} < {steps}; c{place}++)", pragma)
+
     @contextmanager
-    def block(self, head: str) -> Iterator[None]:
+    def block(self, head: str, pragma: str | None = None) -> Iterator[None]:
+        if pragma is not None:
+            self.write(pragma)
         self.write(f"{head} {{".strip())
         self.depth += 1
         yield

@@ -214,15 +214,11 @@ def lower(schedule: Schedule, operator: Operator, extents: Mapping[str, int], dt
     )
 
 
-def _parts(schedule: Schedule, of: str, extent: int) -> list[tuple[str, int, int]]:
-    """(sub axis, weight, extent) of an axis, outermost first; the outermost covers whatever is left."""
-    named = schedule.sub_axes(of)
-    if len(named) == 1:
-        return [(named[0][0], 1, extent)]
-    inner = [size or 1 for _, size in named[1:]]
-    weights = [math.prod(inner[place:]) for place in range(len(named))]
-    sizes = [-(-extent // weights[0]), *inner]
-    return [(axis, weight, size) for (axis, _), weight, size in zip(named, weights, sizes, strict=True)]
+def _parts(canonical: Schedule, of: str, extent: int) -> list[tuple[str, int, int]]:
+    """(sub axis, weight, extent) of an axis, outermost first."""
+    named = canonical.sub_axes(of)
+    sizes = [extent if size is None else size for _, size in named]
+    return [(axis, math.prod(sizes[place + 1 :]), sizes[place]) for place, (axis, _) in enumerate(named)]
 
 
 def _region(
