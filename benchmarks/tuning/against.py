@@ -28,13 +28,13 @@ from mkl import mkl_job
 from sparseflow.core.environment import environment
 from sparseflow.core.jsonl import LineWriter
 from sparseflow.errors import RunError
-from sparseflow.tuning.evaluate import TOLERANCE
+from sparseflow.tuning.evaluate import TOLERANCE, job_of
 from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.matrices import Coo, read_matrix
 from sparseflow.tuning.operators import operator
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.program import Program, build
+from sparseflow.tuning.program import build
 from sparseflow.tuning.runner import Job, measure
 from sparseflow.tuning.tuner import explore
 
@@ -44,15 +44,6 @@ REGISTERS = {"spmm": "tiled_csr", "spmv": "csr"}
 PAIRS = 30
 TRIES = 3
 """Times that a pair of kernels is measured where others disturb it."""
-
-
-def job_of(program: Program, inputs: tuple[np.ndarray, ...]) -> Job:
-    return Job(
-        library=program.compiled(),
-        inputs=program.arrays(inputs),
-        output_shape=program.output_shape,
-        output_dtype=program.problem.dtype,
-    )
 
 
 def slower(baseline: Job, tuned: Job, right: Callable[[np.ndarray], bool]) -> dict[str, Any]:

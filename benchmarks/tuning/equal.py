@@ -25,14 +25,15 @@ from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.parallel import run_each
 from sparseflow.errors import InputError, RunError
+from sparseflow.tuning.evaluate import TOLERANCE, job_of
 from sparseflow.tuning.matrices import Coo, as_coo
 from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.program import build
-from sparseflow.tuning.runner import Job, measure
+from sparseflow.tuning.runner import measure
 from sparseflow.tuning.space import Space
 
-RTOL = {"float32": 1e-4, "float64": 1e-10}
+RTOL = {dtype.name: largest for dtype, largest in TOLERANCE.items()}
 """Largest error, relative to the largest result."""
 
 SHAPES = ((173, 211, 0.05), (64, 64, 0.2), (1000, 30, 0.02), (31, 900, 0.1), (257, 255, 0.004), (3, 5, 0.5))
@@ -69,20 +70,14 @@ def try_one(name: str, number: int, cache: Path | None) -> dict[str, Any]:
         "operator": name, "number": number, "dtype": dtype, "extents": dict(problem.extents),
         "schedule": str(schedule),
     }  # fmt: skip
+    inputs = problem.draw(number)
     try:
         program = build(problem, schedule, limit_bytes=LIMIT_BYTES)
-        library = program.compiled(cache=cache)
+        job = job_of(program, inputs, cache=cache)
     except InputError as error:
         return row | {"outcome": "refused", "why": str(error)}
     except RunError as error:
         return row | {"outcome": "failed", "why": str(error)}
-    inputs = problem.draw(number)
-    job = Job(
-        library=library,
-        inputs=program.arrays(inputs),
-        output_shape=program.output_shape,
-        output_dtype=problem.dtype,
-    )
     found = measure(job, repeats=1, min_time_s=0.0, cache=cache)
     if found.error is not None:
         return row | {"outcome": "failed", "why": found.error}

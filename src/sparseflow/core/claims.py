@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from sparseflow.core.files import write_atomic
+from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 MAX_SAMPLES_BYTES = 200_000
@@ -171,8 +172,5 @@ def update(results: Path, fields: dict[str, Any]) -> Claim:
 
 
 def _first(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the whole"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {first['msg']}{more}"
+    more = error.error_count() - 1
+    return first_problem(error) + (f" (and {more} more)" if more else "")

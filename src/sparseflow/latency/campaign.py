@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sparseflow.core.extras import require
 from sparseflow.core.load import KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
+from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError, ModelError
 from sparseflow.latency import onnx_file, session
 from sparseflow.latency.extract import METADATA_KEY
@@ -314,9 +315,7 @@ def read_config(path: Path | str) -> Config:
     try:
         config = Config.model_validate(content)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise FileFormatError(f"{file}: {where}: {first['msg']}") from error
+        raise FileFormatError(f"{file}: {first_problem(error)}") from error
     here = file.parent.resolve()
     return config.model_copy(
         update={side: [here / entry for entry in getattr(config, side)] for side in ("kernels", "models")}

@@ -61,6 +61,16 @@ class Trial:
         }
 
 
+def job_of(program: Program, inputs: tuple[np.ndarray, ...], *, cache: Path | None = None) -> Job:
+    """A program as the runner takes it, compiled."""
+    return Job(
+        library=program.compiled(cache=cache),
+        inputs=program.arrays(inputs),
+        output_shape=program.output_shape,
+        output_dtype=program.problem.dtype,
+    )
+
+
 class Evaluator:
     """Measures schedules for one problem against one of them; use it in a `with` block.
 
@@ -136,12 +146,7 @@ class Evaluator:
         )
 
     def _job(self, program: Program) -> Job:
-        return Job(
-            library=program.compiled(cache=self._cache),
-            inputs=program.arrays(self.inputs),
-            output_shape=program.output_shape,
-            output_dtype=self.problem.dtype,
-        )
+        return job_of(program, self.inputs, cache=self._cache)
 
     def _wrong(self, program: Program, output: np.ndarray) -> str | None:
         """How the output differs from the library's in float64."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparseflow.core.device import describe
 from sparseflow.core.files import write_atomic
+from sparseflow.core.validation import first_problem
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen import SYMBOL
 from sparseflow.tuning.matrices import Coo, as_coo
@@ -215,11 +216,8 @@ def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) 
         problem = Problem(operator=operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols)
         program = None if record.schedule is None else build(problem, Schedule.parse(record.schedule))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise FileFormatError(
-            f"{file} is not a kernel that can be read: {place}: {first['msg']}; tune again"
-        ) from error
+        problem = first_problem(error)
+        raise FileFormatError(f"{file} is not a kernel that can be read: {problem}; tune again") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
     if record.cpu != cpu() and not any_cpu:

@@ -47,6 +47,11 @@ class Split:
     axis: str
     parts: tuple[tuple[str, int], ...]
 
+    @classmethod
+    def in_two(cls, axis: str, extent: int, inner: int) -> Split:
+        """An axis in blocks of `inner`, as many as cover it."""
+        return cls(axis=axis, parts=((f"{axis}0", -(-extent // inner)), (f"{axis}1", inner)))
+
     @property
     def inner(self) -> int:
         """How much of the axis one step of the outermost part covers: the product of the other sizes."""

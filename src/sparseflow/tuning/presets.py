@@ -28,7 +28,7 @@ def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dic
     rows, cols = operator.sparse_axes
     csr = _format(operator, ((rows, Mode.DENSE), (cols, Mode.COMPRESSED)))
     block = _format(operator, ((f"{rows}0", Mode.DENSE), (cols, Mode.COMPRESSED), (f"{rows}1", Mode.DENSE)))
-    blocked = (_split(rows, extents[rows], _ROWS),)
+    blocked = (Split.in_two(rows, extents[rows], _ROWS),)
     if operator.name == "spmv":
         return {
             "csr": _schedule(formats=csr, loops=(rows, cols), parallel=rows, vectorize=None, threads=threads),
@@ -43,7 +43,7 @@ def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dic
     (dense,) = operator.dense_axes
     tile = min(_TILE, 1 << (extents[dense].bit_length() - 1))
     outer, inner = f"{dense}0", f"{dense}1"
-    split = (_split(dense, extents[dense], tile),)
+    split = (Split.in_two(dense, extents[dense], tile),)
     if operator.name == "sddmm":
         return {
             "csr": _schedule(
@@ -65,10 +65,6 @@ def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dic
             parallel=f"{rows}0", vectorize=inner, threads=threads,
         ),
     }  # fmt: skip
-
-
-def _split(axis: str, extent: int, inner: int) -> Split:
-    return Split(axis=axis, parts=((f"{axis}0", -(-extent // inner)), (f"{axis}1", inner)))
 
 
 def _format(operator: Operator, levels: tuple[tuple[str, Mode], ...]) -> tuple[SparseFormat, ...]:

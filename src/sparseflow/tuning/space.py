@@ -200,7 +200,7 @@ class Space:
         )
 
     def _split(self, axis: str, inner: int) -> Split:
-        return Split(axis=axis, parts=((f"{axis}0", -(-self.shape[axis] // inner)), (f"{axis}1", inner)))
+        return Split.in_two(axis, self.shape[axis], inner)
 
     def _split_of(self, rng: np.random.Generator, axis: str, keep: Schedule | None) -> Split | None:
         if keep is not None:

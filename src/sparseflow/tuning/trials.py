@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.evaluate import Trial
 from sparseflow.tuning.problem import Problem
@@ -104,9 +105,7 @@ def _trial(row: dict[str, Any], where: str, problem: Problem) -> Trial:
         read = _Row.model_validate(row)
         schedule = Schedule.parse(read.schedule).checked(problem.operator, problem.extents)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
-        raise FileFormatError(f"{where}, is no trial: {place}: {first['msg']}; remove the line") from error
+        raise FileFormatError(f"{where}, is no trial: {first_problem(error)}; remove the line") from error
     except InputError as error:
         raise FileFormatError(f"{where}, is no trial of this: {error}; remove the line") from error
     return Trial(
