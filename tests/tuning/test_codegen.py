@@ -102,6 +102,19 @@ SPMV = {
         "i0 None None 0 2 2"
     ),
     "all dense": "0 1 A 2 i j A 2 i 0 j 0 0 2 i j i j None 0 2 4",
+    "rows side by side": "1 i 2 i0 3 i1 16 1 A 3 i0 i1 j A 3 i0 0 i1 0 j 1 0 3 i0 i1 j i0 i1 j 2 2 1",
+    "many rows side by side": (
+        "1 i 2 i0 1 i1 32 1 A 3 i0 i1 j A 3 i0 1 i1 0 j 2 0 3 i0 i1 j i0 i1 None 0 2 1"
+    ),
+    "three pairs of rows": "1 i 2 i0 7 i1 6 1 A 3 i0 i1 j A 3 i0 0 i1 0 j 1 0 3 i0 i1 j None i1 None 0 1 1",
+    "rows side by side in blocks": (
+        "2 i 2 i0 9 i1 8 j 2 j0 9 j1 16 1 A 4 i0 j0 i1 j1 A 4 i0 0 j0 1 i1 0 j1 1 0 4 i0 j0 i1 j1 "
+        "i0 i1 None 0 2 2"
+    ),
+    "rows side by side by column": (
+        "2 i 2 i0 9 i1 8 j 2 j0 9 j1 16 1 A 4 j0 i0 i1 j1 A 4 j0 0 i0 1 i1 0 j1 1 0 4 j0 i0 i1 j1 "
+        "None i1 j1 2 1 1"
+    ),
 }  # fmt: skip
 
 SDDMM = {

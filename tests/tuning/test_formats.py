@@ -34,7 +34,8 @@ def unpacked(packed: Packed, shape: tuple[int, int]) -> Coo:
         else:
             part = level.crd[position].astype(np.int64)
             if level.pos is not None:
-                position = np.searchsorted(level.pos, position, side="right") - 1
+                step, lane = np.divmod(position, spec.lanes)
+                position = (np.searchsorted(level.pos, step, side="right") - 1) * spec.lanes + lane
         coordinate[spec.of] += spec.weight * part
     real = np.zeros(len(packed.values), bool)
     real[packed.leaf] = True
@@ -76,6 +77,18 @@ def test_blocks_hold_their_zeros_too() -> None:
     assert packed.levels[1].crd is not None and packed.levels[1].crd.tolist() == [0, 1, 3]
     assert packed.values.tolist() == [0, 1, 5, 0, 0, 2]
     assert packed.leaf.tolist() == [2, 1, 5]  # (0, 1), (1, 0) and (1, 3), in that order
+
+
+def test_groups_stand_side_by_side() -> None:
+    matrix = as_coo(np.array([[1, 2, 3], [0, 0, 0], [0, 4, 0], [5, 0, 6]], np.float32))
+    parts = {"i0": (0, 2, 2), "i1": (0, 1, 2), "k": (1, 1, 3)}
+    packed = pack(matrix, level_specs([("i0", D), ("i1", D), ("k", C)], parts, lanes=2))
+    last = packed.levels[-1]
+    assert last.pos is not None and last.crd is not None
+    assert last.pos.tolist() == [0, 3, 5], "steps of two lanes"
+    assert last.crd.tolist() == [0, 0, 1, 0, 2, 0, 1, 0, 1, 2], "filled up with each group's last coordinate"
+    assert packed.values.tolist() == [1, 0, 2, 0, 3, 0, 4, 5, 0, 6]
+    assert packed.leaf.tolist() == [0, 2, 4, 6, 7, 9]
 
 
 def test_an_empty_matrix_has_empty_levels() -> None:
@@ -122,6 +135,7 @@ ORDERS = [
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     density=st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),
+    wide=st.booleans(),
 )
 def test_whatever_is_stored_can_be_read_back(
     order: tuple[str, ...],
@@ -130,6 +144,7 @@ def test_whatever_is_stored_can_be_read_back(
     shape: tuple[int, int],
     density: float,
     seed: int,
+    wide: bool,
 ) -> None:
     generator = np.random.default_rng(seed)
     values = generator.uniform(1, 2, shape) * (generator.random(shape) < density)
@@ -144,7 +159,11 @@ def test_whatever_is_stored_can_be_read_back(
     given = [
         S if mode is C and before is CN else mode for before, mode in zip([None, *modes], modes, strict=False)
     ]
-    packed = pack(matrix, level_specs(list(zip(order, given, strict=True)), parts))
+    side_by_side = wide and given[2:] == [D, C]
+    specs = level_specs(
+        list(zip(order, given, strict=True)), parts, lanes=parts[order[2]][2] if side_by_side else 1
+    )
+    packed = pack(matrix, specs)
     assert same(unpacked(packed, shape), matrix)
     assert np.array_equal(packed.values[packed.leaf], matrix.values)
     assert np.count_nonzero(packed.values) == matrix.nnz

@@ -275,6 +275,12 @@ def test_what_holds_for_all(space: Space, generator: np.random.Generator) -> Non
             continue
         outside, inside = found.loops[: found.region], found.loops[found.region :]
         assert not any(loop.parallel for loop in inside)
+        if found.vector == "lanes":
+            rows, walk = inside
+            lanes = found.levels[-1].lanes
+            assert rows.output and rows.mode is Mode.DENSE and not walk.output and not walk.fixed
+            assert 1 < lanes <= found.lanes and rows.extent % lanes == 0
+            continue
         assert all(loop.fixed for loop in inside if loop.output), "results of a region are counted"
         assert not inside[0].output
         if found.once:

@@ -176,7 +176,7 @@ def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedu
         for modes in itertools.product(Mode, repeat=2):
             levels = tuple(Level(axis=axis, mode=mode) for axis, mode in zip(order, modes, strict=True))
             formats = tuple(SparseFormat(tensor=name, order=order, modes=levels) for name in operator.tensors)
-            for parallel, vectorize, unroll in itertools.product(roles, (None, loops[-1]), roles):
+            for parallel, vectorize, unroll in itertools.product(roles, roles, roles):
                 first = Schedule(
                     fsplit=(), formats=formats, lsplit=(), lreorder=loops, parallel=parallel, unroll=unroll,
                     vectorize=vectorize, unroll_factor=2 if unroll else 0, threads=1, chunk=1,

@@ -17,7 +17,7 @@ import numpy as np
 
 from sparseflow.tuning.operators import Operator
 from sparseflow.tuning.parts import Mode, plain_modes
-from sparseflow.tuning.rules import CHUNKS, dangling_singletons
+from sparseflow.tuning.rules import CHUNKS, dangling_singletons, lanes_loop
 
 Choice = TypeVar("Choice")
 Weighted = Sequence[tuple[Choice, float]]
@@ -116,12 +116,23 @@ def parallel_loops(
     return found
 
 
-def vector_loops(loops: Sequence[str], mode: dict[str, Mode], parallel: str | None) -> Weighted[str | None]:
-    """The innermost loop or none; mostly the loop if it is over a dense axis."""
+def vector_loops(
+    operator: Operator,
+    loops: Sequence[str],
+    owner: dict[str, str],
+    mode: dict[str, Mode],
+    parallel: str | None,
+) -> Weighted[str | None]:
+    """The innermost loop, one whose results run side by side above it, or none; mostly one of the two."""
+    found: list[tuple[str | None, float]] = [(None, 1.0)]
     last = loops[-1]
-    if last == parallel or not mode.get(last, Mode.DENSE).has_loop:
-        return [(None, 1.0)]
-    return [(None, 1.0), (last, 2.0 if last in mode else 8.0)]
+    if last != parallel and mode.get(last, Mode.DENSE).has_loop:
+        found.append((last, 2.0 if last in mode else 8.0))
+    inner = [loop for loop in loops if owner[loop] == operator.output_axes[-1]][-1]
+    lanes = lanes_loop(operator, loops, inner, mode)
+    if lanes is not None and lanes != parallel:
+        found.append((lanes, 8.0))
+    return found
 
 
 def unrolled_loops(

@@ -27,6 +27,9 @@ SYMBOL = "sparseflow_kernel"
 _COPIES = 16
 """Vectors of one loop that are written out; more are looped over."""
 
+_GATHERED_BYTES = 32
+"""Vectors that are put together element by element are no wider: wider ones take longer to put together."""
+
 _BLOCK_BYTES = 65536
 """Output that one thread sets to zero at a time."""
 
@@ -139,13 +142,17 @@ class _Writer:
 
     def loop(self, place: int, env: _Env) -> None:
         nest = self.nest
-        if place == nest.region and self.sums is None and not self.in_array:
+        if place == nest.region and nest.vector == "lanes":
+            self.lanes(place, env)
+        elif place == nest.region and self.sums is None and not self.in_array:
             self.region(place, env)
-            return
-        if place == len(nest.loops):
+        elif place == len(nest.loops):
             self.product(env)
-            return
-        loop = nest.loops[place]
+        else:
+            self.step(nest.loops[place], place, env)
+
+    def step(self, loop: Loop, place: int, env: _Env) -> None:
+        nest = self.nest
         if loop is self.last and nest.vector in ("results", "sum"):
             self.vectors(env)
         elif loop is self.last and nest.vector == "hint" and not loop.output:
@@ -349,6 +356,30 @@ class _Writer:
             self.write(f"{self.memory('sums', _plus(self.slot(env), offset), width)} += {value};")
         else:
             self.write(f"{self.memory('res', _plus(self.result(env), offset), width)} += {value};")
+
+    def lanes(self, place: int, env: _Env) -> None:
+        """The two innermost loops: results side by side, each with a group of its own to walk and to sum."""
+        nest, rows, walk = self.nest, self.nest.loops[place], self.last
+        lanes, level = nest.levels[-1].lanes, walk.level
+        width = min(lanes, _GATHERED_BYTES // nest.dtype.itemsize)
+        self.widths.add(width)
+        ((name, axes),) = DENSE_INPUTS[nest.operator.name]
+        groups = rows.extent // lanes
+        with self.counting(place, groups):
+            inside = env.at(rows, f"c{place} * {lanes}")
+            self.write(f"const long g = {_plus(_times(env.position, groups), f'c{place}')};")
+            for first in range(0, lanes, width):
+                self.write(f"v{width} s{first} = {{0}};")
+            walked = f"for (long p{level} = pos{level}[g]; p{level} < pos{level}[g + 1]; p{level}++)"
+            with self.block(walked, self.pragma(walk)):
+                for first in range(0, lanes, width):
+                    at = _plus(f"p{level} * {lanes}", str(first))
+                    near = (inside.at(walk, f"crd{level}[{at} + {lane}]") for lane in range(width))
+                    gathered = ", ".join(f"{name}[{self.index(axes, one, nest.padded)}]" for one in near)
+                    self.write(f"s{first} += {self.memory('val', at, width)} * (v{width}){{{gathered}}};")
+            for first in range(0, lanes, width):
+                to = self.memory("res", _plus(self.result(inside), str(first)), width)
+                self.write(f"{to} {'=' if nest.once else '+='} s{first};")
 
     def factors(self, env: _Env, offset: str = "0", width: int = 1) -> str:
         """The product of the matrix's element and the dense inputs, `width` neighbours at once."""

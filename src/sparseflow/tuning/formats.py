@@ -14,8 +14,14 @@ compressed, not unique    `pos`, `crd`    one for each element
 singleton                 `crd`           one: the position above holds one element
 ========================  ==============  ==================================================
 
+A compressed level may keep the groups of some neighbouring positions above it, its *lanes*, side by side: the
+first position of each group, then the second of each, as far as the longest group goes. Shorter groups are
+filled up with their last coordinate (0 where there is none) and, in the values, zeros. `pos` then counts
+steps: a lane is one of the positions of a step.
+
 CSR is dense, compressed; COO is compressed (not unique), singleton; blocks of 4x1 are dense, compressed,
-dense with the rows split by 4. Values lie at the positions of the last level, zeros included.
+dense with the rows split by 4; sliced ELL is dense, dense, compressed with the second level's rows as lanes.
+Values lie at the positions of the last level, zeros included.
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ class LevelSpec:
         weight: What one step along it is in coordinates of the matrix.
         extent: Its coordinates are 0 to `extent` - 1.
         mode: How they are stored.
+        lanes: Groups that stand side by side; above 1 only for a unique compressed level.
     """
 
     axis: str
@@ -50,6 +57,7 @@ class LevelSpec:
     weight: int
     extent: int
     mode: Mode
+    lanes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +67,8 @@ class StoredLevel:
     Attributes:
         spec: What was asked for.
         positions: How many it has.
-        pos: Shape (positions above + 1,), `index_type`: where the group below each position begins.
+        pos: Shape (positions above / lanes + 1,), `index_type`: where the group below each position begins,
+            in steps.
         crd: Shape (positions,), `coordinate_type`: coordinates.
     """
 
@@ -134,10 +143,18 @@ def pack(matrix: Coo, specs: Sequence[LevelSpec], *, limit_bytes: int = LIMIT_BY
             if spec.mode.unique:
                 first[1:] = (parent[1:] != parent[:-1]) | (coordinate[1:] != coordinate[:-1])
             chosen = np.flatnonzero(first)
-            pos = np.zeros(count + 1, index_type(nnz))
-            np.cumsum(np.bincount(parent[chosen], minlength=count), out=pos[1:])
+            sizes = np.bincount(parent[chosen], minlength=count)
+            steps = sizes if spec.lanes == 1 else sizes.reshape(-1, spec.lanes).max(axis=1)
+            pos = np.zeros(len(steps) + 1, index_type(nnz))
+            np.cumsum(steps, out=pos[1:])
             crd = coordinate[chosen].astype(coordinate_type(spec.extent))
-            parent, count = np.cumsum(first) - 1, len(chosen)
+            number = np.cumsum(first) - 1
+            if spec.lanes == 1:
+                parent, count = number, len(chosen)
+            else:
+                room(int(pos[-1]) * spec.lanes, crd.itemsize)
+                crd, places = _side_by_side(crd, parent[chosen], sizes, pos, spec.lanes)
+                parent, count = places[number], len(crd)
         else:
             if count != nnz or not np.array_equal(parent, np.arange(nnz)):
                 raise InputError(
@@ -155,18 +172,49 @@ def pack(matrix: Coo, specs: Sequence[LevelSpec], *, limit_bytes: int = LIMIT_BY
     return Packed(levels=tuple(stored), values=values, leaf=leaf)
 
 
+def _side_by_side(
+    crd: np.ndarray, parent: np.ndarray, sizes: np.ndarray, pos: np.ndarray, lanes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of groups in lanes, and where each one went.
+
+    Args:
+        crd: Coordinates, group by group.
+        parent: Number of each one's group.
+        sizes: Of each group.
+        pos: Where the steps of each `lanes` groups begin.
+        lanes: Groups that stand side by side.
+    """
+    ends = np.cumsum(sizes)
+    last = np.zeros(len(sizes), crd.dtype)
+    last[sizes > 0] = crd[ends[sizes > 0] - 1]
+    found = np.repeat(last.reshape(-1, lanes), np.diff(pos), axis=0).reshape(-1)
+    step = np.arange(len(crd)) - (ends - sizes)[parent]
+    places = (pos[parent // lanes] + step) * lanes + parent % lanes
+    found[places] = crd
+    return found, places
+
+
 def level_specs(
-    order: Sequence[tuple[str, Mode]], parts: Mapping[str, tuple[int, int, int]]
+    order: Sequence[tuple[str, Mode]], parts: Mapping[str, tuple[int, int, int]], *, lanes: int = 1
 ) -> tuple[LevelSpec, ...]:
     """The levels of a storage order.
 
     Args:
         order: (sub axis, mode) from the root down.
         parts: Sub axis -> (0 for rows or 1 for columns, weight, extent).
+        lanes: Groups of the last level that stand side by side.
     """
+    last = len(order) - 1
     return tuple(
-        LevelSpec(axis=axis, of=parts[axis][0], weight=parts[axis][1], extent=parts[axis][2], mode=mode)
-        for axis, mode in order
+        LevelSpec(
+            axis=axis,
+            of=parts[axis][0],
+            weight=parts[axis][1],
+            extent=parts[axis][2],
+            mode=mode,
+            lanes=lanes if place == last else 1,
+        )
+        for place, (axis, mode) in enumerate(order)
     )
 
 

@@ -6,7 +6,9 @@ Lowering decides what a schedule leaves open:
   results are kept in registers, or else in an array on the stack, while the loops that sum run, and are
   written once at its end. Without such a place every product is added to memory.
 - whether the innermost loop becomes vectors of C, whose elements are results (*results*) or parts of one sum
-  (*sum*), or is left to the compiler (*hint*), because something does not lie side by side.
+  (*sum*), or is left to the compiler (*hint*), because something does not lie side by side. Where the loop to
+  be vectorised stands above the innermost one (*lanes*), each element of a vector is a result with a sum of
+  its own, and what is summed is stored so that the elements' shares lie side by side.
 - what must be zero before. Rows that no loop visits, and results that are visited more than once.
 """
 
@@ -23,7 +25,7 @@ from sparseflow.tuning.formats import LevelSpec, level_specs
 from sparseflow.tuning.operators import Operator
 from sparseflow.tuning.schedule import Mode, Schedule
 
-Vector = Literal["results", "sum", "hint"]
+Vector = Literal["results", "sum", "lanes", "hint"]
 
 VECTOR_BYTES = 64
 """The widest vector that is asked for; the compiler splits it where the processor's are narrower."""
@@ -95,7 +97,8 @@ class Nest:
         levels: Storage of the sparse matrix, as `formats.pack` takes it.
         region: Number of the loop before which sums begin to be kept; None where products go to memory.
         in_array: Whether they are kept in an array; else in variables.
-        vector: What becomes of the innermost loop; None leaves it to the compiler as it is.
+        vector: What becomes of the innermost loop, or of the one above it (lanes); None leaves it to the
+            compiler as it is.
         once: Whether each result is written only once.
         zeroed: Whether the output must be zero before the loops.
         padded: Axes along which blocks reach over the end of the matrix.
@@ -184,8 +187,13 @@ def lower(schedule: Schedule, operator: Operator, extents: Mapping[str, int], dt
         if math.prod(loop.extent for loop in loops if loop.of == of) != extents[of]
         and any(loop.mode is Mode.DENSE for loop in loops if loop.of == of)
     )
-    vector = None if schedule.vectorize is None else _vector(loops, operator, padded)
-    region, in_array = _region(loops, operator, dtype, vector)
+    lanes = 1
+    if schedule.vectorize is not None and schedule.vectorize != loops[-1].axis:
+        lanes = math.gcd(loops[-2].extent, VECTOR_BYTES // dtype.itemsize)
+        vector, region, in_array = "lanes", len(loops) - 2, False
+    else:
+        vector = None if schedule.vectorize is None else _vector(loops, operator, padded)
+        region, in_array = _region(loops, operator, dtype, vector)
     if vector == "sum" and region is None:
         vector = "hint"
     once = _once(loops, region, operator)
@@ -202,6 +210,7 @@ def lower(schedule: Schedule, operator: Operator, extents: Mapping[str, int], dt
                 for axis, (of, weight, extent) in parts.items()
                 if of in operator.sparse_axes
             },
+            lanes=lanes,
         ),
         region=region,
         in_array=in_array,

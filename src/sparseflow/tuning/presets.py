@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparseflow.tuning.operators import Operator
+from sparseflow.tuning.rules import CHUNKS
 from sparseflow.tuning.schedule import Level, Mode, Schedule, SparseFormat, Split
 
 _TILE = 64
 """Columns whose sums are kept in registers: four vectors of 16 floats."""
 
-_ROWS = 4
+_BLOCK = 4
 """Rows of a block."""
 
-_ROW_CHUNK = 16
-"""Rows that a thread takes at a time."""
+_SLICE = 16
+"""Rows that are walked side by side."""
+
+_PIECES = 16
+"""Pieces of work that each thread gets at least, so that none waits for long at the end."""
 
 
 def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dict[str, Schedule]:
-    """Name -> schedule: CSR, CSR with sums in registers or elements in vectors, and blocks of 4 rows.
+    """Name -> schedule: CSR, CSR with sums in registers or elements in vectors, blocks of 4 rows, sliced ELL.
+
+    Sliced ELL (Monakov et al., HiPEAC 2010) walks 16 rows side by side; only SpMV gains by that.
 
     Args:
         operator: What is computed.
@@ -26,72 +32,47 @@ def presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dic
         threads: Threads to use.
     """
     rows, cols = operator.sparse_axes
-    csr = _format(operator, ((rows, Mode.DENSE), (cols, Mode.COMPRESSED)))
-    block = _format(operator, ((f"{rows}0", Mode.DENSE), (cols, Mode.COMPRESSED), (f"{rows}1", Mode.DENSE)))
-    blocked = (Split.in_two(rows, extents[rows], _ROWS),)
+
+    def schedule(*loops: str, vectorize: str | None, block: int = 1, tile: int = 1) -> Schedule:
+        """One whose rows are dense, in blocks or not, and whose columns are compressed."""
+        levels = [
+            Level(axis=loop, mode=Mode.COMPRESSED if loop == cols else Mode.DENSE)
+            for loop in loops
+            if loop[0] in operator.sparse_axes
+        ]
+        steps = -(-extents[rows] // block)
+        return Schedule(
+            fsplit=(Split.in_two(rows, extents[rows], block),) if block > 1 else (),
+            formats=tuple(
+                SparseFormat(tensor=name, order=tuple(level.axis for level in levels), modes=tuple(levels))
+                for name in operator.tensors
+            ),
+            lsplit=tuple(Split.in_two(axis, extents[axis], tile) for axis in operator.dense_axes),
+            lreorder=loops,
+            parallel=loops[0],
+            vectorize=vectorize,
+            unroll=None,
+            unroll_factor=0,
+            threads=threads,
+            chunk=max(chunk for chunk in CHUNKS if chunk <= max(steps // (_PIECES * threads), 1)),
+        )
+
+    first, last = f"{rows}0", f"{rows}1"
     if operator.name == "spmv":
         return {
-            "csr": _schedule(formats=csr, loops=(rows, cols), parallel=rows, vectorize=None, threads=threads),
-            "csr_gathered": _schedule(
-                formats=csr, loops=(rows, cols), parallel=rows, vectorize=cols, threads=threads
-            ),
-            "bcsr4x1": _schedule(
-                fsplit=blocked, formats=block, loops=(f"{rows}0", cols, f"{rows}1"),
-                parallel=f"{rows}0", vectorize=f"{rows}1", threads=threads,
-            ),
-        }  # fmt: skip
-    (dense,) = operator.dense_axes
-    tile = min(_TILE, 1 << (extents[dense].bit_length() - 1))
-    outer, inner = f"{dense}0", f"{dense}1"
-    split = (Split.in_two(dense, extents[dense], tile),)
+            "csr": schedule(rows, cols, vectorize=None),
+            "csr_gathered": schedule(rows, cols, vectorize=cols),
+            "bcsr4x1": schedule(first, cols, last, block=_BLOCK, vectorize=last),
+            "sliced_ell": schedule(first, last, cols, block=_SLICE, vectorize=last),
+        }
+    (axis,) = operator.dense_axes
+    outer, inner = f"{axis}0", f"{axis}1"
+    tile = min(_TILE, 1 << (extents[axis].bit_length() - 1))
+    csr = schedule(rows, cols, outer, inner, vectorize=inner, tile=tile)
     if operator.name == "sddmm":
-        return {
-            "csr": _schedule(
-                formats=csr, lsplit=split, loops=(rows, cols, outer, inner), parallel=rows, vectorize=inner,
-                threads=threads,
-            ),
-        }  # fmt: skip
+        return {"csr": csr}
     return {
-        "csr": _schedule(
-            formats=csr, lsplit=split, loops=(rows, cols, outer, inner), parallel=rows, vectorize=inner,
-            threads=threads,
-        ),
-        "tiled_csr": _schedule(
-            formats=csr, lsplit=split, loops=(rows, outer, cols, inner), parallel=rows, vectorize=inner,
-            threads=threads,
-        ),
-        "bcsr4x1": _schedule(
-            fsplit=blocked, formats=block, lsplit=split, loops=(f"{rows}0", outer, cols, f"{rows}1", inner),
-            parallel=f"{rows}0", vectorize=inner, threads=threads,
-        ),
-    }  # fmt: skip
-
-
-def _format(operator: Operator, levels: tuple[tuple[str, Mode], ...]) -> tuple[SparseFormat, ...]:
-    stored = tuple(Level(axis=axis, mode=mode) for axis, mode in levels)
-    order = tuple(level.axis for level in stored)
-    return tuple(SparseFormat(tensor=name, order=order, modes=stored) for name in operator.tensors)
-
-
-def _schedule(
-    *,
-    formats: tuple[SparseFormat, ...],
-    loops: tuple[str, ...],
-    parallel: str,
-    vectorize: str | None,
-    threads: int,
-    fsplit: tuple[Split, ...] = (),
-    lsplit: tuple[Split, ...] = (),
-) -> Schedule:
-    return Schedule(
-        fsplit=fsplit,
-        formats=formats,
-        lsplit=lsplit,
-        lreorder=loops,
-        parallel=parallel,
-        vectorize=vectorize,
-        unroll=None,
-        unroll_factor=0,
-        threads=threads,
-        chunk=_ROW_CHUNK,
-    )
+        "csr": csr,
+        "tiled_csr": schedule(rows, outer, cols, inner, vectorize=inner, tile=tile),
+        "bcsr4x1": schedule(first, outer, cols, last, inner, block=_BLOCK, vectorize=inner, tile=tile),
+    }

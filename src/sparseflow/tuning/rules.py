@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparseflow.tuning.operators import Operator
@@ -37,7 +37,7 @@ def problems(schedule: Schedule, operator: Operator, shape: Mapping[str, int] | 
         *_order(schedule, operator),
         *_singletons(schedule),
         *_parallel(schedule, operator),
-        *_loops(schedule),
+        *_loops(schedule, operator),
         *_dense_parts(schedule, extents),
     ]
 
@@ -165,7 +165,7 @@ def _parallel(schedule: Schedule, operator: Operator) -> Iterator[str]:
                 yield f"parallel-shared: {loop} is not unique, and threads would add to the same elements"
 
 
-def _loops(schedule: Schedule) -> Iterator[str]:
+def _loops(schedule: Schedule, operator: Operator) -> Iterator[str]:
     looped = {level.axis: level.mode.has_loop for level in schedule.formats[0].levels()}
     for role, loop in (
         ("parallel", schedule.parallel),
@@ -174,8 +174,38 @@ def _loops(schedule: Schedule) -> Iterator[str]:
     ):
         if loop is not None and not looped.get(loop, True):
             yield f"{role}-singleton: {loop} is a singleton and has no loop"
-    if schedule.vectorize not in (None, schedule.lreorder[-1]):
-        yield f"vectorize-inner: {schedule.vectorize} is not the innermost loop, {schedule.lreorder[-1]}"
+    if schedule.vectorize not in (None, schedule.lreorder[-1], row_lanes(schedule, operator)):
+        yield (
+            f"vectorize-inner: {schedule.vectorize} is neither the innermost loop, {schedule.lreorder[-1]}, "
+            "nor a dense one over neighbouring results right above a compressed innermost one"
+        )
+
+
+def row_lanes(schedule: Schedule, operator: Operator) -> str | None:
+    """The loop, if there is one, whose steps may run side by side although another one is innermost.
+
+    Its steps are neighbouring results, and the innermost loop, which is compressed, sums: each lane of a
+    vector then walks a group of its own.
+    """
+    modes = {level.axis: level.mode for level in schedule.formats[0].levels()}
+    inner, size = schedule.sub_axes(operator.output_axes[-1])[-1]
+    return lanes_loop(operator, schedule.lreorder, inner, modes) if size and size % 2 == 0 else None
+
+
+def lanes_loop(operator: Operator, loops: Sequence[str], inner: str, modes: Mapping[str, Mode]) -> str | None:
+    """What `row_lanes` tells, before there is a schedule.
+
+    Args:
+        operator: What is computed.
+        loops: All loops, outermost first.
+        inner: The innermost part of the last axis of the output, of an even size.
+        modes: Mode of each level.
+    """
+    if operator.sparse_output or operator.dense_axes or loops[-2] != inner or inner in operator.axes:
+        return None
+    walked = modes[loops[-1]]
+    sums = walked in (Mode.COMPRESSED, Mode.COMPRESSED_NONUNIQUE)
+    return inner if sums and modes[inner] is Mode.DENSE else None
 
 
 def _dense_parts(schedule: Schedule, extents: Mapping[str, int] | None) -> Iterator[str]:

@@ -174,7 +174,7 @@ class Space:
         if self._shared:
             legal = choices.parallel_loops(op, loops, owner, mode)
             parallel = _kept_or_drawn(rng, legal, _role(parents.get("parallel"), "parallel", owner))
-        legal = choices.vector_loops(loops, mode, parallel)
+        legal = choices.vector_loops(op, loops, owner, mode, parallel)
         vectorize = _kept_or_drawn(rng, legal, _role(parents.get("vectorize"), "vectorize", owner))
         legal = choices.unrolled_loops(loops, mode, (parallel, vectorize))
         unroll, factor = self._unroll(rng, legal, owner, parents.get("unroll"))
@@ -277,7 +277,9 @@ class Space:
                 for loops, _ in choices.loop_orders(order, dense):
                     for parallel, _ in choices.parallel_loops(op, loops, owner, mode):
                         ways = 1 if parallel is None else shared
-                        for vectorize, _ in choices.vector_loops(loops, mode, parallel) if ways else ():
+                        for vectorize, _ in (
+                            choices.vector_loops(op, loops, owner, mode, parallel) if ways else ()
+                        ):
                             total += ways * len(choices.unrolled_loops(loops, mode, (parallel, vectorize)))
         return total
 
