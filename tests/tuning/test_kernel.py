@@ -174,6 +174,19 @@ def test_results_are_the_callers_own(make: Make) -> None:
     assert np.array_equal(inputs[0], kept)
 
 
+@pytest.mark.parametrize("keep", [lambda found: found, lambda found: found[1:2], torch.from_numpy])
+def test_memory_is_used_again_only_when_nobody_looks_at_it(keep: Callable[..., Any], make: Make) -> None:
+    kernel = make("spmm")
+    a, b = kernel.problem.draw(1), kernel.problem.draw(2)
+    kept = keep(kernel(*a))
+    before = np.asarray(kept).copy()
+    other = kernel(*b)
+    assert np.array_equal(kept, before), "what is kept stays as it is"
+    address = other.ctypes.data
+    del other
+    assert kernel(*a).ctypes.data == address, "what nobody has any more is used again"
+
+
 def test_threads_may_share_a_kernel(make: Make) -> None:
     kernel = make("spmm")
     inputs = [kernel.problem.draw(seed) for seed in range(4)]
@@ -309,8 +322,8 @@ def test_folders_that_are_not_there(make: Make, tmp_path: Path) -> None:
 def test_another_cpu(make: Make, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make("spmm", speedup=2.0)
     kernel.save(tmp_path / "kernel")
-    here = module.cpu()
-    monkeypatch.setattr(module, "cpu", lambda: "another, 4 CPUs, sve")
+    here = module.processor()
+    monkeypatch.setattr(module, "processor", lambda: "another, 4 CPUs, sve")
     with pytest.raises(DeviceError) as told:
         load(tmp_path / "kernel", cache=cache)
     assert here in str(told.value) and "another, 4 CPUs, sve" in str(told.value)

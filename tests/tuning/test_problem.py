@@ -112,12 +112,3 @@ def test_reference_leaves_the_problem_alone() -> None:
     problem.reference(inputs)
     assert problem.dtype == np.float32
     assert np.array_equal(problem.matrix.values, before[0]) and np.array_equal(inputs[0], before[1])
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_library_ms_is_the_fastest_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = OPERATORS[name]
-    problem = Problem(operator=operator, matrix=drawn(5, 6, 0.5), n_cols=width(operator))
-    ticks = iter([0.0, 0.5, 1.0, 1.25, 2.0, 2.75])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
-    assert problem.library_ms(problem.draw(), repeats=3) == 250.0

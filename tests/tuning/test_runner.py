@@ -119,6 +119,20 @@ def test_a_first_run_beyond_the_most_time_is_the_only_sample(cache: Path) -> Non
     assert told.best_ms >= 60
 
 
+def test_a_candidate_that_is_far_slower_is_given_up(axpy: Job, cache: Path) -> None:
+    with Session(axpy, cache=cache) as session:
+        told = session.measure(kernel(cache, HANG), repeats=3, min_time_s=0.0, slower=1.5)
+        assert told.error is not None and "too many times as long as the reference" in told.error
+        assert "first run" in told.error and math.isinf(told.ratio)
+        slow = kernel(cache, "usleep(5000); y[0] = 1;", shape=(1,))
+        assert session.measure(slow, repeats=3, min_time_s=0.0, slower=1.5).error is None, "within the grace"
+        for wrong in (0.5, 1e9, math.nan):
+            with pytest.raises(InputError, match="slower"):
+                session.measure(axpy, slower=wrong)
+    with Session(cache=cache) as session, pytest.raises(InputError, match="reference"):
+        session.measure(axpy, slower=2.0)
+
+
 def test_unwritten_output_is_nan(cache: Path) -> None:
     assert np.isnan(measure(kernel(cache, ""), **QUICK, cache=cache).output).all()
     some = measure(kernel(cache, "y[3] = 3;"), **QUICK, cache=cache).output

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ import scipy.sparse
 import torch
 
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
-from sparseflow.tuning import explore, tune
+from sparseflow.tuning import explore, finals, tune
 from sparseflow.tuning.evaluate import Evaluator, Trial
-from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel, load
+from sparseflow.tuning.finals import LIBRARY
+from sparseflow.tuning.kernel import CompiledKernel, Kernel, LibraryKernel, load
 from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import STRATEGIES
 from sparseflow.tuning.trials import FILE
-from sparseflow.tuning.tuner import LIBRARY, Tuned
+from sparseflow.tuning.tuner import Tuned
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 
@@ -36,11 +38,11 @@ def drawn(rows: int = 19, cols: int = 23, density: float = 0.3, seed: int = 0) -
     return generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density)
 
 
-def hand_written(name: str = "spmm") -> dict[str, Schedule]:
+def hand_written(name: str = "spmm", threads: int = 1) -> dict[str, Schedule]:
     """Of `drawn()` with 8 columns, as they are logged."""
     operator = OPERATORS[name]
     extents = dict(zip(operator.axes, (19, 23, 8), strict=False))
-    known = presets(operator, extents, 1)
+    known = presets(operator, extents, threads)
     return {name: schedule.canonical(operator, extents) for name, schedule in known.items()}
 
 
@@ -65,6 +67,8 @@ class Made:
         self.quick: list[Schedule] = []
         self.thorough: list[Schedule] = []
         self.ratio: dict[Schedule, float] = {}
+        self.alone = 1.0
+        self.library = 100.0
         self.fails: set[Schedule] = set()
         self.fails_later: set[Schedule] = set()
 
@@ -80,6 +84,11 @@ class Made:
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     found = Made()
     monkeypatch.setattr(Evaluator, "measure", lambda self, *args, **kwargs: found(*args, **kwargs))
+
+    def call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
+        return [1.0, *([found.alone] if len(kernels) > 2 else []), found.library]
+
+    monkeypatch.setattr(finals, "call_times", call_times)
     return found
 
 
@@ -203,13 +212,27 @@ def test_the_fastest_wins(options: dict[str, Any], made: Made) -> None:
     check(tuned)
 
 
-def test_a_library_may_win(options: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseflow.tuning.problem.Problem.library_ms", lambda *_, **__: 1e-3 * REFERENCE_MS)
+def test_a_library_may_win(options: dict[str, Any], made: Made) -> None:
+    made.ratio = dict.fromkeys(hand_written().values(), 0.5)
+    made.library = 2e-3
     tuned = explore("spmm", drawn(), trials=1, **options)
     assert isinstance(tuned.kernel, LibraryKernel) and tuned.kernel.speedup == 1.0
     assert tuned.best == tuned.baselines[LIBRARY] == min(tuned.baselines.values())
     assert math.isclose(tuned.best, 1e-3)
     check(tuned)
+
+
+def test_one_thread_may_win_where_calls_are_short(options: dict[str, Any], made: Made) -> None:
+    """Waking up a second thread takes longer than it saves; only a call from here tells."""
+    made.ratio = {
+        **dict.fromkeys(hand_written(threads=1).values(), 0.2),
+        **dict.fromkeys(hand_written(threads=2).values(), 0.1),
+    }
+    for alone, threads in ((0.5, 1), (1.5, 2)):
+        made.alone = alone
+        tuned = explore("spmm", drawn(), trials=0, **{**options, "threads": 2})
+        assert tuned.kernel.schedule is not None and tuned.kernel.schedule.threads == threads
+        assert tuned.best == 0.1 * min(alone, 1.0)
 
 
 def test_failures_are_told_and_never_win(options: dict[str, Any], made: Made) -> None:
@@ -397,6 +420,7 @@ def test_stopped_in_the_middle(options: dict[str, Any], made: Made, tmp_path: Pa
 
 _KILLED = """
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 import numpy as np
 from sparseflow.tuning import explore
@@ -513,6 +537,6 @@ def test_a_kernel_for_another_machine_is_refused(
     options: dict[str, Any], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune("spmm", drawn(), trials=0, **options).save(tmp_path / "kernel")
-    monkeypatch.setattr("sparseflow.tuning.kernel.cpu", lambda: "another")
+    monkeypatch.setattr("sparseflow.tuning.kernel.processor", lambda: "another")
     with pytest.raises(DeviceError, match="any_cpu=True"):
         load(tmp_path / "kernel", cache=options["cache"])

@@ -87,6 +87,11 @@ class DeviceInfo:
         return f"{self.kind}-{slug[:40]}-{digest}"
 
 
+def processor() -> str:
+    """What a time on a CPU holds for: its name, how many CPUs are ours, its instruction sets; without torch."""
+    return f"{_cpu_name()}, {_usable_cpus()} CPUs, {' '.join(_cpu_flags())}"
+
+
 def describe(device: str | torch.device = "cpu") -> DeviceInfo:
     """Facts about one device.
 

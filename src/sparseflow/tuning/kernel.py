@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparseflow.core.device import describe
+from sparseflow.core.device import processor
 from sparseflow.core.files import write_atomic
 from sparseflow.core.validation import first_problem
 from sparseflow.errors import DeviceError, FileFormatError, InputError
@@ -26,6 +27,9 @@ VERSION = 1
 """Of the files that `Kernel.save` writes."""
 
 _ARRAYS = ("rows", "cols", "values")
+
+_UNSHARED = 2
+"""References to memory that one view has: the view's, and the question's own."""
 
 
 class _Record(BaseModel):
@@ -61,6 +65,7 @@ class Kernel(ABC):
     def __init__(self, problem: Problem, speedup: float | None) -> None:
         self.problem = problem
         self.speedup = speedup
+        self._shapes, self._dtype = problem.input_shapes, problem.dtype
 
     @property
     @abstractmethod
@@ -80,7 +85,7 @@ class Kernel(ABC):
         Raises:
             InputError: Their number, a shape or a type does not fit.
         """
-        shapes = self.problem.input_shapes
+        shapes = self._shapes
         if len(inputs) != len(shapes):
             raise InputError(
                 f"{self.problem.operator.name} takes {len(shapes)} inputs ({', '.join(shapes)}), and "
@@ -102,6 +107,13 @@ class Kernel(ABC):
         return torch.from_numpy(found)
 
     def _checked(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        if (
+            type(value) is np.ndarray
+            and value.shape == shape
+            and value.dtype == self._dtype
+            and value.flags.c_contiguous
+        ):
+            return value
         if _is_torch(value):
             value = _strided(name, value)
         array = np.asarray(value)
@@ -133,7 +145,7 @@ class Kernel(ABC):
             "shape": matrix.shape,
             "schedule": None if self.schedule is None else str(self.schedule),
             "speedup": self.speedup,
-            "cpu": cpu(),
+            "cpu": processor(),
             "sha256": matrix.digest(),
         }
         arrays = {name: getattr(matrix, name) for name in _ARRAYS}
@@ -158,16 +170,42 @@ class CompiledKernel(Kernel):
         self.program = program
         self._function = getattr(ctypes.CDLL(str(program.compiled(cache=cache))), SYMBOL)
         self._function.restype = None
+        self._before = [array.ctypes.data for array in program.before]
+        self._after = [array.ctypes.data for array in program.after]
+        count = len(self._before) + len(self.problem.input_shapes) + len(self._after)
+        self._inputs = ctypes.c_void_p * count
+        self._shape = program.output_shape
+        self._rows = None if program.problem.operator.sparse_output else program.problem.matrix.shape[0]
+        self._spare: list[tuple[np.ndarray, Any]] = []
 
     @property
     def schedule(self) -> Schedule:
         return self.program.schedule
 
     def compute(self, *inputs: np.ndarray) -> np.ndarray:
-        arrays = self.program.arrays(inputs)
-        output = aligned(self.program.output_shape, self.problem.dtype)
-        self._function(_pointers(arrays), _pointers((output,)))
-        return self.program.result(output)
+        # Calls of microseconds are common: what does not change from one to the next is not done again.
+        room = self._room()
+        output, pointer = room
+        addresses = [array.ctypes.data for array in inputs]
+        self._function(self._inputs(*self._before, *addresses, *self._after), pointer)
+        self._spare.append(room)
+        return self.program.result(output) if self._rows is None else output[: self._rows]
+
+    def _room(self) -> tuple[np.ndarray, Any]:
+        """Memory for a result, and a pointer to it: the last one's, unless somebody still has a view of it.
+
+        The system hands out a large array page by page, as it is written, which can take longer than to
+        compute it.
+        """
+        try:
+            room = self._spare.pop()
+        except IndexError:
+            pass
+        else:
+            if sys.getrefcount(room[0].base) == _UNSHARED:
+                return room
+        output = aligned(self._shape, self.problem.dtype)
+        return output, (ctypes.c_void_p * 1)(output.ctypes.data)
 
 
 class LibraryKernel(Kernel):
@@ -220,20 +258,14 @@ def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) 
         raise FileFormatError(f"{file} is not a kernel that can be read: {problem}; tune again") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
-    if record.cpu != cpu() and not any_cpu:
+    if record.cpu != processor() and not any_cpu:
         raise DeviceError(
-            f"{file} was tuned on another CPU ({record.cpu}) than this one ({cpu()}); tune again, or load it "
-            "with any_cpu=True"
+            f"{file} was tuned on another CPU ({record.cpu}) than this one ({processor()}); tune again, or "
+            "load it with any_cpu=True"
         )
     if program is None:
         return LibraryKernel(problem, speedup=record.speedup)
     return CompiledKernel(program, speedup=record.speedup, cache=cache)
-
-
-def cpu() -> str:
-    """What a schedule was tuned for: the processor, and how many of its CPUs are ours."""
-    info = describe("cpu")
-    return f"{info.name}, {info.cores} CPUs, {' '.join(info.flags)}"
 
 
 def _strided(name: str, tensor: Any) -> Any:
@@ -251,10 +283,6 @@ def _strided(name: str, tensor: Any) -> Any:
 
 def _is_torch(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
-
-
-def _pointers(arrays: tuple[np.ndarray, ...]) -> Any:
-    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
 
 
 def _sparse(matrix: Coo, values: np.ndarray, as_torch: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import index
@@ -86,17 +85,6 @@ class Problem:
             return found * values
 
         return sampled
-
-    def library_ms(self, inputs: tuple[np.ndarray, ...], *, repeats: int = 7) -> float:
-        """The fastest of some runs of `library`, milliseconds."""
-        function = self.library()
-        function(*inputs)
-        samples = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            function(*inputs)
-            samples.append(1e3 * (time.perf_counter() - begin))
-        return min(samples)
 
     def reference(self, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
         """What `library` gives in float64."""

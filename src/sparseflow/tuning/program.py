@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +40,20 @@ class Program:
         """The shared object. Raises DeviceError without a compiler, RunError where it fails."""
         return compile_source(self.source, cache=cache)
 
+    @property
+    def before(self) -> tuple[np.ndarray, ...]:
+        """What it reads before the dense inputs: the matrix."""
+        return self.packed.arrays
+
+    @cached_property
+    def after(self) -> tuple[np.ndarray, ...]:
+        """What it reads after them: for an output that is stored as the matrix is, how long that is."""
+        sparse = self.problem.operator.sparse_output
+        return (np.array([len(self.packed.values)], np.int64),) if sparse else ()
+
     def arrays(self, inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """What the compiled function reads, in its order."""
-        if not self.problem.operator.sparse_output:
-            return (*self.packed.arrays, *inputs)
-        return (*self.packed.arrays, *inputs, np.array([len(self.packed.values)], np.int64))
+        return (*self.before, *inputs, *self.after)
 
     @property
     def output_shape(self) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ DRIFT = 0.10
 """How far apart, as a share, the medians of the reference's two halves may lie."""
 
 MOST_S = 1e6
+MOST_SLOWER = 1e6
 
 SETTINGS = {
     "OMP_PROC_BIND": "close",
@@ -201,6 +202,7 @@ class Session:
         max_time_s: float = 2.0,
         timeout_s: float = 20.0,
         memory_bytes: int | None = None,
+        slower: float | None = None,
     ) -> Measured:
         """Run a candidate once, keep what it wrote, then time it.
 
@@ -212,6 +214,8 @@ class Session:
                 is the only sample.
             timeout_s: Kill the harness after this long, all in all.
             memory_bytes: Most address space that it may have, thread stacks and libraries included.
+            slower: Give a candidate up, as an error, whose first run takes more than so many times as long as
+                the reference's.
 
         Returns:
             Samples, or why there are none: a kernel that crashes, hangs, cannot be loaded or runs out of
@@ -231,6 +235,10 @@ class Session:
             )
         if memory_bytes is not None and memory_bytes < 1:
             raise InputError(f"`memory_bytes` (={memory_bytes}) must be at least 1")
+        if slower is not None and (not 1 <= slower <= MOST_SLOWER or self.reference is None):
+            raise InputError(
+                f"`slower` (={slower}) must be from 1 to {MOST_SLOWER:g}, and needs a reference"
+            )
         jobs = (job,) if self.reference is None else (job, self.reference)
         with ExitStack() as stack:
             try:
@@ -249,7 +257,7 @@ class Session:
                 MOST_PAIRS,
                 memory_bytes or 0,
             )
-            numbers = (report.number, output.number, *limits, os.getpid())
+            numbers = (report.number, output.number, *limits, os.getpid(), slower or 0)
             cpus = Cpus()
             try:
                 ended = child.run(

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from sparseflow.core.device import processor
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.compile import compiler
 from sparseflow.tuning.evaluate import Evaluator, Trial
-from sparseflow.tuning.kernel import CompiledKernel, Kernel, LibraryKernel, cpu
+from sparseflow.tuning.finals import finals
+from sparseflow.tuning.kernel import Kernel, LibraryKernel
 from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import operator as operator_of
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.program import build
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import strategy
 from sparseflow.tuning.space import Space
@@ -28,17 +29,14 @@ from sparseflow.tuning.trials import kept
 
 Progress = Callable[[str, float], None]
 
-LIBRARY = "library"
-"""Name of the baseline that is scipy."""
-
 _REFERENCE = {"spmm": "tiled_csr", "spmv": "csr", "sddmm": "csr"}
 """Operator -> the preset that everything is timed beside."""
 
-_FINALISTS = 4
-"""Schedules that are measured thoroughly at the end, besides the baselines."""
-
 _RUN_OFF = 0.15
 """Share of the time that is kept for it."""
+
+_SMALL = 2_000_000
+"""Products below which one thread may well be faster than several."""
 
 _REPEATS = 50
 """Proposals in a row that were measured before, after which a search is over."""
@@ -140,7 +138,7 @@ def explore(
         "operator": problem.operator.name,
         "extents": dict(problem.extents),
         "threads": threads,
-        "cpu": cpu(),
+        "cpu": processor(),
         "dtype": str(problem.dtype),
         "pattern": problem.matrix.digest(values=False),
     }
@@ -161,6 +159,9 @@ def explore(
         last = len(baselines) + trials if trials is not None else None
         fresh: list[Trial] = []
         waiting = [schedule for schedule in baselines.values() if schedule not in found]
+        if threads > 1 and problem.matrix.nnz * (n_cols or 1) < _SMALL:
+            single = presets(problem.operator, problem.extents, 1).values()
+            waiting += [each for each in single if each not in found]
         again = 0
         while waiting or (again < _REPEATS and (last is None or len(found) < last)):
             if waiting:
@@ -190,36 +191,16 @@ def explore(
                 )
         if progress is not None:
             progress("measuring the best again", 1.0)
-        kernel, ratios, best = _run_off(problem, evaluator, found, baselines, cache)
+        final = finals(problem, evaluator, found, baselines, cache=cache)
     seconds: dict[str, float] = {}
     for trial in fresh:
         for part, took in trial.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + took
     seconds["rest"] = time.monotonic() - begun - sum(seconds.values())
-    return Tuned(kernel=kernel, trials=tuple(found.values()), baselines=ratios, best=best, seconds=seconds)
-
-
-def _run_off(
-    problem: Problem,
-    evaluator: Evaluator,
-    found: Mapping[Schedule, Trial],
-    baselines: Mapping[str, Schedule],
-    cache: Path | None,
-) -> tuple[Kernel, dict[str, float], float]:
-    """Measure the best and the baselines again: the fastest, the ratios of the baselines, its own."""
-    ranked = sorted((trial for trial in found.values() if trial.error is None), key=lambda one: one.ratio)
-    others = [trial.schedule for trial in ranked if trial.schedule not in baselines.values()][:_FINALISTS]
-    thorough = {
-        schedule: evaluator.measure(schedule, thorough=True) for schedule in (*baselines.values(), *others)
-    }
-    winner = min(thorough.values(), key=lambda one: one.ratio)
-    if winner.error is not None:
-        raise RunError(f"no schedule ran when it was measured again: {winner.error}")
-    ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()}
-    reference_ms = min(trial.latency_ms / trial.ratio for trial in thorough.values() if trial.error is None)
-    ratios[LIBRARY] = problem.library_ms(evaluator.inputs) / reference_ms
-    if ratios[LIBRARY] < winner.ratio:
-        return LibraryKernel(problem, speedup=1.0), ratios, ratios[LIBRARY]
-    speedup = min(ratios.values()) / winner.ratio
-    kernel = CompiledKernel(build(problem, winner.schedule), speedup=speedup, cache=cache)
-    return kernel, ratios, winner.ratio
+    return Tuned(
+        kernel=final.kernel,
+        trials=tuple(found.values()),
+        baselines=final.baselines,
+        best=final.best,
+        seconds=seconds,
+    )

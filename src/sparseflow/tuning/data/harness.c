@@ -1,10 +1,11 @@
 /* Measures one kernel, and a reference beside it, in a process that holds nothing else.
  *
- *   harness REPORT OUTPUT REPEATS MIN_NS MAX_NS PAIRS MEMORY PARENT  KERNEL [KERNEL]
+ *   harness REPORT OUTPUT REPEATS MIN_NS MAX_NS PAIRS MEMORY PARENT SLOWER  KERNEL [KERNEL]
  *   KERNEL = LIBRARY OUTPUT_BYTES INPUTS {FILE BYTES}*INPUTS
  *
  * REPORT, OUTPUT and each FILE are numbers of file descriptors that were inherited. The candidate stands first,
- * the reference, if any, second. REPORT is mapped and written as things happen, so that whoever finds this process
+ * the reference, if any, second. A candidate whose first run takes more than SLOWER times as long as the reference's
+ * (0: however long) is given up. REPORT is mapped and written as things happen, so that whoever finds this process
  * dead reads in it how far it came; `runner.py` knows the same layout. Every kernel has arrays of its own: inputs
  * that cannot be written, an output that begins as NaN, and behind the end of each a page that cannot be touched.
  */
@@ -23,6 +24,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -34,6 +36,8 @@
 /* A first run pays for cold caches, for starting threads and for whoever was on the CPU before; beyond this many
  * samples that no longer matters. */
 #define LONG_RUN 50
+/* Added to what a candidate's first run may take: what the system may need for other things meanwhile. */
+#define GRACE_NS 20000000
 
 enum { CANDIDATE, REFERENCE, SIDES };
 /* A stage and whom it is about: 2 * stage + side. */
@@ -70,6 +74,20 @@ __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *for
     vsnprintf(report->message, sizeof report->message, format, values);
     va_end(values);
     _exit(1);
+}
+
+static void too_slow(int signal) {
+    static const char text[] = "it takes too many times as long as the reference, and was given up";
+    (void)signal;
+    memcpy(report->message, text, sizeof text);
+    _exit(1);
+}
+
+/* Gives up what still runs after so many nanoseconds; 0 takes that back. */
+static void alarm_in(int64_t ns) {
+    struct itimerval timer = {.it_value = {ns / 1000000000, ns % 1000000000 / 1000}};
+    signal(SIGALRM, too_slow);
+    setitimer(ITIMER_REAL, &timer, NULL);
 }
 
 static int64_t now(void) {
@@ -217,7 +235,7 @@ static int64_t calls_for(const Kernel *kernel, int64_t first_ns) {
 }
 
 int main(int count, char **arguments) {
-    if (count < 12)
+    if (count < 13)
         return 2;
     /* Whoever asked is gone: nobody would stop a kernel that hangs. */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -244,15 +262,21 @@ int main(int count, char **arguments) {
     int64_t repeats = (int64_t)number(arguments[3]), least_ns = (int64_t)number(arguments[4]),
             most_ns = (int64_t)number(arguments[5]), first_ns[SIDES];
     Kernel kernels[SIDES];
-    char **next = arguments + 9;
+    double slower = strtod(arguments[9], NULL);
+    char **next = arguments + 10;
     int sides = 0;
     for (; *next && sides < SIDES; sides++) {
         at(LOADING, sides);
         kernels[sides] = load(&next);
     }
-    for (int side = 0; side < sides; side++) {
+    for (int side = sides - 1; side >= 0; side--) {
         at(FIRST_RUN, side);
+        int limited = side == CANDIDATE && sides > 1 && slower > 0;
+        if (limited)
+            alarm_in((int64_t)(slower * (double)first_ns[REFERENCE]) + GRACE_NS);
         first_ns[side] = sample(&kernels[side], 1);
+        if (limited)
+            alarm_in(0);
         if (side == CANDIDATE)
             save(&kernels[side], output);
     }
