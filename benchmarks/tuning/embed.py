@@ -1,0 +1,138 @@
+"""Coarsen and embed a synthetic pattern, and say how long that takes and how much memory (line 6).
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/tuning/embed.py --threads 2 --out results/tuning/embed-cpu.json
+    python benchmarks/tuning/embed.py --device cuda --out results/tuning/embed-cuda.json
+
+The pattern has rows whose lengths follow a power law, in any order, and elements all over them. It is made
+and embedded in a process of its own; memory is the most that this process ever held, torch and the network
+included, less the coordinates themselves. The network has random weights: they change nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+EACH = 10
+"""Elements of a row, on average."""
+
+EXPONENT = 0.7
+"""Of the power law: the row at place n has in proportion to n**-EXPONENT."""
+
+ROWS_AT_ONCE = 2**16
+
+
+def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Sorted coordinates, int64, and the shape; made in place, so that little else is ever held."""
+    side = max(1, nnz // EACH)
+    generator = np.random.default_rng(seed)
+    share = np.arange(1, side + 1) ** -EXPONENT
+    lengths = np.minimum(side, (share * (nnz / share.sum())).astype(np.int64))
+    # What rounding lost goes to the shortest rows, of which there are most.
+    lengths[max(0, side - (nnz - int(lengths.sum()))) :] += 1
+    lengths = generator.permutation(np.minimum(side, lengths))
+    ends = np.cumsum(lengths)
+    rows, cols = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
+    for first in range(0, side, ROWS_AT_ONCE):
+        some = lengths[first : first + ROWS_AT_ONCE]
+        begin, end = ends[first] - some[0], ends[first + len(some) - 1]
+        each = np.repeat(some, some)
+        place = np.arange(begin, end) - np.repeat(ends[first : first + len(some)] - some, some)
+        # One element in each of as many equal parts of the row as it has elements: sorted, and none twice.
+        left, right = place * side // each, (place + 1) * side // each
+        rows[begin:end] = np.repeat(np.arange(first, first + len(some)), some)
+        cols[begin:end] = left + (generator.random(end - begin) * (right - left)).astype(np.int64)
+    return rows, cols, (side, side)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever held."""
+    # Not getrusage: its peak is inherited from whoever started the process.
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def embed(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
+    """Make a pattern and embed it, in the process that this is called in."""
+    rows, cols, shape = pattern(nnz)
+    made_bytes = peak_bytes()
+
+    import torch
+
+    from sparseflow.tuning.net.coarsen import coarsen
+    from sparseflow.tuning.net.pattern import PatternConfig, PatternNet
+
+    torch.set_num_threads(threads)
+    config = PatternConfig()
+    network = PatternNet(config).to(device).eval()
+    seconds, coarsen_seconds = [], []
+    cells = 0
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        with torch.no_grad():
+            found = coarsen(rows, cols, shape, most=config.most_cells, device=device)
+            coarsen_seconds.append(time.perf_counter() - begin)
+            vector = network([found]).cpu()
+        seconds.append(time.perf_counter() - begin)
+        assert bool(vector.isfinite().all())
+        cells = len(found.coords)
+    input_bytes = rows.nbytes + cols.nbytes
+    return {
+        "nnz": len(rows),
+        "shape": shape,
+        "cells": cells,
+        "config": config.to_dict(),
+        "threads": threads,
+        "seconds": seconds,
+        "coarsen_seconds": coarsen_seconds,
+        "input_bytes": input_bytes,
+        "peak_bytes_beyond_input": peak_bytes() - input_bytes,
+        "peak_bytes_beyond_input_made": made_bytes - input_bytes,
+        "cuda_peak_bytes": torch.cuda.max_memory_allocated(device) if device != "cpu" else None,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nnz", type=int, default=10_000_000, help="elements of the pattern, about")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7, help="the first one warms up, and is kept, too")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        found = pool.submit(embed, asked.nnz, asked.device, asked.threads, asked.repeats).result()
+    record = {"environment": environment(asked.device, seed=0), **found}
+    print(
+        f"{record['nnz']:,} elements, {record['cells']:,} cells: {min(record['seconds']):.2f} s (first "
+        f"{record['seconds'][0]:.2f} s, coarsening {min(record['coarsen_seconds']):.2f} s), "
+        f"{record['peak_bytes_beyond_input'] / 1e9:.2f} GB beyond the input"
+    )
+    if record["cuda_peak_bytes"] is not None:
+        print(f"{record['cuda_peak_bytes'] / 1e9:.2f} GB on the GPU")
+    if asked.out:
+        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
