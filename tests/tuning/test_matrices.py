@@ -11,7 +11,7 @@ import scipy.sparse
 import torch
 
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.matrices import Coo, as_coo, read_matrix
+from sparseflow.tuning.matrices import Coo, Pattern, as_coo, read_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -130,3 +130,31 @@ def test_a_file_that_ends_early_is_said_to_be_damaged(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file"):
         read_matrix(tmp_path / "none.mtx")
+
+
+def test_a_pattern_has_the_digest_of_its_matrix() -> None:
+    matrix = as_coo(scipy.sparse.random_array((50, 70), density=0.1, rng=np.random.default_rng(0)))
+    pattern = matrix.pattern
+    assert pattern.rows.dtype == pattern.cols.dtype == np.int32
+    assert (pattern.shape, pattern.nnz) == (matrix.shape, matrix.nnz)
+    assert pattern.digest() == matrix.digest(values=False)
+    filled = pattern.filled(np.float64)
+    assert (
+        filled.digest(values=False) == pattern.digest() and filled.digest() == pattern.filled(float).digest()
+    )
+    assert filled.values.dtype == np.float64 and (abs(filled.values - 1.0) <= 0.5).all()
+
+
+def test_a_pattern_is_sorted_and_has_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseflow.tuning import matrices
+
+    monkeypatch.setattr(matrices, "_STEP", 2)
+    pattern = Pattern.of(np.array([1, 0, 1, 1]), np.array([2, 1, 0, 2]), (2, 3))
+    assert (pattern.rows.tolist(), pattern.cols.tolist()) == ([0, 1, 1], [1, 0, 2])
+    assert pattern.digest() == as_coo(DENSE).digest(values=False)
+
+
+@pytest.mark.parametrize(("row", "shape"), [(2, (2, 3)), (-1, (2, 3)), (0, (0, 3)), (0, (2, 2**31))])
+def test_what_is_no_pattern(row: int, shape: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match=r"outside of its shape|two extents from 1"):
+        Pattern.of(np.array([row]), np.array([0]), shape)

@@ -10,10 +10,9 @@ import pytest
 from sparseflow.tuning.kernel import CompiledKernel
 from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import OPERATORS
-from sparseflow.tuning.presets import presets
+from sparseflow.tuning.presets import REFERENCE, presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.program import build
-from sparseflow.tuning.tuner import _REFERENCE
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 EXTENTS = [1, 2, 3, 4, 5, 31, 64, 65, 1000, 10**6]
@@ -50,7 +49,7 @@ def test_none_runs_as_another(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_everything_is_timed_beside_is_one(name: str) -> None:
-    assert _REFERENCE[name] in presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
+    assert REFERENCE[name] in presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,10 @@ LAZY = {
         target="sparseflow.cli.tune:tune",
         help="Tuning: the fastest kernel for a sparse matrix.",
     ),
+    "tuning": Lazy(
+        target="sparseflow.cli.tuning:app",
+        help="Tuning: labels for a cost model of sparse kernels.",
+    ),
 }
 
 

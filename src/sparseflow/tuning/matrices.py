@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,67 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+_LARGEST = 2**31 - 1
+"""Extent up to which a pattern's coordinates fit 32 bits."""
+
+_STEP = 2**20
+"""Coordinates that are widened at once for a checksum."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pattern:
+    """Where the elements of a matrix are, without their values; `Pattern.of` makes one of any coordinates.
+
+    Attributes:
+        rows: Shape (nnz,), int32, ascending.
+        cols: Shape (nnz,), int32, ascending within a row.
+        shape: Rows and columns.
+    """
+
+    rows: np.ndarray
+    cols: np.ndarray
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> Pattern:
+        """The pattern of elements in any order; what stands twice counts once.
+
+        Args:
+            rows: Shape (n,), integers.
+            cols: Shape (n,), integers.
+            shape: Rows and columns.
+
+        Raises:
+            InputError: An extent is below 1 or does not fit 32 bits, or an element is outside of the shape.
+        """
+        height, width = _checked_extents(shape)
+        rows, cols = np.asarray(rows, np.int64), np.asarray(cols, np.int64)
+        _check_inside(rows, cols, (height, width))
+        rows, cols = np.divmod(np.unique(rows * width + cols), width)
+        return cls(rows=rows.astype(np.int32), cols=cols.astype(np.int32), shape=(height, width))
+
+    @property
+    def nnz(self) -> int:
+        return len(self.rows)
+
+    def digest(self) -> str:
+        """The same checksum as `Coo.digest(values=False)` gives."""
+        found = hashlib.sha256(repr(self.shape).encode())
+        for array in (self.rows, self.cols):
+            found.update(np.dtype(np.int64).str.encode())
+            for begin in range(0, len(array), _STEP):
+                found.update(array[begin : begin + _STEP].astype(np.int64).data)
+        return found.hexdigest()
+
+    def filled(self, dtype: np.dtype | type = np.float32) -> Coo:
+        """A matrix of this pattern with values from 0.5 to 1.5, always the same."""
+        return Coo(
+            rows=self.rows.astype(np.int64),
+            cols=self.cols.astype(np.int64),
+            values=_values(self.nnz, np.dtype(dtype)),
+            shape=self.shape,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +107,16 @@ class Coo:
             found.update(array.dtype.str.encode())
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
+
+    @property
+    def pattern(self) -> Pattern:
+        """Where its elements are.
+
+        Raises:
+            InputError: An extent does not fit 32 bits.
+        """
+        shape = _checked_extents(self.shape)
+        return Pattern(rows=self.rows.astype(np.int32), cols=self.cols.astype(np.int32), shape=shape)
 
     def to_scipy(self) -> scipy.sparse.csr_array:
         """The same as scipy's CSR."""
@@ -80,8 +151,7 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> Coo:
             f"the matrix holds {values[at]} at row {rows[at]}, column {cols[at]}: its products would depend "
             "on how it is stored; remove what is not finite"
         )
-    if any(c.size and (c.min() < 0 or c.max() >= n) for c, n in ((rows, shape[0]), (cols, shape[1]))):
-        raise InputError(f"the matrix has elements outside of its shape {shape}")
+    _check_inside(rows, cols, shape)
     rows, cols = rows.astype(np.int64), cols.astype(np.int64)
     order = np.lexsort((cols, rows))
     rows, cols, values = rows[order], cols[order], values[order].astype(wanted)
@@ -111,10 +181,24 @@ def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> Co
         raise FileFormatError(f"{file} is not a Matrix Market file that can be read: {error}") from error
     matrix = as_coo(found, dtype=dtype)
     if _is_pattern(file):
-        generator = np.random.default_rng(0)
-        values = generator.uniform(0.5, 1.5, matrix.nnz).astype(matrix.values.dtype)
-        return Coo(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape)
+        return replace(matrix, values=_values(matrix.nnz, matrix.values.dtype))
     return matrix
+
+
+def _values(count: int, dtype: np.dtype) -> np.ndarray:
+    """What elements that come without values are given."""
+    return np.random.default_rng(0).uniform(0.5, 1.5, count).astype(dtype)
+
+
+def _checked_extents(shape: tuple[int, int]) -> tuple[int, int]:
+    if len(shape) != 2 or not all(1 <= extent <= _LARGEST for extent in shape):
+        raise InputError(f"a pattern has two extents from 1 to {_LARGEST}, and {shape} was given")
+    return int(shape[0]), int(shape[1])
+
+
+def _check_inside(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, ...]) -> None:
+    if any(c.size and (c.min() < 0 or c.max() >= n) for c, n in ((rows, shape[0]), (cols, shape[1]))):
+        raise InputError(f"the matrix has elements outside of its shape {shape}")
 
 
 def _is_pattern(file: Path) -> bool:

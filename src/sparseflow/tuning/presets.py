@@ -8,6 +8,9 @@ from sparseflow.tuning.operators import Operator
 from sparseflow.tuning.rules import CHUNKS
 from sparseflow.tuning.schedule import Level, Mode, Schedule, SparseFormat, Split
 
+REFERENCE: Mapping[str, str] = {"spmm": "tiled_csr", "spmv": "csr", "sddmm": "csr"}
+"""Operator -> the preset that everything is timed beside."""
+
 _TILE = 64
 """Columns whose sums are kept in registers: four vectors of 16 floats."""
 

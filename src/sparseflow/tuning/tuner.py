@@ -20,7 +20,7 @@ from sparseflow.tuning.finals import finals
 from sparseflow.tuning.kernel import Kernel, LibraryKernel
 from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import operator as operator_of
-from sparseflow.tuning.presets import presets
+from sparseflow.tuning.presets import REFERENCE, presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import strategy
@@ -28,9 +28,6 @@ from sparseflow.tuning.space import Space
 from sparseflow.tuning.trials import kept
 
 Progress = Callable[[str, float], None]
-
-_REFERENCE = {"spmm": "tiled_csr", "spmv": "csr", "sddmm": "csr"}
-"""Operator -> the preset that everything is timed beside."""
 
 _RUN_OFF = 0.15
 """Share of the time that is kept for it."""
@@ -131,7 +128,7 @@ def explore(
         warnings.warn(f"{error}; scipy computes instead", RuntimeWarning, stacklevel=2)
         return Tuned(kernel=LibraryKernel(problem), trials=(), baselines={}, best=1.0, seconds={})
     known = presets(problem.operator, problem.extents, threads)
-    reference = known[_REFERENCE[problem.operator.name]]
+    reference = known[REFERENCE[problem.operator.name]]
     space = Space(problem.operator, problem.extents, threads=sorted({1, threads}))
     deadline = begun + budget_s * (1.0 - _RUN_OFF)
     facts = {
@@ -175,7 +172,7 @@ def explore(
                 continue
             again = 0
             trial = evaluator.measure(schedule)
-            if trial.error is not None and schedule == baselines[_REFERENCE[problem.operator.name]]:
+            if trial.error is not None and schedule == baselines[REFERENCE[problem.operator.name]]:
                 raise RunError(f"the reference does not run: {trial.error}; it is {schedule}")
             if log is not None:
                 log.write(trial)
