@@ -24,6 +24,10 @@ def tune(
     folder: Annotated[
         Path | None, typer.Option(help="Keeps every trial; a search that was stopped goes on from there.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Measure on a Ray cluster; auto is the one of this machine.")
+    ] = None,
+    machines: Annotated[int, typer.Option(min=1, help="Machines of the cluster to keep busy.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Save the kernel here, such as kernel.sfk.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
@@ -49,7 +53,7 @@ def tune(
     with bar() as tell:
         found = explore(
             operator, given, n_cols=n_cols, budget_s=budget, trials=trials, method=method, threads=threads,
-            seed=seed, folder=folder, progress=tell,
+            seed=seed, folder=folder, cluster=cluster, machines=machines, progress=tell,
         )  # fmt: skip
     if out is not None:
         found.kernel.save(out)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sparseflow.core.device import processor
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.compile import compiler
 from sparseflow.tuning.evaluate import Evaluator, Trial
+from sparseflow.tuning.fanout import LOT, measure_on
 from sparseflow.tuning.finals import finals
 from sparseflow.tuning.kernel import Kernel, LibraryKernel
 from sparseflow.tuning.matrices import as_coo
@@ -24,6 +26,7 @@ from sparseflow.tuning.presets import REFERENCE, presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.search import strategy
+from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.space import Space
 from sparseflow.tuning.trials import kept
 
@@ -88,6 +91,8 @@ def explore(
     seed: int = 0,
     folder: Path | str | None = None,
     cache: Path | None = None,
+    cluster: str | None = None,
+    machines: int = 1,
     progress: Progress | None = None,
 ) -> Tuned:
     """Search the schedules of an operator for one matrix; what experts write by hand is always measured too.
@@ -104,18 +109,22 @@ def explore(
         seed: What the search and the dense inputs are drawn from.
         folder: Where every trial is written as it comes; a search that was stopped goes on from there.
         cache: Folder for compiled code; see `compile_source`.
+        cluster: Address of a Ray cluster that measures what the search proposes, `"auto"` for the one that
+            this machine belongs to; the baselines and the end are measured here.
+        machines: How many of its machines to keep busy.
         progress: Called with (what was found, fraction done).
 
     Raises:
         InputError: An argument cannot be used, or `folder` holds the trials of another problem.
         RunError: The reference does not run, or another process writes into `folder`.
+        DeviceError: There is no cluster at the address, or its machines have other processors.
         FileFormatError: A line of `folder`'s trials is damaged.
     """
     begun = time.monotonic()
-    if not budget_s > 0 or (trials is not None and trials < 0) or seed < 0:
+    if not budget_s > 0 or (trials is not None and trials < 0) or seed < 0 or machines < 1:
         raise InputError(
-            f"`budget_s` (={budget_s}) must be above 0, and neither `trials` (={trials}) nor `seed` "
-            f"(={seed}) negative"
+            f"`budget_s` (={budget_s}) must be above 0, as must `machines` (={machines}), and neither "
+            f"`trials` (={trials}) nor `seed` (={seed}) negative"
         )
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
     if threads < 1:
@@ -127,10 +136,9 @@ def explore(
     except DeviceError as error:
         warnings.warn(f"{error}; scipy computes instead", RuntimeWarning, stacklevel=2)
         return Tuned(kernel=LibraryKernel(problem), trials=(), baselines={}, best=1.0, seconds={})
-    known = presets(problem.operator, problem.extents, threads)
-    reference = known[REFERENCE[problem.operator.name]]
+    baselines = _canonical(problem, presets(problem.operator, problem.extents, threads))
+    reference = baselines[REFERENCE[problem.operator.name]]
     space = Space(problem.operator, problem.extents, threads=sorted({1, threads}))
-    deadline = begun + budget_s * (1.0 - _RUN_OFF)
     facts = {
         "operator": problem.operator.name,
         "extents": dict(problem.extents),
@@ -150,42 +158,39 @@ def explore(
         for trial in old:
             found[trial.schedule] = trial
             walk.tell(trial)
-        baselines = {
-            name: schedule.canonical(problem.operator, problem.extents) for name, schedule in known.items()
-        }
-        last = len(baselines) + trials if trials is not None else None
-        fresh: list[Trial] = []
-        waiting = [schedule for schedule in baselines.values() if schedule not in found]
+        first = list(baselines.values())
         if threads > 1 and problem.matrix.nnz * (n_cols or 1) < _SMALL:
-            single = presets(problem.operator, problem.extents, 1).values()
-            waiting += [each for each in single if each not in found]
-        again = 0
-        while waiting or (again < _REPEATS and (last is None or len(found) < last)):
-            if waiting:
-                schedule = waiting.pop(0)
-            elif time.monotonic() >= deadline:
-                break
-            else:
-                schedule = walk.ask().canonical(problem.operator, problem.extents)
-            if schedule in found:
-                again += 1
-                continue
-            again = 0
-            trial = evaluator.measure(schedule)
-            if trial.error is not None and schedule == baselines[REFERENCE[problem.operator.name]]:
-                raise RunError(f"the reference does not run: {trial.error}; it is {schedule}")
+            first += _canonical(problem, presets(problem.operator, problem.extents, 1)).values()
+        first = [schedule for schedule in first if schedule not in found]
+        most = math.inf if trials is None else len(baselines) + trials
+        deadline = begun + budget_s * (1.0 - _RUN_OFF)
+        fresh: list[Trial] = []
+
+        def told(trial: Trial) -> None:
+            if trial.error is not None and trial.schedule == reference:
+                raise RunError(f"the reference does not run: {trial.error}; it is {reference}")
             if log is not None:
                 log.write(trial)
-            found[schedule] = trial
+            found[trial.schedule] = trial
             fresh.append(trial)
             walk.tell(trial)
             if progress is not None:
-                passed = (time.monotonic() - begun) / budget_s
-                share = 0.0 if not last else len(found) / last
-                best = min(found.values(), key=lambda one: one.ratio)
-                progress(
-                    f"{len(found)} schedules, best {best.latency_ms:.3f} ms", min(max(passed, share), 1.0)
-                )
+                best = min(each.latency_ms for each in found.values())
+                done = max((time.monotonic() - begun) / budget_s, len(found) / most if most else 0.0)
+                progress(f"{len(found)} schedules, best {best:.3f} ms", min(done, 1.0))
+
+        for schedule in first:
+            told(evaluator.measure(schedule))
+        lot = 1 if cluster is None else LOT * machines
+        while time.monotonic() < deadline and len(found) < most:
+            wanted = _proposed(walk, problem, found, min(lot, most - len(found)))
+            if not wanted:
+                break
+            if cluster is None:
+                told(evaluator.measure(wanted[0]))
+                continue
+            for trial in measure_on(cluster, problem, reference, wanted, seed=seed, threads=threads):
+                told(trial)
         if progress is not None:
             progress("measuring the best again", 1.0)
         final = finals(problem, evaluator, found, baselines, cache=cache)
@@ -201,3 +206,19 @@ def explore(
         best=final.best,
         seconds=seconds,
     )
+
+
+def _canonical(problem: Problem, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:
+    return {name: each.canonical(problem.operator, problem.extents) for name, each in schedules.items()}
+
+
+def _proposed(walk: Strategy, problem: Problem, found: Container[Schedule], count: float) -> list[Schedule]:
+    """So many new schedules; fewer, or none, where nothing new comes any more."""
+    wanted: dict[Schedule, None] = {}
+    again = 0
+    while len(wanted) < count and again < _REPEATS:
+        schedule = walk.ask().canonical(problem.operator, problem.extents)
+        again = again + 1 if schedule in found or schedule in wanted else 0
+        if schedule not in found:
+            wanted[schedule] = None
+    return list(wanted)
