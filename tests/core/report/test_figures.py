@@ -19,6 +19,10 @@ def all_kinds() -> list[report.Figure]:
         report.intervals("Speed", ["a", "b"], [2.0, 0.5], [1.8, 0.4], [2.2, 0.6], unit="x", reference=1.0),
         report.samples("Samples", {"dense": [1.0, 1.1, 1.2], "ours": [0.5]}),
         report.predicted_measured("Right", {"seen": [(1.0, 1.05), (20.0, 15.0)], "new": [(3.0, 3.0)]}),
+        report.curves(
+            "Loss", {"a": ([1, 2], [0.5, 0.25]), "b": ([1], [0.4])}, x="step", y="loss", log_y=True
+        ),
+        report.stacked("Where", ["with", "without"], {"run": [1.0, 8.0], "compile": [0.5, 2.0]}, unit="s"),
     ]
 
 
@@ -99,6 +103,12 @@ def test_text_is_text_and_escaped() -> None:
         lambda: report.intervals("T", ["a"], [1.0], [1.0], [], unit="x"),
         lambda: report.samples("T", {}),
         lambda: report.samples("T", {"a": []}),
+        lambda: report.curves("T", {}, x="x", y="y"),
+        lambda: report.curves("T", {"a": ([], [])}, x="x", y="y"),
+        lambda: report.curves("T", {"a": ([1.0], [])}, x="x", y="y"),
+        lambda: report.stacked("T", [], {"a": []}, unit="s"),
+        lambda: report.stacked("T", ["one"], {}, unit="s"),
+        lambda: report.stacked("T", ["one"], {"a": [1.0, 2.0]}, unit="s"),
         lambda: report.predicted_measured("T", {}),
         lambda: report.predicted_measured("T", {"a": []}),
         lambda: report.predicted_measured("T", {"a": [(1.0, 2.0), (0.0, 1.0)]}),

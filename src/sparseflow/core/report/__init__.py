@@ -6,7 +6,14 @@
     page.write(run.path / "report.html")
 """
 
-from sparseflow.core.report.figures import before_after, intervals, predicted_measured, samples
+from sparseflow.core.report.figures import (
+    before_after,
+    curves,
+    intervals,
+    predicted_measured,
+    samples,
+    stacked,
+)
 from sparseflow.core.report.page import Column, Headline, Report, Section, Table
 from sparseflow.core.report.svg import Figure, from_matplotlib
 
@@ -18,8 +25,10 @@ __all__ = [
     "Section",
     "Table",
     "before_after",
+    "curves",
     "from_matplotlib",
     "intervals",
     "predicted_measured",
     "samples",
+    "stacked",
 ]

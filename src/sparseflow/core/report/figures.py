@@ -1,4 +1,4 @@
-"""The kinds of figure that reports use: bars, intervals, every sample as a dot, predicted over measured."""
+"""The kinds of figure that reports use: bars, intervals, every sample as a dot, curves, parts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from sparseflow.core.report.svg import (
 from sparseflow.errors import InputError
 
 WIDTH_IN = 9.6
+
+_COLOURS = (AFTER, BEFORE, GOOD, BAD, INK, MUTED)
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
+"""Curves beyond the last colour have the colours again, in dashes."""
 
 
 def before_after(
@@ -246,6 +250,94 @@ def predicted_measured(
             if group
         )
         return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
+
+
+def curves(
+    title: str,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Lines over a common axis, such as losses over steps.
+
+    Args:
+        title: Heading.
+        series: Name -> places along x and values, as many of both.
+        x: What the horizontal axis is, with its unit.
+        y: What the vertical axis is, with its unit.
+        log_x: Draw the horizontal axis logarithmically.
+        log_y: Likewise the vertical one.
+        alt: What the figure says in words; made from where the lines end when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: There is no series, or one is empty or has lists of two lengths.
+    """
+    lengths = {name: (len(places), len(values)) for name, (places, values) in series.items()}
+    if not lengths or any(first != second or not first for first, second in lengths.values()):
+        raise InputError(f"{title}: as many places as values, and some, are needed; there are {lengths}")
+    with _drawing(rows=1, row_in=3.2) as (figure, axes):
+        for number, (name, (places, values)) in enumerate(series.items()):
+            colour = _COLOURS[number % len(_COLOURS)]
+            dashes = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+            axes.plot(places, values, color=colour, linestyle=dashes, linewidth=1.6, label=name)
+        if log_x:
+            axes.set_xscale("log")
+        if log_y:
+            axes.set_yscale("log")
+        axes.grid(axis="y")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        _legend(axes, 4)
+        words = "; ".join(f"{name} ends at {values[-1]:.3g}" for name, (_, values) in series.items())
+        return from_matplotlib(figure, title=title, alt=alt or f"{y} over {x}: {words}.", caption=caption)
+
+
+def stacked(
+    title: str,
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    unit: str,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """One horizontal bar a label, made of parts, such as where time goes.
+
+    Args:
+        title: Heading.
+        labels: One a bar, top to bottom.
+        parts: Name -> one value a bar, in `unit`, left to right.
+        unit: Unit, written at the axis.
+        alt: What the figure says in words; made from the values when empty.
+        caption: A sentence below it.
+
+    Raises:
+        InputError: There is no bar or no part, or a part has another number of values than there are bars.
+    """
+    if not labels or not parts or any(len(values) != len(labels) for values in parts.values()):
+        lengths = {name: len(values) for name, values in parts.items()}
+        raise InputError(f"{title}: {len(labels)} bars need as many values of each part; there are {lengths}")
+    with _drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+        left = [0.0] * len(labels)
+        for number, (name, values) in enumerate(parts.items()):
+            colour = _COLOURS[number % len(_COLOURS)]
+            axes.barh(range(len(labels)), values, left=left, height=0.6, color=colour, label=name)
+            left = [before + value for before, value in zip(left, values, strict=True)]
+        axes.set_yticks(list(range(len(labels))), labels)
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+        _legend(axes, 6)
+        words = "; ".join(
+            f"{label}: " + ", ".join(f"{name} {values[place]:.3g}" for name, values in parts.items())
+            for place, label in enumerate(labels)
+        )
+        return from_matplotlib(figure, title=title, alt=alt or f"In {unit}: {words}.", caption=caption)
 
 
 @contextmanager
