@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="folder of compiled code")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     asked = parser.parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     tasks = [
         (name, first, min(first + BATCH, asked.schedules))
         for name in asked.operators

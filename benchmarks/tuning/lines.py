@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("labels", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     asked = parser.parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment("cpu"), "files": [read(path) for path in asked.labels]}
     for found in record["files"]:
         print({key: value for key, value in found.items() if key != "seconds"}, min(found["seconds"]))
