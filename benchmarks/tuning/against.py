@@ -6,8 +6,8 @@
     python benchmarks/tuning/against.py matrices/*.mtx.gz --mkl libmkl_rt.so.3 --out runs/against.jsonl
 
 Every matrix is tuned for each of `--problems`, and the winner is then timed in turn with each baseline, pair
-by pair, on as many threads or on one, whichever is faster (scipy has one). What was measured is kept; the same command goes on with what was
-stopped. `record.py against` makes claims of it.
+by pair, on as many threads or on one, whichever is faster (scipy has one). What was measured is kept; the
+same command goes on with what was stopped. `record.py against` makes claims of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sparseflow.tuning.tuner import explore
 REGISTERS = {"spmm": ("tiled_csr",), "spmv": ("csr", "csr_gathered")}
 """Operator -> the presets that keep a row's sums in registers."""
 
-PAIRS = 30
+PAIRS = 150
 TRIES = 3
 """Times that a pair of kernels is measured where others disturb it."""
 
@@ -51,7 +51,7 @@ def slower(baseline: Job, tuned: Job, right: Callable[[np.ndarray], bool]) -> di
     attempts = 0
     while True:
         attempts += 1
-        found = measure(baseline, tuned, repeats=PAIRS, min_time_s=0.2, max_time_s=3.0)
+        found = measure(baseline, tuned, repeats=PAIRS, min_time_s=0.3, max_time_s=4.0)
         if found.error is not None:
             raise RunError(f"a baseline failed: {found.error}")
         if not right(found.output):
@@ -62,7 +62,7 @@ def slower(baseline: Job, tuned: Job, right: Callable[[np.ndarray], bool]) -> di
     pairs = [a / b for a, b in zip(found.latency_ms, found.reference_ms, strict=True)]
     return {
         "ratio": statistics.median(pairs),
-        "pairs": [round(pair, 4) for pair in pairs[:100]],
+        "pairs": [round(pair, 4) for pair in pairs[:PAIRS]],
         "tuned_ms": min(found.reference_ms),
         "ms": min(found.latency_ms),
         "disturbed": disturbed,

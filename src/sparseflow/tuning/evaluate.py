@@ -32,7 +32,7 @@ _COMPARED = 1 << 16
 
 
 _QUICKLY = {"repeats": 7, "min_time_s": 0.02, "max_time_s": 0.25, "slower": 10.0}
-_THOROUGHLY = {"repeats": 30, "min_time_s": 0.2, "max_time_s": 1.0}
+_THOROUGHLY = {"repeats": 100, "min_time_s": 0.3, "max_time_s": 2.0}
 """How trials are measured. A first run is slow for the reference too: 10 times that is 20 times and more of
 what it takes when it is warm, and no search needs to know how much more."""
 
