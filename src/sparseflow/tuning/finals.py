@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,9 @@ _SHORT_MS = 0.2
 
 _ROUNDS = 30
 _SAMPLE_S = 5e-4
-_MOST_S = 1.0
+_LEAST_S = 0.6
+_MOST_S = 1.5
+"""How long calls are timed: threads that begin on one CPU are parted only after some tenths of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +106,19 @@ def finals(
 
 
 def call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
-    """Milliseconds that a call of each takes in this process: medians of samples taken in turns."""
+    """Milliseconds that a call of each takes in this process: lower quartiles of samples taken in turns."""
     counts = []
     for kernel in kernels:
         kernel.compute(*inputs)
         counts.append(max(1, int(_SAMPLE_S / max(_sample(kernel, inputs, 1), 1e-7))))
     samples: list[list[float]] = [[] for _ in kernels]
     begin = time.perf_counter()
-    for _ in range(_ROUNDS):
+    passed = 0.0
+    while passed < _MOST_S and (len(samples[0]) < _ROUNDS or passed < _LEAST_S):
         for kernel, count, kept in zip(kernels, counts, samples, strict=True):
             kept.append(1e3 * _sample(kernel, inputs, count))
-        if time.perf_counter() - begin > _MOST_S:
-            break
-    return [statistics.median(kept) for kept in samples]
+        passed = time.perf_counter() - begin
+    return [sorted(kept)[len(kept) // 4] for kept in samples]
 
 
 def _sample(kernel: Kernel, inputs: tuple[np.ndarray, ...], count: int) -> float:
