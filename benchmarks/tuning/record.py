@@ -4,7 +4,7 @@
 
     PYTHONPATH=src python benchmarks/tuning/record.py lines results/tuning/lines.json
     PYTHONPATH=src python benchmarks/tuning/record.py equal results/tuning/equal.json
-    PYTHONPATH=src python benchmarks/tuning/record.py against results/tuning/against.jsonl
+    PYTHONPATH=src python benchmarks/tuning/record.py against runs/against.jsonl
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.claims import update
+from sparseflow.core.files import write_atomic
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 Fields = dict[str, Any]
 
@@ -112,13 +113,16 @@ def against(record: Fields) -> Iterator[Fields]:
 KINDS = {"lines": lines, "equal": equal, "against": against}
 
 
-def read(path: Path) -> Fields:
-    """A record; of JSON lines the first holds the circumstances and the others are its rows."""
+def read(path: Path) -> tuple[Fields, Path]:
+    """A record and its file; JSON lines, whose first holds the circumstances, are copied to results/."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
-        return json.loads(text)
+        return json.loads(text), path.resolve()
     head, *rows = (json.loads(line) for line in text.splitlines())
-    return head | {"rows": rows}
+    record = head | {"rows": rows}
+    kept = RESULTS / "tuning" / f"{path.stem}.json"
+    write_atomic(kept, json.dumps(record) + "\n")
+    return record, kept
 
 
 def main() -> int:
@@ -128,11 +132,11 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("file", type=Path)
     asked = parser.parse_args()
-    record = read(asked.file)
+    record, kept = read(asked.file)
     common = {
         "baseline": None,
         "device": record["environment"]["device"]["name"],
-        "samples": str(asked.file.resolve().relative_to(RESULTS)),
+        "samples": str(kept.relative_to(RESULTS)),
         "git": record["environment"]["git"],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
