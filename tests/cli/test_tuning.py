@@ -15,7 +15,9 @@ from sparseflow.cli.root import run
 from sparseflow.tuning import collect as collecting
 from sparseflow.tuning.evaluate import Trial
 from sparseflow.tuning.labels import LabelSet
+from sparseflow.tuning.net.saved import load
 from sparseflow.tuning.schedule import Schedule
+from tests.tuning.net.labels import SMALL, on_disk
 
 MATRIX = "%%MatrixMarket matrix coordinate pattern general\n300 500 3\n1 2\n2 1\n300 500\n"
 LINE = (
@@ -56,6 +58,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    """Labels of three matrices with the patterns of two, and the settings of a small network."""
+    net = SMALL.to_dict()
+    sampling = {"schedules": 6, "matrices": 2}
+    settings = {"net": net, "steps": 4, "validate_every": 2, "sampling": sampling}
+    (tmp_path / "small.json").write_text(json.dumps(settings))
+    return on_disk(tmp_path / "labels")
+
+
 def told(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
@@ -93,6 +105,44 @@ def test_import(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--out", "other", "--json"]) == 0
     found = told(capsys)
     assert (found["rows"], found["tasks"], found["rejected"]["latency"]["rows"]) == (1, 1, 1)
+
+
+def test_train_eval_and_plot(
+    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["--config", "small.json", "--steps", "2"]
+    command = [
+        "tuning", "train", "labels", "--out", "net", "--operators", "spmv", "--hold-out", "f1", *settings,
+        "--loss", "margin", "--pattern", "strided", "--pooling", "last", "--joined", "cross",
+    ]  # fmt: skip
+    assert run([*command, "--json"]) == 0
+    found = told(capsys)
+    assert found["tasks"] == 2 and found["held_out"]["tasks"] == 1 and found["limits"] == {}
+    config = load(found["net"]).config
+    assert config.pattern is not None
+    assert (config.joined, config.pattern.kind, config.pattern.pooling) == ("cross", "strided", "last")
+    assert run(command) == 0
+    assert "learnt from 24 labels of 2 tasks" in capsys.readouterr().out
+    assert run([*command, "--pattern", "none"]) == 2
+    assert "another training" in capsys.readouterr().err
+
+    command = ["tuning", "eval", "labels", "--out", "study", "--operators", "spmv", "--folds", "2", *settings]
+    assert run([*command, "--json"]) == 0
+    found = told(capsys)
+    assert {line["model"] for line in found["scores"]} == {
+        "boosted_trees_spmv", "WACONet_spmv", "AutoSparseNet_WACONet_spmv", "AutoSparseNet_spmv",
+        "AutoSparseNet_Full",
+    }  # fmt: skip
+    assert run(command) == 0
+    assert "AutoSparseNet_Full" in capsys.readouterr().out
+    Path(found["page"]).unlink()
+    assert run(["tuning", "plot", "study", "--json"]) == 0
+    assert told(capsys) == {"page": found["page"]}
+    assert Path(found["page"]).is_file()
+    for bad, said in ((["--models", "all"], "must be one of"), (["--config", "none.json"], "no file")):
+        assert run([*command, *bad]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,14 @@ def tune(
     budget: Annotated[float, typer.Option(help="Seconds that it may take, about.")] = 60.0,
     trials: Annotated[int | None, typer.Option(min=0, help="Schedules to measure at most.")] = None,
     method: Annotated[
-        str, typer.Option(help="How to search: random, evolutionary or annealing.")
+        str,
+        typer.Option(
+            help="How to search: random, evolutionary, annealing or qlearning; guided-… lets a model choose."
+        ),
     ] = "evolutionary",
+    net: Annotated[
+        Path | None, typer.Option(help="An AutoSparse Net that a guided method begins with, .safetensors.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; by default all CPUs.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="What the search draws from.")] = 0,
@@ -49,11 +56,17 @@ def tune(
         raise InputError(f"`dtype` (={dtype!r}) must be float32 or float64")
     if out is not None and not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent} to write {out.name} to")
+    prior = None
+    if net is not None:
+        from sparseflow.tuning.net.saved import load
+        from sparseflow.tuning.net.scoring import scorer
+
+        prior = partial(scorer, load(net))
     given = read_matrix(matrix, dtype=np.dtype(dtype))
     with bar() as tell:
         found = explore(
-            operator, given, n_cols=n_cols, budget_s=budget, trials=trials, method=method, threads=threads,
-            seed=seed, folder=folder, cluster=cluster, machines=machines, progress=tell,
+            operator, given, n_cols=n_cols, budget_s=budget, trials=trials, method=method, prior=prior,
+            threads=threads, seed=seed, folder=folder, cluster=cluster, machines=machines, progress=tell,
         )  # fmt: skip
     if out is not None:
         found.kernel.save(out)

@@ -88,7 +88,7 @@ class DeviceInfo:
 
 
 def processor() -> str:
-    """What a time on a CPU holds for: its name, our share of its CPUs, its instruction sets; without torch."""
+    """What a time on a CPU holds for: name, our share of its CPUs, instruction sets; without torch."""
     return f"{_cpu_name()}, {_usable_cpus()} CPUs, {' '.join(_cpu_flags())}"
 
 

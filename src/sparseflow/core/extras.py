@@ -24,7 +24,7 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xgboost-cpu", "xgboost"),
             ("scipy", "scipy"),
         ),
-        "tuning": (("scipy", "scipy"),),
+        "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost")),
         "adaptive": (),
         "codesign": (),
         "distributed": (("ray", "ray"),),

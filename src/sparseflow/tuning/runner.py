@@ -236,9 +236,7 @@ class Session:
         if memory_bytes is not None and memory_bytes < 1:
             raise InputError(f"`memory_bytes` (={memory_bytes}) must be at least 1")
         if slower is not None and (not 1 <= slower <= MOST_SLOWER or self.reference is None):
-            raise InputError(
-                f"`slower` (={slower}) must be from 1 to {MOST_SLOWER:g}, and needs a reference"
-            )
+            raise InputError(f"`slower` (={slower}) must be from 1 to {MOST_SLOWER:g}, and needs a reference")
         jobs = (job,) if self.reference is None else (job, self.reference)
         with ExitStack() as stack:
             try:

@@ -16,8 +16,10 @@ import numpy as np
 from sparseflow.core.device import processor
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.compile import compiler
+from sparseflow.tuning.costmodel import BoostedTrees, Scorer
 from sparseflow.tuning.evaluate import Evaluator, Trial
 from sparseflow.tuning.fanout import LOT, measure_on
+from sparseflow.tuning.features import Features
 from sparseflow.tuning.finals import finals
 from sparseflow.tuning.kernel import Kernel, LibraryKernel
 from sparseflow.tuning.matrices import as_coo
@@ -25,12 +27,12 @@ from sparseflow.tuning.operators import operator as operator_of
 from sparseflow.tuning.presets import REFERENCE, presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.schedule import Schedule
-from sparseflow.tuning.search import strategy
-from sparseflow.tuning.search.base import Strategy
+from sparseflow.tuning.search import Guided, Strategy, strategy
 from sparseflow.tuning.space import Space
 from sparseflow.tuning.trials import kept
 
 Progress = Callable[[str, float], None]
+Prior = Callable[[Problem, int], Scorer]
 
 _RUN_OFF = 0.15
 """Share of the time that is kept for it."""
@@ -51,7 +53,7 @@ class Tuned:
         trials: Everything that was measured, in that order, baselines first and the run-off not among them.
         baselines: Name -> ratio to the reference, thoroughly measured; scipy as `"library"`.
         best: Ratio of the kernel to the reference, thoroughly measured.
-        seconds: Part ("build", "compile", "measure", "rest") -> how long it took, of what this call did.
+        seconds: Part ("propose", "build", "compile", "measure", "rest") -> how long it took this time.
     """
 
     kernel: Kernel
@@ -86,6 +88,7 @@ def explore(
     budget_s: float = 60.0,
     trials: int | None = None,
     method: str = "evolutionary",
+    prior: Prior | None = None,
     threads: int | None = None,
     dtype: np.dtype | type | None = None,
     seed: int = 0,
@@ -104,6 +107,9 @@ def explore(
         budget_s: Seconds that all of it may take, about.
         trials: Schedules to measure at most, the baselines not counted.
         method: How to search, one of `STRATEGIES`.
+        prior: For a guided method, what is thought of the schedules of a problem, for so many threads,
+            before anything is measured, such as `functools.partial(net.scoring.scorer, network)`. Boosted
+            trees learn from this search what to add to it; by default they begin with a rough guess.
         threads: Threads to use; by default one for each CPU that this process may run on.
         dtype: float32 or float64; by default the matrix's own.
         seed: What the search and the dense inputs are drawn from.
@@ -153,7 +159,7 @@ def explore(
     ):
         old = () if log is None else log.trials
         # Going on, it must not propose once more what it proposed before.
-        walk = chosen(space, np.random.default_rng([seed, len(old)]))
+        walk = _begun(chosen, space, np.random.default_rng([seed, len(old)]), prior, problem, threads)
         found: dict[Schedule, Trial] = {}
         for trial in old:
             found[trial.schedule] = trial
@@ -166,14 +172,19 @@ def explore(
         deadline = begun + budget_s * (1.0 - _RUN_OFF)
         fresh: list[Trial] = []
 
+        proposing = 0.0
+
         def told(trial: Trial) -> None:
+            nonlocal proposing
             if trial.error is not None and trial.schedule == reference:
                 raise RunError(f"the reference does not run: {trial.error}; it is {reference}")
             if log is not None:
                 log.write(trial)
             found[trial.schedule] = trial
             fresh.append(trial)
+            began = time.monotonic()
             walk.tell(trial)
+            proposing += time.monotonic() - began
             if progress is not None:
                 best = min(each.latency_ms for each in found.values())
                 done = max((time.monotonic() - begun) / budget_s, len(found) / most if most else 0.0)
@@ -183,7 +194,9 @@ def explore(
             told(evaluator.measure(schedule))
         lot = 1 if cluster is None else LOT * machines
         while time.monotonic() < deadline and len(found) < most:
+            began = time.monotonic()
             wanted = _proposed(walk, problem, found, min(lot, most - len(found)))
+            proposing += time.monotonic() - began
             if not wanted:
                 break
             if cluster is None:
@@ -194,7 +207,7 @@ def explore(
         if progress is not None:
             progress("measuring the best again", 1.0)
         final = finals(problem, evaluator, found, baselines, cache=cache)
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = {"propose": proposing}
     for trial in fresh:
         for part, took in trial.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + took
@@ -206,6 +219,22 @@ def explore(
         best=final.best,
         seconds=seconds,
     )
+
+
+def _begun(
+    chosen: type[Strategy],
+    space: Space,
+    rng: np.random.Generator,
+    prior: Prior | None,
+    problem: Problem,
+    threads: int,
+) -> Strategy:
+    if issubclass(chosen, Guided):
+        known = None if prior is None else prior(problem, threads)
+        return chosen(space, rng, BoostedTrees(Features(problem, threads), prior=known))
+    if prior is not None:
+        raise InputError(f"the method {chosen.name!r} asks no `prior`; choose guided-{chosen.name}")
+    return chosen(space, rng)
 
 
 def _canonical(problem: Problem, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:

@@ -9,12 +9,34 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.search.annealing import Annealing
 from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.evolutionary import Evolutionary
+from sparseflow.tuning.search.guided import (
+    Guided,
+    GuidedAnnealing,
+    GuidedEvolutionary,
+    GuidedQLearning,
+    GuidedRandom,
+)
+from sparseflow.tuning.search.qlearning import QLearning
 from sparseflow.tuning.search.random import Random
 
+__all__ = ["STRATEGIES", "Guided", "Strategy", "strategy"]
+
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
-    {one.name: one for one in (Random, Evolutionary, Annealing)}
+    {
+        one.name: one
+        for one in (
+            Random,
+            Evolutionary,
+            Annealing,
+            QLearning,
+            GuidedRandom,
+            GuidedEvolutionary,
+            GuidedAnnealing,
+            GuidedQLearning,
+        )
+    }
 )
-"""Name -> class."""
+"""Name -> class; subclasses of `Guided` take a cost model besides."""
 
 
 def strategy(name: str) -> type[Strategy]:

@@ -1,0 +1,72 @@
+"""Where a training stands, in one file, so that it goes on after it was stopped."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError, InputError
+
+FILE = "checkpoint.pt"
+
+
+def write(folder: Path, state: Mapping[str, Any]) -> None:
+    """Replace the folder's checkpoint.
+
+    Args:
+        folder: Must exist.
+        state: Tensors, numbers, texts, lists and dictionaries of these; `"of"` says what it is a state of.
+
+    Raises:
+        OSError: The file cannot be written; the one before is still there.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    write_atomic(folder / FILE, buffer.getvalue())
+
+
+def read(folder: Path, of: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """The folder's checkpoint; None where there is none.
+
+    Args:
+        folder: Where to look.
+        of: What it must be a state of.
+        device: Where to put tensors.
+
+    Raises:
+        InputError: It is of something else.
+        FileFormatError: It is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        if not zipfile.is_zipfile(path):  # which torch would else take for one of its old formats
+            raise ValueError("not an archive as torch writes them")
+        state = torch.load(path, map_location=device, weights_only=True)
+        found = state["of"]
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OSError,
+    ) as error:
+        text = next(iter(str(error).splitlines()), repr(error))
+        raise FileFormatError(f"{path} is not a checkpoint that can be read: {text}; remove it") from error
+    if found != of:
+        differ = sorted(name for name in {*found, *of} if found.get(name) != of.get(name))
+        raise InputError(
+            f"{path} is of another training, with other {', '.join(differ)}; name another folder, or remove "
+            "this one"
+        )
+    return state

@@ -1,0 +1,226 @@
+"""The page of an evaluation: loss curves, rankings, and what the model saves a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.jsonl import read_lines
+from sparseflow.core.report import (
+    Column,
+    Figure,
+    Report,
+    Section,
+    Table,
+    before_after,
+    curves,
+    intervals,
+    stacked,
+)
+from sparseflow.tuning.comparing import GUIDED, Searched, read_searched
+from sparseflow.tuning.net import history
+from sparseflow.tuning.net.judge import TOP, summary
+from sparseflow.tuning.net.study import Row, read_study
+
+PAGE = "report.html"
+SEARCHES = "searches"
+"""Folder of a study that `compare_searches` fills."""
+
+_POINTS = 200
+"""Points of a curve."""
+
+
+def write_page(
+    folder: Path | str, *, environment: Mapping[str, Any] | None = None, reproduce: str = ""
+) -> Path:
+    """Write `report.html` into a study's folder; gives its path.
+
+    Args:
+        folder: What `study` filled, and perhaps `compare_searches`.
+        environment: Circumstances, as `core.environment` writes them.
+        reproduce: The command line that makes this page again.
+
+    Raises:
+        InputError: The folder holds no study.
+        FileFormatError: A file in it is damaged.
+    """
+    root = Path(folder)
+    rows = read_study(root)
+    searched = [read_searched(path) for path in sorted((root / SEARCHES).glob("*.json"))]
+    sections = [_rankings(rows), *_losses(root, rows), *_searches(searched)]
+    page = Report(
+        title="AutoSparse Net: how well it ranks, and what that saves",
+        summary=f"{len({row.entry for row in rows})} models, judged on families of matrices they never saw.",
+        sections=sections,
+        environment=environment or {},
+        reproduce=reproduce,
+    )
+    return page.write(root / PAGE)
+
+
+def scores(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each model and operator: `judge.summary` over all folds."""
+    found = []
+    for entry in dict.fromkeys(row.entry for row in rows):
+        judged = [one for row in rows if row.entry == entry for one in row.judged]
+        for operator in dict.fromkeys(one.operator for one in judged):
+            told = summary([one for one in judged if one.operator == operator])
+            found.append({"model": entry, "operator": operator, **told})
+    return found
+
+
+def _rankings(rows: Sequence[Row]) -> Section:
+    columns = [
+        Column(key="model", title="model"),
+        Column(key="operator", title="operator"),
+        Column(key="matrices", title="matrices"),
+        Column(key="pool", title="schedules in a pool", digits=0),
+        *(
+            Column(key=f"top{k}{part}", title=f"top-{k}{title}", digits=3)
+            for k in TOP
+            for part, title in (("", ""), ("_low", " from"), ("_high", " to"), ("_random", ", random pick"))
+        ),
+        Column(key="pairs", title="pairs in order", digits=3),
+    ]
+    lines = scores(rows)
+    shown = [
+        {
+            **{key: line[key] for key in ("model", "operator", "matrices", "pool")},
+            **{
+                f"top{k}{'' if part == 'mean' else f'_{part}'}": line[f"top{k}"][part]
+                for k in TOP
+                for part in ("mean", "low", "high", "random")
+            },
+            "pairs": line["pair_accuracy"]["mean"],
+        }
+        for line in lines
+    ]
+    figures: list[Table | Figure] = [
+        intervals(
+            f"Top-{k} score",
+            [f"{line['model']}, {line['operator']}" for line in lines],
+            [line[f"top{k}"]["mean"] for line in lines],
+            [line[f"top{k}"]["low"] for line in lines],
+            [line[f"top{k}"]["high"] for line in lines],
+            unit=f"best latency of the pool / best among the {k} ranked highest",
+            caption="Mean over tasks, with 95 % bootstrap intervals over matrices.",
+        )
+        for k in TOP[:2]
+    ]
+    return Section(
+        title="Rankings of held-out matrices",
+        text=[
+            "A model ranks all labelled schedules of a task, its pool. Its top-k score is the best true "
+            "latency of the pool over the best true latency among the k that it ranks highest; 1 is perfect. "
+            "Beside it stands what a random pick of k from the same pool is expected to get."
+        ],
+        items=[*figures, Table(title="Scores", columns=columns, rows=shown)],
+    )
+
+
+def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
+    """Losses of the first fold of every network, in training and on what it held out."""
+    kinds = {"train": "Loss in training", "held_out": "Loss on what is held out"}
+    found: dict[str, dict[str, tuple[list[float], list[float]]]] = {kind: {} for kind in kinds}
+    for entry in dict.fromkeys(row.entry for row in rows):
+        path = root / entry / "fold-0" / history.FILE
+        lines = read_lines(path) if path.is_file() else []
+        for kind in kinds:
+            steps = [(float(line["step"]), float(line["loss"])) for line in lines if line.get("kind") == kind]
+            if steps:
+                found[kind][entry] = _smoothed(steps)
+    items = [
+        curves(
+            title,
+            found[kind],
+            x="step",
+            y="loss",
+            caption="Margin, rank and LambdaRank losses have scales of their own.",
+        )
+        for kind, title in kinds.items()
+        if found[kind]
+    ]
+    return [Section(title="Losses", items=items)] if items else []
+
+
+def _smoothed(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Means of neighbours, as many as a curve has points."""
+    size = -(-len(steps) // _POINTS)
+    parts = [steps[first : first + size] for first in range(0, len(steps), size)]
+    return (
+        [part[-1][0] for part in parts],
+        [sum(value for _, value in part) / len(part) for part in parts],
+    )
+
+
+def _searches(found: Sequence[Searched]) -> list[Section]:
+    sections = []
+    for problem in dict.fromkeys(one.problem for one in found):
+        those = [one for one in found if one.problem == problem]
+        goal = min(one.best()[-1] for one in those)
+        plain = [one for one in those if GUIDED + one.method in {other.method for other in those}]
+        guided = {one.method.removeprefix(GUIDED): one for one in those if one.method.startswith(GUIDED)}
+        items: list[Table | Figure] = []
+        if plain:
+            items.append(
+                before_after(
+                    "Seconds of search",
+                    [one.method for one in plain],
+                    [sum(one.seconds.values()) for one in plain],
+                    [sum(guided[one.method].seconds.values()) for one in plain],
+                    unit="s",
+                    names=("without the model", "with it"),
+                )
+            )
+        converged = {
+            one.method: ([float(at) for at in range(1, len(one.ratios) + 1)], one.best()) for one in those
+        }
+        items.append(
+            curves(
+                "Best schedule so far",
+                {
+                    name: (
+                        [x for x, y in zip(*both, strict=True) if y < float("inf")],
+                        [y for y in both[1] if y < float("inf")],
+                    )
+                    for name, both in converged.items()
+                },
+                x="schedules measured",
+                y="time over the reference's",
+                log_x=True,
+            )
+        )
+        parts = dict.fromkeys(part for one in those for part in one.seconds)
+        items.append(
+            stacked(
+                "Where search time goes",
+                [one.method for one in those],
+                {part: [one.seconds.get(part, 0.0) for one in those] for part in parts},
+                unit="s",
+            )
+        )
+        items.append(
+            Table(
+                title="Searches",
+                columns=[
+                    Column(key="method", title="method"),
+                    Column(key="measured", title="schedules measured"),
+                    Column(key="arrived", title="measured until within 5 % of the best"),
+                    Column(key="best", title="best over reference", digits=3),
+                    Column(key="seconds", title="seconds", digits=1),
+                ],
+                rows=[
+                    {
+                        "method": one.method,
+                        "measured": len(one.ratios),
+                        "arrived": one.arrived(goal),
+                        "best": one.best()[-1],
+                        "seconds": sum(one.seconds.values()),
+                    }
+                    for one in those
+                ],
+            )
+        )
+        sections.append(Section(title=f"Searches: {problem}", items=items))
+    return sections

@@ -1,0 +1,102 @@
+"""Training by several processes: each draws its own batches, and gradients are averaged.
+
+torchrun starts the processes and tells them of each other by environment variables. Gradients are averaged in
+one piece after the backward pass, not by `DistributedDataParallel` during it: a process whose pattern did not
+fit into memory can then try again while the others wait, and the network is too small for overlap to matter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from sparseflow.errors import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among those that train together.
+
+    Attributes:
+        rank: Its number; the first, 0, writes files.
+        size: How many there are.
+        device: What it computes on.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Average the gradients over all processes; without one it counts as 0."""
+        if self.size == 1:
+            return
+        every = list(parameters)
+        for each in every:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        gradients = [each.grad for each in every if each.grad is not None]
+        flat = torch.cat([each.flatten() for each in gradients])
+        distributed.all_reduce(flat)
+        flat /= self.size
+        for each, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            each.copy_(mean.view_as(each))
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a scalar over all processes."""
+        if self.size == 1:
+            return value.detach()
+        total = value.detach().clone()
+        distributed.all_reduce(total)
+        return total / self.size
+
+    def least(self, values: list[int]) -> list[int]:
+        """Number by number, the least that any process has."""
+        if self.size == 1 or not values:
+            return values
+        found = torch.tensor(values, device=self.device)
+        distributed.all_reduce(found, distributed.ReduceOp.MIN)
+        return found.tolist()
+
+    def wait(self) -> None:
+        """Until all processes have come here."""
+        if self.size > 1:
+            distributed.barrier()
+
+    def check_alike(self, what: str, value: int) -> None:
+        """Raises RunError where processes differ in what they should agree on."""
+        low, high = self.least([value, -value])
+        if low != -high:
+            raise RunError(
+                f"processes differ in {what}: {low} to {-high}; they must share one folder and labels"
+            )
+
+
+@contextmanager
+def ranks(device: torch.device | str) -> Iterator[Ranks]:
+    """This process among those that torchrun started; alone where none did.
+
+    Args:
+        device: What to compute on; `"cuda"` stands for each process' own GPU.
+    """
+    wanted = torch.device(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Ranks(rank=0, size=1, device=wanted)
+        return
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(wanted)
+    own = not distributed.is_initialized()
+    if own:
+        distributed.init_process_group("nccl" if wanted.type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank=distributed.get_rank(), size=distributed.get_world_size(), device=wanted)
+    finally:
+        if own:
+            distributed.destroy_process_group()

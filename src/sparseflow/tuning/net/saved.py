@@ -1,0 +1,77 @@
+"""A network in one file: weights as safetensors, the configuration as JSON in their metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.net.model import AutoSparseNet, NetConfig
+
+_MARK = {"sparseflow": "autosparse-net", "version": "1"}
+"""Says that a file is one of these; the version counts what a change of tokens or statistics would break."""
+
+
+def save(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
+    """Write a network, in place of what is there.
+
+    Args:
+        net: The network.
+        path: Ends in `.safetensors`, by custom. Its folder must exist.
+        half: Store weights in float16, half as large and exact enough for ranking; else in float32.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from safetensors.torch import save as serialize
+
+    kind = torch.float16 if half else torch.float32
+    weights = {name: value.detach().to("cpu", kind).contiguous() for name, value in net.state_dict().items()}
+    metadata = _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)}
+    write_atomic(Path(path), serialize(weights, metadata=metadata))
+
+
+def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
+    """Read a network that `save` wrote, ready to score.
+
+    Args:
+        path: The file.
+        device: Where to put it.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: It is something else, or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no file {file}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            if any(metadata.get(name) != value for name, value in _MARK.items()):
+                raise FileFormatError(f"{file} holds no AutoSparse Net of this version of SparseFlow")
+            config = NetConfig.from_dict(json.loads(metadata["config"]))
+            # What a network of this configuration holds, before anything is allocated for one.
+            with torch.device("meta"):
+                expected = {name: value.shape for name, value in AutoSparseNet(config).state_dict().items()}
+            found = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            if found != expected:
+                wrong = sorted(
+                    name for name in found.keys() | expected if found.get(name) != expected.get(name)
+                )
+                raise ValueError(f"`{wrong[0]}` does not fit its configuration")
+            weights = {name: opened.get_tensor(name).float() for name in found}
+    except FileFormatError:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(f"{file} is not an AutoSparse Net that can be read: {error}") from error
+    if not all(bool(value.isfinite().all()) for value in weights.values()):
+        raise FileFormatError(f"{file} is damaged: it holds weights that are not finite")
+    net = AutoSparseNet(config)
+    net.load_state_dict(weights)
+    return net.to(device).eval()

@@ -1,0 +1,263 @@
+"""Networks against each other: each trained without some families of matrices, and judged on those.
+
+A study's folder holds `judged.jsonl`, a row for each network and fold, and the folder of each training under
+the network's name. The same call goes on with a study that was stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.parallel import run_each
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.labels import LabelSet
+from sparseflow.tuning.net.baseline import Boosted
+from sparseflow.tuning.net.dataset import Dataset
+from sparseflow.tuning.net.judge import Judged, judge
+from sparseflow.tuning.net.pattern import PatternConfig
+from sparseflow.tuning.net.train import TrainConfig, train
+
+Progress = Callable[[str, float], None]
+
+ROWS = "judged.jsonl"
+BOOSTED = "boosted_trees"
+"""Name of the baseline: gradient boosting on schedules alone, for one operator at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A network that takes part.
+
+    Attributes:
+        name: Its name, which is also its folder's.
+        config: How it is trained; None for boosted trees.
+        operators: What it learns and is judged on.
+    """
+
+    name: str
+    config: TrainConfig | None
+    operators: tuple[str, ...]
+
+
+def named(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
+    """AutoSparse's four networks, and boosted trees.
+
+    `WACONet_<op>` reads the pattern by strided convolutions and joins it with the schedule in a perceptron;
+    `AutoSparseNet_WACONet_<op>` has its extractor, in front of the transformer; `AutoSparseNet_<op>` reads it
+    by hybrid dilated blocks; `AutoSparseNet_Full` is that, trained on all operators together.
+
+    Args:
+        base: What all of them share: steps, batches, widths.
+        operators: Those with labels.
+    """
+    hdc = base.net.pattern or PatternConfig()
+    strided = replace(hdc, kind="strided", pooling="concat")
+    naive = replace(base.sampling, mode="naive", schedules=base.sampling.most)
+    found = []
+    for operator in operators:
+        alone = (operator,)
+        waco = replace(
+            base, net=replace(base.net, pattern=strided, joined="perceptron"), loss="margin", sampling=naive
+        )
+        found += [
+            Entry(name=f"{BOOSTED}_{operator}", config=None, operators=alone),
+            Entry(name=f"WACONet_{operator}", config=waco, operators=alone),
+            Entry(
+                name=f"AutoSparseNet_WACONet_{operator}",
+                config=replace(base, net=replace(base.net, pattern=strided)),
+                operators=alone,
+            ),
+            Entry(
+                name=f"AutoSparseNet_{operator}",
+                config=replace(base, net=replace(base.net, pattern=hdc)),
+                operators=alone,
+            ),
+        ]
+    full = replace(base, net=replace(base.net, pattern=hdc))
+    return [*found, Entry(name="AutoSparseNet_Full", config=full, operators=tuple(operators))]
+
+
+def ablation(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
+    """Extractor (dilated, strided, none) times pooling (concatenated, last) times loss."""
+    pattern = base.net.pattern or PatternConfig()
+    readers: dict[str, PatternConfig | None] = {
+        f"{kind}_{pooling}": replace(pattern, kind=kind, pooling=pooling)
+        for kind in ("hdc", "strided")
+        for pooling in ("concat", "last")
+    }
+    return [
+        Entry(
+            name=f"{name}_{loss}",
+            config=replace(base, net=replace(base.net, pattern=reader), loss=loss),
+            operators=tuple(operators),
+        )
+        for name, reader in {**readers, "none": None}.items()
+        for loss in ("margin", "rank", "lambda")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A network and a fold.
+
+    Attributes:
+        entry: The network's name.
+        fold: Number of the fold.
+        families: What was held out.
+        judged: The tasks of these families whose pattern is known.
+    """
+
+    entry: str
+    fold: int
+    families: tuple[str, ...]
+    judged: tuple[Judged, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    entry: Entry
+    fold: int
+    families: tuple[str, ...]
+    sets: tuple[Path, ...]
+    folder: Path
+    device: str
+
+
+def folds_of(data: Dataset, count: int) -> list[tuple[str, ...]]:
+    """Families whose patterns are known, in so many parts with about as many schedules each.
+
+    Raises:
+        InputError: There are fewer such families than parts, or fewer than two parts.
+    """
+    sizes: dict[str, int] = {}
+    for group in data.groups:
+        if group.task.pattern is not None:
+            sizes[group.task.family] = sizes.get(group.task.family, 0) + len(group)
+    if not 2 <= count <= len(sizes):
+        raise InputError(f"`folds` (={count}) must be from 2 to the {len(sizes)} families of known pattern")
+    parts: list[list[str]] = [[] for _ in range(count)]
+    held = [0] * count
+    for family in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = held.index(min(held))
+        parts[least].append(family)
+        held[least] += sizes[family]
+    return [tuple(part) for part in parts]
+
+
+def study(
+    entries: Sequence[Entry],
+    sets: Sequence[Path | str],
+    folder: Path | str,
+    *,
+    folds: int = 4,
+    device: str = "cpu",
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Train and judge every network in every fold; gives all rows of the folder.
+
+    Args:
+        entries: The networks.
+        sets: Folders of label sets.
+        folder: Made when absent.
+        folds: Parts that the families of known pattern are held out in. Matrices whose pattern is not known
+            are always learnt from and never judged: nothing could be told by their pattern.
+        device: Where to compute.
+        workers: Trainings at the same time, in processes of their own.
+        progress: Called with (what was done, fraction done).
+
+    Raises:
+        InputError: Two networks share a name, the folds cannot be made, or the folder holds another study.
+        FileFormatError: A line of the folder is damaged.
+    """
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise InputError(f"two networks have the same name: {', '.join(sorted(names))}")
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    paths = tuple(Path(path) for path in sets)
+    parts = folds_of(_data(paths), folds)
+    writer = LineWriter(root / ROWS)
+    try:
+        rows = [_read(row, root / ROWS) for row in read_lines(root / ROWS)]
+        for row in rows:
+            if row.fold >= len(parts) or row.families != parts[row.fold]:
+                raise InputError(f"{root} holds a study with other folds; name another folder")
+        done = {(row.entry, row.fold) for row in rows}
+        jobs = [
+            _Job(entry=entry, fold=fold, families=part, sets=paths, folder=root, device=device)
+            for entry in entries
+            for fold, part in enumerate(parts)
+            if (entry.name, fold) not in done
+        ]
+        for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
+            rows.append(row)
+            writer.write(asdict(row))
+            if progress is not None:
+                progress(f"{row.entry}, fold {row.fold + 1} of {len(parts)}", number / len(jobs))
+    finally:
+        writer.close()
+    return [row for row in rows if row.entry in names]
+
+
+def read_study(folder: Path | str) -> list[Row]:
+    """The rows of a study's folder.
+
+    Raises:
+        InputError: There is no study.
+        FileFormatError: A line is damaged.
+    """
+    path = Path(folder) / ROWS
+    if not path.is_file():
+        raise InputError(f"{folder} holds no study: there is no {ROWS} in it")
+    return [_read(row, path) for row in read_lines(path)]
+
+
+def _read(row: Mapping[str, Any], path: Path) -> Row:
+    try:
+        judged = tuple(
+            Judged(
+                **{
+                    **one,
+                    "top_k": {int(k): score for k, score in one["top_k"].items()},
+                    "random_top_k": {int(k): score for k, score in one["random_top_k"].items()},
+                }
+            )
+            for one in row["judged"]
+        )
+        return Row(entry=row["entry"], fold=row["fold"], families=tuple(row["families"]), judged=judged)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileFormatError(f"{path}: a line is no result of a study ({error}); remove it") from error
+
+
+_DATA: dict[tuple[Path, ...], Dataset] = {}
+"""What this process read last: reading takes longer than some trainings."""
+
+
+def _data(sets: tuple[Path, ...]) -> Dataset:
+    if sets not in _DATA:
+        _DATA.clear()
+        _DATA[sets] = Dataset.of(map(LabelSet.open, sets))
+    return _DATA[sets]
+
+
+def _run(job: _Job) -> Row:
+    data = _data(job.sets).only(lambda task: task.operator in job.entry.operators)
+    learnt, held = data.hold_out(job.families)
+    judged_on = held.only(lambda task: task.pattern is not None)
+    if job.entry.config is None:
+        boosted = Boosted.fit(learnt.groups, data.encoder.table)
+        judged = judge(judged_on.groups, lambda group: boosted.score(group, data.encoder.table))
+    else:
+        if multiprocessing.parent_process() is not None:
+            torch.set_num_threads(1)  # others train beside it
+        place = job.folder / job.entry.name / f"fold-{job.fold}"
+        judged = train(job.entry.config, learnt, place, held_out=judged_on, device=job.device).judged
+    return Row(entry=job.entry.name, fold=job.fold, families=job.families, judged=judged)

@@ -1,0 +1,84 @@
+"""The numbers of a training on disk."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sparseflow.errors import FileFormatError, RunError
+from sparseflow.tuning.net import history as module
+from sparseflow.tuning.net.history import FILE, History, read_history
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    module._tensorboard.cache_clear()
+
+
+@pytest.fixture
+def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+
+@pytest.mark.usefixtures("without_tensorboard")
+def test_a_step_that_is_done_again_is_not_written_again(tmp_path: Path) -> None:
+    for steps in ((1, 2, 3), (2, 3, 4)):
+        history = History(tmp_path)
+        for step in steps:
+            history.write(step, "train", {"loss": 1.0 / step})
+        history.write(3, "held_out", {"top1": 0.5})
+        history.close()
+    rows = list(read_history(tmp_path))
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (1, "train"), (2, "train"), (3, "train"), (3, "held_out"), (4, "train"),
+    ]  # fmt: skip
+    assert rows[3] == {"step": 3, "kind": "held_out", "top1": 0.5}
+
+
+@pytest.mark.usefixtures("without_tensorboard")
+def test_without_tensorboard_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            History(tmp_path / name).close()
+    assert caplog.text.count("tensorboard is not installed") == 1
+
+
+def test_with_tensorboard_scalars_are_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            calls.append(("open", folder))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            calls.append((name, value, step))
+
+        def close(self) -> None:
+            calls.append(("close",))
+
+    board = ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = Writer  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    history = History(tmp_path)
+    history.write(7, "train", {"loss": 0.25, "rate": 1e-3})
+    history.close()
+    opened = ("open", str(tmp_path / "tensorboard"))
+    assert calls == [opened, ("train/loss", 0.25, 7), ("train/rate", 1e-3, 7), ("close",)]
+
+
+@pytest.mark.usefixtures("without_tensorboard")
+def test_one_writer_at_a_time_and_damage_is_told(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    with pytest.raises(RunError, match="being written by another process"):
+        History(tmp_path)
+    history.close()
+    (tmp_path / FILE).write_text("no row\n")
+    with pytest.raises(FileFormatError, match="line 1"):
+        History(tmp_path)
+    (tmp_path / FILE).unlink()
+    History(tmp_path).close()
