@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,12 +23,12 @@ from sparseflow.tuning.evaluate import Trial
 from sparseflow.tuning.labels import Measurement, Task
 from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.trials import TrialRow
 
 FILE = "measured.jsonl"
 
 _HEAD = {"sparseflow": "collection", "version": 1}
 
-_Time = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -61,20 +61,8 @@ class _Begins(_Strict):
     begins: _TaskRow
 
 
-class _Row(_Strict):
+class _Row(TrialRow):
     task: Annotated[int, Field(ge=0)]
-    schedule: str
-    latency_ms: _Time | None
-    ratio: _Time | None
-    error: str | None
-    disturbed: bool
-    seconds: dict[str, Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
-
-    @model_validator(mode="after")
-    def _either(self) -> _Row:
-        if (self.error is None) != (self.ratio is not None and self.latency_ms is not None):
-            raise ValueError("a row has either an error or both times")
-        return self
 
 
 class Journal:
@@ -163,7 +151,4 @@ class Journal:
             raise FileFormatError(f"{where} is no row: {first_problem(error)}; remove the line") from error
         except InputError as error:
             raise FileFormatError(f"{where} is no row: {error}; remove the line") from error
-        trial = Trial(schedule=schedule, error=read.error, disturbed=read.disturbed, seconds=read.seconds)
-        if read.latency_ms is not None and read.ratio is not None:
-            trial = replace(trial, latency_ms=read.latency_ms, ratio=read.ratio)
-        self.trials[self._tasks[read.task]][schedule] = trial
+        self.trials[self._tasks[read.task]][schedule] = read.trial(schedule)

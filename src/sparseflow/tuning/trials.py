@@ -22,7 +22,9 @@ FILE = "trials.jsonl"
 _Time = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
-class _Row(BaseModel):
+class TrialRow(BaseModel):
+    """A trial as `Trial.to_dict` writes it."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     schedule: str
@@ -33,10 +35,21 @@ class _Row(BaseModel):
     seconds: dict[str, Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
 
     @model_validator(mode="after")
-    def _either(self) -> _Row:
+    def _either(self) -> TrialRow:
         if (self.error is None) != (self.ratio is not None and self.latency_ms is not None):
             raise ValueError("a trial has either an error or both times")
         return self
+
+    def trial(self, schedule: Schedule) -> Trial:
+        """The trial; `schedule` is the line, read."""
+        return Trial(
+            schedule=schedule,
+            latency_ms=math.inf if self.latency_ms is None else self.latency_ms,
+            ratio=math.inf if self.ratio is None else self.ratio,
+            error=self.error,
+            disturbed=self.disturbed,
+            seconds=self.seconds,
+        )
 
 
 class Log:
@@ -102,17 +115,10 @@ def kept(folder: Path | str | None, problem: Problem, facts: dict[str, Any]) -> 
 
 def _trial(row: dict[str, Any], where: str, problem: Problem) -> Trial:
     try:
-        read = _Row.model_validate(row)
+        read = TrialRow.model_validate(row)
         schedule = Schedule.parse(read.schedule).checked(problem.operator, problem.extents)
     except ValidationError as error:
         raise FileFormatError(f"{where}, is no trial: {first_problem(error)}; remove the line") from error
     except InputError as error:
         raise FileFormatError(f"{where}, is no trial of this: {error}; remove the line") from error
-    return Trial(
-        schedule=schedule,
-        latency_ms=math.inf if read.latency_ms is None else read.latency_ms,
-        ratio=math.inf if read.ratio is None else read.ratio,
-        error=read.error,
-        disturbed=read.disturbed,
-        seconds=read.seconds,
-    )
+    return read.trial(schedule)
