@@ -55,7 +55,12 @@ def test_what_is_overdue_is_killed_with_all_that_it_started(tmp_path: Path) -> N
 def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"echo $$ > {note}.new; mv {note}.new {note}; sleep 1000"
-    code = f"from sparseflow.tuning import child\nchild.run(['sh', '-c', {script!r}], timeout_s=900)"
+    # Where this runs in the background, interrupts are ignored, and its children would inherit that.
+    code = (
+        "import signal\nfrom sparseflow.tuning import child\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"child.run(['sh', '-c', {script!r}], timeout_s=900)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
         while not note.exists():
             assert parent.poll() is None

@@ -53,10 +53,10 @@ class TrainConfig:
     """
 
     net: NetConfig = field(default_factory=NetConfig)
-    loss: Loss = "lambda"
+    loss: Loss = "rank"
     sampling: Sampling = field(default_factory=Sampling)
     steps: int = 2000
-    rate: float = 1e-3
+    rate: float = 3e-3
     warm_up: float = 0.05
     weight_decay: float = 0.01
     clip: float = 1.0
