@@ -1,0 +1,112 @@
+"""Score random schedules of a problem with a network, and say how long that takes (line 6).
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/tuning/score.py --threads 2 --out results/tuning/score-cpu.json
+    python benchmarks/tuning/score.py --device cuda --out results/tuning/score-cuda.json
+
+Schedules are drawn and encoded once; how long encoding takes is told beside. Scoring begins with the encoded
+schedules and ends with numbers in the CPU's memory. The pattern has been embedded before, as in a search. The
+network has random weights unless `--net` names one: they change nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.tuning.net.coarsen import coarsen
+from sparseflow.tuning.net.encode import Encoder
+from sparseflow.tuning.net.model import AutoSparseNet
+from sparseflow.tuning.net.saved import load
+from sparseflow.tuning.net.scoring import score_ids
+from sparseflow.tuning.net.statistics import pattern_statistics, statistics
+from sparseflow.tuning.operators import operator
+from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.space import Space
+from sparseflow.tuning.synthetic import draw
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--operator", default="spmm")
+    parser.add_argument("--n-cols", type=int, default=256, help="for all operators but spmv")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=20, help="the first one warms up, and is kept, too")
+    parser.add_argument("--net", type=Path, help="network to score with")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    random = np.random.default_rng(0)
+    kind = operator(asked.operator)
+    _, pattern = draw(random, kind="power_rows")
+    n_cols = asked.n_cols if kind.dense_axes else None
+    extents = dict(zip(kind.sparse_axes, pattern.shape, strict=True))
+    for axis in kind.dense_axes:
+        extents[axis] = asked.n_cols
+    space = Space(kind, extents, threads=[1, asked.threads])
+    drawn: dict[Schedule, None] = {}
+    while len(drawn) < asked.schedules:
+        drawn[space.sample(random)] = None
+    encoder = Encoder()
+    begin = time.perf_counter()
+    ids = encoder.encode(list(drawn), kind, extents)
+    table = encoder.table
+    encode_seconds = time.perf_counter() - begin
+
+    net = (AutoSparseNet() if asked.net is None else load(asked.net)).to(asked.device).eval()
+    told = statistics(
+        operator=kind.name, shape=pattern.shape, nnz=len(pattern.rows), n_cols=n_cols, dtype="float32",
+        threads=asked.threads, pattern=pattern_statistics(pattern.rows, pattern.cols, pattern.shape),
+    )  # fmt: skip
+    config = net.config.pattern
+    cells = None
+    if config is not None:
+        cells = coarsen(
+            pattern.rows, pattern.cols, pattern.shape, most=config.most_cells, device=asked.device
+        )
+    context = net.embed(cells, told)
+    seconds = []
+    for _ in range(asked.repeats):
+        begin = time.perf_counter()
+        scores = score_ids(net, ids, table, context)
+        seconds.append(time.perf_counter() - begin)
+        assert bool(np.isfinite(scores).all())
+    record = {
+        "environment": environment(asked.device, seed=0),
+        "operator": kind.name,
+        "schedules": len(ids),
+        "tokens": int(ids.shape[1]),
+        "distinct_tokens": len(table.fields),
+        "config": net.config.to_dict(),
+        "parameters": sum(each.numel() for each in net.parameters()),
+        "threads": asked.threads,
+        "encode_seconds": encode_seconds,
+        "seconds": seconds,
+    }
+    warm = sorted(seconds[1:])
+    middle, fastest = 1e3 * warm[len(warm) // 2], 1e3 * warm[0]
+    print(
+        f"{len(ids):,} schedules: scored in {middle:.1f} ms (fastest {fastest:.1f}, "
+        f"first {1e3 * seconds[0]:.1f}); encoded in {1e3 * encode_seconds:.0f} ms"
+    )
+    if asked.out:
+        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
