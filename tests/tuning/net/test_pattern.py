@@ -104,7 +104,7 @@ def test_what_is_no_configuration_is_refused(record: Any) -> None:
 
 def test_what_are_no_cells_is_refused() -> None:
     net, pattern = network(), cells((5, 5))
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="at least one pattern"):
         net([])
     with pytest.raises(InputError, match="features of shape"):
         net([replace(pattern, features=pattern.features[:, 1:])])

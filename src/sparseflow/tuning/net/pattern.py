@@ -18,6 +18,7 @@ pooled over the sites; a small perceptron makes the result of all layers' or of 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.net.coarsen import CELL_FEATURES, MOST, Cells
-from sparseflow.tuning.net.sparse_conv import Sites, StridedConv2d, SubmanifoldConv2d, pool
+from sparseflow.tuning.net.sparse_conv import Batch, Sites, StridedConv2d, SubmanifoldConv2d, pool
 
 Kind = Literal["hdc", "strided"]
 Pooling = Literal["concat", "last"]
@@ -36,6 +37,9 @@ _STRIDE = 0
 _BLOCK = (1, 2, 5, _STRIDE, _STRIDE, _STRIDE)
 _PLANS: Mapping[str, tuple[int, ...]] = {"hdc": _BLOCK * 2, "strided": (_STRIDE,) * 12}
 """The 3x3 convolutions, by dilation."""
+
+_KEPT = 2**21
+"""Cells whose neighbours are remembered, in all patterns together; they take some 500 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +99,13 @@ class _Layer(nn.Module):
         self.norm = nn.LayerNorm(channels)
         self.residual = residual
 
-    def forward(self, features: Tensor, sites: Sites) -> tuple[Tensor, Sites]:
+    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         if isinstance(self.conv, StridedConv2d):
-            found, sites = self.conv(features, sites)
+            found, batch = self.conv(features, batch)
         else:
-            found = self.conv(features, sites)
+            found = self.conv(features, batch)
         found = self.norm(found)
-        return torch.relu(found + features if self.residual else found), sites
+        return torch.relu(found + features if self.residual else found), batch
 
 
 class PatternNet(nn.Module):
@@ -125,6 +129,8 @@ class PatternNet(nn.Module):
                 else SubmanifoldConv2d(channels, channels, 3, dilation)
             )
             self.layers.append(_Layer(conv, channels, residual=not strided))
+        # With the cells themselves, so that no others get their id meanwhile.
+        self._known: OrderedDict[tuple[int, torch.device], tuple[Cells, Sites, Tensor]] = OrderedDict()
         pooled = 2 * channels * (len(self.layers) if config.pooling == "concat" else 1)
         self.head = nn.Sequential(
             nn.Linear(pooled, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
@@ -149,12 +155,24 @@ class PatternNet(nn.Module):
                     f"features of shape {one.features.shape} for {len(one.coords)} cells; expected "
                     f"{len(CELL_FEATURES)} each, as `coarsen` makes them"
                 )
-        sites = Sites.of(
-            [torch.tensor(one.coords) for one in cells], [one.grid for one in cells], weight.device
-        )
-        features = torch.cat([torch.tensor(one.features) for one in cells]).to(weight)
+        known = [self._prepared(one, weight.device) for one in cells]
+        batch = Batch([sites for sites, _ in known])
+        features = torch.cat([given for _, given in known]).to(weight)
         pooled = []
         for layer in self.layers:
-            features, sites = layer(features, sites)
-            pooled.append(pool(features, sites))
+            features, batch = layer(features, batch)
+            pooled.append(pool(features, batch))
         return self.head(torch.cat(pooled, 1) if self.config.pooling == "concat" else pooled[-1])
+
+    def _prepared(self, cells: Cells, device: torch.device) -> tuple[Sites, Tensor]:
+        """Sites and features of a pattern on a device, kept for the next time."""
+        key = (id(cells), device)
+        if key in self._known:
+            self._known.move_to_end(key)
+        else:
+            with torch.inference_mode(False):  # it may be trained with later
+                sites = Sites.of(torch.tensor(cells.coords, device=device), cells.grid)
+                self._known[key] = (cells, sites, torch.tensor(cells.features, device=device))
+        while len(self._known) > 1 and sum(len(sites) for _, sites, _ in self._known.values()) > _KEPT:
+            self._known.popitem(last=False)
+        return self._known[key][1:]

@@ -5,17 +5,22 @@ submanifold convolution (Graham et al., "3D Semantic Segmentation with Submanifo
 Networks", CVPR 2018) keeps the sites; the strided one halves coordinates, and its sites are the halves that
 occur, as in MinkowskiEngine (Choy et al., CVPR 2019).
 
-For every offset of the kernel a table says which input an output reads there. A convolution gathers by the
-table, multiplies and adds, one offset after the other, so that what it holds at a time does not grow with
-the kernel. Gradients are gathered, too, by the table the other way round: nothing is scattered, so no result
-depends on the order in which threads add. On one device the same batch gives the same bits, forward and
-backward; the same pattern in another batch need not, as matrix products of other sizes may add up otherwise.
+A table says for every output and every offset of the kernel which input is read there. A convolution gathers
+by it what all offsets read, and multiplies that by all weights at once; of many outputs, some at a time, so
+that what it holds does not grow with them. Gradients are gathered, too, by the table the other way round:
+nothing is scattered, so no result depends on the order in which threads add. On one device the same batch
+gives the same bits, forward and backward; the same pattern in another batch need not, as matrix products of
+other sizes may add up otherwise.
+
+Searching for neighbours takes longer than convolving: the `Sites` of a pattern keep what was found, and a
+`Batch` puts together patterns whose neighbours are known.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,147 +31,188 @@ from torch.autograd.function import once_differentiable
 
 from sparseflow.errors import InputError
 
+_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+"""Numbers that are gathered at a time, about: on a CPU, what its caches hold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelMap:
     """Which inputs the outputs read.
 
     Attributes:
-        reads: Shape (offsets, outputs), int32: the input's place; as many as there are inputs for none.
-        inputs: How many there are.
+        reads: Shape (outputs, offsets), int32: 1 + the input's place; 0 for none.
+        read_by: Shape (inputs, offsets), int32: 1 + the place of the output that reads an input; 0 for none.
     """
 
     reads: Tensor
-    inputs: int
+    read_by: Tensor
 
-    @cached_property
-    def used(self) -> tuple[int, ...]:
-        """Offsets at which any output reads something."""
-        return tuple((self.reads < self.inputs).any(1).nonzero().flatten().tolist())
+    @classmethod
+    def of(cls, reads: Tensor, inputs: int) -> KernelMap:
+        """The map with these reads of so many inputs."""
+        outputs, offsets = reads.shape
+        # What reads nothing writes to the first row, in any order, and that is cut off.
+        found = reads.new_zeros(inputs + 1, offsets)
+        places = torch.arange(1, outputs + 1, dtype=torch.int32, device=found.device)
+        found = found.scatter_(0, reads.long(), places[:, None].expand(-1, offsets))
+        return cls(reads=reads, read_by=found[1:].contiguous())
 
-    @cached_property
-    def read_by(self) -> Tensor:
-        """Shape (offsets, inputs), int32: the output that reads an input; as many as there are for none."""
-        offsets, outputs = self.reads.shape
-        # What reads nothing writes to a last column, in any order, and that is cut off.
-        found = self.reads.new_full((offsets, self.inputs + 1), outputs)
-        places = torch.arange(outputs, dtype=torch.int32, device=found.device).expand(offsets, -1)
-        return found.scatter_(1, self.reads.long(), places)[:, :-1]
+    @classmethod
+    def joined(cls, maps: Sequence[KernelMap]) -> KernelMap:
+        """The map of a batch, from those of its items."""
+        inputs, outputs = ([len(table) for table in tables] for tables in
+                           ([one.read_by for one in maps], [one.reads for one in maps]))  # fmt: skip
+        return cls(
+            reads=_shifted([one.reads for one in maps], inputs),
+            read_by=_shifted([one.read_by for one in maps], outputs),
+        )
+
+
+def _shifted(tables: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Tables below each other, each counting from where the ones before it end."""
+    before = itertools.accumulate(sizes, initial=0)
+    return torch.cat(
+        [torch.where(table > 0, table + size, 0) for table, size in zip(tables, before, strict=False)]
+    )
 
 
 class Sites:
-    """The active coordinates of a batch of grids, with what was found out about their neighbourhood.
+    """The active coordinates of a grid, with what was found out about their neighbourhood.
 
     Attributes:
-        keys: Shape (n,), int64, sorted: (item of the batch * rows + row) * columns + column.
-        items: Grids in the batch.
-        grid: Rows and columns, those of the largest.
+        keys: Shape (n,), int64, sorted: row * columns + column.
+        grid: Rows and columns.
     """
 
-    def __init__(self, keys: Tensor, *, items: int, grid: tuple[int, int]) -> None:
-        self.keys, self.items, self.grid = keys, items, grid
+    def __init__(self, keys: Tensor, grid: tuple[int, int]) -> None:
+        self.keys, self.grid = keys, grid
         self._neighbours: dict[tuple[int, int], KernelMap] = {}
         self._below: dict[int, KernelMap] = {}
 
     @classmethod
-    def of(
-        cls, coords: Sequence[Tensor], grids: Sequence[tuple[int, int]], device: torch.device | None = None
-    ) -> Sites:
-        """Sites of a batch.
+    def of(cls, coords: Tensor, grid: tuple[int, int]) -> Sites:
+        """Sites of a pattern.
 
         Args:
-            coords: For each item (n, 2), int64: rows and columns, sorted, nothing twice.
-            grids: For each item, rows and columns of its grid.
-            device: Where to; by default they stay.
+            coords: Shape (n, 2), int64: rows and columns, sorted, nothing twice.
+            grid: Rows and columns of the grid.
 
         Raises:
-            InputError: There is no item, coordinates are not sorted or not in their grid, or the grids are
-                too large for a batch of so many.
+            InputError: Coordinates are not sorted or not in the grid, or the grid is too large.
         """
-        if not coords or len(coords) != len(grids):
-            raise InputError(f"{len(coords)} lists of coordinates and {len(grids)} grids make no batch")
-        rows, cols = (max(grid[axis] for grid in grids) for axis in (0, 1))
-        if len(coords) * rows * cols >= 2**63:
-            raise InputError(f"{len(coords)} grids of {rows}x{cols} are too large for one batch; take fewer")
-        keys = []
-        for item, (found, grid) in enumerate(zip(coords, grids, strict=True)):
-            outside = (found < 0) | (found >= torch.tensor(grid, device=found.device))
-            keys.append((item * rows + found[:, 0]) * cols + found[:, 1])
-            if outside.any() or not (keys[-1][1:] > keys[-1][:-1]).all():
-                raise InputError(
-                    f"coordinates of item {item} are not sorted, there twice or outside of its grid {grid}"
-                )
-        return cls(torch.cat(keys).to(device), items=len(coords), grid=(rows, cols))
+        rows, cols = grid
+        if rows * cols >= 2**63:
+            raise InputError(f"a grid of {rows}x{cols} is too large; take larger cells")
+        outside = (coords < 0) | (coords >= torch.tensor(grid, device=coords.device))
+        keys = coords[:, 0] * cols + coords[:, 1]
+        if outside.any() or not (keys[1:] > keys[:-1]).all():
+            raise InputError(f"coordinates are not sorted, there twice or outside of their grid {grid}")
+        return cls(keys, grid)
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Shape (n,), int64."""
+        return self.keys // self.grid[1]
 
     @cached_property
     def cols(self) -> Tensor:
         """Shape (n,), int64."""
         return self.keys % self.grid[1]
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """Shape (n,), int64: counted through the batch, grid after grid."""
-        return self.keys // self.grid[1]
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """Shape (items + 1,), int64: where the sites of each item begin, and the last ones end."""
-        first = torch.arange(self.items + 1, device=self.keys.device) * (self.grid[0] * self.grid[1])
-        return torch.searchsorted(self.keys, first)
-
-    def find(self, rows: Tensor, cols: Tensor, items: Tensor) -> Tensor:
-        """Places of sites: `len(self)` where there is none.
+    def find(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Places of sites, int32, of the shape that both are broadcast to: 1 + the place, 0 for none.
 
         Args:
-            rows: int64, within an item's grid, and perhaps beyond it.
+            rows: int64, within the grid, and perhaps beyond it.
             cols: Likewise.
-            items: Items of the batch. All three are broadcast.
-
-        Returns:
-            int32, of the broadcast shape.
         """
-        wanted = (items * self.grid[0] + rows) * self.grid[1] + cols
+        wanted = rows * self.grid[1] + cols
         inside = (rows >= 0) & (rows < self.grid[0]) & (cols >= 0) & (cols < self.grid[1])
         if not len(self):
             return torch.zeros_like(wanted, dtype=torch.int32)
         found = torch.searchsorted(self.keys, wanted)
         inside &= self.keys[found.clamp(max=len(self) - 1)] == wanted
-        return torch.where(inside, found, len(self)).int()
+        return torch.where(inside, found + 1, 0).int()
 
     def neighbours(self, kernel: int, dilation: int) -> KernelMap:
         """What a submanifold convolution reads."""
         if (kernel, dilation) not in self._neighbours:
             # What a site reads at an offset is read, at the opposite one, by that site: half of them will do.
-            offsets = _offsets(kernel, dilation, self.keys.device)[: kernel * kernel // 2, :, None]
-            rows, items = self.rows % self.grid[0], self.rows // self.grid[0]
-            half = KernelMap(
-                reads=self.find(rows + offsets[:, 0], self.cols + offsets[:, 1], items), inputs=len(self)
-            )
-            own = torch.arange(len(self), dtype=torch.int32, device=self.keys.device)
-            reads = torch.cat([half.reads, own[None], half.read_by.flip(0)])
-            self._neighbours[kernel, dilation] = KernelMap(reads=reads, inputs=len(self))
+            offsets = _offsets(kernel, dilation, self.keys.device)[: kernel * kernel // 2]
+            reads = self.find(self.rows[:, None] + offsets[:, 0], self.cols[:, None] + offsets[:, 1])
+            half = KernelMap.of(reads, len(self))
+            own = torch.arange(1, len(self) + 1, dtype=torch.int32, device=self.keys.device)
+            reads = torch.cat([half.reads, own[:, None], half.read_by.flip(1)], 1)
+            self._neighbours[kernel, dilation] = KernelMap(reads=reads, read_by=reads.flip(1))
         return self._neighbours[kernel, dilation]
 
     @cached_property
     def halved(self) -> Sites:
         """The sites of half the rows and columns: halves of coordinates, rounded down, that occur."""
         rows, cols = (-(-extent // 2) for extent in self.grid)
-        items = self.rows // self.grid[0]
-        keys = (items * rows + self.rows % self.grid[0] // 2) * cols + self.cols // 2
-        return Sites(torch.unique(keys), items=self.items, grid=(rows, cols))
+        return Sites(torch.unique(self.rows // 2 * cols + self.cols // 2), (rows, cols))
 
     def below(self, kernel: int) -> KernelMap:
         """What a strided convolution reads of these sites: an output, around twice its coordinates."""
         if kernel not in self._below:
             outputs = self.halved
-            offsets = _offsets(kernel, 1, self.keys.device)[:, :, None]
-            rows, items = outputs.rows % outputs.grid[0], outputs.rows // outputs.grid[0]
-            reads = self.find(2 * rows + offsets[:, 0], 2 * outputs.cols + offsets[:, 1], items)
-            self._below[kernel] = KernelMap(reads=reads, inputs=len(self))
+            offsets = _offsets(kernel, 1, self.keys.device)
+            rows, cols = 2 * outputs.rows[:, None], 2 * outputs.cols[:, None]
+            reads = self.find(rows + offsets[:, 0], cols + offsets[:, 1])
+            self._below[kernel] = KernelMap.of(reads, len(self))
         return self._below[kernel]
+
+
+class Batch:
+    """Several patterns' sites, one after the other.
+
+    Args:
+        items: At least one, all on one device.
+
+    Raises:
+        InputError: There is none.
+    """
+
+    def __init__(self, items: Sequence[Sites]) -> None:
+        if not items:
+            raise InputError("a batch takes the sites of at least one pattern; found none")
+        self.items = tuple(items)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Sites of each item."""
+        return [len(item) for item in self.items]
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """Shape (items, longest item), bool: where an item has a site, if each had as many slots."""
+        device = self.items[0].keys.device
+        lengths = torch.tensor(self.lengths, device=device)
+        return torch.arange(max(1, *self.lengths), device=device) < lengths[:, None]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Shape (n,), int64: the slot of each site, counted through all items."""
+        longest, device = self.filled.shape[1], self.items[0].keys.device
+        return torch.cat(
+            [torch.arange(length, device=device) + at * longest for at, length in enumerate(self.lengths)]
+        )
+
+    def neighbours(self, kernel: int, dilation: int) -> KernelMap:
+        """What a submanifold convolution reads."""
+        return KernelMap.joined([item.neighbours(kernel, dilation) for item in self.items])
+
+    @cached_property
+    def halved(self) -> Batch:
+        """The halved sites of each item."""
+        return Batch([item.halved for item in self.items])
+
+    def below(self, kernel: int) -> KernelMap:
+        """What a strided convolution reads."""
+        return KernelMap.joined([item.below(kernel) for item in self.items])
 
 
 def _offsets(kernel: int, dilation: int, device: torch.device) -> Tensor:
@@ -185,11 +231,7 @@ class _Convolve(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, weight: Tensor, kernel_map: KernelMap) -> Tensor:
         ctx.save_for_backward(features, weight)
         ctx.map = kernel_map
-        padded = _padded(features)
-        result = features.new_zeros(kernel_map.reads.shape[1], weight.shape[2])
-        for offset in kernel_map.used:
-            result.addmm_(padded.index_select(0, kernel_map.reads[offset]), weight[offset])
-        return result
+        return _products(features, kernel_map.reads, weight.flatten(0, 1))
 
     @staticmethod
     @once_differentiable
@@ -200,23 +242,37 @@ class _Convolve(torch.autograd.Function):
         kernel_map: KernelMap = ctx.map
         of_features = of_weight = None
         if ctx.needs_input_grad[0]:
-            padded = _padded(gradient)
-            of_features = torch.zeros_like(features)
-            for offset in kernel_map.used:
-                read = padded.index_select(0, kernel_map.read_by[offset])
-                of_features.addmm_(read, weight[offset].T)
+            of_features = _products(gradient, kernel_map.read_by, weight.transpose(1, 2).flatten(0, 1))
         if ctx.needs_input_grad[1]:
-            padded = _padded(features)
-            of_weight = torch.zeros_like(weight)
-            for offset in kernel_map.used:
-                read = padded.index_select(0, kernel_map.reads[offset])
-                torch.mm(read.T, gradient, out=of_weight[offset])
+            of_weight = torch.zeros_like(weight).flatten(0, 1)
+            for rows, read in _gathered(features, kernel_map.reads):
+                of_weight.addmm_(read.T, gradient[rows])
+            of_weight = of_weight.view_as(weight)
         return of_features, of_weight, None
 
 
-def _padded(features: Tensor) -> Tensor:
-    """With a row of zeros behind, for what is not there."""
-    return torch.cat([features, features.new_zeros(1, features.shape[1])])
+def _gathered(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """What some rows of a table read, side by side: (rows, (len(rows), offsets * channels)).
+
+    What was given before is overwritten.
+    """
+    padded = torch.cat([features.new_zeros(1, features.shape[1]), features])
+    offsets, channels = table.shape[1], features.shape[1]
+    most = _AT_ONCE.get(features.device.type, _AT_ONCE["cuda"])
+    step = min(max(1, most // (offsets * channels)), max(1, len(table)))
+    room = features.new_empty(step * offsets, channels)
+    for first in range(0, len(table), step):
+        places = table[first : first + step].flatten()
+        read = torch.index_select(padded, 0, places, out=room[: len(places)])
+        yield slice(first, first + step), read.view(-1, offsets * channels)
+
+
+def _products(features: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+    """What each row of a table reads, times weights (offsets * channels, out)."""
+    found = features.new_empty(len(table), weight.shape[1])
+    for rows, read in _gathered(features, table):
+        torch.mm(read, weight, out=found[rows])
+    return found
 
 
 class _Conv2d(nn.Module):
@@ -263,13 +319,13 @@ class SubmanifoldConv2d(_Conv2d):
             raise InputError(f"`dilation` (={dilation}) must be 1 or more")
         self.dilation = dilation
 
-    def forward(self, features: Tensor, sites: Sites) -> Tensor:
-        """Features (n, in) of the sites -> (n, out)."""
-        return self._apply_map(features, sites.neighbours(self.kernel, self.dilation))
+    def forward(self, features: Tensor, batch: Batch) -> Tensor:
+        """Features (n, in) of a batch's n sites -> (n, out)."""
+        return self._apply_map(features, batch.neighbours(self.kernel, self.dilation))
 
 
 class StridedConv2d(_Conv2d):
-    """A convolution of stride 2: its outputs are at `sites.halved`, and sum around twice their coordinates.
+    """A convolution of stride 2: its outputs are at `halved` sites, and sum around twice their coordinates.
 
     Args:
         in_channels: Features of an input.
@@ -283,28 +339,27 @@ class StridedConv2d(_Conv2d):
     def __init__(self, in_channels: int, out_channels: int, kernel: int = 3) -> None:
         super().__init__(in_channels, out_channels, kernel)
 
-    def forward(self, features: Tensor, sites: Sites) -> tuple[Tensor, Sites]:
-        """Features (n, in) of the sites -> (m, out) and the m sites where they are."""
-        return self._apply_map(features, sites.below(self.kernel)), sites.halved
+    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """Features (n, in) of a batch's n sites -> (m, out) and the m sites where they are."""
+        return self._apply_map(features, batch.below(self.kernel)), batch.halved
 
 
-def pool(features: Tensor, sites: Sites) -> Tensor:
+def pool(features: Tensor, batch: Batch) -> Tensor:
     """The mean and the maximum of every channel over the sites of each item of the batch.
 
     Args:
         features: Shape (n, channels).
-        sites: The n sites.
+        batch: Of n sites.
 
     Returns:
         Shape (items, 2 * channels): means, then maxima; zeros where an item has no site.
     """
-    lengths = sites.starts.diff()
-    longest = max(1, int(lengths.max()))
-    items = sites.rows // sites.grid[0]
-    own = torch.arange(len(sites), device=items.device) - sites.starts[items] + items * longest
+    count, longest = batch.filled.shape
     # Copied to rows of their own, not added: the order of threads does not matter.
-    slots = features.new_zeros(sites.items * longest, features.shape[1]).index_copy(0, own, features)
-    slots = slots.view(sites.items, longest, features.shape[1])
-    mean = slots.sum(1) / lengths.clamp(min=1)[:, None]
-    missing = torch.arange(longest, device=items.device) >= lengths.clamp(min=1)[:, None]
-    return torch.cat([mean, slots.masked_fill(missing[:, :, None], -math.inf).amax(1)], 1)
+    slots = features.new_zeros(count * longest, features.shape[1]).index_copy(0, batch.slots, features)
+    slots = slots.view(count, longest, features.shape[1])
+    mean = slots.sum(1) / batch.filled.sum(1, keepdim=True).clamp(min=1)
+    # Of an item without sites, the first slot's zeros.
+    shown = batch.filled.clone()
+    shown[:, 0] = True
+    return torch.cat([mean, slots.masked_fill(~shown[:, :, None], -math.inf).amax(1)], 1)
