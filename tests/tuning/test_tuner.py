@@ -67,6 +67,8 @@ class Made:
         self.quick: list[Schedule] = []
         self.thorough: list[Schedule] = []
         self.ratio: dict[Schedule, float] = {}
+        self.lucky: dict[Schedule, float] = {}  # so many times, beside a reference that is slowed down
+        self.luck = 1
         self.alone = 1.0
         self.library = 100.0
         self.fails: set[Schedule] = set()
@@ -77,7 +79,15 @@ class Made:
         if schedule in self.fails or (thorough and schedule in self.fails_later):
             return Trial(schedule=schedule, error="made to fail", seconds={"build": 1e-9})
         ratio = self.ratio.get(schedule, 1.0 + sum(map(ord, str(schedule))) % 61 / 10)
-        return Trial(schedule=schedule, latency_ms=REFERENCE_MS * ratio, ratio=ratio, seconds={"build": 2e-9})
+        latency_ms = REFERENCE_MS * ratio
+        if not thorough and self.quick.count(schedule) <= self.luck:
+            ratio = self.lucky.get(schedule, ratio)
+        return Trial(schedule=schedule, latency_ms=latency_ms, ratio=ratio, seconds={"build": 2e-9})
+
+    @property
+    def tried(self) -> list[Schedule]:
+        """The schedules that were measured, however often."""
+        return list(dict.fromkeys(self.quick))
 
 
 @pytest.fixture
@@ -168,7 +178,7 @@ def test_matrices_of_any_kind(kind: str, options: dict[str, Any], made: Made) ->
 def test_no_trials(options: dict[str, Any], made: Made) -> None:
     tuned = explore("spmm", drawn(), trials=0, **options)
     known = list(hand_written().values())
-    assert made.quick == known == [trial.schedule for trial in tuned.trials]
+    assert made.tried == known == [trial.schedule for trial in tuned.trials]
     assert made.thorough == known
     assert tuned.kernel.schedule in known
 
@@ -176,8 +186,8 @@ def test_no_trials(options: dict[str, Any], made: Made) -> None:
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_nothing_is_measured_twice(method: str, options: dict[str, Any], made: Made) -> None:
     tuned = explore("spmm", drawn(), trials=24, method=method, **options)
-    assert len(made.quick) == len(set(made.quick)) == len(tuned.trials) == len(hand_written()) + 24
-    assert len(made.thorough) == len(set(made.thorough)) == len(hand_written()) + 4
+    assert len(made.tried) == len(tuned.trials) == len(hand_written()) + 24
+    assert len(made.thorough) == len(set(made.thorough)) <= len(hand_written()) + 6
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
@@ -210,6 +220,37 @@ def test_the_fastest_wins(options: dict[str, Any], made: Made) -> None:
     assert isinstance(tuned.kernel, CompiledKernel) and tuned.kernel.schedule == winner
     assert tuned.best == 0.01 and tuned.kernel.speedup == 2.0
     check(tuned)
+
+
+def test_luck_is_not_believed(options: dict[str, Any], made: Made) -> None:
+    """Something slowed the reference down beside some schedules: they look better than they are, once."""
+    found = explore("spmm", drawn(), trials=20, method="random", **options).trials
+    others = [trial.schedule for trial in found if trial.schedule not in hand_written().values()]
+    made.ratio = (
+        {others[0]: 0.3} | dict.fromkeys(others[1:], 2.0) | dict.fromkeys(hand_written().values(), 1.0)
+    )
+    made.lucky = dict.fromkeys(others[5:], 0.1)
+    made.quick.clear()
+    tuned = explore("spmm", drawn(), trials=20, method="random", **options)
+    assert tuned.kernel.schedule == others[0] and tuned.best == 0.3
+    told = {trial.schedule: trial for trial in tuned.trials}
+    assert all(told[each].ratio == 2.0 and told[each].times == 2 for each in others[5:])
+    assert all(told[each].times == 1 for each in others[1:5])
+
+
+def test_what_ran_quickest_is_in_the_end(options: dict[str, Any], made: Made) -> None:
+    """Whatever else has better ratios by lasting luck."""
+    found = explore("spmm", drawn(), trials=20, method="random", **options).trials
+    others = [trial.schedule for trial in found if trial.schedule not in hand_written().values()]
+    made.ratio = (
+        {others[0]: 0.9} | dict.fromkeys(others[1:], 2.0) | dict.fromkeys(hand_written().values(), 1.0)
+    )
+    made.lucky, made.luck = dict.fromkeys(others[5:], 0.1), 2
+    made.quick.clear()
+    made.thorough.clear()
+    tuned = explore("spmm", drawn(), trials=20, method="random", **options)
+    assert len(made.thorough) == len(hand_written()) + 6
+    assert tuned.kernel.schedule == others[0] and tuned.best == 0.9
 
 
 def test_a_library_may_win(options: dict[str, Any], made: Made) -> None:
@@ -258,7 +299,7 @@ def test_what_fails_in_the_end_does_not_win(options: dict[str, Any], made: Made)
 
 def test_parts_of_the_time_are_added_up(options: dict[str, Any], made: Made) -> None:
     tuned = explore("spmm", drawn(), trials=5, **options)
-    assert math.isclose(tuned.seconds["build"], 2e-9 * len(tuned.trials))
+    assert math.isclose(tuned.seconds["build"], 2e-9 * sum(trial.times for trial in tuned.trials))
 
 
 @pytest.mark.parametrize("trials", [7, None])
@@ -308,7 +349,7 @@ def test_it_goes_on(method: str, options: dict[str, Any], made: Made, tmp_path: 
     made.quick.clear()
     second = explore("spmm", drawn(), trials=15, folder=tmp_path, method=method, **options)
     assert second.trials[: len(first.trials)] == first.trials
-    assert len(made.quick) == 5 and len(second.trials) == len(first.trials) + 5
+    assert len(made.tried) == 5 and len(second.trials) == len(first.trials) + 5
     made.quick.clear()
     third = explore("spmm", drawn(), trials=15, folder=tmp_path, method=method, **options)
     assert made.quick == [] and third.trials == second.trials
@@ -332,7 +373,7 @@ def test_a_torn_last_line_is_measured_again(options: dict[str, Any], made: Made,
         made.quick.clear()
         second = explore("spmm", drawn(), trials=5, folder=tmp_path, **options)
         assert second.trials[:-1] == first.trials[:-1]
-        assert len(made.quick) == 1
+        assert len(made.tried) == 1
         assert all("schedule" in row for row in rows_of(tmp_path)[1:])
 
 
@@ -415,7 +456,7 @@ def test_stopped_in_the_middle(options: dict[str, Any], made: Made, tmp_path: Pa
     made.quick.clear()
     tuned = explore("spmm", drawn(), trials=7, folder=tmp_path, **options)
     assert rows_of(tmp_path)[: len(written)] == written
-    assert len(made.quick) == len(tuned.trials) - (len(written) - 1) > 0
+    assert len(made.tried) == len(tuned.trials) - (len(written) - 1) > 0
 
 
 _KILLED = """

@@ -33,6 +33,7 @@ class TrialRow(BaseModel):
     error: str | None
     disturbed: bool
     seconds: dict[str, Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
+    times: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
     def _either(self) -> TrialRow:
@@ -49,6 +50,7 @@ class TrialRow(BaseModel):
             error=self.error,
             disturbed=self.disturbed,
             seconds=self.seconds,
+            times=self.times,
         )
 
 

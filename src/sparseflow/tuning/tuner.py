@@ -37,6 +37,9 @@ Prior = Callable[[Problem, int], Scorer]
 _RUN_OFF = 0.15
 """Share of the time that is kept for it."""
 
+_NEARLY = 1.1
+"""What was disturbed is confirmed if it took at most so many times as long as the best."""
+
 _SMALL = 2_000_000
 """Products below which one thread may well be faster than several."""
 
@@ -105,7 +108,7 @@ def explore(
         matrix: A matrix of scipy.sparse, a sparse tensor of torch, or what `as_coo` takes besides.
         n_cols: Columns of the dense operands; None for SpMV.
         budget_s: Seconds that all of it may take, about.
-        trials: Schedules to measure at most, the baselines not counted.
+        trials: Schedules to measure at most, the baselines not counted. What looks best is measured twice.
         method: How to search, one of `STRATEGIES`.
         prior: For a guided method, what is thought of the schedules of a problem, for so many threads,
             before anything is measured, such as `functools.partial(net.scoring.scorer, network)`. Boosted
@@ -190,8 +193,14 @@ def explore(
                 done = max((time.monotonic() - begun) / budget_s, len(found) / most if most else 0.0)
                 progress(f"{len(found)} schedules, best {best:.3f} ms", min(done, 1.0))
 
+        def measured(schedule: Schedule) -> Trial:
+            trial = evaluator.measure(schedule)
+            best = min((each.ratio for each in found.values()), default=math.inf)
+            near = trial.ratio < best * (_NEARLY if trial.disturbed else 1.0)
+            return evaluator.confirmed(trial) if near and math.isfinite(best) else trial
+
         for schedule in first:
-            told(evaluator.measure(schedule))
+            told(measured(schedule))
         lot = 1 if cluster is None else LOT * machines
         while time.monotonic() < deadline and len(found) < most:
             began = time.monotonic()
@@ -200,7 +209,7 @@ def explore(
             if not wanted:
                 break
             if cluster is None:
-                told(evaluator.measure(wanted[0]))
+                told(measured(wanted[0]))
                 continue
             for trial in measure_on(cluster, problem, reference, wanted, seed=seed, threads=threads):
                 told(trial)
