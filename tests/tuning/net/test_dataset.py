@@ -11,7 +11,7 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.labels import Rows, Task
 from sparseflow.tuning.net import dataset as module
 from sparseflow.tuning.net.dataset import SLOWEST, Batch, Dataset, Sampling
-from sparseflow.tuning.net.statistics import PATTERN, WIDTH
+from sparseflow.tuning.net.statistics import PATTERN, TASK, WIDTH, WITHOUT_MATRIX
 from sparseflow.tuning.schedule import Schedule
 from tests.tuning.net.labels import MadeUp, made_up
 
@@ -145,15 +145,16 @@ def test_a_naive_batch_has_one_task_and_every_task_has_its_turn() -> None:
     assert Sampling(mode="naive", schedules=5).most == 5
 
 
-def test_hidden_patterns_leave_what_is_known_without_them() -> None:
+def test_hidden_matrices_leave_what_is_computed() -> None:
     data = made_up()
     mixed = Sampling(matrices=3, tasks=2, hidden=1.0)
     batch = data.batch(mixed, np.random.default_rng(0))
     assert batch.patterns == () and (batch.which == -1).all()
-    known = batch.statistics[:, WIDTH // 2 :]
-    assert not known[:, -len(PATTERN) :].any() and known[:, :2].all()
     open_ = data.batch(replace(mixed, hidden=0.0), np.random.default_rng(0))
     assert (open_.which >= 0).sum() == 4
+    assert (batch.statistics == open_.statistics * WITHOUT_MATRIX).all()
+    assert not batch.statistics[:, [0, -1]].any() and open_.statistics[:, 0].all()
+    assert batch.statistics[:, TASK.index("threads")].all()
     assert data.groups[0].statistics[-len(PATTERN) :].all()
 
 

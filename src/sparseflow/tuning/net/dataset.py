@@ -14,7 +14,7 @@ import numpy as np
 from sparseflow.errors import InputError
 from sparseflow.tuning.net.coarsen import Cells, coarsen
 from sparseflow.tuning.net.encode import Encoder
-from sparseflow.tuning.net.statistics import PATTERN, TASK, WIDTH, pattern_statistics, statistics
+from sparseflow.tuning.net.statistics import WITHOUT_MATRIX, pattern_statistics, statistics
 from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.schedule import Schedule
 
@@ -96,7 +96,9 @@ class Sampling:
         schedules: Schedules of each task; see `FAVOUR`.
         matrices: Matrices of a step in `"mix"`.
         tasks: Tasks of each matrix at most in `"mix"`.
-        hidden: Share of tasks whose pattern is hidden, so that the network learns to do without one.
+        hidden: Share of tasks whose matrix is hidden, its pattern and all statistics of it. A matrix is known
+            by its statistics: where all are told, what is learnt is each matrix by heart, rather than what
+            schedules are good on most of them.
 
     Raises:
         InputError: A number is out of range.
@@ -106,7 +108,7 @@ class Sampling:
     schedules: int = 64
     matrices: int = 4
     tasks: int = 2
-    hidden: float = 0.1
+    hidden: float = 0.5
 
     def __post_init__(self) -> None:
         if self.mode not in ("naive", "mix"):
@@ -231,11 +233,6 @@ class Dataset:
         return _batch(groups, rows, random.random(len(groups)) < sampling.hidden)
 
 
-_KNOWN_WITHOUT = np.tile(np.arange(WIDTH // 2) < len(TASK), 2).astype(np.float32)
-"""1 for the statistics that are known without the pattern."""
-assert len(TASK) + len(PATTERN) == WIDTH // 2
-
-
 class _Patterns:
     """Patterns by their digests: read when they are needed, kept coarsened."""
 
@@ -289,12 +286,12 @@ def _group(labels: LabelSet, task: Task, encoder: Encoder, patterns: _Patterns) 
 
 
 def _batch(groups: Sequence[Group], rows: Sequence[np.ndarray], hidden: np.ndarray) -> Batch:
-    """Rows of each group, together; the patterns of some are hidden."""
+    """Rows of each group, together; the matrices of some are hidden."""
     shape = (len(groups), max(map(len, rows)))
     ids = np.zeros((*shape, max(group.ids.shape[1] for group in groups)), np.int32)
     labels, weights = np.ones(shape, np.float32), np.zeros(shape, np.float32)
     told = np.stack([group.statistics for group in groups])
-    told[hidden] *= _KNOWN_WITHOUT
+    told[hidden] *= WITHOUT_MATRIX
     digests = [None if hide else group.task.pattern for group, hide in zip(groups, hidden, strict=True)]
     patterns = tuple(dict.fromkeys(digest for digest in digests if digest is not None))
     for at, (group, row) in enumerate(zip(groups, rows, strict=True)):

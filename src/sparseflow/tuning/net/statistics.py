@@ -39,6 +39,12 @@ another; share of their blocks that elements fill.
 
 WIDTH = 2 * (len(TASK) + len(PATTERN))
 
+OF_MATRIX = ("rows", "cols", "nnz", "density", "row_mean", *PATTERN)
+"""Features that tell matrices apart; the others tell what is computed, and how."""
+
+WITHOUT_MATRIX = np.tile([name not in OF_MATRIX for name in TASK + PATTERN], 2).astype(np.float32)
+"""Shape (WIDTH,): 0 for those of the matrix and for whether they are known, 1 for the others."""
+
 
 def pattern_statistics(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """The features `PATTERN` of one pattern.
