@@ -221,11 +221,11 @@ def evaluate(
     ] = "named",
     operators: Operators = None,
     folds: Annotated[int, typer.Option(min=2, help="Parts that families are held out in.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each network in each fold.")] = 1,
     config: Annotated[
         Path | None, typer.Option(help="JSON file with what all trainings share; options go before it.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates of each network's weights.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="What weights and batches are drawn from.")] = None,
     device: Device = "cpu",
     workers: Annotated[int, typer.Option(min=1, help="Trainings at the same time.")] = 1,
     search: Annotated[
@@ -260,12 +260,14 @@ def evaluate(
     makers = {"named": (named,), "ablation": (ablation,), "both": (named, ablation)}
     if models not in makers:
         raise InputError(f"`--models {models}` must be one of: {', '.join(makers)}")
-    base = TrainConfig.from_dict(_settings(config, steps=steps, seed=seed))
+    base = TrainConfig.from_dict(_settings(config, steps=steps))
     there = dict.fromkeys(task.operator for each in sets for task in LabelSet.open(each).tasks)
     chosen = [name for name in there if operators is None or name in _names(operators)]
     entries = [entry for maker in makers[models] for entry in maker(base, chosen)]
     with bar() as tell:
-        rows = study(entries, sets, out, folds=folds, device=device, workers=workers, progress=tell)
+        rows = study(
+            entries, sets, out, folds=folds, seeds=seeds, device=device, workers=workers, progress=tell
+        )
         for path in search or []:
             matrix = read_matrix(path)
             for operator, n_cols in _operators(problems):
@@ -278,7 +280,8 @@ def evaluate(
         out, environment=environment(device), reproduce=f"sparseflow tuning eval … --models {models}"
     )
     if as_json:
-        typer.echo(json.dumps({"scores": lines, "page": str(page)}, ensure_ascii=False))
+        told = {"scores": lines, "scores_known": scores(rows, known=True), "page": str(page)}
+        typer.echo(json.dumps(told, ensure_ascii=False))
         return
     _echo_scores(lines)
     typer.echo(f"page: {page}")

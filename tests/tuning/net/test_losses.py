@@ -10,7 +10,7 @@ import torch
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.net import losses
-from sparseflow.tuning.net.losses import LOSSES, ranking_loss
+from sparseflow.tuning.net.losses import LOSSES, expected_pick, ranking_loss
 
 
 def plain(kind: str, scores: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -108,3 +108,26 @@ def test_what_is_no_batch_is_refused() -> None:
         ranking_loss("mse", torch.zeros(1, 2), torch.ones(1, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="must be of one shape"):
         ranking_loss("rank", torch.zeros(1, 2), torch.ones(1, 3))
+
+
+def test_the_pick_is_the_expected_label() -> None:
+    scores = torch.tensor([[2.0, 1.0, -3.0], [0.0, 0.0, 5.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    labels = torch.tensor([[0.5, 1.0, 0.2], [0.3, 1.0, 0.7], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    weights = torch.tensor([[0.9, 0.5, 0.7], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    odds = scores[0].exp() / scores[0].exp().sum()
+    expected = ((odds * labels[0]).sum() + 0.65) / 2
+    torch.testing.assert_close(expected_pick(scores, labels, weights), expected)
+    assert expected_pick(scores[2:], labels[2:], weights[2:]) == 0.0
+    scores.requires_grad_()
+    assert torch.autograd.gradcheck(lambda one: expected_pick(one, labels, weights), (scores,))
+
+
+def test_the_pick_alone_finds_the_best() -> None:
+    labels = torch.tensor([[0.2, 1.0, 0.4, 0.9]])
+    scores = torch.zeros(1, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([scores], lr=5.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (-expected_pick(scores, labels)).backward()
+        optimizer.step()
+    assert scores.argmax() == 1 and expected_pick(scores, labels) > 0.97

@@ -29,7 +29,7 @@ IDS = [f"{joined}{bare}" for bare in ("", "-bare") for joined in JOINED]
 def network(config: NetConfig) -> AutoSparseNet:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoSparseNet(config).double()
+        return AutoSparseNet(config).double().eval()
 
 
 def encoded(count: int = 9) -> tuple[np.ndarray, Encoder]:

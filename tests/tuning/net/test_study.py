@@ -30,7 +30,7 @@ QUICK = TrainConfig(net=SMALL, sampling=Sampling(schedules=6, matrices=2, tasks=
 FEW = [
     Entry(name="without", config=replace(QUICK, net=NO_PATTERN), operators=("spmm", "spmv")),
     Entry(name="spmv_alone", config=QUICK, operators=("spmv",)),
-    Entry(name=BOOSTED, config=None, operators=("spmm",)),
+    Entry(name=f"{BOOSTED}_spmm", config=None, operators=("spmm",)),
 ]
 
 
@@ -46,8 +46,8 @@ def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tm
     assert {(row.entry, row.fold) for row in rows} == {(each.name, fold) for each in FEW for fold in range(3)}
     for entry in FEW:
         judged = [(one.operator, one.matrix) for row in rows if row.entry == entry.name for one in row.judged]
-        wanted = [(name, f"m{at}") for name in entry.operators for at in range(3)]
-        assert sorted(judged) == sorted(wanted), "matrices of unknown pattern are not judged"
+        wanted = [(name, f"m{at}") for name in entry.operators for at in range(4)]
+        assert sorted(judged) == sorted(wanted)
     assert told[-1][1] == 1.0
     assert read_study(tmp_path) == rows
     again = study(FEW, [labels], tmp_path, folds=3, progress=lambda *_: pytest.fail("nothing is left to do"))
@@ -58,8 +58,27 @@ def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tm
     assert "Loss in training" in page and "spmv_alone" in page and "random pick" in page
     lines = scores(rows)
     assert {(line["model"], line["operator"]) for line in lines} == {
-        ("without", "spmm"), ("without", "spmv"), ("spmv_alone", "spmv"), (BOOSTED, "spmm"),
+        ("without", "spmm"), ("without", "spmv"), ("spmv_alone", "spmv"), (f"{BOOSTED}_spmm", "spmm"),
     }  # fmt: skip
+    assert {line["matrices"] for line in lines} == {4}
+    assert {line["matrices"] for line in scores(rows, known=True)} == {3}
+    over = {(line["model"], line["operator"]): line["over_boosted"] for line in lines}
+    assert over["without", "spmv"] is None and over["spmv_alone", "spmv"] is None, "no trees learnt that"
+    assert over[f"{BOOSTED}_spmm", "spmm"]["top1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    top = {line["model"]: line["top5"]["mean"] for line in lines if line["operator"] == "spmm"}
+    gain = over["without", "spmm"]["top5"]
+    assert gain["mean"] == pytest.approx(top["without"] - top[f"{BOOSTED}_spmm"])
+    assert gain["low"] <= gain["mean"] <= gain["high"]
+
+
+def test_every_seed_is_a_training_of_its_own(labels: Path, tmp_path: Path) -> None:
+    rows = study(FEW[:1], [labels], tmp_path, folds=2)
+    more = study(FEW[:1], [labels], tmp_path, folds=2, seeds=2)
+    assert more[:2] == rows and [(row.seed, row.fold) for row in more] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert more[2].judged != more[0].judged
+    assert scores(more)[0]["tasks"] == 2 * scores(rows)[0]["tasks"]
+    with pytest.raises(InputError, match="seeds"):
+        study(FEW[:1], [labels], tmp_path, folds=2, seeds=0)
 
 
 def test_what_was_done_is_not_done_again(
@@ -76,9 +95,12 @@ def test_what_was_done_is_not_done_again(
 
 def test_folds_hold_about_as_much_each(labels: Path) -> None:
     data = Dataset.of([module.LabelSet.open(labels)])
-    assert sorted(map(len, folds_of(data, 2))) == [1, 2]
-    for count in (1, 4):
-        with pytest.raises(InputError, match="from 2 to the 3 families"):
+    parts = folds_of(data, 2)
+    assert [len(part) for part in parts] == [2, 2]
+    known = {group.task.family for group in data.groups if group.task.pattern is not None}
+    assert sorted(len(known.intersection(part)) for part in parts) == [1, 2]
+    for count in (1, 5):
+        with pytest.raises(InputError, match="from 2 to the 4 families"):
             folds_of(data, count)
 
 
@@ -95,8 +117,10 @@ def test_the_networks_that_are_compared() -> None:
         "strided", "perceptron", "margin", "naive",
     )  # fmt: skip
     assert full.operators == ("spmm", "spmv") and full.config is not None and full.config.net == SMALL
-    table = ablation(QUICK, ["spmm"])
-    assert len({entry.name for entry in table}) == len(table) == 5 * 3
+    table = {entry.name: entry.config for entry in ablation(QUICK, ["spmm"])}
+    assert len(table) == len(ablation(QUICK, ["spmm"])) == 5 * 3 + 3
+    config = table["hdc_concat_no_pick"]
+    assert config is not None and config.pick == 0.0 and config.loss == QUICK.loss
 
 
 def test_what_is_no_study_is_told(labels: Path, tmp_path: Path) -> None:

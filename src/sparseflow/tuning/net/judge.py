@@ -31,6 +31,7 @@ class Judged:
         operator: What it computes.
         matrix: The matrix's name.
         family: Its family.
+        known: Whether its pattern is known.
         pool: Schedules that were ranked.
         top_k: k -> score.
         random_top_k: k -> what a random pick from the same pool is expected to get.
@@ -40,6 +41,7 @@ class Judged:
     operator: str
     matrix: str
     family: str
+    known: bool
     pool: int
     top_k: Mapping[int, float]
     random_top_k: Mapping[int, float]
@@ -60,6 +62,7 @@ def judge(groups: Iterable[Group], score: Scorer) -> tuple[Judged, ...]:
                 operator=task.operator,
                 matrix=task.matrix,
                 family=task.family,
+                known=task.pattern is not None,
                 pool=len(group),
                 top_k={k: top_k_score(scores, group.latency, k) for k in TOP},
                 random_top_k={k: random_top_k_score(group.latency, k) for k in TOP},

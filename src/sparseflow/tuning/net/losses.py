@@ -67,6 +67,25 @@ def ranking_loss(kind: Loss, scores: Tensor, labels: Tensor, weights: Tensor | N
     return found
 
 
+def expected_pick(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The label that a pick with odds exp(score) is expected to have, the mean over groups.
+
+    What a top-1 score measures, made smooth: pairs tell little about one best schedule among many.
+
+    Args:
+        scores: (g, s), floating point.
+        labels: (g, s), in (0, 1].
+        weights: (g, s), 0 where there is no schedule; by default there are all.
+
+    Returns:
+        A scalar with a gradient for `scores`, at most 1; 0 where there is no schedule at all.
+    """
+    there = torch.ones_like(labels, dtype=torch.bool) if weights is None else weights > 0
+    odds = torch.softmax(scores.masked_fill(~there, torch.finfo(scores.dtype).min), 1)
+    found = (odds * labels * there).sum(1)
+    return found.sum() / there.any(1).sum().clamp(min=1)
+
+
 class _Pairs(torch.autograd.Function):
     """(scores, labels, weights, kind) -> the loss; its gradient is ready before it is asked for."""
 

@@ -50,6 +50,7 @@ class NetConfig:
         width: Width of a token.
         heads: Heads of attention; they divide the width.
         feed_forward: Width inside of the layers' perceptrons.
+        dropout: Share of what is added in each layer that is dropped in training.
 
     Raises:
         InputError: A value cannot be used.
@@ -61,6 +62,7 @@ class NetConfig:
     width: int = 64
     heads: int = 2
     feed_forward: int = 128
+    dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if self.joined not in JOINED:
@@ -71,6 +73,8 @@ class NetConfig:
                 raise InputError(f"`{name}` (={value!r}) must be a whole number from 1 to {most}")
         if self.width % self.heads:
             raise InputError(f"`width` (={self.width}) must be divisible by `heads` (={self.heads})")
+        if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"`dropout` (={self.dropout!r}) must be a share of 0 or more, and below 1")
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types; `from_dict` reads it back."""
@@ -153,7 +157,7 @@ class AutoSparseNet(nn.Module):
         self.numbers = nn.Linear(NUMBERS, width)
         self.sizes = nn.Embedding(NUMBERS * _SIZES, width)
         nn.init.normal_(self.sizes.weight, std=0.5)
-        self.mixer = _Residual(width, config.feed_forward)
+        self.mixer = _Residual(width, config.feed_forward, config.dropout)
         self.statistics = nn.Sequential(nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, width))
         if config.pattern is not None:
             self.pattern = PatternNet(config.pattern)
@@ -255,14 +259,16 @@ class AutoSparseNet(nn.Module):
 class _Residual(nn.Module):
     """x + perceptron(norm(x))."""
 
-    def __init__(self, width: int, inside: int) -> None:
+    def __init__(self, width: int, inside: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, inside)
         self.down = nn.Linear(inside, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        found = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + functional.dropout(found, self.dropout, self.training)
 
 
 class _Layer(nn.Module):
@@ -270,7 +276,7 @@ class _Layer(nn.Module):
 
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
-        width, self.heads = config.width, config.heads
+        width, self.heads, self.dropout = config.width, config.heads, config.dropout
         self.norm = nn.LayerNorm(width)
         self.project = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -279,18 +285,18 @@ class _Layer(nn.Module):
             self.ask = nn.Linear(width, width)
             self.tell = nn.Linear(width, 2 * width)
             self.out_across = nn.Linear(width, width)
-        self.perceptron = _Residual(width, config.feed_forward)
+        self.perceptron = _Residual(width, config.feed_forward, config.dropout)
 
     def forward(self, x: Tensor, there: Tensor, memory: Tensor | None, task: Tensor) -> Tensor:
         """x: (n, length, w); there: bool, (n, length); memory: (t, c, w); task: (n,)."""
         query, key, value = (self._split(part) for part in self.project(self.norm(x)).chunk(3, -1))
         found = functional.scaled_dot_product_attention(query, key, value, attn_mask=there[:, None, None])
-        x = x + self.out(self._joined(found))
+        x = x + functional.dropout(self.out(self._joined(found)), self.dropout, self.training)
         if memory is not None:
             key, value = (self._split(part)[task] for part in self.tell(memory).chunk(2, -1))
             query = self._split(self.ask(self.norm_across(x)))
             found = functional.scaled_dot_product_attention(query, key, value)
-            x = x + self.out_across(self._joined(found))
+            x = x + functional.dropout(self.out_across(self._joined(found)), self.dropout, self.training)
         return self.perceptron(x)
 
     def _split(self, x: Tensor) -> Tensor:

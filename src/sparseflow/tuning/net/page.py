@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.jsonl import read_lines
 from sparseflow.core.report import (
     Column,
@@ -21,7 +23,7 @@ from sparseflow.core.report import (
 from sparseflow.tuning.comparing import GUIDED, Searched, read_searched
 from sparseflow.tuning.net import history
 from sparseflow.tuning.net.judge import TOP, summary
-from sparseflow.tuning.net.study import Row, read_study
+from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
 
 PAGE = "report.html"
 SEARCHES = "searches"
@@ -59,43 +61,42 @@ def write_page(
     return page.write(root / PAGE)
 
 
-def scores(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each model and operator: `judge.summary` over all folds."""
+def scores(rows: Sequence[Row], *, known: bool = False) -> list[dict[str, Any]]:
+    """A line for each model and operator: `judge.summary` over all folds and seeds.
+
+    With `"over_boosted"`, for each k how much higher a model's top-k score is than that of boosted trees: the
+    difference of means over seeds, its mean over matrices and that one's interval; None without trees.
+
+    Args:
+        rows: Of a study.
+        known: Whether to look only at matrices whose pattern is known.
+    """
     found = []
-    for entry in dict.fromkeys(row.entry for row in rows):
-        judged = [one for row in rows if row.entry == entry for one in row.judged]
+    trees: dict[str, dict[str, dict[int, float]]] = {}
+    entries = dict.fromkeys(row.entry for row in rows)
+    for entry in sorted(entries, key=lambda name: not name.startswith(BOOSTED)):
+        judged = [one for row in rows if row.entry == entry for one in row.judged if one.known or not known]
         for operator in dict.fromkeys(one.operator for one in judged):
-            told = summary([one for one in judged if one.operator == operator])
-            found.append({"model": entry, "operator": operator, **told})
+            those = [one for one in judged if one.operator == operator]
+            means = {
+                matrix: {k: mean(one.top_k[k] for one in those if one.matrix == matrix) for k in TOP}
+                for matrix in dict.fromkeys(one.matrix for one in those)
+            }
+            if entry == f"{BOOSTED}_{operator}":
+                trees[operator] = means
+            over = None
+            if trees.get(operator, {}).keys() >= means.keys():
+                gains = {k: [means[name][k] - trees[operator][name][k] for name in means] for k in TOP}
+                ends = {k: bootstrap(gains[k]) for k in TOP}
+                over = {
+                    f"top{k}": {"mean": mean(gains[k]), "low": ends[k][0], "high": ends[k][1]} for k in TOP
+                }
+            found.append({"model": entry, "operator": operator, **summary(those), "over_boosted": over})
     return found
 
 
 def _rankings(rows: Sequence[Row]) -> Section:
-    columns = [
-        Column(key="model", title="model"),
-        Column(key="operator", title="operator"),
-        Column(key="matrices", title="matrices"),
-        Column(key="pool", title="schedules in a pool", digits=0),
-        *(
-            Column(key=f"top{k}{part}", title=f"top-{k}{title}", digits=3)
-            for k in TOP
-            for part, title in (("", ""), ("_low", " from"), ("_high", " to"), ("_random", ", random pick"))
-        ),
-        Column(key="pairs", title="pairs in order", digits=3),
-    ]
     lines = scores(rows)
-    shown = [
-        {
-            **{key: line[key] for key in ("model", "operator", "matrices", "pool")},
-            **{
-                f"top{k}{'' if part == 'mean' else f'_{part}'}": line[f"top{k}"][part]
-                for k in TOP
-                for part in ("mean", "low", "high", "random")
-            },
-            "pairs": line["pair_accuracy"]["mean"],
-        }
-        for line in lines
-    ]
     figures: list[Table | Figure] = [
         intervals(
             f"Top-{k} score",
@@ -108,15 +109,52 @@ def _rankings(rows: Sequence[Row]) -> Section:
         )
         for k in TOP[:2]
     ]
+    seeds = len({row.seed for row in rows})
+    told = "" if seeds == 1 else f" Every network was trained {seeds} times; scores are means over that, too."
     return Section(
         title="Rankings of held-out matrices",
         text=[
             "A model ranks all labelled schedules of a task, its pool. Its top-k score is the best true "
             "latency of the pool over the best true latency among the k that it ranks highest; 1 is perfect. "
-            "Beside it stands what a random pick of k from the same pool is expected to get."
+            "Beside it stands what a random pick of k from the same pool is expected to get." + told
         ],
-        items=[*figures, Table(title="Scores", columns=columns, rows=shown)],
+        items=[
+            *figures,
+            _table("Scores", lines),
+            _table("Scores on matrices whose pattern is known", scores(rows, known=True)),
+        ],
     )
+
+
+def _table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+    columns = [
+        Column(key="model", title="model"),
+        Column(key="operator", title="operator"),
+        Column(key="matrices", title="matrices"),
+        Column(key="pool", title="schedules in a pool", digits=0),
+        *(
+            Column(key=f"top{k}{part}", title=f"top-{k}{told}", digits=3)
+            for k in TOP
+            for part, told in (("", ""), ("_low", " from"), ("_high", " to"), ("_random", ", random pick"))
+        ),
+        *(
+            Column(key=f"over{k}{part}", title=f"top-{k} over boosted trees{told}", digits=3)
+            for k in TOP
+            for part, told in (("", ""), ("_low", " from"), ("_high", " to"))
+        ),
+        Column(key="pairs", title="pairs in order", digits=3),
+    ]
+    shown = []
+    for line in lines:
+        row = {key: line[key] for key in ("model", "operator", "matrices", "pool")}
+        for k in TOP:
+            for part in ("mean", "low", "high", "random"):
+                row[f"top{k}{'' if part == 'mean' else f'_{part}'}"] = line[f"top{k}"][part]
+            for part in ("mean", "low", "high"):
+                over = line["over_boosted"]
+                row[f"over{k}{'' if part == 'mean' else f'_{part}'}"] = over and over[f"top{k}"][part]
+        shown.append(row | {"pairs": line["pair_accuracy"]["mean"]})
+    return Table(title=title, columns=columns, rows=shown)
 
 
 def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
@@ -124,7 +162,7 @@ def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
     kinds = {"train": "Loss in training", "held_out": "Loss on what is held out"}
     found: dict[str, dict[str, tuple[list[float], list[float]]]] = {kind: {} for kind in kinds}
     for entry in dict.fromkeys(row.entry for row in rows):
-        path = root / entry / "fold-0" / history.FILE
+        path = training(root, entry, 0, 0) / history.FILE
         lines = read_lines(path) if path.is_file() else []
         for kind in kinds:
             steps = [(float(line["step"]), float(line["loss"])) for line in lines if line.get("kind") == kind]

@@ -32,6 +32,11 @@ class Ranks:
     size: int
     device: torch.device
 
+    @property
+    def cuda(self) -> list[torch.device]:
+        """Its GPU, if it computes on one."""
+        return [self.device] if self.device.type == "cuda" else []
+
     def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients over all processes; without one it counts as 0."""
         if self.size == 1:

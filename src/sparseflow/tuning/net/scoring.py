@@ -87,9 +87,14 @@ def score_ids(net: AutoSparseNet, ids: np.ndarray, table: TokenTable, context: T
     found = np.empty(len(ids), np.float32)
     lengths = (ids > 0).sum(1)
     by_length = np.argsort(lengths, kind="stable")  # so that little is padding
-    with torch.inference_mode():
-        for begin in range(0, len(ids), step):
-            some = by_length[begin : begin + step]
-            tokens = Tokens.of(ids[some, : lengths[some[-1]]], table, device=device)
-            found[some] = net(tokens, context).cpu().numpy()
+    learning = net.training
+    net.eval()
+    try:
+        with torch.inference_mode():
+            for begin in range(0, len(ids), step):
+                some = by_length[begin : begin + step]
+                tokens = Tokens.of(ids[some, : lengths[some[-1]]], table, device=device)
+                found[some] = net(tokens, context).cpu().numpy()
+    finally:
+        net.train(learning)
     return found

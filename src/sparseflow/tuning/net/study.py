@@ -1,7 +1,7 @@
 """Networks against each other: each trained without some families of matrices, and judged on those.
 
-A study's folder holds `judged.jsonl`, a row for each network and fold, and the folder of each training under
-the network's name. The same call goes on with a study that was stopped.
+A study's folder holds `judged.jsonl`, a row for each network, fold and seed, and the folder of each training
+under the network's name. The same call goes on with a study that was stopped.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def named(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
     for operator in operators:
         alone = (operator,)
         waco = replace(
-            base, net=replace(base.net, pattern=strided, joined="perceptron"), loss="margin", sampling=naive
-        )
+            base, net=replace(base.net, pattern=strided, joined="perceptron", dropout=0.0), loss="margin",
+            pick=0.0, sampling=naive,
+        )  # fmt: skip
         found += [
             Entry(name=f"{BOOSTED}_{operator}", config=None, operators=alone),
             Entry(name=f"WACONet_{operator}", config=waco, operators=alone),
@@ -85,37 +86,45 @@ def named(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
 
 
 def ablation(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
-    """Extractor (dilated, strided, none) times pooling (concatenated, last) times loss."""
+    """Extractor (dilated, strided, none) times pooling (concatenated, last) times loss.
+
+    And the dilated one without what the network has besides: the pick in the loss, dropout, hidden matrices.
+    """
     pattern = base.net.pattern or PatternConfig()
     readers: dict[str, PatternConfig | None] = {
         f"{kind}_{pooling}": replace(pattern, kind=kind, pooling=pooling)
         for kind in ("hdc", "strided")
         for pooling in ("concat", "last")
     }
-    return [
-        Entry(
-            name=f"{name}_{loss}",
-            config=replace(base, net=replace(base.net, pattern=reader), loss=loss),
-            operators=tuple(operators),
-        )
+    configs = {
+        f"{name}_{loss}": replace(base, net=replace(base.net, pattern=reader), loss=loss)
         for name, reader in {**readers, "none": None}.items()
         for loss in ("margin", "rank", "lambda")
-    ]
+    }
+    whole = replace(base, net=replace(base.net, pattern=readers["hdc_concat"]))
+    configs |= {
+        "hdc_concat_no_pick": replace(whole, pick=0.0),
+        "hdc_concat_no_dropout": replace(whole, net=replace(whole.net, dropout=0.0)),
+        "hdc_concat_none_hidden": replace(whole, sampling=replace(whole.sampling, hidden=0.0)),
+    }
+    return [Entry(name=name, config=config, operators=tuple(operators)) for name, config in configs.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A network and a fold.
+    """A network, a fold and a seed.
 
     Attributes:
         entry: The network's name.
         fold: Number of the fold.
+        seed: What the network was drawn from, and what it learnt from at each step.
         families: What was held out.
-        judged: The tasks of these families whose pattern is known.
+        judged: The tasks of these families.
     """
 
     entry: str
     fold: int
+    seed: int
     families: tuple[str, ...]
     judged: tuple[Judged, ...]
 
@@ -124,6 +133,7 @@ class Row:
 class _Job:
     entry: Entry
     fold: int
+    seed: int
     families: tuple[str, ...]
     sets: tuple[Path, ...]
     folder: Path
@@ -131,23 +141,28 @@ class _Job:
 
 
 def folds_of(data: Dataset, count: int) -> list[tuple[str, ...]]:
-    """Families whose patterns are known, in so many parts with about as many schedules each.
+    """Families of matrices, in so many parts with about as many schedules each.
+
+    Those whose patterns are known are spread over the parts first.
 
     Raises:
-        InputError: There are fewer such families than parts, or fewer than two parts.
+        InputError: There are fewer families than parts, or fewer than two parts.
     """
     sizes: dict[str, int] = {}
+    known: dict[str, bool] = {}
     for group in data.groups:
-        if group.task.pattern is not None:
-            sizes[group.task.family] = sizes.get(group.task.family, 0) + len(group)
+        family = group.task.family
+        sizes[family] = sizes.get(family, 0) + len(group)
+        known[family] = known.get(family, False) or group.task.pattern is not None
     if not 2 <= count <= len(sizes):
-        raise InputError(f"`folds` (={count}) must be from 2 to the {len(sizes)} families of known pattern")
+        raise InputError(f"`folds` (={count}) must be from 2 to the {len(sizes)} families that there are")
     parts: list[list[str]] = [[] for _ in range(count)]
-    held = [0] * count
-    for family in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    held = [(0, 0)] * count
+    for family in sorted(sizes, key=lambda name: (not known[name], -sizes[name], name)):
         least = held.index(min(held))
         parts[least].append(family)
-        held[least] += sizes[family]
+        # As many families each, and then as many schedules.
+        held[least] = (held[least][0] + 1, held[least][1] + sizes[family])
     return [tuple(part) for part in parts]
 
 
@@ -157,29 +172,34 @@ def study(
     folder: Path | str,
     *,
     folds: int = 4,
+    seeds: int = 1,
     device: str = "cpu",
     workers: int = 1,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Train and judge every network in every fold; gives all rows of the folder.
+    """Train and judge every network in every fold, with every seed; gives all rows of the folder.
 
     Args:
         entries: The networks.
         sets: Folders of label sets.
         folder: Made when absent.
-        folds: Parts that the families of known pattern are held out in. Matrices whose pattern is not known
-            are always learnt from and never judged: nothing could be told by their pattern.
+        folds: Parts that the families of matrices are held out in.
+        seeds: Trainings of a network in each fold, with seeds from 0: one differs from the next by more than
+            many networks do.
         device: Where to compute.
         workers: Trainings at the same time, in processes of their own.
         progress: Called with (what was done, fraction done).
 
     Raises:
-        InputError: Two networks share a name, the folds cannot be made, or the folder holds another study.
+        InputError: Two networks share a name, the folds cannot be made, there is no seed, or the folder holds
+            another study.
         FileFormatError: A line of the folder is damaged.
     """
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         raise InputError(f"two networks have the same name: {', '.join(sorted(names))}")
+    if seeds < 1:
+        raise InputError(f"`seeds` (={seeds}) must be 1 or more")
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     paths = tuple(Path(path) for path in sets)
@@ -190,18 +210,21 @@ def study(
         for row in rows:
             if row.fold >= len(parts) or row.families != parts[row.fold]:
                 raise InputError(f"{root} holds a study with other folds; name another folder")
-        done = {(row.entry, row.fold) for row in rows}
+        done = {(row.entry, row.fold, row.seed) for row in rows}
+        # All networks with the first seed before any with the next: a study that is stopped can be read.
         jobs = [
-            _Job(entry=entry, fold=fold, families=part, sets=paths, folder=root, device=device)
+            _Job(entry=entry, fold=fold, seed=seed, families=part, sets=paths, folder=root, device=device)
+            for seed in range(seeds)
             for entry in entries
             for fold, part in enumerate(parts)
-            if (entry.name, fold) not in done
+            if (entry.name, fold, seed) not in done
         ]
         for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
             rows.append(row)
             writer.write(asdict(row))
             if progress is not None:
-                progress(f"{row.entry}, fold {row.fold + 1} of {len(parts)}", number / len(jobs))
+                told = f"{row.entry}, fold {row.fold + 1} of {len(parts)}, seed {row.seed}"
+                progress(told, number / len(jobs))
     finally:
         writer.close()
     return [row for row in rows if row.entry in names]
@@ -232,7 +255,13 @@ def _read(row: Mapping[str, Any], path: Path) -> Row:
             )
             for one in row["judged"]
         )
-        return Row(entry=row["entry"], fold=row["fold"], families=tuple(row["families"]), judged=judged)
+        return Row(
+            entry=row["entry"],
+            fold=row["fold"],
+            seed=row["seed"],
+            families=tuple(row["families"]),
+            judged=judged,
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileFormatError(f"{path}: a line is no result of a study ({error}); remove it") from error
 
@@ -251,13 +280,18 @@ def _data(sets: tuple[Path, ...]) -> Dataset:
 def _run(job: _Job) -> Row:
     data = _data(job.sets).only(lambda task: task.operator in job.entry.operators)
     learnt, held = data.hold_out(job.families)
-    judged_on = held.only(lambda task: task.pattern is not None)
     if job.entry.config is None:
-        boosted = Boosted.fit(learnt.groups, data.encoder.table)
-        judged = judge(judged_on.groups, lambda group: boosted.score(group, data.encoder.table))
+        boosted = Boosted.fit(learnt.groups, data.encoder.table, seed=job.seed)
+        judged = judge(held.groups, lambda group: boosted.score(group, data.encoder.table))
     else:
         if multiprocessing.parent_process() is not None:
             torch.set_num_threads(1)  # others train beside it
-        place = job.folder / job.entry.name / f"fold-{job.fold}"
-        judged = train(job.entry.config, learnt, place, held_out=judged_on, device=job.device).judged
-    return Row(entry=job.entry.name, fold=job.fold, families=job.families, judged=judged)
+        place = training(job.folder, job.entry.name, job.fold, job.seed)
+        config = replace(job.entry.config, seed=job.seed)
+        judged = train(config, learnt, place, held_out=held, device=job.device).judged
+    return Row(entry=job.entry.name, fold=job.fold, seed=job.seed, families=job.families, judged=judged)
+
+
+def training(folder: Path, name: str, fold: int, seed: int) -> Path:
+    """Where a study keeps a network's training."""
+    return folder / name / f"fold-{fold}-seed-{seed}"

@@ -17,7 +17,7 @@ from sparseflow.tuning.net import checkpoint
 from sparseflow.tuning.net.dataset import Batch, Dataset, Sampling
 from sparseflow.tuning.net.history import History
 from sparseflow.tuning.net.judge import Judged, by_net, judge, summary
-from sparseflow.tuning.net.losses import LOSSES, Loss, ranking_loss
+from sparseflow.tuning.net.losses import LOSSES, Loss, expected_pick, ranking_loss
 from sparseflow.tuning.net.model import AutoSparseNet, NetConfig, Tokens
 from sparseflow.tuning.net.parallel import Ranks, ranks
 from sparseflow.tuning.net.room import Room
@@ -38,6 +38,7 @@ class TrainConfig:
     Attributes:
         net: What it is made of.
         loss: `"margin"`, `"rank"` or `"lambda"`.
+        pick: Weight of the `expected_pick`'s label, which is subtracted from the loss.
         sampling: What a step looks at.
         steps: How many; a step is one update of the weights.
         rate: Highest learning rate; it rises over the first steps and falls as a cosine.
@@ -54,6 +55,7 @@ class TrainConfig:
 
     net: NetConfig = field(default_factory=NetConfig)
     loss: Loss = "rank"
+    pick: float = 1.0
     sampling: Sampling = field(default_factory=Sampling)
     steps: int = 2000
     rate: float = 3e-3
@@ -72,11 +74,16 @@ class TrainConfig:
             if type(value) is not int or value < least:
                 raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {least}")
         if not (
-            self.rate > 0.0 and self.clip > 0.0 and self.weight_decay >= 0.0 and 0.0 <= self.warm_up <= 1.0
+            self.rate > 0.0
+            and self.clip > 0.0
+            and self.weight_decay >= 0.0
+            and self.pick >= 0.0
+            and 0.0 <= self.warm_up <= 1.0
         ):
             raise InputError(
                 f"`rate` (={self.rate}) and `clip` (={self.clip}) must be above 0, `weight_decay` "
-                f"(={self.weight_decay}) at least 0 and `warm_up` (={self.warm_up}) from 0 to 1"
+                f"(={self.weight_decay}) and `pick` (={self.pick}) at least 0, and `warm_up` "
+                f"(={self.warm_up}) from 0 to 1"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def train(
     if root.exists() and not root.is_dir():
         raise InputError(f"`folder` (={root}) is a file; name a folder")
     root.mkdir(parents=True, exist_ok=True)
-    with ranks(device) as mine:
+    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
         run = _Training(config, data, held_out, mine)
         of = config.to_dict() | {"tasks": len(data.groups), "labels": data.schedules, "processes": mine.size}
         history = History(root) if mine.rank == 0 else None
@@ -243,6 +250,7 @@ class _Training:
         # Drawn from the step's own number: nothing has to be remembered to go on.
         random = np.random.default_rng([self.config.seed, self.step, self._mine.rank])
         batch = self.data.batch(self.config.sampling, random)
+        torch.manual_seed(int(random.integers(2**62)))  # for what is dropped
         rate = self.config.rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -269,8 +277,8 @@ class _Training:
         score = by_net(self.net, self._held_out, self._room_held_out)
         loss = 0.0
         for part in parts:
-            arrays = (torch.from_numpy(array)[None] for array in (score(part), part.labels, part.weights))
-            loss += float(ranking_loss(self.config.loss, *arrays)) / len(parts)
+            arrays = [torch.from_numpy(array)[None] for array in (score(part), part.labels, part.weights)]
+            loss += float(self._of(*arrays)) / len(parts)
         told = summary(judge(parts, score))
         return {"loss": loss} | {name: one["mean"] for name, one in told.items() if isinstance(one, dict)}
 
@@ -324,4 +332,11 @@ class _Training:
             found = net(tokens, context)
         scores = found.new_zeros(groups * schedules).index_copy(0, torch.from_numpy(there).to(device), found)
         labels, weights = (torch.from_numpy(array).to(device) for array in (batch.labels, batch.weights))
-        return ranking_loss(self.config.loss, scores.view(groups, schedules), labels, weights)
+        return self._of(scores.view(groups, schedules), labels, weights)
+
+    def _of(self, scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """The loss of scores, (g, s)."""
+        loss = ranking_loss(self.config.loss, scores, labels, weights)
+        if self.config.pick:
+            loss = loss - self.config.pick * expected_pick(scores, labels, weights)
+        return loss
