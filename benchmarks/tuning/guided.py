@@ -5,10 +5,11 @@
     export PYTHONPATH=src
     python benchmarks/tuning/guided.py matrices/*.mtx.gz --out runs/guided/guided.jsonl
 
-For every matrix and problem there is one search of `--measurements` without a model, and then for each seed
-one with a model and, as a control, one without, with a tenth of the measurements. Schedules written by hand
-are measured first in all of them, and count. What a short search chose is then timed in turn with what the
-long one chose, pair by pair, in several processes.
+For every matrix and problem there is one search of `--long` schedules without a model, and then for each
+seed one with a model and, as a control, one without, of `--short` schedules. Schedules written by hand are
+measured first in all of them, and count. So do measurements that are done again because a schedule looked
+best: with them a short search has at most a tenth of the measurements of the long one, as its row tells. What
+a short search chose is then timed in turn with what the long one chose, pair by pair, in several processes.
 
 A search that is done is a row of `--out`, and each of its measurements is kept in a folder beside it: the
 same command goes on with what was stopped, even killed. `record.py guided` makes claims of it.
@@ -17,11 +18,13 @@ same command goes on with what was stopped, even killed. `record.py guided` make
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.errors import RunError
 from sparseflow.tuning.evaluate import TOLERANCE, Trial, job_of
 from sparseflow.tuning.matrices import read_matrix
+from sparseflow.tuning.net.saved import load
+from sparseflow.tuning.net.scoring import scorer
 from sparseflow.tuning.operators import operator
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.problem import Problem
@@ -42,9 +47,6 @@ from sparseflow.tuning.tuner import Tuned, explore
 
 WITHIN = 1.05
 """As fast as the long search: at most this many times its winner's time."""
-
-SHARE = 10
-"""A short search has so many times fewer measurements."""
 
 LONG_S = 1e9
 """Searches end when they measured enough, however long that takes."""
@@ -82,7 +84,8 @@ def row_of(found: Tuned) -> dict[str, Any]:
     if found.kernel.schedule is None:
         raise RunError("scipy was the fastest; there is no schedule to compare")
     return {
-        "measurements": len(found.trials),
+        "schedules": len(found.trials),
+        "measurements": sum(trial.times for trial in found.trials),
         "failed": sum(trial.error is not None for trial in found.trials),
         "seconds": {part: round(took, 3) for part, took in found.seconds.items()},
         "curve": curve(found.trials),
@@ -124,15 +127,18 @@ def main() -> int:
     )
     parser.add_argument("matrices", type=Path, nargs="+")
     parser.add_argument("--problems", nargs="+", default=["spmm:64", "spmv"])
-    parser.add_argument("--measurements", type=int, default=1000, help="of the long search")
-    parser.add_argument("--long", default="evolutionary", help="how the long search is done")
+    parser.add_argument("--long", type=int, default=1000, help="schedules of the long search")
+    parser.add_argument("--short", type=int, default=80, help="schedules of a short one")
+    parser.add_argument("--long-method", default="evolutionary", help="how the long search is done")
     parser.add_argument("--methods", nargs="+", default=["guided-evolutionary", "evolutionary"])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--net", type=Path, help="what guided searches begin with; by default what they do")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(asked, name) for name in ("measurements", "long", "threads")}
+    settings = {name: getattr(asked, name) for name in ("long", "short", "long_method", "threads")}
+    settings["net"] = None if asked.net is None else hashlib.sha256(asked.net.read_bytes()).hexdigest()
     writer = LineWriter(asked.out)
     try:
         rows = read_lines(asked.out)
@@ -161,11 +167,10 @@ def compare(
     writer: LineWriter,
 ) -> list[dict[str, Any]]:
     """All searches of one problem that are not among the rows yet."""
-    done = {(row["method"], row["seed"], row["measurements_asked"]): row
+    done = {(row["method"], row["seed"], row["asked"]): row
             for row in rows if (row["matrix"], row["problem"]) == (name, label)}  # fmt: skip
-    few = asked.measurements // SHARE
-    wanted = [(asked.long, 0, asked.measurements)]
-    wanted += [(method, seed, few) for seed in range(1, asked.seeds + 1) for method in asked.methods]
+    wanted = [(asked.long_method, 0, asked.long)]
+    wanted += [(method, seed, asked.short) for seed in range(1, asked.seeds + 1) for method in asked.methods]
     if all(each in done for each in wanted):
         return []
     kind, _, width = label.partition(":")
@@ -181,9 +186,10 @@ def compare(
         found = explore(
             kind, matrix, n_cols=problem.n_cols, budget_s=LONG_S, trials=count - len(by_hand), method=method,
             threads=asked.threads, seed=seed, folder=folder,
+            prior=partial(scorer, load(asked.net)) if asked.net and method.startswith("guided-") else None,
         )  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}
-        row |= {"method": method, "seed": seed, "measurements_asked": count, **row_of(found)}
+        row |= {"method": method, "seed": seed, "asked": count, **row_of(found)}
         if seed:
             long = Schedule.parse(done[wanted[0]]["winner"])
             row["against"] = against(problem, Schedule.parse(row["winner"]), long)

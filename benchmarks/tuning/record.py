@@ -5,6 +5,9 @@
     PYTHONPATH=src python benchmarks/tuning/record.py lines results/tuning/lines.json
     PYTHONPATH=src python benchmarks/tuning/record.py equal results/tuning/equal.json
     PYTHONPATH=src python benchmarks/tuning/record.py against runs/against.jsonl
+    PYTHONPATH=src python benchmarks/tuning/record.py guided runs/guided.jsonl
+    PYTHONPATH=src python benchmarks/tuning/record.py embed results/tuning/embed-cpu.json
+    PYTHONPATH=src python benchmarks/tuning/record.py score results/tuning/score-cpu.json
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from guided import summary
 
 from sparseflow.core.claims import update
 from sparseflow.core.files import write_atomic
@@ -110,7 +115,83 @@ def against(record: Fields) -> Iterator[Fields]:
         }
 
 
-KINDS = {"lines": lines, "equal": equal, "against": against}
+def guided(record: Fields) -> Iterator[Fields]:
+    """Searches that a model guides against a long one (line 4)."""
+    rows = record["rows"]
+    long = {(row["matrix"], row["problem"]): row for row in rows if not row["seed"]}
+    for told in summary(rows):
+        key = (told["method"], told["operator"])
+        some = [row for row in rows if row["seed"] and (row["method"], row["problem"].split(":")[0]) == key]
+        share = max(row["measurements"] / long[row["matrix"], row["problem"]]["measurements"] for row in some)
+        value = round(told["median"], 3)
+        seeds = len({row["seed"] for row in some})
+        yield {
+            "id": f"tuning/4-{told['operator']}-{told['method']}",
+            "claim": f"{told['operator']}: time of what {told['method']} search finds over what a search of "
+            f"{record['settings']['long']} schedules does, with {share:.1%} of its measurements at most; "
+            f"median over {told['problems']} matrices of medians over {seeds} seeds ({told['within']} of "
+            f"{told['problems']} matrices within 5 %, worst {told['worst']:.2f})",
+            "value": value,
+            "unit": "x",
+            "target": "<= 1.05",
+            "met": value <= 1.05 and share <= 0.1,
+            "baseline": f"{record['settings']['long_method']} search, {record['settings']['long']} schedules",
+            "command": "python benchmarks/tuning/guided.py MATRICES --out RUN",
+        }
+
+
+def embed(record: Fields) -> Iterator[Fields]:
+    """Embedding a large pattern (line 6)."""
+    cuda = record["environment"]["device"]["kind"] == "cuda"
+    seconds = round(max(record["seconds"]), 3)
+    where = "cuda" if cuda else "cpu"
+    command = f"python benchmarks/tuning/embed.py --device {where} --out results/tuning/embed-{where}.json"
+    on = "a GPU" if cuda else f"{record['threads']} CPU threads"
+    yield {
+        "id": f"tuning/6-embed-{where}",
+        "claim": f"coarsening and embedding a pattern of {record['nnz']:,} elements on {on}, the slowest of "
+        f"{len(record['seconds'])} times, the first among them",
+        "value": seconds,
+        "unit": "s",
+        "target": "< 1" if cuda else "< 30",
+        "met": seconds < (1 if cuda else 30),
+        "command": command,
+    }
+    used = record["cuda_peak_bytes"] if cuda else record["peak_bytes_beyond_input"]
+    yield {
+        "id": f"tuning/6-memory-{where}",
+        "claim": f"memory that this takes {'on the GPU' if cuda else 'beyond the coordinates themselves'}",
+        "value": round(used / 1e9, 2),
+        "unit": "GB",
+        "target": "< 2",
+        "met": used < 2e9,
+        "command": command,
+    }
+
+
+def score(record: Fields) -> Iterator[Fields]:
+    """Scoring candidates (line 6)."""
+    cuda = record["environment"]["device"]["kind"] == "cuda"
+    seconds = round(statistics.median(record["seconds"]), 4)
+    encoded = f"{record['encode_seconds']:.2f} s"
+    limit = 0.05 if cuda else 2.0
+    where = "cuda" if cuda else "cpu"
+    file = f"results/tuning/score-{where}.json"
+    value = seconds if cuda else round(seconds + record["encode_seconds"], 3)
+    yield {
+        "id": f"tuning/6-score-{where}",
+        "claim": f"scoring {record['schedules']:,} {record['operator']} schedules with a network of "
+        f"{record['parameters']:,} weights, median of {len(record['seconds'])} times, "
+        + (f"encoded before in {encoded}" if cuda else f"{encoded} of encoding included"),
+        "value": value,
+        "unit": "s",
+        "target": f"< {limit:g}",
+        "met": value < limit,
+        "command": f"python benchmarks/tuning/score.py --device {where} --out {file}",
+    }
+
+
+KINDS = {"lines": lines, "equal": equal, "against": against, "guided": guided, "embed": embed, "score": score}
 
 
 def read(path: Path) -> tuple[Fields, Path]:

@@ -28,6 +28,9 @@ SLOWEST = 3.0
 _SHARPNESS = 2.0
 """What a difference in log time is multiplied by to give the odds that one of two schedules is faster."""
 
+_REMEMBERED = 50_000
+"""Schedules whose prior scores are kept."""
+
 _ROUNDS = 60
 _SETTINGS = {
     "objective": "rank:pairwise", "tree_method": "hist", "max_depth": 5, "eta": 0.15, "min_child_weight": 0.1,
@@ -74,7 +77,8 @@ class BoostedTrees:
     def __init__(self, features: Features, *, prior: Scorer | None = None, seed: int = 0) -> None:
         self._xgboost = require("xgboost", "tuning")
         self._features = features
-        self._prior: Scorer = prior or (lambda schedules: rough(features.of(schedules)))
+        self._given: Scorer = prior or (lambda schedules: rough(features.of(schedules)))
+        self._told: dict[Schedule, float] = {}
         self._seed = seed
         self._costs: dict[Schedule, float] = {}
         self._learned = 0
@@ -94,6 +98,16 @@ class BoostedTrees:
             return prior
         columns = np.column_stack([self._features.of(schedules), prior]).astype(np.float32)
         return self._slope * prior + self._trees.inplace_predict(columns)
+
+    def _prior(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """The prior's scores; a search asks for the same schedules again and again."""
+        fresh = [each for each in dict.fromkeys(schedules) if each not in self._told]
+        if fresh:
+            if len(self._told) > _REMEMBERED:
+                self._told.clear()
+                fresh = list(dict.fromkeys(schedules))
+            self._told |= zip(fresh, map(float, self._given(fresh)), strict=True)
+        return np.array([self._told[each] for each in schedules], float)
 
     def _learn(self) -> None:
         self._learned = len(self._costs)
