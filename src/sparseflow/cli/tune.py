@@ -21,9 +21,10 @@ def tune(
         typer.Option(
             help="How to search: random, evolutionary, annealing or qlearning; guided-… lets a model choose."
         ),
-    ] = "evolutionary",
+    ] = "guided-evolutionary",
     net: Annotated[
-        Path | None, typer.Option(help="An AutoSparse Net that a guided method begins with, .safetensors.")
+        Path | None,
+        typer.Option(help="An AutoSparse Net that a guided method begins with; by default the one shipped."),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; by default all CPUs.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",

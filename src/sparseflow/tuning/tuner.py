@@ -34,6 +34,9 @@ from sparseflow.tuning.trials import kept
 Progress = Callable[[str, float], None]
 Prior = Callable[[Problem, int], Scorer]
 
+METHOD = "guided-evolutionary"
+"""How to search by default."""
+
 _RUN_OFF = 0.15
 """Share of the time that is kept for it."""
 
@@ -90,7 +93,7 @@ def explore(
     n_cols: int | None = None,
     budget_s: float = 60.0,
     trials: int | None = None,
-    method: str = "evolutionary",
+    method: str = METHOD,
     prior: Prior | None = None,
     threads: int | None = None,
     dtype: np.dtype | type | None = None,
@@ -111,8 +114,9 @@ def explore(
         trials: Schedules to measure at most, the baselines not counted. What looks best is measured twice.
         method: How to search, one of `STRATEGIES`.
         prior: For a guided method, what is thought of the schedules of a problem, for so many threads,
-            before anything is measured, such as `functools.partial(net.scoring.scorer, network)`. Boosted
-            trees learn from this search what to add to it; by default they begin with a rough guess.
+            before anything is measured, such as `functools.partial(net.scoring.scorer, network)`; by default
+            what the network that comes with SparseFlow thinks. Boosted trees learn from this search what to
+            add to it.
         threads: Threads to use; by default one for each CPU that this process may run on.
         dtype: float32 or float64; by default the matrix's own.
         seed: What the search and the dense inputs are drawn from.
@@ -239,8 +243,9 @@ def _begun(
     threads: int,
 ) -> Strategy:
     if issubclass(chosen, Guided):
-        known = None if prior is None else prior(problem, threads)
-        return chosen(space, rng, BoostedTrees(Features(problem, threads), prior=known))
+        if prior is None:
+            from sparseflow.tuning.net.shipped import prior
+        return chosen(space, rng, BoostedTrees(Features(problem, threads), prior=prior(problem, threads)))
     if prior is not None:
         raise InputError(f"the method {chosen.name!r} asks no `prior`; choose guided-{chosen.name}")
     return chosen(space, rng)

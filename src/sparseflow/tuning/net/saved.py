@@ -56,10 +56,11 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseN
             if any(metadata.get(name) != value for name, value in _MARK.items()):
                 raise FileFormatError(f"{file} holds no AutoSparse Net of this version of SparseFlow")
             config = NetConfig.from_dict(json.loads(metadata["config"]))
-            # What a network of this configuration holds, before anything is allocated for one.
-            with torch.device("meta"):
-                expected = {name: value.shape for name, value in AutoSparseNet(config).state_dict().items()}
             found = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            if _least(config) > sum(shape.numel() for shape in found.values()):
+                raise ValueError("what it holds does not fit its configuration")
+            net = AutoSparseNet(config)
+            expected = {name: value.shape for name, value in net.state_dict().items()}
             if found != expected:
                 wrong = sorted(
                     name for name in found.keys() | expected if found.get(name) != expected.get(name)
@@ -72,6 +73,12 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseN
         raise FileFormatError(f"{file} is not an AutoSparse Net that can be read: {error}") from error
     if not all(bool(value.isfinite().all()) for value in weights.values()):
         raise FileFormatError(f"{file} is damaged: it holds weights that are not finite")
-    net = AutoSparseNet(config)
     net.load_state_dict(weights)
     return net.to(device).eval()
+
+
+def _least(config: NetConfig) -> int:
+    """Weights that a network of this configuration has at least: none is made larger than its file."""
+    pattern = config.pattern
+    of_pattern = 0 if pattern is None else max(9 * pattern.channels**2, pattern.width**2)
+    return of_pattern + (0 if config.joined == "perceptron" else config.layers * 4 * config.width**2)
