@@ -189,7 +189,8 @@ def compare(
             prior=partial(scorer, load(asked.net)) if asked.net and method.startswith("guided-") else None,
         )  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}
-        row |= {"method": method, "seed": seed, "asked": count, **row_of(found)}
+        row |= {"method": method, "seed": seed, "asked": count, "git": environment("cpu")["git"]}
+        row |= row_of(found)
         if seed:
             long = Schedule.parse(done[wanted[0]]["winner"])
             row["against"] = against(problem, Schedule.parse(row["winner"]), long)

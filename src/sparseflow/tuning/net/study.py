@@ -138,6 +138,7 @@ class _Job:
     sets: tuple[Path, ...]
     folder: Path
     device: str
+    number: int
 
 
 def folds_of(data: Dataset, count: int) -> list[tuple[str, ...]]:
@@ -186,7 +187,7 @@ def study(
         folds: Parts that the families of matrices are held out in.
         seeds: Trainings of a network in each fold, with seeds from 0: one differs from the next by more than
             many networks do.
-        device: Where to compute.
+        device: Where to compute; `"cuda"` is every GPU in its turn.
         workers: Trainings at the same time, in processes of their own.
         progress: Called with (what was done, fraction done).
 
@@ -212,12 +213,25 @@ def study(
                 raise InputError(f"{root} holds a study with other folds; name another folder")
         done = {(row.entry, row.fold, row.seed) for row in rows}
         # All networks with the first seed before any with the next: a study that is stopped can be read.
-        jobs = [
-            _Job(entry=entry, fold=fold, seed=seed, families=part, sets=paths, folder=root, device=device)
+        wanted = [
+            (entry, fold, seed)
             for seed in range(seeds)
             for entry in entries
-            for fold, part in enumerate(parts)
+            for fold in range(len(parts))
             if (entry.name, fold, seed) not in done
+        ]
+        jobs = [
+            _Job(
+                entry=entry,
+                fold=fold,
+                seed=seed,
+                families=parts[fold],
+                sets=paths,
+                folder=root,
+                device=device,
+                number=number,
+            )
+            for number, (entry, fold, seed) in enumerate(wanted)
         ]
         for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
             rows.append(row)
@@ -288,7 +302,10 @@ def _run(job: _Job) -> Row:
             torch.set_num_threads(1)  # others train beside it
         place = training(job.folder, job.entry.name, job.fold, job.seed)
         config = replace(job.entry.config, seed=job.seed)
-        judged = train(config, learnt, place, held_out=held, device=job.device).judged
+        device = job.device
+        if device == "cuda" and torch.cuda.device_count() > 1:
+            device = f"cuda:{job.number % torch.cuda.device_count()}"
+        judged = train(config, learnt, place, held_out=held, device=device).judged
     return Row(entry=job.entry.name, fold=job.fold, seed=job.seed, families=job.families, judged=judged)
 
 
