@@ -9,6 +9,6 @@ from sparseflow.tuning import evaluate, finals
 
 @pytest.fixture(autouse=True)
 def short_finals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finals, "_LEAST_S", 0.0)
-    monkeypatch.setattr(finals, "_ROUNDS", 3)
+    monkeypatch.setattr(finals, "_TURN_S", 0.0)
+    monkeypatch.setattr(finals, "_TURNS", 1)
     monkeypatch.setattr(evaluate, "_PROCESSES", 1)

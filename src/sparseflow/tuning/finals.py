@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,12 @@ _MARGIN = 0.02
 _SHORT_MS = 0.2
 """Below this, waking up threads may take longer than they save."""
 
-_ROUNDS = 30
-_SAMPLE_S = 5e-4
-_LEAST_S = 0.6
-_MOST_S = 1.5
-"""How long calls are timed: threads that begin on one CPU are parted only after some tenths of a second."""
+_TURNS = 3
+_TURN_S = 0.3
+"""How long each is called at a time: threads that begin on one CPU are parted only after some tenths of a
+second of work without a pause."""
+
+_SAMPLE_S = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +113,23 @@ def finals(
 
 
 def call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
-    """Milliseconds that a call of each takes in this process: lower quartiles of samples taken in turns."""
+    """Milliseconds that a call of each takes in this process, one after the other without a pause.
+
+    They take turns; of each it is its best turn, the lower quartile of that one's samples.
+    """
     counts = []
     for kernel in kernels:
         kernel.compute(*inputs)
         counts.append(max(1, int(_SAMPLE_S / max(_sample(kernel, inputs, 1), 1e-7))))
-    samples: list[list[float]] = [[] for _ in kernels]
-    begin = time.perf_counter()
-    passed = 0.0
-    while passed < _MOST_S and (len(samples[0]) < _ROUNDS or passed < _LEAST_S):
-        for kernel, count, kept in zip(kernels, counts, samples, strict=True):
-            kept.append(1e3 * _sample(kernel, inputs, count))
-        passed = time.perf_counter() - begin
-    return [sorted(kept)[len(kept) // 4] for kept in samples]
+    best = [math.inf] * len(kernels)
+    for _ in range(_TURNS):
+        for place, (kernel, count) in enumerate(zip(kernels, counts, strict=True)):
+            samples = []
+            begin = time.perf_counter()
+            while not samples or time.perf_counter() - begin < _TURN_S:
+                samples.append(1e3 * _sample(kernel, inputs, count))
+            best[place] = min(best[place], sorted(samples)[len(samples) // 4])
+    return best
 
 
 def _sample(kernel: Kernel, inputs: tuple[np.ndarray, ...], count: int) -> float:
