@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from sparseflow.errors import InputError
+from sparseflow.tuning.net import pattern as module
 from sparseflow.tuning.net.coarsen import Cells, coarsen
 from sparseflow.tuning.net.pattern import PatternConfig, PatternNet
+from sparseflow.tuning.net.sparse_conv import Sites
 
 KINDS = ["hdc", "strided"]
 POOLINGS = ["concat", "last"]
@@ -108,6 +110,25 @@ def test_what_are_no_cells_is_refused() -> None:
         net([])
     with pytest.raises(InputError, match="features of shape"):
         net([replace(pattern, features=pattern.features[:, 1:])])
+
+
+def test_patterns_are_prepared_once_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, patterns = network(), [cells((20, 30)), cells((30, 20)), cells((25, 25))]
+    made = []
+    of = Sites.of
+    monkeypatch.setattr(Sites, "of", lambda *args: made.append(args) or of(*args))
+    for training, times in ((False, 6), (True, 3)):
+        net.train(training)
+        made.clear()
+        found = [net([one]) for one in patterns * 2]
+        assert len(made) == times
+        assert torch.equal(torch.cat(found[:3]), torch.cat(found[3:]))
+    monkeypatch.setattr(module, "_KEPT", 1)
+    made.clear()
+    other = network().train()
+    for at in (0, 0, 1, 0):
+        other([patterns[at]])
+    assert len(made) == 3, "only the last one is kept"
 
 
 @pytest.mark.gpu

@@ -165,14 +165,16 @@ class PatternNet(nn.Module):
         return self.head(torch.cat(pooled, 1) if self.config.pooling == "concat" else pooled[-1])
 
     def _prepared(self, cells: Cells, device: torch.device) -> tuple[Sites, Tensor]:
-        """Sites and features of a pattern on a device, kept for the next time."""
+        """Sites and features of a pattern on a device; while training, kept for the next time."""
         key = (id(cells), device)
         if key in self._known:
             self._known.move_to_end(key)
-        else:
-            with torch.inference_mode(False):  # it may be trained with later
-                sites = Sites.of(torch.tensor(cells.coords, device=device), cells.grid)
-                self._known[key] = (cells, sites, torch.tensor(cells.features, device=device))
-        while len(self._known) > 1 and sum(len(sites) for _, sites, _ in self._known.values()) > _KEPT:
-            self._known.popitem(last=False)
-        return self._known[key][1:]
+            return self._known[key][1:]
+        with torch.inference_mode(False):  # it may be trained with later
+            sites = Sites.of(torch.tensor(cells.coords, device=device), cells.grid)
+            features = torch.tensor(cells.features, device=device)
+        if self.training:
+            self._known[key] = (cells, sites, features)
+            while sum(len(each) for _, each, _ in self._known.values()) > max(_KEPT, len(sites)):
+                self._known.popitem(last=False)
+        return sites, features

@@ -60,11 +60,10 @@ class KernelMap:
     @classmethod
     def joined(cls, maps: Sequence[KernelMap]) -> KernelMap:
         """The map of a batch, from those of its items."""
-        inputs, outputs = ([len(table) for table in tables] for tables in
-                           ([one.read_by for one in maps], [one.reads for one in maps]))  # fmt: skip
+        reads, read_by = [one.reads for one in maps], [one.read_by for one in maps]
         return cls(
-            reads=_shifted([one.reads for one in maps], inputs),
-            read_by=_shifted([one.read_by for one in maps], outputs),
+            reads=_shifted(reads, [len(table) for table in read_by]),
+            read_by=_shifted(read_by, [len(table) for table in reads]),
         )
 
 
