@@ -119,8 +119,14 @@ def guided(record: Fields) -> Iterator[Fields]:
     """Searches that a model guides against a long one (line 4)."""
     rows = record["rows"]
     long = {(row["matrix"], row["problem"]): row for row in rows if not row["seed"]}
-    for told in summary(rows):
+    summaries = summary(rows)
+    for told in summaries:
         key = (told["method"], told["operator"])
+        if not told["method"].startswith("guided-"):
+            continue
+        plain = (told["method"].removeprefix("guided-"), told["operator"])
+        control = [each for each in summaries if (each["method"], each["operator"]) == plain]
+        without = [f"; without a model {each['median']:.3f}, {each['searches']} searches" for each in control]
         some = [row for row in rows if row["seed"] and (row["method"], row["problem"].split(":")[0]) == key]
         share = max(row["measurements"] / long[row["matrix"], row["problem"]]["measurements"] for row in some)
         value = round(told["median"], 3)
@@ -130,7 +136,7 @@ def guided(record: Fields) -> Iterator[Fields]:
             "claim": f"{told['operator']}: time of what {told['method']} search finds over what a search of "
             f"{record['settings']['long']} schedules does, with {share:.1%} of its measurements at most; "
             f"median over {told['problems']} matrices of medians over {seeds} seeds ({told['within']} of "
-            f"{told['problems']} matrices within 5 %, worst {told['worst']:.2f})",
+            f"{told['problems']} matrices within 5 %, worst {told['worst']:.2f}{''.join(without)})",
             "value": value,
             "unit": "x",
             "target": "<= 1.05",
