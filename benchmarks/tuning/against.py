@@ -30,7 +30,7 @@ from sparseflow.core.jsonl import LineWriter
 from sparseflow.errors import RunError
 from sparseflow.tuning.evaluate import TOLERANCE, job_of
 from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel
-from sparseflow.tuning.matrices import Coo, read_matrix
+from sparseflow.tuning.matrices import Coo, matrix_name, read_matrix
 from sparseflow.tuning.operators import operator
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.problem import Problem
@@ -47,6 +47,18 @@ PROCESSES = 6
 
 TRIES = 2
 """How many times as many processes there may be where others disturb some."""
+
+
+def checker(problem: Problem, inputs: tuple[np.ndarray, ...]) -> Callable[[np.ndarray], bool]:
+    """What tells whether an output is what scipy computes in float64, but for rounding."""
+    expected = problem.reference(inputs)
+    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
+
+    def right(output: np.ndarray) -> bool:
+        error = np.abs(output[: len(expected)] - expected).max(initial=0.0)
+        return bool(error <= TOLERANCE[problem.dtype] * scale)
+
+    return right
 
 
 def slower(
@@ -124,13 +136,7 @@ def compare(name: str, matrix: Coo, label: str, asked: argparse.Namespace) -> di
     if not isinstance(found.kernel, CompiledKernel):
         raise RunError(f"{name}, {label}: scipy was the fastest; compare it by hand")
     inputs = problem.draw(asked.seed)
-    expected = problem.reference(inputs)
-    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
-
-    def right(output: np.ndarray) -> bool:
-        error = np.abs(output[: len(expected)] - expected).max(initial=0.0)
-        return bool(error <= TOLERANCE[problem.dtype] * scale)
-
+    right = checker(problem, inputs)
     tuned = job_of(found.kernel.program, inputs)
     mkl, registers = {}, {}
     for threads in sorted({1, asked.threads}, reverse=True):
@@ -178,7 +184,7 @@ def main() -> int:
             writer.write({"environment": environment("cpu"), "settings": settings})
         done = {(row["matrix"], row["problem"]) for row in rows[1:]}
         for path in sorted(asked.matrices):
-            name = path.name.removesuffix(".gz").removesuffix(".mtx")
+            name = matrix_name(path)
             for label in asked.problems:
                 if (name, label) in done:
                     continue

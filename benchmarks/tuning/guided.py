@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -29,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against import slower
+from against import checker, slower
 
 from sparseflow.core.environment import environment
 from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.errors import RunError
-from sparseflow.tuning.evaluate import TOLERANCE, Trial, job_of
-from sparseflow.tuning.matrices import read_matrix
+from sparseflow.tuning.evaluate import Trial, job_of
+from sparseflow.tuning.matrices import matrix_name, read_matrix
 from sparseflow.tuning.net.saved import load
 from sparseflow.tuning.net.scoring import scorer
 from sparseflow.tuning.operators import operator
@@ -43,13 +44,11 @@ from sparseflow.tuning.presets import presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.program import build
 from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.search import GUIDED
 from sparseflow.tuning.tuner import Tuned, explore
 
 WITHIN = 1.05
 """As fast as the long search: at most this many times its winner's time."""
-
-LONG_S = 1e9
-"""Searches end when they measured enough, however long that takes."""
 
 
 def against(problem: Problem, schedule: Schedule, other: Schedule) -> dict[str, Any]:
@@ -57,15 +56,8 @@ def against(problem: Problem, schedule: Schedule, other: Schedule) -> dict[str, 
     if schedule == other:
         return {"ratio": 1.0, "pairs": [], "disturbed": 0, "attempts": 0}
     inputs = problem.draw(0)
-    expected = problem.reference(inputs)
-    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
-
-    def right(output: np.ndarray) -> bool:
-        error = np.abs(output[: len(expected)] - expected).max(initial=0.0)
-        return bool(error <= TOLERANCE[problem.dtype] * scale)
-
     one, two = (job_of(build(problem, each), inputs) for each in (schedule, other))
-    return slower(one, two, right)
+    return slower(one, two, checker(problem, inputs))
 
 
 def curve(trials: Iterable[Trial]) -> list[list[float]]:
@@ -149,7 +141,7 @@ def main() -> int:
         rows = rows[1:]
         for label in asked.problems:
             for path in sorted(asked.matrices):
-                name = path.name.removesuffix(".gz").removesuffix(".mtx")
+                name = matrix_name(path)
                 rows += compare(name, path, label, asked, rows, writer)
     finally:
         writer.close()
@@ -184,9 +176,9 @@ def compare(
             continue
         folder = asked.out.parent / f"{asked.out.stem}-trials" / f"{name} {label} {method} {seed} {count}"
         found = explore(
-            kind, matrix, n_cols=problem.n_cols, budget_s=LONG_S, trials=count - len(by_hand), method=method,
-            threads=asked.threads, seed=seed, folder=folder,
-            prior=partial(scorer, load(asked.net)) if asked.net and method.startswith("guided-") else None,
+            kind, matrix, n_cols=problem.n_cols, budget_s=math.inf, trials=count - len(by_hand),
+            method=method, threads=asked.threads, seed=seed, folder=folder,
+            prior=partial(scorer, load(asked.net)) if asked.net and method.startswith(GUIDED) else None,
         )  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}
         row |= {"method": method, "seed": seed, "asked": count, "git": environment("cpu")["git"]}

@@ -25,6 +25,7 @@ from guided import summary
 
 from sparseflow.core.claims import update
 from sparseflow.core.files import write_atomic
+from sparseflow.tuning.search import GUIDED
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -122,9 +123,9 @@ def guided(record: Fields) -> Iterator[Fields]:
     summaries = summary(rows)
     for told in summaries:
         key = (told["method"], told["operator"])
-        if not told["method"].startswith("guided-"):
+        if not told["method"].startswith(GUIDED):
             continue
-        plain = (told["method"].removeprefix("guided-"), told["operator"])
+        plain = (told["method"].removeprefix(GUIDED), told["operator"])
         control = [each for each in summaries if (each["method"], each["operator"]) == plain]
         without = [f"; without a model {each['median']:.3f}, {each['searches']} searches" for each in control]
         some = [row for row in rows if row["seed"] and (row["method"], row["problem"].split(":")[0]) == key]

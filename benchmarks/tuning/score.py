@@ -24,13 +24,13 @@ import torch
 
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
-from sparseflow.tuning.net.coarsen import coarsen
+from sparseflow.tuning.matrices import Coo
 from sparseflow.tuning.net.encode import Encoder
 from sparseflow.tuning.net.model import AutoSparseNet
 from sparseflow.tuning.net.saved import load
-from sparseflow.tuning.net.scoring import score_ids
-from sparseflow.tuning.net.statistics import pattern_statistics, statistics
+from sparseflow.tuning.net.scoring import embedded, score_ids
 from sparseflow.tuning.operators import operator
+from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.schedule import Schedule
 from sparseflow.tuning.space import Space
 from sparseflow.tuning.synthetic import draw
@@ -53,32 +53,22 @@ def main() -> int:
     random = np.random.default_rng(0)
     kind = operator(asked.operator)
     _, pattern = draw(random, kind="power_rows")
-    n_cols = asked.n_cols if kind.dense_axes else None
-    extents = dict(zip(kind.sparse_axes, pattern.shape, strict=True))
-    for axis in kind.dense_axes:
-        extents[axis] = asked.n_cols
-    space = Space(kind, extents, threads=[1, asked.threads])
+    matrix = Coo(
+        rows=pattern.rows, cols=pattern.cols, values=np.ones(pattern.nnz, np.float32), shape=pattern.shape
+    )
+    problem = Problem(operator=kind, matrix=matrix, n_cols=asked.n_cols if kind.dense_axes else None)
+    space = Space(kind, problem.extents, threads=[1, asked.threads])
     drawn: dict[Schedule, None] = {}
     while len(drawn) < asked.schedules:
         drawn[space.sample(random)] = None
     encoder = Encoder()
     begin = time.perf_counter()
-    ids = encoder.encode(list(drawn), kind, extents)
+    ids = encoder.encode(list(drawn), kind, problem.extents)
     table = encoder.table
     encode_seconds = time.perf_counter() - begin
 
     net = (AutoSparseNet() if asked.net is None else load(asked.net)).to(asked.device).eval()
-    told = statistics(
-        operator=kind.name, shape=pattern.shape, nnz=len(pattern.rows), n_cols=n_cols, dtype="float32",
-        threads=asked.threads, pattern=pattern_statistics(pattern.rows, pattern.cols, pattern.shape),
-    )  # fmt: skip
-    config = net.config.pattern
-    cells = None
-    if config is not None:
-        cells = coarsen(
-            pattern.rows, pattern.cols, pattern.shape, most=config.most_cells, device=asked.device
-        )
-    context = net.embed(cells, told)
+    context = embedded(net, problem, asked.threads)
     seconds = []
     for _ in range(asked.repeats):
         begin = time.perf_counter()

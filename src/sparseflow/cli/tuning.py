@@ -30,8 +30,6 @@ Families = Annotated[
     typer.Option(help='JSON file {"net100": "net", …}: what to hold out together; by default names tell.'),
 ]
 
-_SUFFIXES = (".mtx", ".mtx.gz")
-
 
 @app.callback()
 def tuning() -> None:
@@ -250,7 +248,7 @@ def evaluate(
     from sparseflow.errors import InputError
     from sparseflow.tuning.comparing import compare_searches
     from sparseflow.tuning.labels import LabelSet
-    from sparseflow.tuning.matrices import read_matrix
+    from sparseflow.tuning.matrices import matrix_name, read_matrix
     from sparseflow.tuning.net.page import SEARCHES, scores, write_page
     from sparseflow.tuning.net.saved import load
     from sparseflow.tuning.net.scoring import scorer
@@ -268,12 +266,13 @@ def evaluate(
         rows = study(
             entries, sets, out, folds=folds, seeds=seeds, device=device, workers=workers, progress=tell
         )
+        prior = None if net is None else partial(scorer, load(net))
         for path in search or []:
             matrix = read_matrix(path)
             for operator, n_cols in _operators(problems):
                 compare_searches(
-                    _matrix_name(path), operator, matrix, out / SEARCHES, n_cols=n_cols, trials=trials,
-                    prior=None if net is None else partial(scorer, load(net)), progress=tell,
+                    matrix_name(path), operator, matrix, out / SEARCHES, n_cols=n_cols, trials=trials,
+                    prior=prior, progress=tell,
                 )  # fmt: skip
     lines = scores(rows)
     page = write_page(
@@ -332,10 +331,6 @@ def _settings(config: Path | None, **given: Any) -> dict[str, Any]:
     return found | options | {"net": net}
 
 
-def _matrix_name(file: Path) -> str:
-    return file.name.removesuffix(".gz").removesuffix(".mtx")
-
-
 def _names(given: str) -> tuple[str, ...]:
     """`"spmm,spmv"` as names of operators."""
     from sparseflow.tuning.operators import operator
@@ -384,12 +379,13 @@ def _operators(given: str) -> list[tuple[str, int | None]]:
 def _files(given: Iterable[Path]) -> Iterator[Path]:
     """The Matrix Market files that are named, and those in folders that are."""
     from sparseflow.errors import InputError
+    from sparseflow.tuning.matrices import SUFFIXES
 
     for path in given:
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES))
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
             if not inside:
-                raise InputError(f"{path} holds no {' or '.join(_SUFFIXES)} file")
+                raise InputError(f"{path} holds no {' or '.join(SUFFIXES)} file")
             yield from inside
         elif path.is_file():
             yield path
@@ -410,12 +406,12 @@ def _wanted(
 
     from sparseflow.tuning.collect import Wanted
     from sparseflow.tuning.families import family_of
-    from sparseflow.tuning.matrices import Pattern, read_matrix
+    from sparseflow.tuning.matrices import Pattern, matrix_name, read_matrix
     from sparseflow.tuning.synthetic import KINDS, draw
 
     def patterns() -> Iterator[tuple[str, Pattern]]:
         for file in files:
-            yield _matrix_name(file), read_matrix(file).pattern
+            yield matrix_name(file), read_matrix(file).pattern
         kinds = tuple(KINDS)
         for number in range(synthetic):
             # Each has a generator of its own: more of them begin with the same ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,16 @@ from typing import Any
 
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError
+from sparseflow.tuning.search import GUIDED
 from sparseflow.tuning.tuner import Prior, explore
 
 Progress = Callable[[str, float], None]
 
-GUIDED = "guided-"
 METHODS = ("random", "annealing", "qlearning")
 """AutoSparse's ways to search."""
 
 _CLOSE = 1.05
 """A search has arrived when it is within 5 % of the best that any search of its problem found."""
-
-_LONG_S = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ def compare_searches(
         path = root / f"{name} {operator} {n_cols or ''} {method} {trials}.json"
         if not path.is_file():
             tuned = explore(
-                operator, matrix, n_cols=n_cols, trials=trials, budget_s=_LONG_S, method=method,
+                operator, matrix, n_cols=n_cols, trials=trials, budget_s=math.inf, method=method,
                 prior=prior if method.startswith(GUIDED) else None, **options,
             )  # fmt: skip
             searched = Searched(

@@ -31,7 +31,7 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning import labels
 from sparseflow.tuning.families import family_of
 from sparseflow.tuning.labels import Measurement, Task
-from sparseflow.tuning.matrices import FLOATS, Pattern, read_matrix
+from sparseflow.tuning.matrices import FLOATS, SUFFIXES, Pattern, read_matrix
 from sparseflow.tuning.operators import Operator
 from sparseflow.tuning.operators import operator as operator_of
 from sparseflow.tuning.schedule import Schedule, parse_labelled
@@ -42,7 +42,6 @@ REJECTED = "rejected.tsv"
 """Beside the labels: number of the line and why it was left out."""
 
 _HEADER = ("matrix", "schedule", "latency_ms")
-_SUFFIXES = (".mtx", ".mtx.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +256,7 @@ def _patterns(groups: Mapping[str, object], matrices: Path | str | None) -> dict
     found = {}
     for name in groups:
         # A name is no path: it must not lead out of the folder.
-        files = (Path(matrices) / f"{name}{suffix}" for suffix in _SUFFIXES if Path(name).name == name)
+        files = (Path(matrices) / f"{name}{suffix}" for suffix in SUFFIXES if Path(name).name == name)
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
             found[name] = read_matrix(file).pattern

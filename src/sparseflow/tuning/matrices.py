@@ -163,6 +163,15 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> Coo:
     return Coo(rows=rows, cols=cols, values=values, shape=(int(shape[0]), int(shape[1])))
 
 
+SUFFIXES = (".mtx", ".mtx.gz")
+"""Of files that `read_matrix` reads."""
+
+
+def matrix_name(path: Path) -> str:
+    """The name of a file's matrix: the file's without its suffixes."""
+    return path.name.removesuffix(".gz").removesuffix(".mtx")
+
+
 def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> Coo:
     """Read a Matrix Market file (`.mtx`, `.mtx.gz`); a pattern gets values from 0.5 to 1.5, always the same.
 

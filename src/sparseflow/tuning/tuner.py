@@ -27,7 +27,7 @@ from sparseflow.tuning.operators import operator as operator_of
 from sparseflow.tuning.presets import REFERENCE, presets
 from sparseflow.tuning.problem import Problem
 from sparseflow.tuning.schedule import Schedule
-from sparseflow.tuning.search import Guided, Strategy, strategy
+from sparseflow.tuning.search import GUIDED, Guided, Strategy, strategy
 from sparseflow.tuning.space import Space
 from sparseflow.tuning.trials import kept
 
@@ -247,7 +247,7 @@ def _begun(
             from sparseflow.tuning.net.shipped import prior
         return chosen(space, rng, BoostedTrees(Features(problem, threads), prior=prior(problem, threads)))
     if prior is not None:
-        raise InputError(f"the method {chosen.name!r} asks no `prior`; choose guided-{chosen.name}")
+        raise InputError(f"the method {chosen.name!r} asks no `prior`; choose {GUIDED}{chosen.name}")
     return chosen(space, rng)
 
 

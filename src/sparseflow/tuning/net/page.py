@@ -8,7 +8,6 @@ from statistics import mean
 from typing import Any
 
 from sparseflow.core.costmodel.ranking import bootstrap
-from sparseflow.core.jsonl import read_lines
 from sparseflow.core.report import (
     Column,
     Figure,
@@ -20,10 +19,11 @@ from sparseflow.core.report import (
     intervals,
     stacked,
 )
-from sparseflow.tuning.comparing import GUIDED, Searched, read_searched
-from sparseflow.tuning.net import history
+from sparseflow.tuning.comparing import Searched, read_searched
+from sparseflow.tuning.net.history import read_history
 from sparseflow.tuning.net.judge import TOP, summary
 from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
+from sparseflow.tuning.search import GUIDED
 
 PAGE = "report.html"
 SEARCHES = "searches"
@@ -162,8 +162,8 @@ def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
     kinds = {"train": "Loss in training", "held_out": "Loss on what is held out"}
     found: dict[str, dict[str, tuple[list[float], list[float]]]] = {kind: {} for kind in kinds}
     for entry in dict.fromkeys(row.entry for row in rows):
-        path = training(root, entry, 0, 0) / history.FILE
-        lines = read_lines(path) if path.is_file() else []
+        folder = training(root, entry, 0, 0)
+        lines = list(read_history(folder)) if folder.is_dir() else []
         for kind in kinds:
             steps = [(float(line["step"]), float(line["loss"])) for line in lines if line.get("kind") == kind]
             if steps:

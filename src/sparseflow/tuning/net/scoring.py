@@ -31,6 +31,13 @@ def scorer(net: AutoSparseNet, problem: Problem, threads: int) -> Callable[[Sequ
     Returns:
         A function from schedules to float32, (schedules,); higher is faster.
     """
+    context, encoder = embedded(net, problem, threads), Encoder()
+    operator, extents = problem.operator, problem.extents
+    return lambda schedules: score(net, schedules, operator, extents, context, encoder=encoder)
+
+
+def embedded(net: AutoSparseNet, problem: Problem, threads: int) -> Tensor:
+    """What `net` knows of a problem before it sees a schedule, (1, c, w); arguments are `scorer`'s."""
     matrix, config = problem.matrix, net.config.pattern
     told = statistics(
         operator=problem.operator.name,
@@ -45,9 +52,7 @@ def scorer(net: AutoSparseNet, problem: Problem, threads: int) -> Callable[[Sequ
     cells = None
     if config is not None:
         cells = coarsen(matrix.rows, matrix.cols, matrix.shape, most=config.most_cells, device=device)
-    context, encoder = net.embed(cells, told), Encoder()
-    operator, extents = problem.operator, problem.extents
-    return lambda schedules: score(net, schedules, operator, extents, context, encoder=encoder)
+    return net.embed(cells, told)
 
 
 def score(

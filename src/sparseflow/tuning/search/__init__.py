@@ -10,6 +10,7 @@ from sparseflow.tuning.search.annealing import Annealing
 from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.evolutionary import Evolutionary
 from sparseflow.tuning.search.guided import (
+    GUIDED,
     Guided,
     GuidedAnnealing,
     GuidedEvolutionary,
@@ -19,7 +20,7 @@ from sparseflow.tuning.search.guided import (
 from sparseflow.tuning.search.qlearning import QLearning
 from sparseflow.tuning.search.random import Random
 
-__all__ = ["STRATEGIES", "Guided", "Strategy", "strategy"]
+__all__ = ["GUIDED", "STRATEGIES", "Guided", "Strategy", "strategy"]
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {

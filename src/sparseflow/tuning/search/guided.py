@@ -23,6 +23,9 @@ from sparseflow.tuning.search.qlearning import QLearning
 from sparseflow.tuning.search.random import Random
 from sparseflow.tuning.space import Space
 
+GUIDED = "guided-"
+"""What the name of a guided search begins with; the other strategy's follows."""
+
 _PARENTS = 32
 """Schedules that a generation is bred from."""
 
@@ -120,26 +123,26 @@ def _unlike(ranked: Sequence[Schedule], count: int) -> list[Schedule]:
 class GuidedRandom(Guided):
     """The best of independent draws."""
 
-    name: ClassVar[str] = "guided-random"
+    name: ClassVar[str] = GUIDED + Random.name
     inner: ClassVar[type[Strategy]] = Random
 
 
 class GuidedEvolutionary(Guided):
     """The best children of the best."""
 
-    name: ClassVar[str] = "guided-evolutionary"
+    name: ClassVar[str] = GUIDED + Evolutionary.name
     inner: ClassVar[type[Strategy]] = Evolutionary
 
 
 class GuidedAnnealing(Guided):
     """The best steps of a walk."""
 
-    name: ClassVar[str] = "guided-annealing"
+    name: ClassVar[str] = GUIDED + Annealing.name
     inner: ClassVar[type[Strategy]] = Annealing
 
 
 class GuidedQLearning(Guided):
     """The best changes of the decisions that changing paid off."""
 
-    name: ClassVar[str] = "guided-qlearning"
+    name: ClassVar[str] = GUIDED + QLearning.name
     inner: ClassVar[type[Strategy]] = QLearning
