@@ -126,13 +126,16 @@ def test_train_eval_and_plot(
     assert "learnt from 24 labels of 2 tasks" in capsys.readouterr().out
     assert run([*command, "--pattern", "none"]) == 2
     assert "another training" in capsys.readouterr().err
+    begun = ["tuning", "train", "labels", "--out", "begun", "--begin", found["net"], "--steps", "1"]
+    assert run([*begun, "--rate", "1e-9", "--json"]) == 0
+    assert load(told(capsys)["net"]).config == config
 
     command = ["tuning", "eval", "labels", "--out", "study", "--operators", "spmv", "--folds", "2", *settings]
     assert run([*command, "--json"]) == 0
     found = told(capsys)
     assert {line["model"] for line in found["scores"]} == {
         "boosted_trees_spmv", "WACONet_spmv", "AutoSparseNet_WACONet_spmv", "AutoSparseNet_spmv",
-        "AutoSparseNet_Full",
+        "AutoSparseNet_Pretrained_spmv", "AutoSparseNet_Full", "AutoSparseNet_Pretrained",
     }  # fmt: skip
     assert run(command) == 0
     assert "AutoSparseNet_Full" in capsys.readouterr().out

@@ -150,7 +150,11 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="JSON file with settings of a training; options go before it.")
     ] = None,
+    begin: Annotated[
+        str | None, typer.Option(help="Network to go on from: a .safetensors file, or shipped.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates of the weights.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     loss: Annotated[str | None, typer.Option(help="margin, rank or lambda.")] = None,
     sampling: Annotated[
         str | None, typer.Option(help="naive: one operator and one matrix a step; mix: several of both.")
@@ -176,8 +180,8 @@ def train(
     from sparseflow.tuning.net.judge import summary
 
     settings = _settings(
-        config, steps=steps, loss=loss, sampling=sampling, pattern=pattern, pooling=pooling, joined=joined,
-        layers=layers, seed=seed,
+        config, begin=begin, steps=steps, rate=rate, loss=loss, sampling=sampling, pattern=pattern,
+        pooling=pooling, joined=joined, layers=layers, seed=seed,
     )  # fmt: skip
     wanted = training.TrainConfig.from_dict(settings)
     if device.partition(":")[0] not in ("cpu", "cuda"):
@@ -215,7 +219,7 @@ def evaluate(
     sets: Sets,
     out: Annotated[Path, typer.Option(help="Folder of the evaluation; one that was stopped goes on.")],
     models: Annotated[
-        str, typer.Option(help="named: AutoSparse's four networks and boosted trees; ablation; or both.")
+        str, typer.Option(help="named: AutoSparse's networks and boosted trees; ablation; or both.")
     ] = "named",
     operators: Operators = None,
     folds: Annotated[int, typer.Option(min=2, help="Parts that families are held out in.")] = 4,
@@ -303,6 +307,7 @@ def _settings(config: Path | None, **given: Any) -> dict[str, Any]:
     from sparseflow.errors import FileFormatError, InputError
     from sparseflow.tuning.net.model import NetConfig
     from sparseflow.tuning.net.pattern import PatternConfig
+    from sparseflow.tuning.net.shipped import network
 
     found: dict[str, Any] = {}
     if config is not None:
@@ -315,7 +320,9 @@ def _settings(config: Path | None, **given: Any) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise FileFormatError(f"{config} must hold one object of settings")
     options = {name: value for name, value in given.items() if value is not None}
-    net = NetConfig().to_dict() | found.get("net", {})
+    begin = options.get("begin", found.get("begin"))
+    made = NetConfig() if begin is None else network(begin).config
+    net = made.to_dict() | found.get("net", {})
     reader = options.pop("pattern", None)
     pooling = options.pop("pooling", None)
     if reader == "none":

@@ -13,6 +13,7 @@ from sparseflow.tuning.comparing import Searched
 from sparseflow.tuning.net import study as module
 from sparseflow.tuning.net.dataset import Dataset, Sampling
 from sparseflow.tuning.net.page import PAGE, SEARCHES, scores, write_page
+from sparseflow.tuning.net.shipped import SHIPPED, shipped
 from sparseflow.tuning.net.study import (
     BOOSTED,
     ROWS,
@@ -107,9 +108,10 @@ def test_folds_hold_about_as_much_each(labels: Path) -> None:
 def test_the_networks_that_are_compared() -> None:
     entries = {entry.name: entry for entry in named(QUICK, ["spmm", "spmv"])}
     assert set(entries) == {
-        *(f"{name}_{op}" for op in ("spmm", "spmv") for name in (BOOSTED, "WACONet", "AutoSparseNet_WACONet",
-                                                                 "AutoSparseNet")),
-        "AutoSparseNet_Full",
+        *(f"{name}_{op}" for op in ("spmm", "spmv") for name in (
+            BOOSTED, "WACONet", "AutoSparseNet_WACONet", "AutoSparseNet", "AutoSparseNet_Pretrained",
+        )),
+        "AutoSparseNet_Full", "AutoSparseNet_Pretrained",
     }  # fmt: skip
     waco, full = entries["WACONet_spmm"].config, entries["AutoSparseNet_Full"]
     assert waco is not None and waco.net.pattern is not None
@@ -117,6 +119,9 @@ def test_the_networks_that_are_compared() -> None:
         "strided", "perceptron", "margin", "naive",
     )  # fmt: skip
     assert full.operators == ("spmm", "spmv") and full.config is not None and full.config.net == SMALL
+    begun = entries["AutoSparseNet_Pretrained"].config
+    assert begun is not None and begun.begin == SHIPPED and begun.steps < QUICK.steps
+    assert begun.net == replace(shipped().config, dropout=SMALL.dropout)
     table = {entry.name: entry.config for entry in ablation(QUICK, ["spmm"])}
     assert len(table) == len(ablation(QUICK, ["spmm"])) == 5 * 3 + 3
     config = table["hdc_concat_no_pick"]

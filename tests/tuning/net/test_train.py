@@ -125,6 +125,22 @@ def test_after_sigkill_it_goes_on_as_if_unbroken(tmp_path: Path) -> None:
     assert (tmp_path / "killed" / NET).stat().st_size == (tmp_path / "unbroken" / NET).stat().st_size
 
 
+def test_it_goes_on_from_another_networks_weights(tmp_path: Path) -> None:
+    data = made_up()
+    first = train(QUICK, data, tmp_path / "first")
+    begun = replace(QUICK, begin=str(tmp_path / "first" / NET), steps=1, rate=1e-9)
+    # Files hold half precision.
+    torch.testing.assert_close(
+        train(begun, data, tmp_path / "next").net.state_dict(), first.net.state_dict(), rtol=1e-3, atol=1e-4
+    )
+    dropout = replace(begun, net=replace(SMALL, dropout=0.3))
+    train(dropout, data, tmp_path / "dropout")
+    with pytest.raises(InputError, match="the same settings"):
+        train(replace(begun, net=NO_PATTERN), data, tmp_path / "other")
+    with pytest.raises(InputError, match="no file"):
+        train(replace(begun, begin="absent"), data, tmp_path / "absent")
+
+
 def test_a_seed_is_all_that_weights_depend_on(tmp_path: Path) -> None:
     data = made_up()
     torch.manual_seed(5)

@@ -22,6 +22,7 @@ from sparseflow.tuning.net.baseline import Boosted
 from sparseflow.tuning.net.dataset import Dataset
 from sparseflow.tuning.net.judge import Judged, judge
 from sparseflow.tuning.net.pattern import PatternConfig
+from sparseflow.tuning.net.shipped import SHIPPED, shipped
 from sparseflow.tuning.net.train import TrainConfig, train
 
 Progress = Callable[[str, float], None]
@@ -29,6 +30,13 @@ Progress = Callable[[str, float], None]
 ROWS = "judged.jsonl"
 BOOSTED = "boosted_trees"
 """Name of the baseline: gradient boosting on schedules alone, for one operator at a time."""
+
+FULL = "AutoSparseNet_Full"
+PRETRAINED = "AutoSparseNet_Pretrained"
+"""Names of the networks that learn all operators."""
+
+_PRETRAINED_STEPS, _PRETRAINED_RATE = 0.3, 1 / 3
+"""Of those of a network that begins with nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +55,13 @@ class Entry:
 
 
 def named(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
-    """AutoSparse's four networks, and boosted trees.
+    """AutoSparse's four networks, boosted trees, and what the shipped network becomes with such labels.
 
     `WACONet_<op>` reads the pattern by strided convolutions and joins it with the schedule in a perceptron;
     `AutoSparseNet_WACONet_<op>` has its extractor, in front of the transformer; `AutoSparseNet_<op>` reads it
     by hybrid dilated blocks; `AutoSparseNet_Full` is that, trained on all operators together.
+    `AutoSparseNet_Pretrained` begins with the shipped network, which saw synthetic patterns alone, and learns
+    for less long, by smaller steps.
 
     Args:
         base: What all of them share: steps, batches, widths.
@@ -82,7 +92,16 @@ def named(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:
             ),
         ]
     full = replace(base, net=replace(base.net, pattern=hdc))
-    return [*found, Entry(name="AutoSparseNet_Full", config=full, operators=tuple(operators))]
+    begun = replace(
+        base, begin=SHIPPED, net=replace(shipped().config, dropout=base.net.dropout),
+        steps=max(1, round(_PRETRAINED_STEPS * base.steps)), rate=_PRETRAINED_RATE * base.rate,
+    )  # fmt: skip
+    return [
+        *found,
+        *(Entry(name=f"{PRETRAINED}_{each}", config=begun, operators=(each,)) for each in operators),
+        Entry(name=FULL, config=full, operators=tuple(operators)),
+        Entry(name=PRETRAINED, config=begun, operators=tuple(operators)),
+    ]
 
 
 def ablation(base: TrainConfig, operators: Sequence[str]) -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparseflow.tuning.net.model import AutoSparseNet, NetConfig, Tokens
 from sparseflow.tuning.net.parallel import Ranks, ranks
 from sparseflow.tuning.net.room import Room
 from sparseflow.tuning.net.saved import save
+from sparseflow.tuning.net.shipped import network
 
 Progress = Callable[[str, float], None]
 
@@ -37,6 +38,7 @@ class TrainConfig:
 
     Attributes:
         net: What it is made of.
+        begin: Whose weights it goes on from: a network's file, or `"shipped"`; by default they are drawn.
         loss: `"margin"`, `"rank"` or `"lambda"`.
         pick: Weight of the `expected_pick`'s label, which is subtracted from the loss.
         sampling: What a step looks at.
@@ -54,6 +56,7 @@ class TrainConfig:
     """
 
     net: NetConfig = field(default_factory=NetConfig)
+    begin: str | None = None
     loss: Loss = "rank"
     pick: float = 1.0
     sampling: Sampling = field(default_factory=Sampling)
@@ -155,8 +158,9 @@ def train(
         progress: Called with (what was done, fraction done).
 
     Raises:
-        InputError: The folder holds another training, or is a file.
-        FileFormatError: The checkpoint or the history is damaged.
+        InputError: The folder holds another training, or is a file; or the network to begin with is not
+            there, or is not made like the one to be trained.
+        FileFormatError: The checkpoint, the history or the network to begin with is damaged.
         RunError: The loss is no longer finite, a step does not fit into memory even without patterns, or
             another process trains in the folder.
     """
@@ -207,6 +211,8 @@ class _Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.net = AutoSparseNet(config.net)
+        if config.begin is not None:
+            self.net.load_state_dict(_begun(config).state_dict())
         self.net.to(mine.device)
         decayed = [each for each in self.net.parameters() if each.ndim > 1]
         others = [each for each in self.net.parameters() if each.ndim <= 1]
@@ -340,3 +346,15 @@ class _Training:
         if self.config.pick:
             loss = loss - self.config.pick * expected_pick(scores, labels, weights)
         return loss
+
+
+def _begun(config: TrainConfig) -> AutoSparseNet:
+    """The network that a training begins with; only dropout may differ, which has no weights."""
+    assert config.begin is not None
+    found = network(config.begin)
+    if replace(found.config, dropout=config.net.dropout) != config.net:
+        raise InputError(
+            f"`begin` (={config.begin!r}) is a network with {found.config.to_dict()}; `net` must have the "
+            f"same settings, and has {config.net.to_dict()}"
+        )
+    return found
