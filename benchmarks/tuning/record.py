@@ -6,6 +6,7 @@
     PYTHONPATH=src python benchmarks/tuning/record.py equal results/tuning/equal.json
     PYTHONPATH=src python benchmarks/tuning/record.py against runs/against.jsonl
     PYTHONPATH=src python benchmarks/tuning/record.py guided runs/guided.jsonl
+    PYTHONPATH=src python benchmarks/tuning/record.py ranking runs/eval
     PYTHONPATH=src python benchmarks/tuning/record.py embed results/tuning/embed-cpu.json
     PYTHONPATH=src python benchmarks/tuning/record.py score results/tuning/score-cpu.json
 """
@@ -24,7 +25,11 @@ from typing import Any
 from guided import summary
 
 from sparseflow.core.claims import update
+from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.files import write_atomic
+from sparseflow.tuning.net.judge import TOP
+from sparseflow.tuning.net.page import SCORES
+from sparseflow.tuning.net.study import BOOSTED, FULL, PRETRAINED, read_study
 from sparseflow.tuning.search import GUIDED
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -147,6 +152,94 @@ def guided(record: Fields) -> Iterator[Fields]:
         }
 
 
+_SHORT = {FULL: "full", PRETRAINED: "pretrained"}
+
+
+def ranking(record: Fields) -> Iterator[Fields]:
+    """Networks against boosted trees and a random pick; one for all operators against one each (line 5)."""
+    seeds, operators = record["seeds"], list(record["pools"])
+    common = {"command": f"{record['command']} --device cuda; record.py ranking RUN", "unit": "top-k score"}
+    for operator in operators:
+        for model in _SHORT:
+            for rival, told in (("random", "a random pick"), (f"{BOOSTED}_{operator}", "boosted trees")):
+                gains = {k: gain(record, operator, k, model, rival) for k in TOP}
+                parts = [f"top-{k} {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+                         for k, (mean, low, high) in gains.items()]  # fmt: skip
+                least = round(min(mean for mean, _, _ in gains.values()), 3)
+                yield common | {
+                    "id": f"tuning/5-{operator}-{_SHORT[model]}-{'random' if rival == 'random' else 'trees'}",
+                    "claim": f"{operator}: top-k score of {model} less that of {told}, on the "
+                    f"pools of matrices whose families were not learnt from, {seeds} trainings each: "
+                    f"{', '.join(parts)}; the least",
+                    "value": least,
+                    "target": "> 0",
+                    "met": least > 0,
+                    "baseline": told,
+                }
+    for model in _SHORT:
+        alone = "AutoSparseNet" if model == FULL else model
+        gains = {name: gain(record, name, 1, model, f"{alone}_{name}") for name in operators}
+        parts = [
+            f"{name} {mean:+.3f} ({low:+.3f} to {high:+.3f})" for name, (mean, low, high) in gains.items()
+        ]
+        least = round(min(mean for mean, _, _ in gains.values()), 3)
+        yield common | {
+            "id": f"tuning/5-joint-{_SHORT[model]}",
+            "claim": f"top-1 score of {model}, which learns all operators, less that of networks of one "
+            f"operator each: {', '.join(parts)}; the least",
+            "value": least,
+            "target": ">= -0.01",
+            "met": least >= -0.01,
+            "baseline": "networks of one operator",
+        }
+
+
+def gain(record: Fields, operator: str, k: int, model: str, rival: str) -> tuple[float, float, float]:
+    """How much higher a model's top-k score is than a rival's: the mean over matrices, and its interval.
+
+    Scores of a matrix are means over trainings; `"random"` is the expected score of a random pick.
+    """
+    at = TOP.index(k)
+    mine = record["rankings"][model][operator]
+    if rival == "random":
+        others = {name: [pool["random"]] for name, pool in record["pools"][operator].items()}
+    else:
+        others = record["rankings"][rival][operator]
+    gains = [
+        statistics.mean(row[at] for row in mine[name]) - statistics.mean(row[at] for row in others[name])
+        for name in mine
+    ]
+    return statistics.mean(gains), *bootstrap(gains)
+
+
+def studied(folder: Path) -> tuple[Fields, Path]:
+    """What `sparseflow tuning eval` left in a folder, with the scores of every ranking, put into results/.
+
+    `"pools"` tells of an operator and matrix what does not depend on the model; `"rankings"` has, for a
+    model, an operator and a matrix, a row for each seed: top-k scores, and the share of pairs in order.
+    """
+    pools: Fields = {}
+    rankings: Fields = {}
+    rows = sorted(read_study(folder), key=lambda row: row.seed)
+    for row in rows:
+        for one in row.judged:
+            pools.setdefault(one.operator, {})[one.matrix] = {
+                "known": one.known, "schedules": one.pool,
+                "random": [round(one.random_top_k[k], 4) for k in TOP],
+            }  # fmt: skip
+            of_model = rankings.setdefault(row.entry, {}).setdefault(one.operator, {})
+            of_model.setdefault(one.matrix, []).append(
+                [round(value, 4) for value in (*(one.top_k[k] for k in TOP), one.pair_accuracy)]
+            )
+    told = json.loads((folder / SCORES).read_text(encoding="utf-8"))
+    seeds = len({row.seed for row in rows})
+    record = told | {"seeds": seeds, "top": TOP, "pools": pools, "rankings": rankings}
+    del record["scores_known"]
+    kept = RESULTS / "tuning" / "ranking.json"
+    write_atomic(kept, json.dumps(record) + "\n")
+    return record, kept
+
+
 def embed(record: Fields) -> Iterator[Fields]:
     """Embedding a large pattern (line 6)."""
     cuda = record["environment"]["device"]["kind"] == "cuda"
@@ -198,11 +291,16 @@ def score(record: Fields) -> Iterator[Fields]:
     }
 
 
-KINDS = {"lines": lines, "equal": equal, "against": against, "guided": guided, "embed": embed, "score": score}
+KINDS = {
+    "lines": lines, "equal": equal, "against": against, "guided": guided, "ranking": ranking, "embed": embed,
+    "score": score,
+}  # fmt: skip
 
 
 def read(path: Path) -> tuple[Fields, Path]:
     """A record and its file; JSON lines, whose first holds the circumstances, are copied to results/."""
+    if path.is_dir():
+        return studied(path)
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return json.loads(text), path.resolve()

@@ -133,6 +133,7 @@ def test_train_eval_and_plot(
     command = ["tuning", "eval", "labels", "--out", "study", "--operators", "spmv", "--folds", "2", *settings]
     assert run([*command, "--json"]) == 0
     found = told(capsys)
+    assert json.loads(Path("study/scores.json").read_text())["scores"] == found["scores"]
     assert {line["model"] for line in found["scores"]} == {
         "boosted_trees_spmv", "WACONet_spmv", "AutoSparseNet_WACONet_spmv", "AutoSparseNet_spmv",
         "AutoSparseNet_Pretrained_spmv", "AutoSparseNet_Full", "AutoSparseNet_Pretrained",

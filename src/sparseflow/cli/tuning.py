@@ -249,11 +249,12 @@ def evaluate(
     """
     from sparseflow.cli.progress import bar
     from sparseflow.core.environment import environment
+    from sparseflow.core.files import write_atomic
     from sparseflow.errors import InputError
     from sparseflow.tuning.comparing import compare_searches
     from sparseflow.tuning.labels import LabelSet
     from sparseflow.tuning.matrices import matrix_name, read_matrix
-    from sparseflow.tuning.net.page import SEARCHES, scores, write_page
+    from sparseflow.tuning.net.page import SCORES, SEARCHES, scores, write_page
     from sparseflow.tuning.net.saved import load
     from sparseflow.tuning.net.scoring import scorer
     from sparseflow.tuning.net.study import ablation, named, study
@@ -278,13 +279,14 @@ def evaluate(
                     matrix_name(path), operator, matrix, out / SEARCHES, n_cols=n_cols, trials=trials,
                     prior=prior, progress=tell,
                 )  # fmt: skip
-    lines = scores(rows)
-    page = write_page(
-        out, environment=environment(device), reproduce=f"sparseflow tuning eval … --models {models}"
-    )
+    lines, circumstances = scores(rows), environment(device)
+    command = f"sparseflow tuning eval … --models {models} --folds {folds} --seeds {seeds}"
+    page = write_page(out, environment=circumstances, reproduce=command)
+    told = {"environment": circumstances, "command": command, "training": base.to_dict(), "scores": lines}
+    told |= {"scores_known": scores(rows, known=True)}
+    write_atomic(out / SCORES, json.dumps(told) + "\n")
     if as_json:
-        told = {"scores": lines, "scores_known": scores(rows, known=True), "page": str(page)}
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        typer.echo(json.dumps(told | {"page": str(page)}, ensure_ascii=False))
         return
     _echo_scores(lines)
     typer.echo(f"page: {page}")

@@ -26,6 +26,9 @@ from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
 from sparseflow.tuning.search import GUIDED
 
 PAGE = "report.html"
+SCORES = "scores.json"
+"""What the page tells, for programs."""
+
 SEARCHES = "searches"
 """Folder of a study that `compare_searches` fills."""
 
