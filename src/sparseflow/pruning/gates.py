@@ -1,0 +1,110 @@
+"""Gates of heads, channels and blocks: what is learnt to be left out, and the loss that drives it.
+
+A gate is the sigmoid of a logit. A unit is multiplied by its gate; where gates are hard, those below the
+threshold are 0 and the others keep their value, so that a network with hard gates can be cut to the units
+that are left, their gates multiplied into weights, and computes the same.
+
+`L_AST` is the squared distance between the mean gate and the share that is to be kept, of every grain. A loss
+that only rewards open gates would open all of them; this one is 0 at its target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sparseflow.pruning.config import ASTConfig
+
+_SPREAD = 0.05
+"""Standard deviation of first logits: were all alike, nothing but the task would tell them apart."""
+
+
+class UnitGates(nn.Module):
+    """Logits of the grains that are gated.
+
+    Args:
+        config: `keep` names the grains.
+        depth: Blocks.
+        heads: Heads of a block.
+        channels: Hidden channels of a block's perceptron.
+
+    Attributes:
+        logits: Grain -> logits: `"head"` [depth, heads], `"channel"` [depth, channels], `"block"` [depth].
+    """
+
+    def __init__(self, config: ASTConfig, *, depth: int, heads: int, channels: int) -> None:
+        super().__init__()
+        self.config = config
+        shapes = {"head": (depth, heads), "channel": (depth, channels), "block": (depth,)}
+        middle = math.log(config.gate_init / (1.0 - config.gate_init))
+        self.logits = nn.ParameterDict(
+            {
+                grain: nn.Parameter(middle + _SPREAD * torch.randn(shapes[grain]))
+                for grain in shapes
+                if grain in config.keep
+            }
+        )
+
+    def values(self, *, hard: bool) -> dict[str, Tensor]:
+        """Grain -> gates, shaped as its logits; hard ones below the threshold are 0.
+
+        The widest head and channel of a block stay open: it is for the block's own gate to close it.
+        """
+        found = {}
+        for grain, logits in self.logits.items():
+            gate = torch.sigmoid(logits)
+            if hard:
+                stays = gate >= self.config.threshold
+                if grain != "block":
+                    stays = stays | (gate == gate.amax(1, keepdim=True))
+                gate = torch.where(stays, gate, 0.0)
+            found[grain] = gate
+        return found
+
+    def loss(self) -> Tensor:
+        """Sum over grains of (mean gate - share to keep)^2, a scalar."""
+        device = next((each.device for each in self.logits.values()), None)
+        found = torch.zeros((), device=device)
+        for grain, logits in self.logits.items():
+            found = found + (torch.sigmoid(logits).mean() - self.config.keep[grain]) ** 2
+        return found
+
+    def sparsity(self) -> dict[str, Tensor]:
+        """Grain -> share of gates that are closed where they are hard, scalars; 0 without gates."""
+        with torch.no_grad():
+            closed = {grain: (gate == 0.0).float().mean() for grain, gate in self.values(hard=True).items()}
+        return {grain: closed.get(grain, torch.zeros(())) for grain in ("head", "channel", "block")}
+
+
+def soft_mask(score: Tensor, kept: int, softness: float) -> tuple[Tensor, Tensor]:
+    """The mask that stands for keeping the best, and its logarithm.
+
+    Args:
+        score: [B, S]; -inf where nothing is left.
+        kept: How many have a mask of 0.5 or more in each sample.
+        softness: Width of the step.
+
+    Returns:
+        sigmoid((score - threshold) / softness) and its logarithm, [B, S]; the threshold is the sample's
+        `kept`-th highest score.
+    """
+    threshold = score.topk(kept, dim=1).values[:, -1:]
+    at = (score - threshold) / softness
+    return torch.sigmoid(at), nn.functional.logsigmoid(at)
+
+
+def drive(gates: UnitGates | None, masks: Mapping[int, Tensor], config: ASTConfig) -> Tensor:
+    """`L_AST`: that of gates, and the squared distance of each stage's mean soft mask from its share.
+
+    Args:
+        gates: Gates of units, if there are any.
+        masks: Block -> soft mask, [B, S], of S tokens in all.
+        config: Shares and strength.
+    """
+    found = torch.zeros(()) if gates is None else gates.loss()
+    for block, mask in masks.items():
+        found = found.to(mask.device) + (mask.float().mean() - config.stages[block]) ** 2
+    return config.strength * found
