@@ -118,7 +118,6 @@ def main() -> int:
     )  # fmt: skip
     settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
     told = {"environment": environment(asked.device, seed=asked.seed), "settings": settings, **record(found)}
-    told["score"] = scored(asked, asked.device, dtype)
     told["parts"] = {"dense": flops(dense(model)), "compact": flops(compact(model))}
     for name in found.comparison.times_ms:
         speedup = found.comparison.speedup(name)
@@ -126,10 +125,11 @@ def main() -> int:
             f"{name:20s} {found.clips_per_s(name):8.2f} clips/s  {speedup.median:.3f}x "
             f"({speedup.low:.3f} to {speedup.high:.3f})  {found.flops[name] / 1e9:.1f} GFLOP a clip"
         )
-    print(f"score: {told['score']['share']:.2%} of the dense forward; compact differs by {found.error:.1e}")
     if found.error > TOLERANCE[asked.dtype]:
         print(f"the compact model differs by {found.error:.1e}, more than {TOLERANCE[asked.dtype]:.1e}")
         return 1
+    told["score"] = scored(asked, asked.device, dtype)
+    print(f"score: {told['score']['share']:.2%} of the dense forward; compact differs by {found.error:.1e}")
     if asked.out:
         write_atomic(asked.out, json.dumps(told) + "\n")
     return 0
