@@ -20,19 +20,18 @@ Tokens that an earlier stage dropped are masked: means leave them out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sparseflow.errors import InputError
+from sparseflow.pruning.kernels.entropy.reference import entropies
 
 Measure = Literal["entropy", "divergence"]
-
-_TINY = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +92,24 @@ class Score(nn.Module):
 
     def __init__(self, frames: int, grid: tuple[int, int], config: ScoreConfig) -> None:
         super().__init__()
+        _find_kernels()
         self.config = config
         self.frames, self.patches = frames, grid[0] * grid[1]
-        parts = [_windows_matrix(frames, level, config.overlap) for level in config.levels]
-        cells = [_cells_matrix(grid, level) for level in config.levels]
-        regions = functional.one_hot(voronoi(grid, config.regions)).T.float()
-        # Of 0 and 1: exact in whatever dtype the model is cast to.
-        self._windows = [self._kept(f"windows_{at}", part) for at, part in enumerate(parts)]
-        self._cells = [self._kept(f"cells_{at}", part) for at, part in enumerate(cells)]
-        self._kept("regions", regions)
-
-    def _kept(self, name: str, value: Tensor) -> str:
-        self.register_buffer(name, value, persistent=False)
-        return name
+        in_time = config.time > 0.0 or config.region > 0.0
+        parts = [_windows_matrix(frames, level, config.overlap) for level in config.levels if in_time]
+        cells = [_cells_matrix(grid, level) for level in config.levels if config.space > 0.0]
+        self._windows, self._cells = [len(part) for part in parts], [len(part) for part in cells]
+        whole = {
+            "windows": torch.cat([torch.zeros(0, frames), *parts]),
+            "cells": torch.cat([torch.zeros(0, self.patches), *cells]),
+            "regions": functional.one_hot(voronoi(grid, config.regions)).T.float(),
+        }
+        places = whole["cells"].nonzero()
+        whole["cell_patches"] = places[:, 1].int()
+        whole["cell_starts"] = functional.pad(whole["cells"].sum(1).cumsum(0), (1, 0)).int()
+        for name, value in whole.items():
+            # Those of 0 and 1 are exact in whatever dtype the model is cast to.
+            self.register_buffer(name, value, persistent=False)
 
     def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
         """The score of every token; higher is more.
@@ -119,44 +123,45 @@ class Score(nn.Module):
         """
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
-            wide = x if x.dtype == torch.float64 else x.float()
-            p = torch.softmax(wide / config.temperature, dim=-1)
-            weight = None if there is None else there.to(p.dtype)
-            own = _entropy(p) if config.measure == "divergence" else None
-            found = torch.zeros_like(p[..., 0])
-            if config.time > 0.0 or config.region > 0.0:
-                in_time = self._time(p, own, weight)
+            of_windows, of_cells = self._entropies(x, there)
+            weight = None if there is None else there.to(of_windows.dtype)
+            found = torch.zeros_like(x[..., 0], dtype=of_windows.dtype)
+            if self._windows:
+                members = self.get_buffer("windows").to(found.dtype).split(self._windows)
+                # A frame gets the mean of its windows.
+                in_time = _levels(
+                    [
+                        (member.T / member.sum(0)[:, None]) @ part
+                        for member, part in zip(members, of_windows.split(self._windows, 1), strict=True)
+                    ],
+                    weight,
+                )
                 found = found + config.time * in_time
                 if config.region > 0.0:
                     found = found + config.region * self._region(in_time, weight)
-            if config.space > 0.0:
-                found = found + config.space * self._space(p, own, weight)
+            if self._cells:
+                members = self.get_buffer("cells").to(found.dtype).split(self._cells)
+                parts = of_cells.split(self._cells, 2)
+                in_space = _levels(
+                    [part @ member for member, part in zip(members, parts, strict=True)], weight
+                )
+                found = found + config.space * in_space
             return found
 
-    def _time(self, p: Tensor, own: Tensor | None, there: Tensor | None) -> Tensor:
-        """[B, T, N]: mean over levels of the entropy of the windows that a frame is in."""
-        maps = []
-        for name in self._windows:
-            member = self.get_buffer(name).to(p.dtype)
-
-            def add(values: Tensor, member: Tensor = member) -> Tensor:
-                return (member @ values.flatten(2)).unflatten(2, values.shape[2:])
-
-            found = _pooled(p, own, there, add)  # [B, W, N]
-            maps.append(_scaled((member.T / member.sum(0)[:, None]) @ found, there))
-        return torch.stack(maps).mean(0)
-
-    def _space(self, p: Tensor, own: Tensor | None, there: Tensor | None) -> Tensor:
-        """[B, T, N]: mean over levels of the entropy of the cell that a patch is in."""
-        maps = []
-        for name in self._cells:
-            member = self.get_buffer(name).to(p.dtype)
-
-            def add(values: Tensor, member: Tensor = member) -> Tensor:
-                return member @ values if values.ndim == 4 else values @ member.T
-
-            maps.append(_scaled(_pooled(p, own, there, add) @ member, there))
-        return torch.stack(maps).mean(0)
+    def _entropies(self, x: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of all windows [B, W, N] and of all cells [B, T, K]."""
+        config, divergence = self.config, self.config.measure == "divergence"
+        learns = x.requires_grad and torch.is_grad_enabled()
+        if _FUSED is not None and x.is_cuda and not learns and _FUSED.fits(x):
+            return _FUSED.entropies(
+                x, self.get_buffer("windows").float(), self.get_buffer("cell_starts"),
+                self.get_buffer("cell_patches"), there, config.temperature, divergence,
+            )  # fmt: skip
+        return entropies(
+            x if x.dtype == torch.float64 else x.float(),
+            self.get_buffer("windows"), self.get_buffer("cells"), there,
+            temperature=config.temperature, divergence=divergence,
+        )  # fmt: skip
 
     def _region(self, in_time: Tensor, there: Tensor | None) -> Tensor:
         """[B, T, N]: mean of the time map over each patch's region, frame by frame."""
@@ -164,6 +169,18 @@ class Score(nn.Module):
         weight = torch.ones_like(in_time) if there is None else there
         mean = ((in_time * weight) @ member.T) / (weight @ member.T).clamp_min(1.0)
         return _scaled(mean @ member, there)
+
+
+_FUSED: Any = None
+"""The kernels for a GPU, where there are one and Triton; looked for when a score is made."""
+
+
+def _find_kernels() -> None:
+    global _FUSED
+    if _FUSED is None and torch.cuda.is_available() and find_spec("triton") is not None:
+        from sparseflow.pruning.kernels.entropy import triton
+
+        _FUSED = triton
 
 
 def windows(frames: int, level: int, overlap: float) -> tuple[tuple[int, int], ...]:
@@ -194,22 +211,9 @@ def voronoi(grid: tuple[int, int], regions: int) -> Tensor:
     return distances.argmin(1)
 
 
-def _entropy(p: Tensor) -> Tensor:
-    return -(p * (p + _TINY).log()).sum(-1)
-
-
-def _pooled(p: Tensor, own: Tensor | None, there: Tensor | None, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """The measure of parts, whose members `add` adds up."""
-    if there is None:
-        count = add(torch.ones_like(p[..., 0]))
-        added = add(p)
-        members = None if own is None else add(own)
-    else:
-        count = add(there).clamp_min(1.0)
-        added = add(p * there[..., None])
-        members = None if own is None else add(own * there)
-    found = _entropy(added / count[..., None])
-    return found if members is None else found - members / count
+def _levels(maps: list[Tensor], there: Tensor | None) -> Tensor:
+    """The mean of the levels' maps, each scaled."""
+    return torch.stack([_scaled(each, there) for each in maps]).mean(0)
 
 
 def _scaled(values: Tensor, there: Tensor | None) -> Tensor:

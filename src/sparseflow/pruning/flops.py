@@ -54,11 +54,9 @@ def _stage(model: VideoViT, block: Block, left: int, kept: int, front: int) -> i
     config, selector = model.config, model.ast.selector
     if selector == "ast":
         assert model.score is not None
-        parts = list(model.score.named_buffers())
+        windows, cells = (len(model.score.get_buffer(name)) for name in ("windows", "cells"))
         t, n = model.score.frames, model.score.patches
-        rows = sum(len(part) * n for name, part in parts if name.startswith("windows"))
-        cells = sum(len(part) * t for name, part in parts if name.startswith("cells"))
-        return 2 * config.embed_dim * (rows * t + cells * n)
+        return 2 * config.embed_dim * t * n * (windows + cells)
     if selector in ("tome", "attention"):
         assert block.attention is not None
         wide = block.attention.heads * block.attention.head_dim
