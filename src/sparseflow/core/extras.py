@@ -25,6 +25,12 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("scipy", "scipy"),
         ),
         "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost")),
+        "pruning": (
+            ("av", "av"),
+            ("scikit-learn", "sklearn"),
+            ("pyyaml", "yaml"),
+            ("tensorboard", "tensorboard"),
+        ),
         "adaptive": (),
         "codesign": (),
         "distributed": (("ray", "ray"),),

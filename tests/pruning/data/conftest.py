@@ -1,0 +1,20 @@
+"""The tree of videos, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pruning.data.tree import Tree, make_tree
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """Nobody may change it; `own_tree` is for that."""
+    return make_tree(tmp_path_factory.mktemp("ucf101"))
+
+
+@pytest.fixture
+def own_tree(tmp_path: Path) -> Tree:
+    return make_tree(tmp_path)

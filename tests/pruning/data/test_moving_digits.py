@@ -1,0 +1,148 @@
+"""Moving digits: they move as labelled, a frame alone says nothing, and both sides share no digit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from sparseflow.errors import InputError
+from sparseflow.pruning.data.moving_digits import CLASSES, DIGIT, MovingDigits, source_digits
+
+MOVES = {
+    "right": (0, 1), "up-right": (-1, 1), "up": (-1, 0), "up-left": (-1, -1),
+    "left": (0, -1), "down-left": (1, -1), "down": (1, 0), "down-right": (1, 1),
+}  # fmt: skip
+
+
+def make(**changed: Any) -> MovingDigits:
+    return MovingDigits(**{"count": 64, "train": True, **changed})
+
+
+@pytest.mark.parametrize("label", range(len(CLASSES)))
+@pytest.mark.parametrize("speed", [1, 2, 5])
+def test_the_digit_moves_as_labelled_and_all_else_stands_still(label: int, speed: int) -> None:
+    bare = make(noise=0.0, clutter=0, speed=speed)
+    down, right = MOVES[CLASSES[label]]
+    clips = bare.batch(range(16), labels=[label] * 16)["clip"][:, :, 0]
+    for frame in range(bare.num_frames):
+        shift = (speed * frame * down, speed * frame * right)
+        assert torch.equal(clips[:, frame], clips[:, 0].roll(shift, (1, 2)))
+    digits = make(noise=0.0, speed=speed)
+    still = torch.from_numpy(digits._background(digits._draw(range(4), None)[0]))
+    for place in range(4):
+        cluttered = digits.batch([place], labels=[label])["clip"][0, :, 0]
+        alone = bare_digit(digits, place, label)
+        assert torch.equal(cluttered, torch.maximum(alone, still[place]))
+
+
+def bare_digit(digits: MovingDigits, place: int, label: int) -> torch.Tensor:
+    """The digit of a clip on paper; clutter is drawn after it, so that the digit is the same without."""
+    bare = make(noise=0.0, clutter=0, speed=digits.speed)
+    return bare.batch([place], labels=[label])["clip"][0, :, 0]
+
+
+def test_a_frame_alone_is_the_same_whatever_the_label() -> None:
+    digits = make(noise=0.1)
+    first = [digits.batch(range(32), labels=[label] * 32)["clip"][:, 0] for label in range(len(CLASSES))]
+    for other in first[1:]:
+        assert torch.equal(first[0], other)
+
+
+def test_the_digit_is_anywhere_alike_in_every_frame() -> None:
+    digits = make(count=4096, size=16, speed=1, num_frames=4)
+    drawn, _ = digits._draw(range(4096), None)
+    for frame in (0, 3):
+        rows, cols = (part[:, frame].reshape(4096, -1)[:, 0] for part in digits._digit_at(drawn)[2:])
+        cells = np.bincount(rows * 16 + cols, minlength=256)
+        # Chi-squared of 255 degrees of freedom: mean 255, standard deviation 22.6.
+        assert ((cells - 16.0) ** 2 / 16).sum() < 255 + 5 * 22.6
+
+
+def test_labels_are_balanced_and_independent_of_digits() -> None:
+    drawn, _ = make(count=8000)._draw(range(8000), None)
+    table = np.zeros((len(CLASSES), 2))
+    np.add.at(table, (drawn.labels, drawn.digits % 2), 1)
+    assert ((table - 500) ** 2 / 500).sum() < 15 + 5 * 30**0.5
+
+
+def test_both_sides_share_no_digit_and_do_not_depend_on_the_seed() -> None:
+    train, test = source_digits(train=True), source_digits(train=False)
+    assert (len(train), len(test)) == (1438, 359)
+    assert sorted([*train, *test]) == list(range(1797))
+    for seed in (0, 1):
+        np.testing.assert_array_equal(make(seed=seed).sources, train)
+        np.testing.assert_array_equal(make(seed=seed, train=False).sources, test)
+
+
+def test_items_depend_on_seed_side_and_place_alone() -> None:
+    digits = make()
+    batch = digits.batch([5, 3, 60])
+    for place, index in enumerate([5, 3, 60]):
+        item = make(count=1000)[index]
+        assert torch.equal(item["clip"], batch["clip"][place])
+        assert (item["label"], item["video"]) == (int(batch["label"][place]), index)
+    for other in (make(seed=1), make(train=False)):
+        assert not torch.equal(other[5]["clip"], batch["clip"][0])
+    assert not torch.equal(batch["clip"][0], batch["clip"][1])
+
+
+def test_shapes_and_values() -> None:
+    digits = make(num_frames=5, size=24, in_chans=3, noise=0.0)
+    item = digits[0]
+    assert item["clip"].shape == (5, 3, 24, 24) and item["clip"].dtype == torch.float32
+    assert torch.equal(item["clip"][:, 0], item["clip"][:, 2])
+    assert float(item["clip"].min()) == 0.0 and 0.5 < float(item["clip"].max()) <= 1.0
+    noisy, quiet = make(noise=0.1).batch(range(9))["clip"], make(noise=0.0).batch(range(9))["clip"]
+    assert abs(float((noisy - quiet).std()) - 0.1) < 0.002 and abs(float((noisy - quiet).mean())) < 0.002
+
+
+def test_the_mask_is_where_the_digit_is() -> None:
+    digits = make(noise=0.0, clutter=0)
+    for index in range(8):
+        mask = digits.moving_mask(index)
+        assert mask.dtype == torch.bool
+        assert torch.equal(mask, digits[index]["clip"][:, 0] > 0)
+        assert 8 <= int(mask[0].sum()) <= DIGIT * DIGIT
+        assert torch.equal(mask, make(clutter=0, noise=0.3).moving_mask(index))
+
+
+def test_a_loader_gives_what_a_batch_gives() -> None:
+    digits = make()
+    expected = digits.batch(range(64))
+    for workers in (0, 2):
+        loaded = list(DataLoader(digits, batch_size=16, num_workers=workers))
+        for key in ("clip", "label", "video"):
+            assert torch.equal(torch.cat([batch[key] for batch in loaded]), expected[key])
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"count": 0}, "count"),
+        ({"num_frames": 1}, "num_frames"),
+        ({"size": 15}, "size"),
+        ({"in_chans": 2}, "in_chans"),
+        ({"speed": 0}, "speed"),
+        ({"speed": 16}, "speed"),
+        ({"clutter": -1}, "clutter"),
+        ({"noise": -0.1}, "noise"),
+        ({"noise": float("nan")}, "noise"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_wrong_arguments_are_refused(changed: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError, match=f"`{name}`"):
+        make(**changed)
+
+
+def test_wrong_places_and_labels_are_refused() -> None:
+    for index in (-1, 64):
+        with pytest.raises(IndexError, match="there is no clip"):
+            make()[index]
+    for labels in ([8], [-1], [0, 1], np.array([0.5])):
+        with pytest.raises(InputError, match="`labels`"):
+            make().batch([0], labels=labels)
