@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.tuning.net import room
 from sparseflow.tuning.net import train as module
-from sparseflow.tuning.net.checkpoint import FILE as CHECKPOINT
 from sparseflow.tuning.net.dataset import Sampling
-from sparseflow.tuning.net.history import read_history
 from sparseflow.tuning.net.judge import by_net, judge, summary
 from sparseflow.tuning.net.losses import LOSSES, Loss
 from sparseflow.tuning.net.model import AutoSparseNet, NetConfig

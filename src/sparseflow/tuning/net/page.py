@@ -19,8 +19,8 @@ from sparseflow.core.report import (
     intervals,
     stacked,
 )
+from sparseflow.core.training.history import read_history
 from sparseflow.tuning.comparing import Searched, read_searched
-from sparseflow.tuning.net.history import read_history
 from sparseflow.tuning.net.judge import TOP, summary
 from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
 from sparseflow.tuning.search import GUIDED

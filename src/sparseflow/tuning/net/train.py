@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflow.core.training import checkpoint
+from sparseflow.core.training.history import History
+from sparseflow.core.training.ranks import Ranks, ranks
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.net import checkpoint
 from sparseflow.tuning.net.dataset import Batch, Dataset, Sampling
-from sparseflow.tuning.net.history import History
 from sparseflow.tuning.net.judge import Judged, by_net, judge, summary
 from sparseflow.tuning.net.losses import LOSSES, Loss, expected_pick, ranking_loss
 from sparseflow.tuning.net.model import AutoSparseNet, NetConfig, Tokens
-from sparseflow.tuning.net.parallel import Ranks, ranks
 from sparseflow.tuning.net.room import Room
 from sparseflow.tuning.net.saved import save
 from sparseflow.tuning.net.shipped import network

@@ -18,9 +18,8 @@ _LOG = logging.getLogger(__name__)
 class History:
     """Rows of a training in its folder, each step's once, however often it was stopped and went on.
 
-    Every row has `"step"`, counted from 1, and `"kind"`: of kind `"train"` are `"loss"`, `"rate"` and
-    `"gradient"` (its norm); of kind `"held_out"` are `"loss"`, `"top1"`, `"top5"`, `"top20"` and
-    `"pair_accuracy"`.
+    Every row has `"step"`, counted from 1, and `"kind"`, such as `"train"` or `"held_out"`; the rest are
+    numbers, under the names that the training gives them.
 
     Args:
         folder: Where to write.

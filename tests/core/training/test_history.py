@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from sparseflow.core.training import history as module
+from sparseflow.core.training.history import FILE, History, read_history
 from sparseflow.errors import FileFormatError, RunError
-from sparseflow.tuning.net import history as module
-from sparseflow.tuning.net.history import FILE, History, read_history
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseflow.tuning.net.parallel import ranks
+from sparseflow.core.training.ranks import ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 import torch
 from sparseflow.errors import RunError
-from sparseflow.tuning.net.parallel import ranks
+from sparseflow.core.training.ranks import ranks
 from sparseflow.tuning.net.train import train
 from tests.tuning.net.labels import made_up
 from tests.tuning.net.test_train import QUICK

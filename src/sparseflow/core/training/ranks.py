@@ -1,8 +1,9 @@
 """Training by several processes: each draws its own batches, and gradients are averaged.
 
-torchrun starts the processes and tells them of each other by environment variables. Gradients are averaged in
-one piece after the backward pass, not by `DistributedDataParallel` during it: a process whose pattern did not
-fit into memory can then try again while the others wait, and the network is too small for overlap to matter.
+torchrun starts the processes and tells them of each other by environment variables. Gradients are
+averaged in one piece after the backward pass, not by `DistributedDataParallel` during it: a process whose
+batch did not fit into memory can then try again while the others wait, and our networks are too small for
+overlap to matter.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Ranks:
         low, high = self.least([value, -value])
         if low != -high:
             raise RunError(
-                f"processes differ in {what}: {low} to {-high}; they must share one folder and labels"
+                f"processes differ in {what}: {low} to {-high}; they must share one folder and data"
             )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparseflow.core.training import checkpoint
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.net import checkpoint
 
 CPU = torch.device("cpu")
 OF = {"steps": 3, "net": {"width": 8}}
