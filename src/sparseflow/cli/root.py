@@ -48,6 +48,10 @@ LAZY = {
         target="sparseflow.cli.latency:app",
         help="Latency: what an ONNX model takes on a loaded device.",
     ),
+    "pruning": Lazy(
+        target="sparseflow.cli.pruning:app",
+        help="Pruning: a video transformer that drops what says little.",
+    ),
     "spiking": Lazy(
         target="sparseflow.cli.spiking:app",
         help="Spiking networks: skip what does not fire.",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparseflow.core.timing import Comparison, compare
 from sparseflow.errors import InputError
@@ -79,20 +80,9 @@ def profile(
     if model.ast is None or model.compacted:
         raise InputError("the model must be one that prunes and is not compact: there is nothing to compare")
     models = {DENSE: dense(model), SOFT: model, MASKED: model, COMPACT: compact(model), **(others or {})}
-    config = model.config
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
-    clips = torch.randn(shape, generator=generator).to(device, dtype)
-    work: dict[str, Callable[[], Tensor]] = {}
-    for name, each in models.items():
-        placed = copy.deepcopy(each).to(device, dtype).train(name == SOFT)
-        ready: nn.Module = torch.compile(placed, fullgraph=True, mode=mode) if compiled else placed  # pyright: ignore
-
-        def call(ready: nn.Module = ready) -> Tensor:
-            with torch.no_grad():
-                return ready(clips)
-
-        work[name] = call
+    work = _work(
+        models, batch=batch, device=device, dtype=dtype, compiled=compiled, mode=mode, seed=seed, soft={SOFT}
+    )
     masked, cut = work[MASKED]().float(), work[COMPACT]().float()
     error = float((masked - cut).abs().max() / masked.abs().max())
     return Profile(
@@ -105,6 +95,59 @@ def profile(
             work, rounds=rounds, baseline=DENSE, warmup=warmup, device=device, seed=seed, progress=progress
         ),
     )
+
+
+def timed(
+    models: Mapping[str, VideoViT],
+    *,
+    baseline: str,
+    batch: int = 8,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    rounds: int = 20,
+    warmup: int = 3,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Time models against each other on random clips, each as it is; arguments are those of `profile`.
+
+    Raises:
+        InputError: `baseline` is none of them.
+    """
+    work = _work(models, batch=batch, device=device, dtype=dtype, compiled=compiled, mode=None, seed=seed)
+    return compare(
+        work, rounds=rounds, baseline=baseline, warmup=warmup, device=device, seed=seed, progress=progress
+    )
+
+
+def _work(
+    models: Mapping[str, VideoViT],
+    *,
+    batch: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    compiled: bool,
+    mode: str | None,
+    seed: int,
+    soft: Collection[str] = (),
+) -> dict[str, Callable[[], Tensor]]:
+    """Calls of copies of the models on the same clips; those in `soft` are left to train."""
+    config = next(iter(models.values())).config
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
+    clips = torch.randn(shape, generator=generator).to(device, dtype)
+    work: dict[str, Callable[[], Tensor]] = {}
+    for name, each in models.items():
+        placed = copy.deepcopy(each).to(device, dtype).train(name in soft)
+        ready: Any = torch.compile(placed, fullgraph=True, mode=mode) if compiled else placed
+
+        def call(ready: Any = ready) -> Tensor:
+            with torch.no_grad():
+                return ready(clips)
+
+        work[name] = call
+    return work
 
 
 def dense(model: VideoViT) -> VideoViT:

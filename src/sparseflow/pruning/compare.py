@@ -1,0 +1,278 @@
+"""AST2.0-lite v2 against its rivals at equal kept tokens: trained alike, judged alike, and timed together.
+
+A comparison's folder holds `accuracy.jsonl`, a row for each model and seed, and the folder of each training
+under the model's name. The same call goes on with a comparison that was stopped, in mid-training, too.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from sparseflow.core.costmodel.ranking import bootstrap
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.parallel import run_each
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.compact import compact
+from sparseflow.pruning.config import SELECTORS
+from sparseflow.pruning.flops import flops
+from sparseflow.pruning.profile import timed
+from sparseflow.pruning.saved import load
+from sparseflow.pruning.settings import Settings, settings_of
+from sparseflow.pruning.train import MODEL, train
+
+Progress = Callable[[str, float], None]
+
+ROWS = "accuracy.jsonl"
+DENSE, AST = "dense", "ast"
+ONE_FRAME = "one frame"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A model that takes part: its name, which is also its folder's, and how it is trained."""
+
+    name: str
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A model trained with a seed.
+
+    Attributes:
+        entry: Its name.
+        seed: Of weights, clips and their order.
+        clip_top1: Share of test clips that it got right.
+        video_top1: Share of test videos.
+        stats: `ast_stats` of its last step.
+    """
+
+    entry: str
+    seed: int
+    clip_top1: float
+    video_top1: float
+    stats: dict[str, float]
+
+
+def rivals(settings: Settings) -> list[Entry]:
+    """The dense model, and one for each selector, all else alike.
+
+    Raises:
+        InputError: The settings prune nothing.
+    """
+    if settings.mode == "dense":
+        raise InputError("`mode` is dense: there are no tokens to keep that models could be compared by")
+    found = [Entry(name=DENSE, settings=_changed(settings, mode="dense", latency=None))]
+    for selector in SELECTORS:
+        ast: dict[str, Any] = dict(settings.ast) | {"selector": selector}
+        if selector in ("tome", "attention"):
+            keep: dict[str, float] = settings.ast.get("keep", {})
+            ast["keep"] = {name: share for name, share in keep.items() if name == "channel"}
+        found.append(Entry(name=selector, settings=_changed(settings, ast=ast)))
+    return found
+
+
+def ablations(settings: Settings) -> list[Entry]:
+    """AST2.0-lite v2 without one of its parts; with divergences for entropies; and clips of one frame."""
+    parts: dict[str, dict[str, Any]] = {
+        "no time": {"time": 0.0},
+        "no space": {"space": 0.0},
+        "no regions": {"region": 0.0},
+        "one level": {"levels": [1]},
+        "divergence": {"measure": "divergence"},
+    }
+    found = []
+    for name, change in parts.items():
+        score = dict(settings.ast.get("score", {})) | change
+        ast = dict(settings.ast) | {"selector": AST, "score": score}
+        found.append(Entry(name=f"{AST}, {name}", settings=_changed(settings, ast=ast)))
+    if settings.data.kind == "moving_digits":
+        still = settings.data.model_dump() | {"frozen": True}
+        found.append(
+            Entry(name=ONE_FRAME, settings=_changed(settings, mode="dense", latency=None, data=still))
+        )
+    return found
+
+
+def _changed(settings: Settings, **changes: Any) -> Settings:
+    return settings_of(settings.model_dump(mode="json") | changes)
+
+
+def compare(
+    entries: Sequence[Entry],
+    folder: Path | str,
+    *,
+    seeds: int = 5,
+    device: str = "cpu",
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Train and judge every model with every seed; gives all rows of the entries.
+
+    Args:
+        entries: The models.
+        folder: Made when absent.
+        seeds: Trainings of each, with seeds from 0.
+        device: Where to compute; `"cuda"` is every GPU in its turn.
+        workers: Trainings at the same time, in processes of their own.
+        progress: Called with (what was done, fraction done).
+
+    Raises:
+        InputError: Two entries share a name, there is no seed, or a training's folder holds another.
+        FileFormatError: A line of the folder is damaged.
+        RunError: A training failed.
+    """
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names) or seeds < 1:
+        raise InputError(
+            f"entries ({', '.join(names)}) need names of their own, and `seeds` (={seeds}) be above 0"
+        )
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    writer = LineWriter(root / ROWS)
+    try:
+        rows = [_read(row, root / ROWS) for row in read_lines(root / ROWS)]
+        done = {(row.entry, row.seed) for row in rows}
+        # All models with the first seed before any with the next: a comparison that is stopped can be read.
+        wanted = [
+            (entry, seed) for seed in range(seeds) for entry in entries if (entry.name, seed) not in done
+        ]
+        jobs = [
+            _Job(
+                entry=entry, seed=seed, folder=training(root, entry.name, seed), device=device, number=number
+            )
+            for number, (entry, seed) in enumerate(wanted)
+        ]
+        for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
+            rows.append(row)
+            writer.write(asdict(row))
+            if progress is not None:
+                progress(f"{row.entry}, seed {row.seed}: {row.video_top1:.1%}", number / len(jobs))
+    finally:
+        writer.close()
+    return [row for row in rows if row.entry in names and row.seed < seeds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    entry: Entry
+    seed: int
+    folder: Path
+    device: str
+    number: int
+
+
+def _run(job: _Job) -> Row:
+    if multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)  # others train beside it
+    device = job.device
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        device = f"cuda:{job.number % torch.cuda.device_count()}"
+    settings = job.entry.settings
+    told = settings.train.model_dump() | {"seed": job.seed}
+    trained = train(_changed(settings, train=told), job.folder, device=device)
+    assert trained.accuracy is not None
+    return Row(
+        entry=job.entry.name,
+        seed=job.seed,
+        clip_top1=trained.accuracy.clip_top1,
+        video_top1=trained.accuracy.video_top1,
+        stats=dict(trained.stats),
+    )
+
+
+def training(folder: Path, name: str, seed: int) -> Path:
+    """Where a comparison keeps a model's training."""
+    return folder / name.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
+
+
+def _read(row: Mapping[str, Any], path: Path) -> Row:
+    try:
+        return Row(**row)
+    except TypeError as error:
+        raise FileFormatError(f"{path}: a line is no result of a comparison ({error}); remove it") from error
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each model: accuracy on videos, and how much above the dense model and AST it is.
+
+    Differences are those of the same seed; intervals are 95 % bootstrap intervals of the mean over seeds.
+    """
+    found = []
+    of = {(row.entry, row.seed): row.video_top1 for row in rows}
+    for name in dict.fromkeys(row.entry for row in rows):
+        mine = {seed: value for (entry, seed), value in of.items() if entry == name}
+        line: dict[str, Any] = {
+            "model": name,
+            "seeds": len(mine),
+            **_interval(list(mine.values()), "accuracy"),
+        }
+        for base in (DENSE, AST):
+            gains = [value - of[base, seed] for seed, value in mine.items() if (base, seed) in of]
+            line |= _interval(gains, f"over_{base}") if gains else {}
+        found.append(line)
+    return found
+
+
+def _interval(values: Sequence[float], name: str) -> dict[str, float]:
+    low, high = bootstrap(values)
+    return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def latencies(
+    entries: Sequence[Entry],
+    folder: Path | str,
+    *,
+    batch: int = 8,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    rounds: int = 20,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Time the compact models of the first seed in turns: a line for each, with operations a clip."""
+    root = Path(folder)
+    models = {entry.name: compact(load(training(root, entry.name, 0) / MODEL)) for entry in entries}
+    if DENSE not in models:
+        raise InputError("without the dense model there is nothing that the others could be timed against")
+    found = timed(
+        models, baseline=DENSE, batch=batch, device=device, dtype=dtype, compiled=compiled, rounds=rounds,
+        progress=progress,
+    )  # fmt: skip
+    return [
+        {
+            "model": name,
+            "gflops": flops(model)["total"] / 1e9,
+            "latency_ms": found.samples(name).median_ms / batch,
+            "speedup": found.speedup(name).median,
+            "speedup_low": found.speedup(name).low,
+            "speedup_high": found.speedup(name).high,
+            "times_ms": list(found.times_ms[name]),
+        }
+        for name, model in models.items()
+    ]
+
+
+def write_results(
+    folder: Path | str, rows: Sequence[Row], times: Sequence[Mapping[str, Any]], *, device: str, command: str
+) -> dict[str, Any]:
+    """Write `comparison.json` into a comparison's folder; gives what it holds."""
+    told = {
+        "environment": environment(device),
+        "command": command,
+        "models": summary(rows),
+        "latency": [dict(line) for line in times],
+        "rows": [asdict(row) for row in rows],
+    }
+    write_atomic(Path(folder) / "comparison.json", json.dumps(told) + "\n")
+    return told

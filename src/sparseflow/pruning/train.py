@@ -1,0 +1,249 @@
+"""Training a VideoViT dense, with AST2.0-lite v2, or within a budget of latency; by one process or several.
+
+A training has a folder: `losses.jsonl` (and TensorBoard's files), a checkpoint every so many steps and at the
+end of each epoch, `model.safetensors`, and `report.html`, which is there after the first epoch. The same
+call goes on where one was stopped, and gives the very weights that an unbroken one would have given (on a
+CPU; on a GPU but for the order in which it adds): what a step draws depends on the seed and the step's number
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from sparseflow.core.files import write_atomic
+from sparseflow.core.training import checkpoint
+from sparseflow.core.training.history import History
+from sparseflow.core.training.ranks import Ranks, ranks
+from sparseflow.errors import InputError, RunError
+from sparseflow.pruning.datasets import Batch, Data, batches, data_of
+from sparseflow.pruning.evaluate import Accuracy, evaluate
+from sparseflow.pruning.latency import LatencyModel, over_budget
+from sparseflow.pruning.page import write_page
+from sparseflow.pruning.saved import save
+from sparseflow.pruning.settings import Settings
+from sparseflow.pruning.video_vit import VideoViT
+
+Progress = Callable[[str, float], None]
+
+MODEL = "model.safetensors"
+SETTINGS = "settings.json"
+
+_AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """What a training gave.
+
+    Attributes:
+        model: The model.
+        accuracy: On the test side; None in processes but the first.
+        stats: `ast_stats` of the last step.
+    """
+
+    model: VideoViT
+    accuracy: Accuracy | None
+    stats: Mapping[str, float]
+
+
+def train(
+    settings: Settings,
+    folder: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    data: Data | None = None,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train a model, or go on where an earlier call in the same folder was stopped.
+
+    Args:
+        settings: Model, data and how to train.
+        folder: Made when absent.
+        device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
+        data: Data to use in place of what the settings name.
+        progress: Called with (what was done, fraction done).
+
+    Raises:
+        InputError: A setting cannot be used, or the folder holds another training, or is a file.
+        FileFormatError: The checkpoint, the history or the data is damaged.
+        RunError: The loss is no longer finite (the last checkpoint is kept), or another process trains in
+            the folder.
+    """
+    root = Path(folder)
+    if root.exists() and not root.is_dir():
+        raise InputError(f"`folder` (={root}) is a file; name a folder")
+    root.mkdir(parents=True, exist_ok=True)
+    found = data_of(settings) if data is None else data
+    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
+        run = _Training(settings, found, mine)
+        told = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every"}})
+        of = told | {"clips": found.epoch_clips, "processes": mine.size}
+        history = History(root) if mine.rank == 0 else None
+        accuracy: Accuracy | None = None
+        try:
+            state = checkpoint.read(root, of, mine.device)
+            mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            if state is not None:
+                run.restore(state)
+            if history is not None:
+                write_atomic(root / SETTINGS, json.dumps(settings.model_dump(mode="json"), indent=1) + "\n")
+            for epoch in range(run.step // run.epoch_steps, settings.train.epochs):
+                for batch in run.clips(epoch):
+                    numbers = run.advance(batch)
+                    if history is not None:
+                        history.write(run.step, "train", numbers)
+                        due = run.step % settings.train.checkpoint_every == 0
+                        if due and run.step % run.epoch_steps:
+                            history.sync()
+                            checkpoint.write(root, run.state() | {"of": of})
+                    if progress is not None:
+                        what = f"epoch {epoch + 1} of {settings.train.epochs}, loss {numbers['loss']:.4f}"
+                        progress(what, run.step / run.steps)
+                if history is not None:
+                    accuracy = run.judge()
+                    history.write(run.step, "test", accuracy.to_dict() | run.stats())
+                    history.sync()
+                    # Not before: a training that is stopped meanwhile judges this epoch again.
+                    checkpoint.write(root, run.state() | {"of": of})
+                    write_page(root)
+            if history is not None:
+                accuracy = accuracy or run.judge()
+                save(run.model, root / MODEL)
+            mine.wait()
+        finally:
+            if history is not None:
+                history.close()
+    return Trained(model=run.model.eval(), accuracy=accuracy, stats=run.stats())
+
+
+class _Training:
+    """A model, its optimizer and how far they are."""
+
+    def __init__(self, settings: Settings, data: Data, mine: Ranks) -> None:
+        self.settings, self.data, self._mine = settings, data, mine
+        told = settings.train
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(told.seed)
+            self.model = settings.make(len(data.classes), data.channels)
+        self.model.to(mine.device)
+        self._cost = None if settings.latency is None else LatencyModel.load(settings.latency.model)
+        if self._cost is not None:
+            self._cost.predict(self.model)  # which refuses another kind of model
+        whole = told.batch_size * mine.size
+        self.epoch_steps = data.epoch_clips // whole
+        if self.epoch_steps < 1:
+            raise InputError(f"an epoch has {data.epoch_clips} clips, fewer than a step's {whole}")
+        self.steps, self.step = self.epoch_steps * told.epochs, 0
+        gates = set() if self.model.gates is None else {id(each) for each in self.model.gates.parameters()}
+        decayed = [each for each in self.model.parameters() if each.ndim > 1 and id(each) not in gates]
+        others = [each for each in self.model.parameters() if each.ndim <= 1 or id(each) in gates]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": told.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=told.rate,
+        )
+        self._amp = _AMP[told.amp]
+        self._scaler = torch.amp.GradScaler(mine.device.type, enabled=told.amp == "fp16")
+        self._stats: dict[str, float] = {}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "stats": self._stats,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+        self._stats = dict(state["stats"])
+        self.step = state["step"]
+
+    def clips(self, epoch: int) -> Any:
+        """What is left of an epoch, a batch of this process at a time."""
+        told = self.settings.train
+        self.data.set_epoch(epoch)
+        places = self.data.order(epoch, told.seed)[: self.epoch_steps * told.batch_size * self._mine.size]
+        mine = places.reshape(self.epoch_steps, self._mine.size, told.batch_size)[:, self._mine.rank]
+        left = mine[self.step - epoch * self.epoch_steps :]
+        return batches(
+            self.data.train, left.reshape(-1), told.batch_size, workers=told.workers, device=self._mine.device
+        )
+
+    def advance(self, batch: Batch) -> dict[str, float]:
+        """One step; its numbers."""
+        told, device = self.settings.train, self._mine.device
+        random = np.random.default_rng([told.seed, self.step, self._mine.rank])
+        torch.manual_seed(int(random.integers(2**62)))  # for what is dropped
+        share = self.step / self.steps
+        rate = _rate(told.rate, share, told.warm_up)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        model = self.model.train()
+        if self.model.ast is not None and told.softness_end is not None and self.model.ast.softness > 0.0:
+            model.softness = (1.0 - share) * self.model.ast.softness + share * told.softness_end
+        self.optimizer.zero_grad()
+        with torch.autocast(device.type, self._amp, enabled=self._amp is not None):
+            logits, info = model(batch["clip"], return_intermediate=True)
+        task = functional.cross_entropy(
+            logits.float(), batch["label"], label_smoothing=told.label_smoothing
+        )  # fmt: skip
+        loss, over = task + info["ast_stats"]["L_AST"], None
+        if self._cost is not None and self.settings.latency is not None:
+            over = over_budget(self._cost, model, self.settings.latency.budget)
+            loss = loss + self.settings.latency.weight * over
+        value = float(self._mine.mean(loss))
+        if not math.isfinite(value):
+            raise RunError(
+                f"the training failed in step {self.step + 1}: its loss is {value}. The checkpoint before is "
+                f"kept; lower `rate` (={told.rate})"
+            )
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self.optimizer)
+        self._mine.average(self.model.parameters())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), told.clip))
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.step += 1
+        self._stats = {name: float(each.detach()) for name, each in info["ast_stats"].items()}
+        right = float((logits.argmax(1) == batch["label"]).float().mean())
+        numbers = {"loss": value, "task": float(task.detach()), "right": right, "rate": rate}
+        if math.isfinite(norm):  # else half precision overflowed, and the scaler leaves this step out
+            numbers["gradient"] = norm
+        if over is not None:
+            numbers["over_budget"] = float(over.detach())
+        return numbers | self._stats
+
+    def stats(self) -> dict[str, float]:
+        """`ast_stats` of the last step."""
+        return dict(self._stats)
+
+    def judge(self) -> Accuracy:
+        """The test side, all of it."""
+        told = self.settings.train
+        return evaluate(
+            self.model, self.data.test, batch_size=told.batch_size, workers=told.workers,
+            device=self._mine.device,
+        )  # fmt: skip
+
+
+def _rate(highest: float, share: float, warm_up: float) -> float:
+    """The learning rate after a share of all steps."""
+    if share < warm_up:
+        return highest * (share / warm_up * 0.99 + 0.01)
+    return highest * 0.5 * (1.0 + math.cos(math.pi * (share - warm_up) / max(1e-9, 1.0 - warm_up)))
