@@ -15,5 +15,15 @@ from sparseflow.pruning.config import ASTConfig
 from sparseflow.pruning.entropy import ScoreConfig
 from sparseflow.pruning.saved import load, save
 from sparseflow.pruning.video_vit import VideoViT
+from sparseflow.pruning.weights import load_pretrained, video_vit_for
 
-__all__ = ["ASTConfig", "ScoreConfig", "VideoViT", "compact", "load", "save"]
+__all__ = [
+    "ASTConfig",
+    "ScoreConfig",
+    "VideoViT",
+    "compact",
+    "load",
+    "load_pretrained",
+    "save",
+    "video_vit_for",
+]

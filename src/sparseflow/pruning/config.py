@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 from sparseflow.errors import InputError
@@ -50,11 +51,18 @@ class ASTConfig:
     def __post_init__(self) -> None:
         if self.selector not in SELECTORS:
             raise InputError(f"`selector` (={self.selector!r}) must be one of: {', '.join(SELECTORS)}")
+        for name in ("softness", "strength", "gate_init", "threshold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+                raise InputError(f"`{name}` (={value!r}) must be a finite number")
+        if type(self.merge) is not bool:
+            raise InputError(f"`merge` (={self.merge!r}) must be true or false")
         before = 1.0
-        for block, share in sorted(self.stages.items()):
+        for block in self.stages:
             if type(block) is not int or block < 0:
                 raise InputError(f"`stages` names the block {block!r}; blocks are numbered from 0")
-            if not isinstance(share, (int, float)) or not 0.0 < share <= before:
+        for block, share in sorted(self.stages.items()):
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= before:
                 raise InputError(
                     f"`stages` leaves a share of {share!r} at block {block}; it must be above 0 and at most "
                     f"{before}, what is left before it"
@@ -69,7 +77,7 @@ class ASTConfig:
         if unknown:
             raise InputError(f"`keep` names {', '.join(unknown)}; it may name: {', '.join(GRAINS[1:])}")
         for grain, share in self.keep.items():
-            if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
                 raise InputError(f"`keep` of {grain} (={share!r}) must be above 0 and at most 1")
         if not 0.0 < self.threshold < self.gate_init < 1.0:
             raise InputError(
@@ -97,10 +105,13 @@ class ASTConfig:
         Raises:
             InputError: A setting is unknown, or its value cannot be used.
         """
-        given = dict(data)
         try:
+            given = dict(data)
             if "stages" in given:
-                given["stages"] = {int(block): share for block, share in given["stages"].items()}
+                given["stages"] = {
+                    int(block) if isinstance(block, str) else block: share
+                    for block, share in given["stages"].items()
+                }
             if "score" in given:
                 score = dict(given["score"])
                 if "levels" in score:

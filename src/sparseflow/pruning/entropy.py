@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -62,20 +63,28 @@ class ScoreConfig:
     measure: Measure = "entropy"
 
     def __post_init__(self) -> None:
+        for name in ("time", "space", "region", "overlap", "temperature"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+                raise InputError(f"`{name}` (={value!r}) must be a finite number")
         weights = (self.time, self.space, self.region)
         if min(weights) < 0.0 or not sum(weights) > 0.0:
             raise InputError(
                 f"`time` (={self.time}), `space` (={self.space}) and `region` (={self.region}) must be 0 or "
                 "above, and one of them above 0"
             )
-        if not self.levels or any(type(level) is not int or level < 1 for level in self.levels):
+        if (
+            not isinstance(self.levels, tuple)
+            or not self.levels
+            or any(type(level) is not int or level < 1 for level in self.levels)
+        ):
             raise InputError(f"`levels` (={self.levels}) must be whole numbers of 1 and above")
         if not 0.0 <= self.overlap < 1.0:
             raise InputError(f"`overlap` (={self.overlap}) must be from 0 to below 1")
-        if self.regions < 1 or not self.temperature > 0.0:
+        if type(self.regions) is not int or self.regions < 1 or not self.temperature > 0.0:
             raise InputError(
-                f"`regions` (={self.regions}) must be at least 1, and `temperature` (={self.temperature}) "
-                "above 0"
+                f"`regions` (={self.regions}) must be a whole number of at least 1, and `temperature` "
+                f"(={self.temperature}) above 0"
             )
         if self.measure not in ("entropy", "divergence"):
             raise InputError(f"`measure` (={self.measure!r}) must be entropy or divergence")
@@ -226,7 +235,7 @@ def _scaled(values: Tensor, there: Tensor | None) -> Tensor:
         low = flat.masked_fill(gone, float("inf")).amin(1)
         high = flat.masked_fill(gone, float("-inf")).amax(1)
     low, high = low[:, None, None], high[:, None, None]
-    return (values - low) / (high - low).clamp_min(1e-6)
+    return (values - low) / (high - low).clamp_min(1e-5)
 
 
 def _windows_matrix(frames: int, level: int, overlap: float) -> Tensor:

@@ -4,8 +4,10 @@ A gate is the sigmoid of a logit. A unit is multiplied by its gate; where gates 
 threshold are 0 and the others keep their value, so that a network with hard gates can be cut to the units
 that are left, their gates multiplied into weights, and computes the same.
 
-`L_AST` is the squared distance between the mean gate and the share that is to be kept, of every grain. A loss
-that only rewards open gates would open all of them; this one is 0 at its target.
+`L_AST` is, for every grain, the mean squared distance of gates from where they are to be: at 1 those that are
+widest now, as many as are to be kept, and at 0 the others. A loss that only rewards open gates would open all
+of them, and one on their mean would leave all half open; this one is 0 where that share is open and the rest
+is closed.
 """
 
 from __future__ import annotations
@@ -65,18 +67,19 @@ class UnitGates(nn.Module):
         return found
 
     def loss(self) -> Tensor:
-        """Sum over grains of (mean gate - share to keep)^2, a scalar."""
-        device = next((each.device for each in self.logits.values()), None)
-        found = torch.zeros((), device=device)
+        """Sum over grains of the mean of (gate - 1)^2 over those to keep and of gate^2 over the others."""
+        parts = []
         for grain, logits in self.logits.items():
-            found = found + (torch.sigmoid(logits).mean() - self.config.keep[grain]) ** 2
-        return found
+            gate = torch.sigmoid(logits).flatten()
+            kept = max(1, round(self.config.keep[grain] * len(gate)))
+            target = torch.zeros_like(gate).scatter(0, gate.topk(kept).indices, 1.0)
+            parts.append(((gate - target) ** 2).mean())
+        return torch.stack(parts).sum()
 
     def sparsity(self) -> dict[str, Tensor]:
-        """Grain -> share of gates that are closed where they are hard, scalars; 0 without gates."""
+        """Grain -> share of gates that are closed where they are hard, scalars."""
         with torch.no_grad():
-            closed = {grain: (gate == 0.0).float().mean() for grain, gate in self.values(hard=True).items()}
-        return {grain: closed.get(grain, torch.zeros(())) for grain in ("head", "channel", "block")}
+            return {grain: (gate == 0.0).float().mean() for grain, gate in self.values(hard=True).items()}
 
 
 def soft_mask(score: Tensor, kept: int, softness: float) -> tuple[Tensor, Tensor]:
@@ -84,14 +87,17 @@ def soft_mask(score: Tensor, kept: int, softness: float) -> tuple[Tensor, Tensor
 
     Args:
         score: [B, S]; -inf where nothing is left.
-        kept: How many have a mask of 0.5 or more in each sample.
+        kept: How many have a mask above 0.5 in each sample.
         softness: Width of the step.
 
     Returns:
-        sigmoid((score - threshold) / softness) and its logarithm, [B, S]; the threshold is the sample's
-        `kept`-th highest score.
+        sigmoid((score - threshold) / softness) and its logarithm, [B, S]; the threshold lies halfway between
+        the sample's `kept`-th highest score and the next, so that a narrow step leaves what a hard one does.
     """
-    threshold = score.topk(kept, dim=1).values[:, -1:]
+    highest = score.topk(min(kept + 1, score.shape[1]), dim=1).values
+    last = highest[:, kept - 1 : kept]
+    after = highest[:, kept:] if highest.shape[1] > kept else torch.full_like(last, float("-inf"))
+    threshold = torch.where(after.isfinite(), (last + after.nan_to_num(neginf=0.0)) / 2.0, last - 1.0)
     at = (score - threshold) / softness
     return torch.sigmoid(at), nn.functional.logsigmoid(at)
 
@@ -104,7 +110,6 @@ def drive(gates: UnitGates | None, masks: Mapping[int, Tensor], config: ASTConfi
         masks: Block -> soft mask, [B, S], of S tokens in all.
         config: Shares and strength.
     """
-    found = torch.zeros(()) if gates is None else gates.loss()
-    for block, mask in masks.items():
-        found = found.to(mask.device) + (mask.float().mean() - config.stages[block]) ** 2
-    return config.strength * found
+    parts = [] if gates is None else [gates.loss()]
+    parts += [(mask.mean() - config.stages[block]) ** 2 for block, mask in masks.items()]
+    return config.strength * torch.stack(parts).sum() if parts else torch.zeros(())

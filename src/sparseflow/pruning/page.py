@@ -120,8 +120,8 @@ def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
             Section(
                 title="Accuracy",
                 text=[
-                    "All models were trained alike and keep as many tokens, but for the dense one. Differences "
-                    "are those of the same seed."
+                    "All models were trained alike and keep as many tokens, but for the dense one. "
+                    "Differences are those of the same seed."
                 ],
                 items=[figure, accuracy],
             ),

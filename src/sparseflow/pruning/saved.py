@@ -50,10 +50,13 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
         model = VideoViT(**made["model"])
         if made["units"] is not None:
             model = shaped(model, [(int(heads), int(channels)) for heads, channels in made["units"]])
+        wrong = sorted(set(model.state_dict()) ^ set(weights))
+        if wrong:
+            raise ValueError(f"`{wrong[0]}` does not fit what it says that it is made of")
         model.to(weights["head.weight"].dtype).load_state_dict(weights)
     except FileFormatError:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        text = next(iter(str(error).splitlines()), repr(error))
+        text = " ".join(str(error).split()) or repr(error)
         raise FileFormatError(f"{file} is not a VideoViT that can be read: {text}") from error
     return model.to(device).eval()

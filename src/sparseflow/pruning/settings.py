@@ -83,6 +83,8 @@ class TrainSettings(_Model):
     epochs: int = Field(default=10, ge=1)
     batch_size: int = Field(default=32, ge=1)
     rate: float = Field(default=1e-3, gt=0.0)
+    gate_rate: float = Field(default=10.0, gt=0.0)
+    """Of gates, over `rate`: an optimizer that scales gradients moves a logit by about its rate a step."""
     weight_decay: float = Field(default=0.05, ge=0.0)
     warm_up: float = Field(default=0.1, ge=0.0, le=1.0)
     """Share of all steps in which the rate rises; it then falls as a cosine."""

@@ -25,6 +25,7 @@ class Tokens:
         front: P: the class token if there is one, and what stages merged.
         place: Where on the grid of T * N tokens each of S stands, int64, [B, S].
         weight: Soft or hard weight of each of S, [B, S]; None where all are 1.
+        left: Whether each of S is left where masks are hard, bool, [B, S]; None where all are.
         bias: What is added to attention towards each of P + S, [B, P + S]; None where that is 0.
         size: How many tokens each of S was merged from, [B, S]; None where none was.
     """
@@ -33,6 +34,7 @@ class Tokens:
     front: int
     place: Tensor
     weight: Tensor | None = None
+    left: Tensor | None = None
     bias: Tensor | None = None
     size: Tensor | None = None
 
@@ -65,14 +67,12 @@ def drop(tokens: Tokens, score: Tensor, kept: int, *, merge: bool) -> Tokens:
     x = tokens.grid.gather(1, chosen[..., None].expand(-1, -1, tokens.x.shape[-1]))
     parts = [tokens.x[:, : tokens.front], x]
     if merge:
-        left = score.shape[1] - kept
-        others = tokens.grid.sum(1, keepdim=True) - x.sum(1, keepdim=True)
-        parts.insert(1, others / max(1, left))
+        others = torch.ones_like(score).scatter(1, chosen, 0.0)
+        parts.insert(1, weighted_mean(tokens.grid, others)[:, None])
     bias = tokens.bias
     if bias is not None:
-        bias = torch.cat([bias[:, : tokens.front], bias[:, tokens.front :].gather(1, chosen)], 1)
-        if merge:
-            bias = torch.nn.functional.pad(bias, (1, 0))
+        front = bias.new_zeros(len(bias), tokens.front + int(merge))
+        bias = torch.cat([front, bias[:, tokens.front :].gather(1, chosen)], 1)
     return replace(
         tokens,
         x=torch.cat(parts, 1),
@@ -83,28 +83,41 @@ def drop(tokens: Tokens, score: Tensor, kept: int, *, merge: bool) -> Tokens:
     )
 
 
-def mask(tokens: Tokens, weight: Tensor, bias: Tensor, *, merge: bool) -> Tokens:
+def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
+    """The mean of features, [B, C], by weights that need not add up to 1; 0 where all weights are 0.
+
+    Args:
+        x: [B, S, C].
+        weight: [B, S], not negative.
+    """
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    # Divided first: half precision would overflow in the sum.
+    share = wide / wide.sum(1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    return torch.einsum("bs,bsc->bc", share.to(x.dtype), x)
+
+
+def mask(tokens: Tokens, weight: Tensor, bias: Tensor, left: Tensor, *, merge: bool) -> Tokens:
     """Weigh the tokens instead of dropping them.
 
     Args:
         tokens: Those before the stage.
         weight: What each weighs from now on, [B, S], from 0 to 1; no more than before.
         bias: Its logarithm, [B, S]; -inf where it is 0.
+        left: Which are left where masks are hard, bool, [B, S].
         merge: Whether the mean of what was lost goes on as one more token in front.
     """
     x = tokens.x
     before = torch.ones_like(weight) if tokens.weight is None else tokens.weight
     front = bias.new_zeros(len(bias), tokens.front + int(merge))
     if merge:
-        lost = (before - weight).to(x.dtype)
-        total = lost.sum(1).clamp_min(torch.finfo(x.dtype).tiny)
-        mean = torch.einsum("bs,bsc->bc", lost, tokens.grid) / total[:, None]
+        mean = weighted_mean(tokens.grid, before - weight)
         x = torch.cat([x[:, : tokens.front], mean[:, None], tokens.grid], 1)
     return replace(
         tokens,
         x=x,
         front=tokens.front + int(merge),
         weight=weight,
+        left=left,
         bias=torch.cat([front, bias], 1),
     )
 
@@ -156,12 +169,15 @@ def merge_alike(tokens: Tokens, keys: Tensor, kept: int) -> Tokens:
     )
 
 
-def lattice(grid: tuple[int, int, int]) -> Tensor:
-    """Scores of T * N tokens of which any number of the best is spread evenly, float32, [T * N].
+def lattice(tokens: int) -> Tensor:
+    """Ranks of tokens, of which any number of the highest is spread evenly, int64, [tokens].
 
-    Numbers of a rank-1 lattice in time, rows and columns, by powers of the root of x^4 = x + 1.
+    By multiples of the golden ratio, of which the fractional parts are as far apart as can be.
     """
-    root = 1.2207440846057596
-    at = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in grid)).view(-1, 3)
-    steps = torch.tensor([root**-1, root**-2, root**-3], dtype=torch.float64)
-    return (1.0 - (at @ steps) % 1.0).float()
+    golden = (5.0**0.5 - 1.0) / 2.0
+    return ranks(1.0 - (golden * torch.arange(tokens, dtype=torch.float64)) % 1.0)
+
+
+def ranks(score: Tensor) -> Tensor:
+    """The place of each score, 0 for the lowest, int64: what `Module.to` does not round. [n] -> [n]."""
+    return score.argsort().argsort()

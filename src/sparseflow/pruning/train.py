@@ -144,13 +144,17 @@ class _Training:
         if self.epoch_steps < 1:
             raise InputError(f"an epoch has {data.epoch_clips} clips, fewer than a step's {whole}")
         self.steps, self.step = self.epoch_steps * told.epochs, 0
-        gates = set() if self.model.gates is None else {id(each) for each in self.model.gates.parameters()}
-        decayed = [each for each in self.model.parameters() if each.ndim > 1 and id(each) not in gates]
-        others = [each for each in self.model.parameters() if each.ndim <= 1 or id(each) in gates]
+        gates = [] if self.model.gates is None else list(self.model.gates.parameters())
+        weights = [each for name, each in self.model.named_parameters() if not name.startswith("gates.")]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": decayed, "weight_decay": told.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {
+                    "params": [each for each in weights if each.ndim > 1],
+                    "weight_decay": told.weight_decay,
+                    "scale": 1.0,
+                },
+                {"params": [each for each in weights if each.ndim <= 1], "weight_decay": 0.0, "scale": 1.0},
+                {"params": gates, "weight_decay": 0.0, "scale": told.gate_rate},
             ],
             lr=told.rate,
         )
@@ -193,7 +197,7 @@ class _Training:
         share = self.step / self.steps
         rate = _rate(told.rate, share, told.warm_up)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         model = self.model.train()
         if self.model.ast is not None and told.softness_end is not None and self.model.ast.softness > 0.0:
             model.softness = (1.0 - share) * self.model.ast.softness + share * told.softness_end

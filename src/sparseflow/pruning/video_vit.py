@@ -13,6 +13,7 @@ At each stage (see `ASTConfig.stages`) a fixed number of tokens stays. What beco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -55,6 +56,7 @@ class VideoViTConfig:
     pool: str = "mean"
     position: str = "factored"
     norm_eps: float = 1e-6
+    final_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,11 +72,17 @@ class VideoViTConfig:
             sizes = getattr(self, whole), getattr(self, part)
             if sizes[0] % sizes[1]:
                 raise InputError(f"`{whole}` (={sizes[0]}) must be divisible by `{part}` (={sizes[1]})")
+        for name in ("drop_rate", "attn_drop", "drop_path_rate", "mlp_ratio", "norm_eps"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise InputError(f"`{name}` (={getattr(self, name)!r}) must be a number")
         for name in ("drop_rate", "attn_drop", "drop_path_rate"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise InputError(f"`{name}` (={getattr(self, name)!r}) must be from 0 to below 1")
-        if not self.mlp_ratio > 0.0 or self.channels < 1:
-            raise InputError(f"`mlp_ratio` (={self.mlp_ratio!r}) leaves no hidden channel")
+        if not 0.0 < self.mlp_ratio < math.inf or not self.norm_eps > 0.0 or self.channels < 1:
+            raise InputError(
+                f"`mlp_ratio` (={self.mlp_ratio!r}) must leave a hidden channel, and `norm_eps` "
+                f"(={self.norm_eps!r}) be above 0"
+            )
         if self.pool not in ("mean", "cls"):
             raise InputError(f"`pool` (={self.pool!r}) must be mean or cls")
         if self.position not in ("factored", "joint"):
@@ -95,7 +103,7 @@ class VideoViTConfig:
     @property
     def channels(self) -> int:
         """Hidden channels of a perceptron."""
-        return int(self.embed_dim * self.mlp_ratio)
+        return round(self.embed_dim * self.mlp_ratio)
 
     @property
     def head_dim(self) -> int:
@@ -124,6 +132,7 @@ class VideoViT(nn.Module):
         pool: `"mean"` of the tokens that are left, or the class token's, `"cls"`.
         position: `"factored"`, an embedding a patch plus one a frame, or `"joint"`, one a token.
         norm_eps: Of layer norms.
+        final_norm_eps: Of the last one; as the others by default.
 
     Raises:
         InputError: A value is out of range, or sizes do not divide.
@@ -150,6 +159,7 @@ class VideoViT(nn.Module):
         pool: str = "mean",
         position: str = "factored",
         norm_eps: float = 1e-6,
+        final_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.config = config = VideoViTConfig(
@@ -157,6 +167,7 @@ class VideoViT(nn.Module):
             depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, patch_size=patch_size,
             in_chans=in_chans, drop_rate=drop_rate, attn_drop=attn_drop, drop_path_rate=drop_path_rate,
             tubelet_size=tubelet_size, pool=pool, position=position, norm_eps=norm_eps,
+            final_norm_eps=final_norm_eps,
         )  # fmt: skip
         ast = ast_cfg if isinstance(ast_cfg, ASTConfig) else ASTConfig.from_dict(ast_cfg or {})
         self.ast = ast if use_ast_prune else None
@@ -184,7 +195,7 @@ class VideoViT(nn.Module):
             )
             for at in range(depth)
         )
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps if final_norm_eps is None else final_norm_eps)
         self.head = nn.Linear(dim, num_classes)
         self.gates = self.score = None
         if self.ast is not None:
@@ -194,9 +205,9 @@ class VideoViT(nn.Module):
                 self.score = Score(t, (h, w), self.ast.score)
             if self.ast.selector == "random":
                 # Evaluation drops the same tokens in every sample, so that it can be repeated.
-                self.register_buffer("order", torch.rand(config.tokens))
+                self.register_buffer("order", steps.ranks(torch.rand(config.tokens)))
             if self.ast.selector == "uniform":
-                self.register_buffer("order", steps.lattice(config.grid))
+                self.register_buffer("order", steps.lattice(config.tokens))
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -220,12 +231,12 @@ class VideoViT(nn.Module):
 
         Returns:
             logits [B, num_classes]; with `return_intermediate` also a dictionary: `"token_feat"`
-            [B, T, N, C], features before the first stage (after the last block where there is none, and None
-            for a compacted model without stages), and `"ast_stats"`: `"L_AST"` and the sparsity of each
+            [B, T, N, C], features before the first stage (after the last block where there is none), and
+            `"ast_stats"`: `"L_AST"` and the sparsity of each
             grain, `"sparsity_token"`, `_head`, `_ch` and `_block`, scalars.
 
         Raises:
-            SampleError: Clips of another shape.
+            SampleError: Clips of another shape, none at all, or not of a floating dtype.
         """
         tokens = self._embed(self._checked(x, layout))
         features: Tensor | None = None
@@ -266,7 +277,12 @@ class VideoViT(nn.Module):
                 f"clips have the shape {given}; expected [B, {expected}], as the model was made. "
                 "The other order of channels and frames is told by `layout`"
             )
-        return x
+        if not len(x) or not x.is_floating_point():
+            raise SampleError(
+                f"{len(x)} clips of {x.dtype}; there must be at least one, of a floating dtype: convert "
+                "pixels, and normalise them as in training"
+            )
+        return x.to(self.patch.weight.dtype)
 
     def _embed(self, x: Tensor) -> Tokens:
         config = self.config
@@ -295,8 +311,9 @@ class VideoViT(nn.Module):
         score = self._scored(tokens, at)
         if not soft and (self.training or self.compacted):
             return steps.drop(tokens, score, kept, merge=ast.merge)
-        if tokens.weight is not None:
-            score = score.masked_fill(tokens.weight < 0.5, float("-inf"))
+        if tokens.left is not None:
+            score = score.masked_fill(~tokens.left, float("-inf"))
+        left = torch.zeros_like(score, dtype=torch.bool).scatter(1, steps.best(score, kept), True)
         if soft:
             weight, bias = soft_mask(score, kept, self.softness)
             if tokens.weight is not None:
@@ -304,9 +321,9 @@ class VideoViT(nn.Module):
                 weight, bias = weight * tokens.weight, bias + tokens.bias[:, tokens.front :]
             masks[at] = weight
         else:
-            weight = torch.zeros_like(score).scatter(1, steps.best(score, kept), 1.0)
-            bias = torch.zeros_like(weight).masked_fill(weight == 0.0, float("-inf"))
-        return steps.mask(tokens, weight, bias, merge=ast.merge)
+            weight = left.to(score.dtype)
+            bias = torch.zeros_like(weight).masked_fill(~left, float("-inf"))
+        return steps.mask(tokens, weight, bias, left, merge=ast.merge)
 
     def _looked_at(self, tokens: Tokens, at: int) -> tuple[Tensor, Attention]:
         """What the attention of a stage's block would get, and that attention: what ToMe and EViT go by."""
@@ -323,7 +340,7 @@ class VideoViT(nn.Module):
         if self.ast.selector == "random" and self.training:
             return torch.rand(b, s, device=x.device)
         if self.ast.selector in ("random", "uniform"):
-            return self.get_buffer("order").expand(b, -1).gather(1, tokens.place)
+            return self.get_buffer("order").float().expand(b, -1).gather(1, tokens.place)
         if self.ast.selector == "attention":
             normed, attention = self._looked_at(tokens, at)
             weight = tokens.weight
@@ -334,7 +351,7 @@ class VideoViT(nn.Module):
             return found[:, tokens.front :]
         assert self.score is not None
         if s == config.tokens:
-            there = None if tokens.weight is None else (tokens.weight >= 0.5).view(b, t, h * w)
+            there = None if tokens.left is None else tokens.left.view(b, t, h * w)
             return self.score(x.unflatten(1, (t, h * w)), there).flatten(1)
         places = tokens.place[..., None].expand(-1, -1, x.shape[-1])
         full = x.new_zeros(b, config.tokens, x.shape[-1]).scatter(1, places, x)
@@ -348,22 +365,33 @@ class VideoViT(nn.Module):
         weight = tokens.size if tokens.weight is None else tokens.weight
         if weight is None:
             return tokens.grid.mean(1)
-        weight = weight.to(tokens.x.dtype)
-        return torch.einsum("bs,bsc->bc", weight, tokens.grid) / weight.sum(1, keepdim=True)
+        return steps.weighted_mean(tokens.grid, weight)
 
     def _stats(self, tokens: Tokens, masks: Mapping[int, Tensor]) -> dict[str, Tensor]:
         x = tokens.x
         zero = torch.zeros((), device=x.device)
-        units = {} if self.gates is None else self.gates.sparsity()
+        units = self._cut() if self.gates is None else self.gates.sparsity()
         left = zero + tokens.place.shape[1]
-        if tokens.weight is not None:
-            left = (tokens.weight >= 0.5).sum(1).float().mean()
+        if tokens.left is not None:
+            left = tokens.left.sum(1).float().mean()
         return {
             "L_AST": zero if self.ast is None else drive(self.gates, masks, self.ast).to(x.device),
             "sparsity_token": 1.0 - left / self.config.tokens,
-            "sparsity_head": units.get("head", zero),
-            "sparsity_ch": units.get("channel", zero),
-            "sparsity_block": units.get("block", zero),
+            "sparsity_head": zero + units.get("head", 0.0),
+            "sparsity_ch": zero + units.get("channel", 0.0),
+            "sparsity_block": zero + units.get("block", 0.0),
+        }
+
+    def _cut(self) -> dict[str, float]:
+        """Grain -> share that `compact` cut away; heads and channels of blocks that are left."""
+        config, there = self.config, [each for each in self.blocks if each.attention is not None]
+        heads = sum(each.attention.heads for each in there)  # pyright: ignore
+        channels = sum(each.perceptron.up.out_features for each in there)  # pyright: ignore
+        blocks = max(1, len(there))
+        return {
+            "head": 1.0 - heads / (blocks * config.num_heads) if there else 1.0,
+            "channel": 1.0 - channels / (blocks * config.channels) if there else 1.0,
+            "block": 1.0 - len(there) / config.depth,
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def entropies(
         float32, [B, W, N] and [B, T, K].
     """
     b, t, n, c = x.shape
-    in_time = torch.empty(b, len(windows), n, device=x.device)
-    in_space = torch.empty(b, t, len(starts) - 1, device=x.device)
+    in_time = x.new_empty(b, len(windows), n, dtype=torch.float32)
+    in_space = x.new_empty(b, t, len(starts) - 1, dtype=torch.float32)
     mask = x if there is None else there.contiguous()
     settings = {
         "BC": _power(c), "MASKED": there is not None, "DIVERGENCE": divergence, "TINY": TINY, "num_warps": 4,

@@ -1,0 +1,28 @@
+"""A training that takes a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparseflow.pruning.settings import Settings, settings_of
+
+QUICK: dict[str, Any] = {
+    "mode": "ast",
+    "model": {
+        "img_size": 16, "num_frames": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2,
+        "patch_size": 8, "tubelet_size": 2, "drop_rate": 0.1,
+    },
+    "ast": {"stages": {"1": 0.5}, "keep": {"head": 0.5, "channel": 0.5, "block": 0.9}},
+    "data": {"kind": "moving_digits", "train_clips": 48, "test_clips": 20, "clutter": 2},
+    "train": {"epochs": 2, "batch_size": 8, "checkpoint_every": 4, "softness_end": 0.05},
+}  # fmt: skip
+"""12 steps, six an epoch."""
+
+
+def quick(**changes: Any) -> Settings:
+    """These settings, with parts replaced: `train={"epochs": 1}` goes into what is there."""
+    content = {
+        name: value | changes.get(name, {}) if isinstance(value, dict) else changes.get(name, value)
+        for name, value in QUICK.items()
+    }
+    return settings_of(content | {name: changes[name] for name in changes if name not in QUICK})
