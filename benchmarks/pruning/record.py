@@ -1,0 +1,140 @@
+"""Put what the pruning benchmarks measured into ``results/pruning``: one claim a figure.
+
+::
+
+    PYTHONPATH=src python benchmarks/pruning/record.py throughput results/pruning/throughput-cuda.json
+    PYTHONPATH=src python benchmarks/pruning/record.py decode results/pruning/decode-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.claims import update
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+Fields = dict[str, Any]
+
+
+def throughput(record: Fields) -> Iterator[Fields]:
+    """Compact against dense (line 1)."""
+    cuda = record["environment"]["device"]["kind"] == "cuda"
+    where, told = "cuda" if cuda else "cpu", record["settings"]
+    options = f"--device cuda --dtype {told['dtype']} --compile" if cuda else f"--threads {told['threads']}"
+    command = (
+        f"python benchmarks/pruning/throughput.py {options} --batch {told['batch']} "
+        f"--out results/pruning/throughput-{where}.json"
+    )
+    size = f"{told['depth']} blocks of width {told['dim']}, {told['frames']}x{told['size']}x{told['size']}"
+    how = f"batch {told['batch']}, {told['dtype']}" + (", both compiled" if record["compiled"] else "")
+    target = 1.8 if cuda else 1.6
+    gflops = record["gflops"]
+
+    def ratio(name: str) -> str:
+        found = record["speedup"][name]
+        return f"{found['median']:.2f}x ({found['low']:.2f} to {found['high']:.2f})"
+
+    value = round(record["speedup"]["compact"]["median"], 3)
+    rivals = [name for name in record["speedup"] if name.startswith("compact, ")]
+    beside = ", ".join(f"{name.removeprefix('compact, ')} {ratio(name)}" for name in rivals)
+    yield {
+        "id": f"pruning/1-compact-{where}",
+        "claim": f"throughput of a compact video transformer over the dense one ({size}; "
+        f"{told['keep']:.0%} of tokens from block {told['stage']} on; {how}): {ratio('compact')}, "
+        f"{gflops['dense'] / gflops['compact']:.2f}x fewer operations ({gflops['compact']:.0f} GFLOP a clip)"
+        + (f"; rivals at as many tokens: {beside}" if beside else ""),
+        "value": value,
+        "unit": "x",
+        "target": f">= {target:g}",
+        "met": value >= target,
+        "baseline": "the dense model",
+        "command": command,
+    }
+    soft = round(record["speedup"]["soft masks"]["median"], 3)
+    yield {
+        "id": f"pruning/1-masks-{where}",
+        "claim": f"the same with masks, which remove nothing: soft {ratio('soft masks')}, hard "
+        f"{ratio('hard masks')}",
+        "value": soft,
+        "unit": "x",
+        "target": None,
+        "met": True,
+        "baseline": "the dense model",
+        "command": command,
+    }
+    uniform = record["times_ms"].get("compact, uniform")
+    if uniform:
+        extra = [
+            (mine - other) / dense
+            for mine, other, dense in zip(
+                record["times_ms"]["compact"], uniform, record["times_ms"]["dense"], strict=True
+            )
+        ]
+        share = round(100.0 * statistics.median(extra), 2)
+        yield {
+            "id": f"pruning/1-score-{where}",
+            "claim": "what the score adds to a compact model, beyond one that keeps tokens evenly, as a "
+            f"share of the dense forward (on its own, from an idle device, the score takes "
+            f"{record['score']['share']:.1%} of it)",
+            "value": share,
+            "unit": "%",
+            "target": "< 3",
+            "met": share < 3.0,
+            "baseline": "the dense model",
+            "command": command,
+        }
+
+
+def decode(record: Fields) -> Iterator[Fields]:
+    """Decoding (line 3)."""
+    rates = [record["frames"] / sample["seconds"] for sample in record["samples"][1:]]
+    value = round(statistics.median(rates))
+    yield {
+        "id": "pruning/3-decode",
+        "claim": f"frames of 320x240 decoded in a second, {len(record['files'])} generated .avi "
+        f"files, {record['processes']} processes, {record['threads']} thread each; median of {len(rates)}, "
+        f"the slowest {min(rates):.0f}",
+        "value": value,
+        "unit": "frames/s",
+        "target": ">= 1500",
+        "met": value >= 1500,
+        "baseline": None,
+        "command": "python benchmarks/pruning/decode.py --generate 20 --processes 2 --out "
+        "results/pruning/decode-cpu.json",
+    }
+
+
+KINDS = {"throughput": throughput, "decode": decode}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("file", type=Path)
+    asked = parser.parse_args()
+    record = json.loads(asked.file.read_text(encoding="utf-8"))
+    common = {
+        "device": record["environment"]["device"]["name"],
+        "samples": str(asked.file.resolve().relative_to(RESULTS)),
+        "git": record["environment"]["git"],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    for fields in KINDS[asked.kind](record):
+        claim = update(RESULTS, common | fields)
+        met = "" if claim.target is None else "met  " if claim.met else "NOT MET  "
+        print(f"{met}{claim.id}: {claim.value} {claim.unit} ({claim.target})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
