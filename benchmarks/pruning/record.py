@@ -3,6 +3,7 @@
 ::
 
     PYTHONPATH=src python benchmarks/pruning/record.py throughput results/pruning/throughput-cuda.json
+    PYTHONPATH=src python benchmarks/pruning/record.py comparison results/pruning/comparison.json
     PYTHONPATH=src python benchmarks/pruning/record.py decode results/pruning/decode-cpu.json
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.claims import update
+from sparseflow.pruning.data.moving_digits import MovingDigits
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -93,6 +95,54 @@ def throughput(record: Fields) -> Iterator[Fields]:
         }
 
 
+def comparison(record: Fields) -> Iterator[Fields]:
+    """AST against its rivals, and against itself without its parts (line 2)."""
+    models = {line["model"]: line for line in record["models"]}
+    common = {"command": record["command"], "unit": "points"}
+
+    def points(line: Fields, name: str) -> tuple[float, str]:
+        mean, low, high = (100.0 * line[f"{name}{end}"] for end in ("", "_low", "_high"))
+        return round(mean, 2), f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+
+    dense, ast = models["dense"], models["ast"]
+    lost, told = points(ast, "over_dense")
+    yield common | {
+        "id": "pruning/2-ast-dense",
+        "claim": f"accuracy of AST on moving digits less that of the dense model ({dense['accuracy']:.2%}), "
+        f"{ast['seeds']} seeds: {told} points",
+        "value": lost,
+        "target": ">= -0.5",
+        "met": lost >= -0.5,
+        "baseline": "the dense model",
+    }
+    for name, line in models.items():
+        slug = "-".join(name.replace(",", "").split())
+        if name == "one frame":
+            chance = 100.0 / len(MovingDigits.classes)
+            inside = 100.0 * line["accuracy_low"] <= chance <= 100.0 * line["accuracy_high"]
+            yield common | {
+                "id": f"pruning/2-{slug}",
+                "claim": f"accuracy on clips that show their first frame over and over ("
+                f"{100.0 * line['accuracy_low']:.2f} to {100.0 * line['accuracy_high']:.2f}); chance is "
+                f"{chance:g}",
+                "value": round(100.0 * line["accuracy"], 2),
+                "target": "chance",
+                "met": inside,
+                "baseline": None,
+            }
+        elif name not in ("dense", "ast"):
+            over, told = points(line, "over_ast")
+            yield common | {
+                "id": f"pruning/2-{slug}",
+                "claim": f"accuracy with {name} less that with AST, at as many tokens, {line['seeds']} "
+                f"seeds: {told} points ({line['accuracy']:.2%} against {ast['accuracy']:.2%})",
+                "value": over,
+                "target": None,
+                "met": True,
+                "baseline": "AST2.0-lite v2",
+            }
+
+
 def decode(record: Fields) -> Iterator[Fields]:
     """Decoding (line 3)."""
     rates = [record["frames"] / sample["seconds"] for sample in record["samples"][1:]]
@@ -112,7 +162,7 @@ def decode(record: Fields) -> Iterator[Fields]:
     }
 
 
-KINDS = {"throughput": throughput, "decode": decode}
+KINDS = {"throughput": throughput, "comparison": comparison, "decode": decode}
 
 
 def main() -> int:

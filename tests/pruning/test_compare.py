@@ -55,7 +55,7 @@ def test_it_goes_on_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     times = latencies(entries, tmp_path, batch=2, rounds=2)
     assert [line["model"] for line in times] == ["dense", "ast", "random"]
     assert times[1]["gflops"] < times[0]["gflops"] and len(times[0]["times_ms"]) == 2
-    found = write_results(tmp_path, rows, times, device="cpu", command="again")
+    found = write_results(tmp_path, rows, times, settings=TINY, device="cpu", command="again")
     assert json.loads((tmp_path / "comparison.json").read_text())["models"] == found["models"]
     page = write_comparison(tmp_path, found).read_text()
     assert "Accuracy on test videos" in page and "random" in page

@@ -241,7 +241,7 @@ def compare(
                 entries, out, batch=batch, device=device, rounds=rounds, progress=_of(tell, "timing")
             )
     command = f"sparseflow pruning compare --config {config} --seeds {seeds} --out …"
-    told = comparing.write_results(out, rows, times, device=device, command=command)
+    told = comparing.write_results(out, rows, times, settings=settings, device=device, command=command)
     page = write_comparison(out, told)
     if as_json:
         shown = {name: told[name] for name in ("models", "latency")}

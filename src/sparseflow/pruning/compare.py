@@ -264,12 +264,19 @@ def latencies(
 
 
 def write_results(
-    folder: Path | str, rows: Sequence[Row], times: Sequence[Mapping[str, Any]], *, device: str, command: str
+    folder: Path | str,
+    rows: Sequence[Row],
+    times: Sequence[Mapping[str, Any]],
+    *,
+    settings: Settings,
+    device: str,
+    command: str,
 ) -> dict[str, Any]:
     """Write `comparison.json` into a comparison's folder; gives what it holds."""
     told = {
         "environment": environment(device),
         "command": command,
+        "settings": settings.model_dump(mode="json"),
         "models": summary(rows),
         "latency": [dict(line) for line in times],
         "rows": [asdict(row) for row in rows],
