@@ -235,7 +235,7 @@ def _scaled(values: Tensor, there: Tensor | None) -> Tensor:
         low = flat.masked_fill(gone, float("inf")).amin(1)
         high = flat.masked_fill(gone, float("-inf")).amax(1)
     low, high = low[:, None, None], high[:, None, None]
-    return (values - low) / (high - low).clamp_min(1e-5)
+    return (values - low) / (high - low).clamp_min(1e-4)
 
 
 def _windows_matrix(frames: int, level: int, overlap: float) -> Tensor:

@@ -134,12 +134,14 @@ def merge_alike(tokens: Tokens, keys: Tensor, kept: int) -> Tokens:
         keys: What is compared, [B, S, D].
         kept: How many go on.
     """
-    x, place = tokens.grid, tokens.place
-    size = torch.ones_like(x[..., :1]) if tokens.size is None else tokens.size[..., None].to(x.dtype)
+    # Sums of many would overflow half precision.
+    wide = torch.promote_types(tokens.x.dtype, torch.float32)
+    x, keys, place = tokens.grid.to(wide), keys.to(wide), tokens.place
+    size = torch.ones_like(x[..., :1]) if tokens.size is None else tokens.size[..., None].to(wide)
     while x.shape[1] > kept:
         gone = min(x.shape[1] - kept, x.shape[1] // 2)
         with torch.no_grad():
-            metric = torch.nn.functional.normalize(keys.float(), dim=-1)
+            metric = torch.nn.functional.normalize(keys, dim=-1)
             alike, likest = (metric[:, ::2] @ metric[:, 1::2].transpose(1, 2)).max(-1)
             order = alike.argsort(dim=1, descending=True)
             away, stay = order[:, :gone], order[:, gone:].sort(dim=1).values
@@ -159,10 +161,10 @@ def merge_alike(tokens: Tokens, keys: Tensor, kept: int) -> Tokens:
         size = torch.cat(merged(size), 1)
         x, keys = weighted / size, weights / size
         place = torch.cat([place[:, ::2].gather(1, stay), place[:, 1::2]], 1)
-    log = size[..., 0].float().log()
+    log = size[..., 0].log()
     return replace(
         tokens,
-        x=torch.cat([tokens.x[:, : tokens.front], x], 1),
+        x=torch.cat([tokens.x[:, : tokens.front], x.to(tokens.x.dtype)], 1),
         place=place,
         bias=torch.nn.functional.pad(log, (tokens.front, 0)),
         size=size[..., 0],

@@ -31,6 +31,9 @@ from sparseflow.pruning.tokens import Tokens
 
 Layout = Literal["BTCHW", "BCTHW"]
 
+_MOST_RATIO = 64
+"""Hidden channels over width: more is a slip."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTConfig:
@@ -72,16 +75,20 @@ class VideoViTConfig:
             sizes = getattr(self, whole), getattr(self, part)
             if sizes[0] % sizes[1]:
                 raise InputError(f"`{whole}` (={sizes[0]}) must be divisible by `{part}` (={sizes[1]})")
-        for name in ("drop_rate", "attn_drop", "drop_path_rate", "mlp_ratio", "norm_eps"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
-                raise InputError(f"`{name}` (={getattr(self, name)!r}) must be a number")
+        for name in ("drop_rate", "attn_drop", "drop_path_rate", "mlp_ratio", "norm_eps", "final_norm_eps"):
+            value = getattr(self, name)
+            if name == "final_norm_eps" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise InputError(f"`{name}` (={value!r}) must be a finite number")
+            if name.endswith("eps") and not value > 0.0:
+                raise InputError(f"`{name}` (={value!r}) must be above 0")
         for name in ("drop_rate", "attn_drop", "drop_path_rate"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise InputError(f"`{name}` (={getattr(self, name)!r}) must be from 0 to below 1")
-        if not 0.0 < self.mlp_ratio < math.inf or not self.norm_eps > 0.0 or self.channels < 1:
+        if not 0.0 < self.mlp_ratio <= _MOST_RATIO or self.channels < 1:
             raise InputError(
-                f"`mlp_ratio` (={self.mlp_ratio!r}) must leave a hidden channel, and `norm_eps` "
-                f"(={self.norm_eps!r}) be above 0"
+                f"`mlp_ratio` (={self.mlp_ratio!r}) must leave a hidden channel, and be at most {_MOST_RATIO}"
             )
         if self.pool not in ("mean", "cls"):
             raise InputError(f"`pool` (={self.pool!r}) must be mean or cls")
