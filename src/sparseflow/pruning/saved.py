@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from sparseflow.core.files import write_atomic
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.errors import FileFormatError
 from sparseflow.pruning.compact import shaped, units
 from sparseflow.pruning.video_vit import VideoViT
 
@@ -21,11 +21,9 @@ def save(model: VideoViT, path: Path | str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    from safetensors.torch import save as serialize
 
     made = {"model": model.to_dict(), "units": units(model) if model.compacted else None}
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    write_atomic(Path(path), serialize(weights, metadata=_MARK | {"made": json.dumps(made)}))
+    write_weights(path, model.state_dict(), _MARK | {"made": json.dumps(made)})
 
 
 def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
@@ -35,18 +33,9 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
         InputError: There is no such file.
         FileFormatError: It is something else, or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"there is no file {file}")
+    metadata, weights = read_weights(path, _MARK, "VideoViT")
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if any(metadata.get(name) != value for name, value in _MARK.items()):
-                raise FileFormatError(f"{file} holds no VideoViT of this version of SparseFlow")
-            made = json.loads(metadata["made"])
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        made = json.loads(metadata["made"])
         model = VideoViT(**made["model"])
         if made["units"] is not None:
             model = shaped(model, [(int(heads), int(channels)) for heads, channels in made["units"]])
@@ -54,9 +43,7 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
         if wrong:
             raise ValueError(f"`{wrong[0]}` does not fit what it says that it is made of")
         model.to(weights["head.weight"].dtype).load_state_dict(weights)
-    except FileFormatError:
-        raise
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split()) or repr(error)
-        raise FileFormatError(f"{file} is not a VideoViT that can be read: {text}") from error
+        raise FileFormatError(f"{path} is not a VideoViT that can be read: {text}") from error
     return model.to(device).eval()

@@ -239,8 +239,8 @@ class VideoViT(nn.Module):
         Returns:
             logits [B, num_classes]; with `return_intermediate` also a dictionary: `"token_feat"`
             [B, T, N, C], features before the first stage (after the last block where there is none), and
-            `"ast_stats"`: `"L_AST"` and the sparsity of each
-            grain, `"sparsity_token"`, `_head`, `_ch` and `_block`, scalars.
+            `"ast_stats"`: `"L_AST"` and the sparsity of each grain, `"sparsity_token"`, `_head`, `_ch` and
+            `_block`, scalars.
 
         Raises:
             SampleError: Clips of another shape, none at all, or not of a floating dtype.

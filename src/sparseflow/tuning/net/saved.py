@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from sparseflow.core.files import write_atomic
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.errors import FileFormatError
 from sparseflow.tuning.net.model import AutoSparseNet, NetConfig
 
 _MARK = {"sparseflow": "autosparse-net", "version": "1"}
@@ -26,12 +26,9 @@ def save(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    from safetensors.torch import save as serialize
-
     kind = torch.float16 if half else torch.float32
-    weights = {name: value.detach().to("cpu", kind).contiguous() for name, value in net.state_dict().items()}
-    metadata = _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)}
-    write_atomic(Path(path), serialize(weights, metadata=metadata))
+    weights = {name: value.to(kind) for name, value in net.state_dict().items()}
+    write_weights(path, weights, _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
 
 
 def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
@@ -45,34 +42,22 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseN
         InputError: There is no such file.
         FileFormatError: It is something else, or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"there is no file {file}")
+    metadata, given = read_weights(path, _MARK, "AutoSparse Net")
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if any(metadata.get(name) != value for name, value in _MARK.items()):
-                raise FileFormatError(f"{file} holds no AutoSparse Net of this version of SparseFlow")
-            config = NetConfig.from_dict(json.loads(metadata["config"]))
-            found = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            if _least(config) > sum(shape.numel() for shape in found.values()):
-                raise ValueError("what it holds does not fit its configuration")
-            net = AutoSparseNet(config)
-            expected = {name: value.shape for name, value in net.state_dict().items()}
-            if found != expected:
-                wrong = sorted(
-                    name for name in found.keys() | expected if found.get(name) != expected.get(name)
-                )
-                raise ValueError(f"`{wrong[0]}` does not fit its configuration")
-            weights = {name: opened.get_tensor(name).float() for name in found}
-    except FileFormatError:
-        raise
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{file} is not an AutoSparse Net that can be read: {error}") from error
+        config = NetConfig.from_dict(json.loads(metadata["config"]))
+        found = {name: value.shape for name, value in given.items()}
+        if _least(config) > sum(shape.numel() for shape in found.values()):
+            raise ValueError("what it holds does not fit its configuration")
+        net = AutoSparseNet(config)
+        expected = {name: value.shape for name, value in net.state_dict().items()}
+        if found != expected:
+            wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
+            raise ValueError(f"`{wrong[0]}` does not fit its configuration")
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(f"{path} is not an AutoSparse Net that can be read: {error}") from error
+    weights = {name: value.float() for name, value in given.items()}
     if not all(bool(value.isfinite().all()) for value in weights.values()):
-        raise FileFormatError(f"{file} is damaged: it holds weights that are not finite")
+        raise FileFormatError(f"{path} is damaged: it holds weights that are not finite")
     net.load_state_dict(weights)
     return net.to(device).eval()
 
