@@ -77,7 +77,7 @@ def profile(
     Raises:
         InputError: The model prunes nothing, or is compact already.
     """
-    if DENSE in (others or {}) or {SOFT, MASKED, COMPACT} & set(others or {}):
+    if {DENSE, SOFT, MASKED, COMPACT} & set(others or {}):
         raise InputError(f"`others` must have names of their own: {', '.join(others or {})}")
     if model.ast is None or model.compacted or not (model.ast.stages or model.ast.keep):
         raise InputError("the model must be one that prunes and is not compact: there is nothing to compare")
