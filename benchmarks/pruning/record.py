@@ -30,9 +30,11 @@ def throughput(record: Fields) -> Iterator[Fields]:
     """Compact against dense (line 1)."""
     cuda = record["environment"]["device"]["kind"] == "cuda"
     where, told = "cuda" if cuda else "cpu", record["settings"]
-    options = f"--device cuda --dtype {told['dtype']} --compile" if cuda else f"--threads {told['threads']}"
+    flags = [f"--{name} {told[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
+    flags += ["--compile"] if told["compile"] else []
+    flags += [f"--threads {told['threads']}"] if told["threads"] else []
     command = (
-        f"python benchmarks/pruning/throughput.py {options} --batch {told['batch']} "
+        f"python benchmarks/pruning/throughput.py {' '.join(flags)} --rivals {' '.join(told['rivals'])} "
         f"--out results/pruning/throughput-{where}.json"
     )
     size = f"{told['depth']} blocks of width {told['dim']}, {told['frames']}x{told['size']}x{told['size']}"

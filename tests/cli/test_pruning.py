@@ -12,6 +12,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("av")
 
 from sparseflow.cli.root import run
+from sparseflow.pruning import save
+from sparseflow.pruning.settings import read_settings
 from tests.pruning.data.tree import make_tree
 from tests.pruning.small import QUICK
 
@@ -44,6 +46,10 @@ def test_train_eval_compact_and_profile(config: str, capsys: pytest.CaptureFixtu
     assert cut["gflops"] < cut["dense_gflops"] and len(cut["units"]) == 2
     assert run(["pruning", "eval", "small.safetensors", "--config", config, "--json"]) == 0
     assert told(capsys)["video_top1"] == found["video_top1"]
+    settings = read_settings(config, {"model.depth": 1, "mode": "dense"})
+    save(settings.make(5, 1), "other.safetensors")
+    assert run(["pruning", "eval", "other.safetensors", "--config", config]) == 2
+    assert "tells 5 classes apart" in capsys.readouterr().err
     profile = ["pruning", "profile", "--config", config, "--rounds", "2", "--batch", "2"]
     assert run([*profile, "--fit", "cost.json", "--json"]) == 0
     measured = told(capsys)
@@ -96,6 +102,7 @@ def test_real_videos(
         (["eval", "none.safetensors", "--config", "quick.yaml"], "there is no file none.safetensors"),
         (["compact", "quick.yaml", "--out", "x"], "is not a VideoViT"),
         (["profile"], "name a model, or a `--config`"),
+        (["profile", "none.safetensors", "--set", "a=1"], "a model is what it is"),
         (["profile", "--config", "quick.yaml", "--dtype", "int8"], "must be one of: float32"),
     ],
 )

@@ -61,6 +61,9 @@ def test_it_goes_on_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "Accuracy on test videos" in page and "random" in page
     with pytest.raises(InputError, match="without the dense model"):
         latencies(entries[1:], tmp_path)
+    other = quick(data={"train_clips": 16, "test_clips": 12}, train={"epochs": 1, "batch_size": 4})
+    with pytest.raises(InputError, match="trained by other settings"):
+        compare(rivals(other)[:1], tmp_path, seeds=2)
     with pytest.raises(InputError, match="names of their own"):
         compare([entries[0], entries[0]], tmp_path)
     (tmp_path / ROWS).write_text('{"entry": "x"}\n')
@@ -70,7 +73,7 @@ def test_it_goes_on_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_differences_are_those_of_the_same_seed() -> None:
     def row(entry: str, seed: int, accuracy: float) -> Row:
-        return Row(entry=entry, seed=seed, clip_top1=accuracy, video_top1=accuracy, stats={})
+        return Row(entry=entry, seed=seed, settings="", clip_top1=accuracy, video_top1=accuracy, stats={})
 
     rows = [row("dense", 0, 0.5), row("dense", 1, 0.9), row("ast", 0, 0.4), row("ast", 1, 0.8)]
     found = {line["model"]: line for line in summary(rows)}

@@ -60,6 +60,7 @@ def test_a_file_that_is_not_there_names_what_is_shipped(tmp_path: Path) -> None:
         ({"ast": {"stages": {"1": 1.5}}}, "share of 1.5"),
         ({"ast": {"selector": "best"}}, "must be one of"),
         ({"mode": "ast+latency"}, "there must be settings of `latency`"),
+        ({"mode": "ast+latency", "ast": {"keep": {}}}, "learns gates"),
         ({"latency": {"model": "cost.json", "budget": 0.5}}, "and only then"),
         ({"data": {"kind": "kinetics"}}, "kinetics"),
     ],

@@ -67,7 +67,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(tmp_path: 
     assert_same(again.model, first.model)
     assert again.accuracy is not None and first.accuracy is not None
     assert again.accuracy.to_dict() == first.accuracy.to_dict() and again.stats == first.stats
-    with pytest.raises(InputError, match="of another training, with other train"):
+    with pytest.raises(InputError, match=r"of another training, with other train\.rate"):
         train(quick(train={"rate": 0.1}), tmp_path)
     (tmp_path / CHECKPOINT).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
@@ -138,6 +138,31 @@ def test_a_loss_that_is_not_finite_stops_it_and_keeps_the_checkpoint(
     steps: list[float] = []
     train(quick(), tmp_path, progress=lambda _, share: steps.append(round(12 * share)))
     assert steps[0] == 5, "the checkpoint of step 4 was kept"
+
+
+def test_a_gradient_that_is_not_finite_stops_it_before_it_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def broken(parameters: Any, most: float) -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor(float("inf")) if len(calls) == 6 else clip(parameters, most)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+    with pytest.raises(RunError, match="failed in step 6: the norm of its gradient is inf"):
+        train(quick(train={"checkpoint_every": 1}), tmp_path)
+    monkeypatch.undo()
+    steps: list[float] = []
+    train(quick(train={"checkpoint_every": 1}), tmp_path, progress=lambda _, at: steps.append(round(12 * at)))
+    assert steps[0] == 6
+
+
+def test_a_page_that_was_not_written_is_written_by_the_next_call(tmp_path: Path) -> None:
+    train(quick(), tmp_path)
+    (tmp_path / PAGE).unlink()
+    train(quick(), tmp_path)
+    assert (tmp_path / PAGE).is_file()
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

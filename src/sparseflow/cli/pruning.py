@@ -72,6 +72,7 @@ def evaluate(
 ) -> None:
     """Judge a model on the test side of the data, by clips and by videos."""
     from sparseflow.cli.progress import bar
+    from sparseflow.errors import InputError
     from sparseflow.pruning.datasets import data_of
     from sparseflow.pruning.evaluate import evaluate as judge
     from sparseflow.pruning.saved import load
@@ -80,6 +81,11 @@ def evaluate(
     loaded = load(model)
     with bar() as tell:
         data = data_of(settings, progress=_of(tell, "counting frames"))
+        if len(data.classes) != loaded.config.num_classes:
+            raise InputError(
+                f"{model} tells {loaded.config.num_classes} classes apart, and the data of {config} has "
+                f"{len(data.classes)}: judge it on what it was trained for"
+            )
         found = judge(
             loaded, data.test, batch_size=settings.train.batch_size, workers=settings.train.workers,
             device=chosen, progress=_of(tell, "judging clips"),
@@ -148,6 +154,8 @@ def profile(
 
     if (model is None) == (config is None):
         raise InputError("name a model, or a `--config` to make one with random weights")
+    if changes and config is None:
+        raise InputError("`--set` changes a `--config`, and there is none: a model is what it is")
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise InputError(f"`--dtype {dtype}` must be one of: {', '.join(kinds)}")
@@ -240,7 +248,17 @@ def compare(
             times = comparing.latencies(
                 entries, out, batch=batch, device=device, rounds=rounds, progress=_of(tell, "timing")
             )
-    command = f"sparseflow pruning compare --config {config} --seeds {seeds} --out …"
+    chosen = {
+        "--set": changes or [],
+        "--only": [only] if only else [],
+        "--batch": [batch],
+        "--rounds": [rounds],
+    }
+    options = " ".join(f"{name} {value}" for name, values in chosen.items() for value in values)
+    command = (
+        f"sparseflow pruning compare --config {config} --seeds {seeds} {options} --device {device}"
+        f"{' --ablations' if parts else ''} --out …"
+    )
     told = comparing.write_results(out, rows, times, settings=settings, device=device, command=command)
     page = write_comparison(out, told)
     if as_json:

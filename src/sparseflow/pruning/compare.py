@@ -6,6 +6,7 @@ under the model's name. The same call goes on with a comparison that was stopped
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ class Row:
     Attributes:
         entry: Its name.
         seed: Of weights, clips and their order.
+        settings: Digest of what it was trained by.
         clip_top1: Share of test clips that it got right.
         video_top1: Share of test videos.
         stats: `ast_stats` of its last step.
@@ -59,6 +61,7 @@ class Row:
 
     entry: str
     seed: int
+    settings: str
     clip_top1: float
     video_top1: float
     stats: dict[str, float]
@@ -128,7 +131,8 @@ def compare(
         progress: Called with (what was done, fraction done).
 
     Raises:
-        InputError: Two entries share a name, there is no seed, or a training's folder holds another.
+        InputError: Two entries share a name, there is no seed, or the folder holds one of them trained by
+            other settings.
         FileFormatError: A line of the folder is damaged.
         RunError: A training failed.
     """
@@ -142,6 +146,13 @@ def compare(
     writer = LineWriter(root / ROWS)
     try:
         rows = [_read(row, root / ROWS) for row in read_lines(root / ROWS)]
+        digests = {entry.name: _digest(entry.settings) for entry in entries}
+        for row in rows:
+            if digests.get(row.entry, row.settings) != row.settings:
+                raise InputError(
+                    f"{root} holds {row.entry} trained by other settings; name another folder, or remove "
+                    "this one"
+                )
         done = {(row.entry, row.seed) for row in rows}
         # All models with the first seed before any with the next: a comparison that is stopped can be read.
         wanted = [
@@ -160,7 +171,14 @@ def compare(
                 progress(f"{row.entry}, seed {row.seed}: {row.video_top1:.1%}", number / len(jobs))
     finally:
         writer.close()
-    return [row for row in rows if row.entry in names and row.seed < seeds]
+    found = [row for row in rows if row.entry in names and row.seed < seeds]
+    return sorted(found, key=lambda row: (row.seed, names.index(row.entry)))
+
+
+def _digest(settings: Settings) -> str:
+    """Of what changes the weights, but for the seed."""
+    told = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every", "seed"}})
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +203,7 @@ def _run(job: _Job) -> Row:
     return Row(
         entry=job.entry.name,
         seed=job.seed,
+        settings=_digest(settings),
         clip_top1=trained.accuracy.clip_top1,
         video_top1=trained.accuracy.video_top1,
         stats=dict(trained.stats),

@@ -76,7 +76,8 @@ def data_of(settings: Settings, *, progress: Callable[[int, int], None] | None =
         made = {
             train: MovingDigits(
                 count=told.train_clips * settings.train.epochs if train else told.test_clips,
-                train=train, seed=settings.train.seed, num_frames=model.num_frames, size=model.img_size,
+                train=train, seed=settings.train.seed if train else 0, num_frames=model.num_frames,
+                size=model.img_size,
                 speed=told.speed, clutter=told.clutter, noise=told.noise,
             )
             for train in (True, False)

@@ -16,7 +16,7 @@ from sparseflow.pruning.datasets import batches
 from sparseflow.pruning.video_vit import VideoViT
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Accuracy:
     """What a model got right.
 
@@ -46,6 +46,7 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 0,
     device: torch.device | str = "cpu",
+    amp: torch.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Accuracy:
     """Judge a model; what it prunes is gone meanwhile, as it will be in use.
@@ -56,6 +57,7 @@ def evaluate(
         batch_size: Clips of a call.
         workers: Processes that load clips.
         device: Where to compute.
+        amp: Dtype of autocast; None for none.
         progress: Called with (clips judged, clips).
     """
     device = torch.device(device)
@@ -65,7 +67,9 @@ def evaluate(
     done = 0
     with torch.inference_mode():
         for batch in batches(clips, np.arange(count), batch_size, workers=workers, device=device):
-            found["logits"].append(ready(batch["clip"]).float().cpu())
+            with torch.autocast(device.type, amp, enabled=amp is not None):
+                logits = ready(batch["clip"])
+            found["logits"].append(logits.float().cpu())
             for name in ("label", "video"):
                 found[name].append(batch[name].cpu())
             done += len(batch["label"])

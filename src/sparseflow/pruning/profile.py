@@ -81,7 +81,10 @@ def profile(
         raise InputError(f"`others` must have names of their own: {', '.join(others or {})}")
     if model.ast is None or model.compacted or not (model.ast.stages or model.ast.keep):
         raise InputError("the model must be one that prunes and is not compact: there is nothing to compare")
-    models = {DENSE: dense(model), SOFT: model, MASKED: model, COMPACT: compact(model), **(others or {})}
+    models = {DENSE: dense(model)}
+    if model.ast.selector == "ast":
+        models[SOFT] = model
+    models |= {MASKED: model, COMPACT: compact(model), **(others or {})}
     work = _work(
         models, batch=batch, device=device, dtype=dtype, compiled=compiled, mode=mode, seed=seed, soft={SOFT}
     )

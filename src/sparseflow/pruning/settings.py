@@ -179,7 +179,12 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
         found = Settings.model_validate(content)
     except ValidationError as error:
         raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
-    ASTConfig.from_dict(found.ast)
+    pruned = ASTConfig.from_dict(found.ast)
+    if found.mode == "ast+latency" and not pruned.keep:
+        raise InputError(
+            "`mode` ast+latency learns gates, and `ast` names none: give `keep`, such as {head: 1.0, "
+            "channel: 1.0}"
+        )
     if (found.mode == "ast+latency") != (found.latency is not None):
         raise InputError(
             f"`mode` (={found.mode!r}) and `latency` do not fit: with ast+latency there must be settings of "

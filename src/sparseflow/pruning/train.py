@@ -91,10 +91,11 @@ def train(
         history = History(root) if mine.rank == 0 else None
         accuracy: Accuracy | None = None
         try:
-            state = checkpoint.read(root, of, mine.device)
+            state = checkpoint.read(root, of, torch.device("cpu"))
             mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state)
+                del state
             if history is not None:
                 write_atomic(root / SETTINGS, json.dumps(settings.model_dump(mode="json"), indent=1) + "\n")
             for epoch in range(run.step // run.epoch_steps, settings.train.epochs):
@@ -106,7 +107,7 @@ def train(
                         if due and run.step % run.epoch_steps:
                             history.sync()
                             checkpoint.write(root, run.state() | {"of": of})
-                    if progress is not None:
+                    if progress is not None and mine.rank == 0:
                         what = f"epoch {epoch + 1} of {settings.train.epochs}, loss {numbers['loss']:.4f}"
                         progress(what, run.step / run.steps)
                 if history is not None:
@@ -119,6 +120,7 @@ def train(
             if history is not None:
                 accuracy = accuracy or run.judge()
                 save(run.model, root / MODEL)
+                write_page(root)
             mine.wait()
         finally:
             if history is not None:
@@ -213,14 +215,14 @@ class _Training:
             loss = loss + self.settings.latency.weight * over
         value = float(self._mine.mean(loss))
         if not math.isfinite(value):
-            raise RunError(
-                f"the training failed in step {self.step + 1}: its loss is {value}. The checkpoint before is "
-                f"kept; lower `rate` (={told.rate})"
-            )
+            raise self._failed(f"its loss is {value}")
         self._scaler.scale(loss).backward()
-        self._scaler.unscale_(self.optimizer)
+        # Averaged first: where one process' gradients overflowed, all of them leave the step out.
         self._mine.average(self.model.parameters())
+        self._scaler.unscale_(self.optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), told.clip))
+        if not math.isfinite(norm) and not self._scaler.is_enabled():
+            raise self._failed(f"the norm of its gradient is {norm}")
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.step += 1
@@ -233,6 +235,12 @@ class _Training:
             numbers["over_budget"] = float(over.detach())
         return numbers | self._stats
 
+    def _failed(self, why: str) -> RunError:
+        return RunError(
+            f"the training failed in step {self.step + 1}: {why}. The checkpoint before is kept; lower "
+            f"`rate` (={self.settings.train.rate})"
+        )
+
     def stats(self) -> dict[str, float]:
         """`ast_stats` of the last step."""
         return dict(self._stats)
@@ -240,10 +248,13 @@ class _Training:
     def judge(self) -> Accuracy:
         """The test side, all of it."""
         told = self.settings.train
-        return evaluate(
+        found = evaluate(
             self.model, self.data.test, batch_size=told.batch_size, workers=told.workers,
-            device=self._mine.device,
+            device=self._mine.device, amp=self._amp,
         )  # fmt: skip
+        if not math.isfinite(found.loss):
+            raise self._failed(f"the loss of test clips is {found.loss}")
+        return found
 
 
 def _rate(highest: float, share: float, warm_up: float) -> float:

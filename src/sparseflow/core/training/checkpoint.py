@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,19 @@ def read(folder: Path, of: Mapping[str, Any], device: torch.device) -> dict[str,
         text = next(iter(str(error).splitlines()), repr(error))
         raise FileFormatError(f"{path} is not a checkpoint that can be read: {text}; remove it") from error
     if found != of:
-        differ = sorted(name for name in {*found, *of} if found.get(name) != of.get(name))
+        one, other = dict(_flat(found)), dict(_flat(of))
+        differ = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
         raise InputError(
             f"{path} is of another training, with other {', '.join(differ)}; name another folder, or remove "
             "this one"
         )
     return state
+
+
+def _flat(of: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted names."""
+    for name, value in of.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value

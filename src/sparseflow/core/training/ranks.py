@@ -8,6 +8,7 @@ overlap to matter.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, distributed
 
 from sparseflow.errors import RunError
+
+_PATIENCE = datetime.timedelta(hours=12)
+"""That processes wait for the first one, which judges and writes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,8 @@ def ranks(device: torch.device | str) -> Iterator[Ranks]:
     """
     wanted = torch.device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted.type == "cuda" and wanted.index is not None:
+        torch.cuda.set_device(wanted)
     if size == 1:
         yield Ranks(rank=0, size=1, device=wanted)
         return
@@ -100,7 +106,7 @@ def ranks(device: torch.device | str) -> Iterator[Ranks]:
         torch.cuda.set_device(wanted)
     own = not distributed.is_initialized()
     if own:
-        distributed.init_process_group("nccl" if wanted.type == "cuda" else "gloo")
+        distributed.init_process_group("nccl" if wanted.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield Ranks(rank=distributed.get_rank(), size=distributed.get_world_size(), device=wanted)
     finally:

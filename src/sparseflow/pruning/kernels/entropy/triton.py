@@ -133,16 +133,17 @@ def entropies(
     strides = x.stride()[:3]
     over_time: Any = time_kernel
     over_space: Any = space_kernel
-    if in_time.numel():
-        over_time[(b * n,)](
-            x, windows, mask, in_time, t, n, c, len(windows), *strides, 1.0 / temperature,
-            BT=_power(t), **settings,
-        )  # fmt: skip
-    if in_space.numel():
-        over_space[(b * t, in_space.shape[2])](
-            x, starts, patches, mask, in_space, t, n, c, in_space.shape[2], *strides, 1.0 / temperature,
-            BP=PATCHES, **settings,
-        )  # fmt: skip
+    with torch.cuda.device_of(x):
+        if in_time.numel():
+            over_time[(b * n,)](
+                x, windows, mask, in_time, t, n, c, len(windows), *strides, 1.0 / temperature,
+                BT=_power(t), **settings,
+            )  # fmt: skip
+        if in_space.numel():
+            over_space[(b * t, in_space.shape[2])](
+                x, starts, patches, mask, in_space, t, n, c, in_space.shape[2], *strides, 1.0 / temperature,
+                BP=PATCHES, **settings,
+            )  # fmt: skip
     return in_time, in_space
 
 
