@@ -179,6 +179,8 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     asked = parser.parse_args()
     record = json.loads(asked.file.read_text(encoding="utf-8"))
+    if "failed" in record:
+        parser.error(f"{asked.file} is of a run that failed: {record['failed']}")
     common = {
         "device": record["environment"]["device"]["name"],
         "samples": str(asked.file.resolve().relative_to(RESULTS)),

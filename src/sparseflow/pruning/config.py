@@ -89,6 +89,11 @@ class ASTConfig:
                 f"`softness` (={self.softness}) and `strength` (={self.strength}) must not be negative"
             )
 
+    def check(self, depth: int) -> None:
+        """Raise InputError where a stage stands at a block that a model of this depth lacks."""
+        if any(block >= depth for block in self.stages):
+            raise InputError(f"`stages` names block {max(self.stages)}; the last of {depth} is {depth - 1}")
+
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types; `from_dict` reads them back."""
         return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ from sparseflow.pruning.profile import dense
 from sparseflow.pruning.video_vit import VideoViT, VideoViTConfig
 
 _TERMS = ("outside", "block", "linear", "attention", "perceptron")
+
+
+_FREE = ("drop_rate", "attn_drop", "drop_path_rate", "norm_eps", "final_norm_eps")
+"""What a model may be made of that costs nothing in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,9 @@ class LatencyModel:
         Raises:
             InputError: The model is made of other things.
         """
-        if asdict(model.config) != self.model:
-            differ = sorted(
-                name for name, value in asdict(model.config).items() if self.model.get(name) != value
-            )
+        mine = asdict(model.config).items()
+        differ = sorted(name for name, value in mine if name not in _FREE and self.model.get(name) != value)
+        if differ:
             raise InputError(
                 f"this cost model is of a model with other {', '.join(differ)}: fit one for yours"
             )
@@ -137,7 +140,7 @@ def fit(
     """Measure models with tokens, heads, channels and blocks cut at random, and fit the coefficients.
 
     Args:
-        model: Of the kind that is to be pruned.
+        model: Of the kind that is to be pruned; stages cost what its selector does.
         batch: Clips of a call.
         device: Where to measure.
         dtype: Of weights and clips.
@@ -168,7 +171,7 @@ def fit(
         return call
 
     for number in range(models):
-        cut = _cut(whole, random).to(device, dtype)
+        cut = _cut(whole, model.ast, random).to(device, dtype)
         found = compare(
             {"dense": timed(whole), "cut": timed(cut)}, rounds=rounds, baseline="dense", warmup=2,
             device=device, seed=number,
@@ -202,15 +205,17 @@ def fit(
     )
 
 
-def _cut(whole: VideoViT, random: np.random.Generator) -> VideoViT:
-    """A copy with a stage somewhere, and with heads, channels and blocks cut, as much as chance has it."""
+def _cut(whole: VideoViT, ast: ASTConfig | None, random: np.random.Generator) -> VideoViT:
+    """A model with a stage somewhere, and with heads, channels and blocks cut, as much as chance has it."""
     config = whole.config
     stage = int(random.integers(config.depth))
-    ast = ASTConfig(stages={stage: float(random.uniform(0.2, 1.0))}, selector="uniform")
-    found = VideoViT(**{**whole.to_dict(), "use_ast_prune": True, "ast_cfg": ast})
+    base = ASTConfig(selector="uniform") if ast is None else ast
+    staged = replace(base, stages={stage: float(random.uniform(0.2, 1.0))}, keep={})
+    found = VideoViT(**{**whole.to_dict(), "use_ast_prune": True, "ast_cfg": staged})
     heads = 1 + int(random.integers(config.num_heads))
     channels = max(1, int(config.channels * random.uniform(0.1, 1.0)))
     gone = random.random(config.depth) < random.choice([0.0, 0.25])
+    gone[stage] = False  # some selectors look at it
     return shaped(found, [(0, 0) if each else (heads, channels) for each in gone])
 
 

@@ -22,8 +22,12 @@ _CLOSED = {
 }
 
 
-def write_page(folder: Path | str) -> Path:
+def write_page(folder: Path | str, environment: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` into a training's folder; gives its path.
+
+    Args:
+        folder: Where the history is.
+        environment: Circumstances, as `core.environment` writes them.
 
     Raises:
         FileFormatError: The history is damaged.
@@ -58,8 +62,8 @@ def write_page(folder: Path | str) -> Path:
         title="VideoViT: a training",
         summary=f"After {train[-1]['step'] if train else 0} steps, {last}.",
         sections=[Section(title="Training", items=figures), Section(title="Epochs", items=[table])],
-        environment={},
-        reproduce="sparseflow pruning train --config …",
+        environment=environment or {},
+        reproduce="sparseflow pruning train --config settings.json --out …",
     )
     return page.write(root / PAGE)
 

@@ -13,13 +13,13 @@ from sparseflow.core.extras import require
 from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.config import ASTConfig
-from sparseflow.pruning.video_vit import VideoViT
+from sparseflow.pruning.video_vit import VideoViT, VideoViTConfig
 
 _CONFIGS = "configs"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSettings(_Model):
@@ -82,6 +82,7 @@ class TrainSettings(_Model):
 
     epochs: int = Field(default=10, ge=1)
     batch_size: int = Field(default=32, ge=1)
+    """Of each process."""
     rate: float = Field(default=1e-3, gt=0.0)
     gate_rate: float = Field(default=10.0, gt=0.0)
     """Of gates, over `rate`: an optimizer that scales gradients moves a logit by about its rate a step."""
@@ -180,6 +181,12 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
     except ValidationError as error:
         raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
     pruned = ASTConfig.from_dict(found.ast)
+    VideoViTConfig(**found.model.model_dump(), num_classes=1)
+    if found.mode != "dense":
+        pruned.check(found.model.depth)
+    end = found.train.softness_end
+    if end is not None and end > pruned.softness > 0.0:
+        raise InputError(f"`softness_end` (={end}) must not be above `softness` (={pruned.softness})")
     if found.mode == "ast+latency" and not pruned.keep:
         raise InputError(
             "`mode` ast+latency learns gates, and `ast` names none: give `keep`, such as {head: 1.0, "

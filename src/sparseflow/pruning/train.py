@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.training import checkpoint
 from sparseflow.core.training.history import History
@@ -83,12 +84,18 @@ def train(
     if root.exists() and not root.is_dir():
         raise InputError(f"`folder` (={root}) is a file; name a folder")
     root.mkdir(parents=True, exist_ok=True)
-    found = data_of(settings) if data is None else data
+    cost = None if settings.latency is None else LatencyModel.load(settings.latency.model)
+    if data is None:
+        told = (
+            None if progress is None else lambda done, of: progress(f"counting frames, {done} of {of}", 0.0)
+        )
+        data = data_of(settings, progress=told)
     with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
-        run = _Training(settings, found, mine)
-        told = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every"}})
-        of = told | {"clips": found.epoch_clips, "processes": mine.size}
+        run = _Training(settings, data, cost, mine)
+        asked = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every"}})
+        of = asked | {"clips": data.epoch_clips, "processes": mine.size}
         history = History(root) if mine.rank == 0 else None
+        circumstances = environment(str(mine.device), seed=settings.train.seed)
         accuracy: Accuracy | None = None
         try:
             state = checkpoint.read(root, of, torch.device("cpu"))
@@ -116,11 +123,11 @@ def train(
                     history.sync()
                     # Not before: a training that is stopped meanwhile judges this epoch again.
                     checkpoint.write(root, run.state() | {"of": of})
-                    write_page(root)
+                    write_page(root, circumstances)
             if history is not None:
                 accuracy = accuracy or run.judge()
                 save(run.model, root / MODEL)
-                write_page(root)
+                write_page(root, circumstances)
             mine.wait()
         finally:
             if history is not None:
@@ -131,16 +138,15 @@ def train(
 class _Training:
     """A model, its optimizer and how far they are."""
 
-    def __init__(self, settings: Settings, data: Data, mine: Ranks) -> None:
-        self.settings, self.data, self._mine = settings, data, mine
+    def __init__(self, settings: Settings, data: Data, cost: LatencyModel | None, mine: Ranks) -> None:
+        self.settings, self.data, self._cost, self._mine = settings, data, cost, mine
         told = settings.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(told.seed)
             self.model = settings.make(len(data.classes), data.channels)
         self.model.to(mine.device)
-        self._cost = None if settings.latency is None else LatencyModel.load(settings.latency.model)
-        if self._cost is not None:
-            self._cost.predict(self.model)  # which refuses another kind of model
+        if cost is not None:
+            cost.predict(self.model)  # which refuses another kind of model
         whole = told.batch_size * mine.size
         self.epoch_steps = data.epoch_clips // whole
         if self.epoch_steps < 1:
@@ -213,27 +219,36 @@ class _Training:
         if self._cost is not None and self.settings.latency is not None:
             over = over_budget(self._cost, model, self.settings.latency.budget)
             loss = loss + self.settings.latency.weight * over
-        value = float(self._mine.mean(loss))
-        if not math.isfinite(value):
-            raise self._failed(f"its loss is {value}")
         self._scaler.scale(loss).backward()
         # Averaged first: where one process' gradients overflowed, all of them leave the step out.
         self._mine.average(self.model.parameters())
         self._scaler.unscale_(self.optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), told.clip))
-        if not math.isfinite(norm) and not self._scaler.is_enabled():
-            raise self._failed(f"the norm of its gradient is {norm}")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), told.clip)
+        right = (logits.argmax(1) == batch["label"]).float().mean()
+        stats = {name: each.detach() for name, each in info["ast_stats"].items()}
+        found = {
+            "loss": self._mine.mean(loss),
+            "task": task.detach(),
+            "right": right,
+            "gradient": norm,
+            **stats,
+        }
+        if over is not None:
+            found["over_budget"] = over.detach()
+        # All at once: a GPU is waited for only here.
+        values = torch.stack([each.to(device, torch.float32) for each in found.values()]).tolist()
+        numbers = dict(zip(found, values, strict=True)) | {"rate": rate}
+        if not math.isfinite(numbers["loss"]):
+            raise self._failed(f"its loss is {numbers['loss']}")
+        if not math.isfinite(numbers["gradient"]):
+            if not self._scaler.is_enabled():
+                raise self._failed(f"the norm of its gradient is {numbers['gradient']}")
+            del numbers["gradient"]  # half precision overflowed, and the scaler leaves this step out
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.step += 1
-        self._stats = {name: float(each.detach()) for name, each in info["ast_stats"].items()}
-        right = float((logits.argmax(1) == batch["label"]).float().mean())
-        numbers = {"loss": value, "task": float(task.detach()), "right": right, "rate": rate}
-        if math.isfinite(norm):  # else half precision overflowed, and the scaler leaves this step out
-            numbers["gradient"] = norm
-        if over is not None:
-            numbers["over_budget"] = float(over.detach())
-        return numbers | self._stats
+        self._stats = {name: numbers[name] for name in stats}
+        return numbers
 
     def _failed(self, why: str) -> RunError:
         return RunError(

@@ -178,8 +178,8 @@ class VideoViT(nn.Module):
         )  # fmt: skip
         ast = ast_cfg if isinstance(ast_cfg, ASTConfig) else ASTConfig.from_dict(ast_cfg or {})
         self.ast = ast if use_ast_prune else None
-        if self.ast is not None and any(block >= depth for block in ast.stages):
-            raise InputError(f"`stages` names block {max(ast.stages)}; the last of {depth} is {depth - 1}")
+        if self.ast is not None:
+            self.ast.check(depth)
         self.compacted = False
         self.softness = ast.softness
         t, h, w = config.grid
