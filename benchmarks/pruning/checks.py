@@ -1,0 +1,73 @@
+"""Run the tests that lines 3, 4 and 5 ask for, and keep what each gave.
+
+::
+
+    PYTHONPATH=src python benchmarks/pruning/checks.py --out results/pruning/checks.json
+
+Line 3: UCF-101's loader on a generated tree of real .avi files; line 4: a training that was killed in
+mid-epoch; line 5: gradients of gates against finite differences, and what a stronger drive closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LINES = {
+    "loader": ["data/test_ucf101.py", "data/test_lists.py", "data/test_windows.py", "data/test_video.py"],
+    "resume": ["test_train.py", "-k", "sigkill"],
+    "gates": ["test_gates.py", "test_train.py", "-k", "test_gates or stronger_drive"],
+}
+
+
+def ran(arguments: list[str]) -> list[dict[str, str]]:
+    """Every test and what came of it: passed, failed or skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        asked = [f"tests/pruning/{each}" if each.endswith(".py") else each for each in arguments]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *asked], cwd=ROOT, check=False
+        )
+        # Of our own pytest.
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        return [
+            {
+                "test": f"{case.get('classname')}.{case.get('name')}",
+                "outcome": next(
+                    (kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None),
+                    "passed",
+                ),
+            }
+            for case in cases
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    record: dict[str, Any] = {"environment": environment("cpu")}
+    record["lines"] = {name: ran(arguments) for name, arguments in LINES.items()}
+    for name, cases in record["lines"].items():
+        passed = sum(case["outcome"] == "passed" for case in cases)
+        print(f"{name}: {passed} of {len(cases)} passed")
+    if asked.out:
+        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+    return int(any(case["outcome"] != "passed" for cases in record["lines"].values() for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
