@@ -179,13 +179,13 @@ def checks(record: Fields) -> Iterator[Fields]:
         ),
         "resume": (
             "4-resume",
-            "trainings killed by SIGKILL in mid-epoch that end with the weights and the history of an unbroken "
-            "one, bit for bit on a CPU",
+            "trainings killed by SIGKILL in mid-epoch that end with the weights and the history of an "
+            "unbroken one, bit for bit on a CPU",
         ),
         "gates": (
             "5-gates",
-            "tests of gates that pass: gradients against finite differences, and hard sparsity that never falls "
-            "as the drive grows (0, 0.1, 1, 10, 100; for 0.3, 0.5 and 0.75 to keep)",
+            "tests of gates that pass: gradients against finite differences, and hard sparsity that never "
+            "falls as the drive grows (0, 0.1, 1, 10, 100; for 0.3, 0.5 and 0.75 to keep)",
         ),
     }
     for name, (slug, claim) in claims.items():
