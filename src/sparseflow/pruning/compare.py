@@ -22,9 +22,10 @@ from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.core.parallel import run_each
+from sparseflow.core.training.ranks import in_turn
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.compact import compact
-from sparseflow.pruning.config import SELECTORS
+from sparseflow.pruning.config import BY_HEADS, SELECTORS
 from sparseflow.pruning.flops import flops
 from sparseflow.pruning.profile import timed
 from sparseflow.pruning.saved import load
@@ -78,7 +79,7 @@ def rivals(settings: Settings) -> list[Entry]:
     found = [Entry(name=DENSE, settings=_changed(settings, mode="dense", latency=None))]
     for selector in SELECTORS:
         ast: dict[str, Any] = dict(settings.ast) | {"selector": selector}
-        if selector in ("tome", "attention"):
+        if selector in BY_HEADS:
             keep: dict[str, float] = settings.ast.get("keep", {})
             ast["keep"] = {name: share for name, share in keep.items() if name == "channel"}
         found.append(Entry(name=selector, settings=_changed(settings, ast=ast)))
@@ -193,10 +194,7 @@ class _Job:
 def _run(job: _Job) -> Row:
     if multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)  # others train beside it
-    device = job.device
-    if device == "cuda" and torch.cuda.device_count() > 1:
-        device = f"cuda:{job.number % torch.cuda.device_count()}"
-    settings = job.entry.settings
+    settings, device = job.entry.settings, in_turn(job.device, job.number)
     told = settings.train.model_dump() | {"seed": job.seed}
     trained = train(_changed(settings, train=told), job.folder, device=device)
     assert trained.accuracy is not None

@@ -14,6 +14,9 @@ SELECTORS = ("ast", "random", "uniform", "tome", "attention")
 """Who says which tokens stay: entropies; chance; every so many; ToMe (arXiv 2210.09461), which merges the
 most alike; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
 
+BY_HEADS = ("tome", "attention")
+"""Of these, those that look at the heads of a stage's block, so that none of them can be cut."""
+
 GRAINS = ("token", "head", "channel", "block")
 
 
@@ -68,7 +71,7 @@ class ASTConfig:
                     f"{before}, what is left before it"
                 )
             before = share
-        if self.selector in ("tome", "attention") and {"head", "block"} & set(self.keep):
+        if self.selector in BY_HEADS and {"head", "block"} & set(self.keep):
             raise InputError(
                 f"`selector` {self.selector!r} looks at the heads of a stage's block: `keep` must not "
                 "name head or block"

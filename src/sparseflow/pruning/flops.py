@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sparseflow.pruning import tokens as steps
 from sparseflow.pruning.blocks import Block
+from sparseflow.pruning.config import BY_HEADS
 from sparseflow.pruning.video_vit import VideoViT
 
 
@@ -57,7 +58,7 @@ def _stage(model: VideoViT, block: Block, left: int, kept: int, front: int) -> i
         windows, cells = (len(model.score.get_buffer(name)) for name in ("windows", "cells"))
         t, n = model.score.frames, model.score.patches
         return 2 * config.embed_dim * t * n * (windows + cells)
-    if selector in ("tome", "attention"):
+    if selector in BY_HEADS:
         assert block.attention is not None
         wide = block.attention.heads * block.attention.head_dim
         found = 2 * (front + left) * config.embed_dim * 3 * wide

@@ -21,13 +21,12 @@ from torch import Tensor
 from sparseflow.core.environment import environment
 from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
-from sparseflow.core.timing import compare
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning import tokens as steps
 from sparseflow.pruning.blocks import Block
 from sparseflow.pruning.compact import shaped
 from sparseflow.pruning.config import ASTConfig
-from sparseflow.pruning.profile import dense
+from sparseflow.pruning.profile import dense, timed
 from sparseflow.pruning.video_vit import VideoViT, VideoViTConfig
 
 _TERMS = ("outside", "block", "linear", "attention", "perceptron")
@@ -156,25 +155,13 @@ def fit(
     if models < 8:
         raise InputError(f"`models` (={models}) must be at least 8: there are {len(_TERMS)} coefficients")
     regression = require("sklearn.linear_model", "pruning").LinearRegression
-    config, random = model.config, np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
-    clips = torch.randn(shape, generator=generator).to(device, dtype)
-    whole = dense(model).to(device, dtype)
+    random, whole = np.random.default_rng(seed), dense(model)
     ratios, rows, dense_ms = [], [], []
-
-    def timed(each: VideoViT) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with torch.no_grad():
-                return each(clips)
-
-        return call
-
     for number in range(models):
-        cut = _cut(whole, model.ast, random).to(device, dtype)
-        found = compare(
-            {"dense": timed(whole), "cut": timed(cut)}, rounds=rounds, baseline="dense", warmup=2,
-            device=device, seed=number,
+        cut = _cut(whole, model.ast, random)
+        found = timed(
+            {"dense": whole, "cut": cut}, baseline="dense", batch=batch, device=device, dtype=dtype,
+            rounds=rounds, warmup=2, seed=number,
         )  # fmt: skip
         ratios.append(1.0 / found.speedup("cut").median)
         dense_ms.append(found.samples("dense").median_ms)
@@ -196,7 +183,7 @@ def fit(
     every = list(range(len(y)))
     errors = [abs(float(x[out] @ solved([at for at in every if at != out])) / y[out] - 1.0) for out in every]
     return LatencyModel(
-        model=asdict(config),
+        model=asdict(model.config),
         batch=batch,
         coefficients=dict(zip(_TERMS, (scale * solved(every)).tolist(), strict=True)),
         dense_ms=scale,

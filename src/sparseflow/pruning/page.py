@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparseflow.core.report import Column, Figure, Report, Section, Table, curves, intervals
-from sparseflow.core.training.history import read_history
+from sparseflow.core.training.history import read_history, smoothed
 
 PAGE = "report.html"
-
-_POINTS = 200
-"""Points of a curve."""
 
 _CLOSED = {
     "tokens": "sparsity_token",
@@ -47,11 +44,11 @@ def write_page(folder: Path | str, environment: Mapping[str, Any] | None = None)
             for at, row in enumerate(test, start=1)
         ],
     )
-    closed = {name: _smoothed(train, key) for name, key in _CLOSED.items()}
+    closed = {name: smoothed(train, key) for name, key in _CLOSED.items()}
     figures: list[Figure] = [
-        curves("Loss in training", {"loss": _smoothed(train, "loss"), "task": _smoothed(train, "task")},
+        curves("Loss in training", {"loss": smoothed(train, "loss"), "task": smoothed(train, "task")},
                x="step", y="loss"),
-        curves("Accuracy", {"training clips": _smoothed(train, "right"),
+        curves("Accuracy", {"training clips": smoothed(train, "right"),
                             "test videos": ([float(row["step"]) for row in test],
                                             [float(row["video_top1"]) for row in test])},
                x="step", y="share that is right"),
@@ -66,14 +63,6 @@ def write_page(folder: Path | str, environment: Mapping[str, Any] | None = None)
         reproduce="sparseflow pruning train --config settings.json --out …",
     )
     return page.write(root / PAGE)
-
-
-def _smoothed(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Means of neighbours, as many as a curve has points."""
-    there = [(float(row["step"]), float(row[key])) for row in rows if key in row]
-    size = max(1, -(-len(there) // _POINTS))
-    parts = [there[first : first + size] for first in range(0, len(there), size)]
-    return [part[-1][0] for part in parts], [sum(value for _, value in part) / len(part) for part in parts]
 
 
 def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:

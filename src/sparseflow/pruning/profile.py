@@ -159,5 +159,6 @@ def dense(model: VideoViT) -> VideoViT:
     """The same model without anything pruned: no stages, and every gate open."""
     made = model.to_dict() | {"use_ast_prune": False, "ast_cfg": None}
     found = VideoViT(**made).to(model.head.weight)
-    found.load_state_dict({name: model.state_dict()[name] for name in found.state_dict()})
+    state = model.state_dict()
+    found.load_state_dict({name: state[name] for name in found.state_dict()})
     return found.eval()

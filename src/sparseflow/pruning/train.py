@@ -29,7 +29,7 @@ from sparseflow.errors import InputError, RunError
 from sparseflow.pruning.datasets import Batch, Data, batches, data_of
 from sparseflow.pruning.evaluate import Accuracy, evaluate
 from sparseflow.pruning.latency import LatencyModel, over_budget
-from sparseflow.pruning.page import write_page
+from sparseflow.pruning.page import PAGE, write_page
 from sparseflow.pruning.saved import save
 from sparseflow.pruning.settings import Settings
 from sparseflow.pruning.video_vit import VideoViT
@@ -98,7 +98,7 @@ def train(
         circumstances = environment(str(mine.device), seed=settings.train.seed)
         accuracy: Accuracy | None = None
         try:
-            state = checkpoint.read(root, of, torch.device("cpu"))
+            state = checkpoint.read(root, of)
             mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state)
@@ -121,13 +121,14 @@ def train(
                     accuracy = run.judge()
                     history.write(run.step, "test", accuracy.to_dict() | run.stats())
                     history.sync()
+                    write_page(root, circumstances)
                     # Not before: a training that is stopped meanwhile judges this epoch again.
                     checkpoint.write(root, run.state() | {"of": of})
-                    write_page(root, circumstances)
             if history is not None:
                 accuracy = accuracy or run.judge()
                 save(run.model, root / MODEL)
-                write_page(root, circumstances)
+                if not (root / PAGE).is_file():
+                    write_page(root, circumstances)
             mine.wait()
         finally:
             if history is not None:

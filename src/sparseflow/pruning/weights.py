@@ -206,6 +206,7 @@ class _Filling:
     """What a model is to be filled with, gathered weight by weight.
 
     Attributes:
+        state: The model's own weights.
         found: The model's name -> value.
         taken: The source's names that went into it.
         left: The source's names that did not, where there is a reason to tell.
@@ -213,6 +214,7 @@ class _Filling:
 
     def __init__(self, model: VideoViT, source: Source) -> None:
         self.model, self.source = model, source
+        self.state = model.state_dict()
         self.found: dict[str, Tensor] = {}
         self.taken: set[str] = set()
         self.left: dict[str, str] = {}
@@ -285,10 +287,9 @@ class _Filling:
 
     def block(self, at: int) -> None:
         theirs, dim = self.source.layers[at], self.model.config.embed_dim
-        state = self.model.state_dict()
         for name in PLAIN:
             ours = f"blocks.{at}.{name}"
-            self.found[ours] = self.take(theirs[name], *state[ours].shape)
+            self.found[ours] = self.take(theirs[name], *self.state[ours].shape)
         weights = [self.take(theirs[f"{part}.weight"], dim, dim) for part in "qkv"]
         biases = [
             self.take(theirs[f"{part}.bias"], dim) if f"{part}.bias" in theirs else weight.new_zeros(dim)

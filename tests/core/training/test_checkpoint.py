@@ -11,15 +11,14 @@ import torch
 from sparseflow.core.training import checkpoint
 from sparseflow.errors import FileFormatError, InputError
 
-CPU = torch.device("cpu")
 OF = {"steps": 3, "net": {"width": 8}}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    assert checkpoint.read(tmp_path, OF, CPU) is None
+    assert checkpoint.read(tmp_path, OF) is None
     state = {"of": OF, "step": 2, "net": {"a": torch.arange(3.0)}, "limits": {"x": 1}}
     checkpoint.write(tmp_path, state)
-    found = checkpoint.read(tmp_path, OF, CPU)
+    found = checkpoint.read(tmp_path, OF)
     assert found is not None and found["step"] == 2 and found["limits"] == {"x": 1}
     torch.testing.assert_close(found["net"], state["net"])
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
@@ -28,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_another_training_is_told_by_what_differs(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, {"of": OF, "step": 2})
     with pytest.raises(InputError, match=r"with other net\.width, seed; name another folder"):
-        checkpoint.read(tmp_path, OF | {"net": {"width": 16}, "seed": 1}, CPU)
+        checkpoint.read(tmp_path, OF | {"net": {"width": 16}, "seed": 1})
 
 
 class Evil:
@@ -42,7 +41,7 @@ def test_what_is_no_checkpoint_is_refused_and_nothing_in_it_runs(
 ) -> None:
     (tmp_path / checkpoint.FILE).write_bytes(content)
     with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.read(tmp_path, OF, CPU)
+        checkpoint.read(tmp_path, OF)
     assert capsys.readouterr().out == ""
 
 
@@ -51,7 +50,7 @@ def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / checkpoint.FILE
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.read(tmp_path, OF, CPU)
+        checkpoint.read(tmp_path, OF)
     torch.save([1, 2], path)
     with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.read(tmp_path, OF, CPU)
+        checkpoint.read(tmp_path, OF)

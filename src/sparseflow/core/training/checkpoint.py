@@ -32,13 +32,12 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
     write_atomic(folder / FILE, buffer.getvalue())
 
 
-def read(folder: Path, of: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
-    """The folder's checkpoint; None where there is none.
+def read(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The folder's checkpoint, on the CPU; None where there is none.
 
     Args:
         folder: Where to look.
         of: What it must be a state of.
-        device: Where to put tensors.
 
     Raises:
         InputError: It is of something else.
@@ -50,7 +49,7 @@ def read(folder: Path, of: Mapping[str, Any], device: torch.device) -> dict[str,
     try:
         if not zipfile.is_zipfile(path):  # which torch would else take for one of its old formats
             raise ValueError("not an archive as torch writes them")
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         found = state["of"]
     except (
         pickle.UnpicklingError,

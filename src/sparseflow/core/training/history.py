@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from sparseflow.core.jsonl import LineWriter, read_lines
 
 FILE = "losses.jsonl"
 _BOARD = "tensorboard"
+_POINTS = 200
+"""Points of a curve."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,6 +74,19 @@ def read_history(folder: Path | str) -> Iterator[dict[str, Any]]:
         FileFormatError: A line is damaged.
     """
     yield from read_lines(Path(folder) / FILE)
+
+
+def smoothed(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """A number of a history as a curve: steps, and means of neighbours, as many as a curve has points.
+
+    Args:
+        rows: Of one kind.
+        key: Name of the number; rows without it are left out.
+    """
+    there = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+    size = max(1, -(-len(there) // _POINTS))
+    parts = [there[first : first + size] for first in range(0, len(there), size)]
+    return [part[-1][0] for part in parts], [sum(value for _, value in part) / len(part) for part in parts]
 
 
 @cache

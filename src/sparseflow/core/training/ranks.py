@@ -87,6 +87,12 @@ class Ranks:
             )
 
 
+def in_turn(device: str, number: int) -> str:
+    """The device of one of many trainings at the same time: `"cuda"` is every GPU in its turn."""
+    several = device == "cuda" and torch.cuda.device_count() > 1
+    return f"cuda:{number % torch.cuda.device_count()}" if several else device
+
+
 @contextmanager
 def ranks(device: torch.device | str) -> Iterator[Ranks]:
     """This process among those that torchrun started; alone where none did.

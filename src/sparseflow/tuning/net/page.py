@@ -19,7 +19,7 @@ from sparseflow.core.report import (
     intervals,
     stacked,
 )
-from sparseflow.core.training.history import read_history
+from sparseflow.core.training.history import read_history, smoothed
 from sparseflow.tuning.comparing import Searched, read_searched
 from sparseflow.tuning.net.judge import TOP, summary
 from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
@@ -31,9 +31,6 @@ SCORES = "scores.json"
 
 SEARCHES = "searches"
 """Folder of a study that `compare_searches` fills."""
-
-_POINTS = 200
-"""Points of a curve."""
 
 
 def write_page(
@@ -168,9 +165,9 @@ def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
         folder = training(root, entry, 0, 0)
         lines = list(read_history(folder)) if folder.is_dir() else []
         for kind in kinds:
-            steps = [(float(line["step"]), float(line["loss"])) for line in lines if line.get("kind") == kind]
-            if steps:
-                found[kind][entry] = _smoothed(steps)
+            curve = smoothed((line for line in lines if line.get("kind") == kind), "loss")
+            if curve[0]:
+                found[kind][entry] = curve
     items = [
         curves(
             title,
@@ -183,16 +180,6 @@ def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
         if found[kind]
     ]
     return [Section(title="Losses", items=items)] if items else []
-
-
-def _smoothed(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Means of neighbours, as many as a curve has points."""
-    size = -(-len(steps) // _POINTS)
-    parts = [steps[first : first + size] for first in range(0, len(steps), size)]
-    return (
-        [part[-1][0] for part in parts],
-        [sum(value for _, value in part) / len(part) for part in parts],
-    )
 
 
 def _searches(found: Sequence[Searched]) -> list[Section]:

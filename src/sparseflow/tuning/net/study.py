@@ -16,6 +16,7 @@ import torch
 
 from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.core.parallel import run_each
+from sparseflow.core.training.ranks import in_turn
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.labels import LabelSet
 from sparseflow.tuning.net.baseline import Boosted
@@ -321,9 +322,7 @@ def _run(job: _Job) -> Row:
             torch.set_num_threads(1)  # others train beside it
         place = training(job.folder, job.entry.name, job.fold, job.seed)
         config = replace(job.entry.config, seed=job.seed)
-        device = job.device
-        if device == "cuda" and torch.cuda.device_count() > 1:
-            device = f"cuda:{job.number % torch.cuda.device_count()}"
+        device = in_turn(job.device, job.number)
         judged = train(config, learnt, place, held_out=held, device=device).judged
     return Row(entry=job.entry.name, fold=job.fold, seed=job.seed, families=job.families, judged=judged)
 

@@ -173,7 +173,7 @@ def train(
         of = config.to_dict() | {"tasks": len(data.groups), "labels": data.schedules, "processes": mine.size}
         history = History(root) if mine.rank == 0 else None
         try:
-            state = checkpoint.read(root, of, torch.device("cpu"))
+            state = checkpoint.read(root, of)
             mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state)
