@@ -71,6 +71,6 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and checks need ..."
-	@$(PIP) -e ".[dev,latency,tuning,pruning]"
+	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $@

@@ -11,7 +11,6 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -38,13 +37,14 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model; under torchrun, on several GPUs."""
+    from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
     from sparseflow.pruning.train import MODEL
     from sparseflow.pruning.train import train as run
 
     settings = _settings(config, changes)
     with bar() as tell:
-        trained = run(settings, out, device=_device(device), progress=tell)
+        trained = run(settings, out, device=device_of(device), progress=tell)
     if trained.accuracy is None:
         return  # another process tells
     told = {
@@ -71,13 +71,14 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Judge a model on the test side of the data, by clips and by videos."""
+    from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
     from sparseflow.errors import InputError
     from sparseflow.pruning.datasets import data_of
     from sparseflow.pruning.evaluate import evaluate as judge
     from sparseflow.pruning.saved import load
 
-    settings, chosen = _settings(config, changes), _device(device)
+    settings, chosen = _settings(config, changes), device_of(device)
     loaded = load(model)
     with bar() as tell:
         data = data_of(settings, progress=_of(tell, "counting frames"))
@@ -146,6 +147,7 @@ def profile(
     """Time a model dense, masked and compact against each other."""
     import torch
 
+    from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
     from sparseflow.errors import InputError
     from sparseflow.pruning import latency
@@ -167,7 +169,7 @@ def profile(
         classes, channels = (8, 1) if settings.data.kind == "moving_digits" else (101, 3)
         torch.manual_seed(settings.train.seed)
         loaded = settings.make(classes, channels).eval()
-    chosen = _device(device)
+    chosen = device_of(device)
     with bar() as tell:
         found = measure(
             loaded, batch=batch, device=chosen, dtype=kinds[dtype], compiled=compiled, rounds=rounds,
@@ -226,6 +228,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train AST and its rivals at equal kept tokens, and set accuracy against measured latency."""
+    from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
     from sparseflow.errors import InputError
     from sparseflow.pruning import compare as comparing
@@ -240,7 +243,7 @@ def compare(
             there = ", ".join(entry.name for entry in entries)
             raise InputError(f"`--only` names {', '.join(unknown)}; there are: {there}")
         entries = [entry for entry in entries if entry.name in names]
-    _device(device)
+    device_of(device)
     with bar() as tell:
         rows = comparing.compare(entries, out, seeds=seeds, device=device, workers=workers, progress=tell)
         times = []
@@ -278,33 +281,10 @@ def compare(
 
 def _settings(config: str, changes: list[str] | None) -> Any:
     """The settings of a file, with what `--set` says."""
-    from sparseflow.core.extras import require
-    from sparseflow.errors import InputError
+    from sparseflow.cli.options import changes_of
     from sparseflow.pruning.settings import read_settings
 
-    yaml = require("yaml", "pruning")
-    found: dict[str, Any] = {}
-    for change in changes or []:
-        name, equals, value = change.partition("=")
-        if not equals or not name:
-            raise InputError(f"`--set {change}` must be a name and a value, such as train.epochs=3")
-        try:
-            found[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InputError(f"`--set {change}` has no value that YAML can read") from error
-    return read_settings(config, found)
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    from sparseflow.errors import DeviceError, InputError
-
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"`--device {name}` must be cpu or cuda")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"`--device {name}`: torch sees no CUDA device here; use cpu")
-    return torch.device(name)
+    return read_settings(config, changes_of(changes, extra="pruning"))
 
 
 def _of(tell: Callable[[str, float], None], what: str) -> Callable[[int, int], None]:

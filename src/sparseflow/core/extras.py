@@ -32,7 +32,12 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("tensorboard", "tensorboard"),
         ),
         "adaptive": (),
-        "codesign": (),
+        "codesign": (
+            ("ortools", "ortools"),
+            ("numba", "numba"),
+            ("scipy", "scipy"),
+            ("pyyaml", "yaml"),
+        ),
         "distributed": (("ray", "ray"),),
         "dev": (
             ("pytest", "pytest"),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparseflow.core.extras import require
 from sparseflow.core.validation import first_problem
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.errors import InputError
 from sparseflow.pruning.config import ASTConfig
 from sparseflow.pruning.video_vit import VideoViT, VideoViTConfig
 
-_CONFIGS = "configs"
+_PACKAGE = "sparseflow.pruning"
 
 
 class _Model(BaseModel):
@@ -129,8 +128,7 @@ class Settings(_Model):
 
 def shipped() -> list[str]:
     """Names of the configurations that come with SparseFlow."""
-    folder = resources.files("sparseflow.pruning") / _CONFIGS
-    return sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml"))
+    return shipped_names(_PACKAGE)
 
 
 def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
@@ -145,29 +143,8 @@ def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) 
         FileFormatError: The file is not YAML, or holds something else.
         MissingExtraError: PyYAML is missing.
     """
-    yaml = require("yaml", "pruning")
-    if str(source) in shipped():
-        text = (resources.files("sparseflow.pruning") / _CONFIGS / f"{source}.yaml").read_text("utf-8")
-    else:
-        file = Path(source)
-        if not file.is_file():
-            raise InputError(f"there is no file {file}; these come with SparseFlow: {', '.join(shipped())}")
-        text = file.read_text("utf-8", errors="replace")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FileFormatError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise FileFormatError(f"{source} must hold settings by name, such as `mode: ast`")
-    for name, value in (changes or {}).items():
-        at = content
-        *parts, last = name.split(".")
-        for part in parts:
-            at = at.setdefault(part, {})
-            if not isinstance(at, dict):
-                raise InputError(f"`{name}` is no setting: `{part}` has no parts")
-        at[last] = value
-    return settings_of(content, str(source))
+    content = read_yaml(source, package=_PACKAGE, extra="pruning")
+    return settings_of(changed(content, changes or {}), str(source))
 
 
 def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:

@@ -60,7 +60,7 @@ def before_after(
             f"{title}: {len(labels)} labels, {len(before)} and {len(after)} values; "
             "there must be as many of each, and at least one"
         )
-    with _drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+    with drawing(rows=len(labels), row_in=0.42) as (figure, axes):
         places = range(len(labels))
         height = 0.36
         axes.barh([p - height / 2 for p in places], before, height=height, color=BEFORE, label=names[0])
@@ -120,7 +120,7 @@ def intervals(
             f"{title}: {len(labels)} labels, {len(medians)} medians, {len(lows)} and {len(highs)} ends; "
             "there must be as many of each, and at least one"
         )
-    with _drawing(rows=len(labels), row_in=0.34) as (figure, axes):
+    with drawing(rows=len(labels), row_in=0.34) as (figure, axes):
         for place, (median, low, high) in enumerate(zip(medians, lows, highs, strict=True)):
             colour = (
                 AFTER
@@ -174,7 +174,7 @@ def samples(
 
     # A fixed seed: the scatter only keeps dots apart, and the same run must draw the same page.
     jitter = np.random.default_rng(0)
-    with _drawing(rows=len(times), row_in=0.55) as (figure, axes):
+    with drawing(rows=len(times), row_in=0.55) as (figure, axes):
         medians = []
         for place, values in enumerate(times.values()):
             medians.append(float(np.median(values)))
@@ -221,7 +221,7 @@ def predicted_measured(
     from matplotlib.ticker import LogFormatter
 
     low, high = min(map(min, dots)) / 1.25, max(map(max, dots)) * 1.25
-    with _drawing(rows=1, row_in=4.6) as (figure, axes):
+    with drawing(rows=1, row_in=4.6) as (figure, axes):
         axes.fill_between(
             [low, high], [(1 - band) * low, (1 - band) * high], [(1 + band) * low, (1 + band) * high],
             color=GRID, linewidth=0, label=f"±{100 * band:.0f} %",
@@ -281,7 +281,7 @@ def curves(
     lengths = {name: (len(places), len(values)) for name, (places, values) in series.items()}
     if not lengths or any(first != second or not first for first, second in lengths.values()):
         raise InputError(f"{title}: as many places as values, and some, are needed; there are {lengths}")
-    with _drawing(rows=1, row_in=3.2) as (figure, axes):
+    with drawing(rows=1, row_in=3.2) as (figure, axes):
         for number, (name, (places, values)) in enumerate(series.items()):
             colour = _COLOURS[number % len(_COLOURS)]
             dashes = _DASHES[number // len(_COLOURS) % len(_DASHES)]
@@ -323,7 +323,7 @@ def stacked(
     if not labels or not parts or any(len(values) != len(labels) for values in parts.values()):
         lengths = {name: len(values) for name, values in parts.items()}
         raise InputError(f"{title}: {len(labels)} bars need as many values of each part; there are {lengths}")
-    with _drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+    with drawing(rows=len(labels), row_in=0.42) as (figure, axes):
         left = [0.0] * len(labels)
         for number, (name, values) in enumerate(parts.items()):
             colour = _COLOURS[number % len(_COLOURS)]
@@ -341,7 +341,7 @@ def stacked(
 
 
 @contextmanager
-def _drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
+def drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, high enough for `rows` rows, in SparseFlow's style."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas

@@ -1,0 +1,55 @@
+"""A training that someone else drives: epochs one at a time, with one more term in its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparseflow.core.layers import LayeredModel, LayerNode
+
+
+class Task(Protocol):
+    """A model that is being trained, which can list its layers.
+
+    Attributes:
+        epochs: Epochs that there are.
+    """
+
+    epochs: int
+
+    def train_epoch(
+        self, extra: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
+    ) -> Mapping[str, float]:
+        """Train for one epoch more.
+
+        Args:
+            extra: One more term of the loss, of each step.
+            progress: Called with (what was done, fraction of the epoch).
+
+        Returns:
+            Means over the epoch's steps, such as `"loss"`.
+        """
+        ...
+
+    def accuracy(self) -> float:
+        """On data that is not trained on, from 0 to 1, as the model will be used."""
+        ...
+
+    def soft_layers(self) -> Sequence[LayerNode]:
+        """Layers with figures that gradients go through to whatever decides how large they are."""
+        ...
+
+    def finished(self) -> LayeredModel:
+        """The model as it will be used, real sparsity and all; a copy."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes: tensors, numbers, texts, lists and dictionaries of these."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        ...

@@ -1,0 +1,73 @@
+"""Settings in YAML: files that users write, and those that come with a wing in its `configs/`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.extras import require
+from sparseflow.errors import FileFormatError, InputError
+
+_FOLDER, _SUFFIX = "configs", ".yaml"
+
+
+def shipped_names(package: str) -> list[str]:
+    """Names of the configurations that come with a wing, such as `"sparseflow.pruning"`."""
+    there = (resources.files(package) / _FOLDER).iterdir()
+    return sorted(each.name.removesuffix(_SUFFIX) for each in there if each.name.endswith(_SUFFIX))
+
+
+def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]:
+    """What a file of settings holds.
+
+    Args:
+        source: A file, or the name of a configuration that comes with the wing.
+        package: The wing.
+        extra: The extra that brings PyYAML.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: It is not YAML, or holds something else than settings by name.
+        MissingExtraError: PyYAML is missing.
+    """
+    yaml = require("yaml", extra)
+    names = shipped_names(package)
+    if str(source) in names:
+        text = (resources.files(package) / _FOLDER / f"{source}{_SUFFIX}").read_text("utf-8")
+    else:
+        file = Path(source)
+        if not file.is_file():
+            raise InputError(f"there is no file {file}; these come with SparseFlow: {', '.join(names)}")
+        text = file.read_text("utf-8", errors="replace")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FileFormatError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise FileFormatError(f"{source} must hold settings by name, such as `name: value`")
+    return content
+
+
+def changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with some of them changed.
+
+    Args:
+        content: As `read_yaml` gives them; left as they are.
+        changes: `"train.epochs"` -> a value that goes before.
+
+    Raises:
+        InputError: A name leads through something that has no parts.
+    """
+    found = copy.deepcopy(dict(content))
+    for name, value in changes.items():
+        at: Any = found
+        *parts, last = name.split(".")
+        for part in parts:
+            at = at.setdefault(part, {})
+            if not isinstance(at, dict):
+                raise InputError(f"`{name}` is no setting: `{part}` has no parts")
+        at[last] = value
+    return found
