@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
 
 def tiny(ast: dict[str, Any] | None = None, *, seed: int = 0, **others: Any) -> VideoViT:
     """A model as it is made, in evaluation mode; `ast` is its `ast_cfg`, and without it nothing is pruned."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return VideoViT(**SIZES | {"use_ast_prune": ast is not None, "ast_cfg": ast} | others).eval()
 

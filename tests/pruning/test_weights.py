@@ -231,7 +231,7 @@ def test_a_still_clip_embeds_as_its_image(position: str, tubelet: int) -> None:
     load_pretrained(model, reference.state_dict())
     image = clips(ours(OURS))
     with torch.no_grad():
-        found = model._embed(image.expand(-1, 4, -1, -1, -1)).x
+        found = model.embed(image.expand(-1, 4, -1, -1, -1)).x
         wanted = reference.vit.embeddings(image[:, 0])
     assert far(found[:, 0], wanted[:, 0]) <= TOLERANCE
     for frame in found[:, 1:].unflatten(1, (4 // tubelet, 9)).unbind(1):

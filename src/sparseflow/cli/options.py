@@ -20,18 +20,17 @@ def changes_of(changes: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
         InputError: One is not a name and a value.
         MissingExtraError: PyYAML is missing.
     """
-    from sparseflow.core.extras import require
+    from sparseflow.core.yaml_files import parsed
     from sparseflow.errors import InputError
 
-    yaml = require("yaml", extra)
     found: dict[str, Any] = {}
     for change in changes or []:
         name, equals, value = change.partition("=")
         if not equals or not name:
             raise InputError(f"`--set {change}` must be a name and a value, such as train.epochs=3")
         try:
-            found[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            found[name] = parsed(value, extra=extra)
+        except ValueError as error:
             raise InputError(f"`--set {change}` has no value that YAML can read") from error
     return found
 
@@ -41,14 +40,21 @@ def device_of(name: str) -> torch.device:
 
     Raises:
         InputError: It is neither a CPU nor a CUDA device.
-        DeviceError: There is no CUDA device here.
+        DeviceError: There is no such CUDA device here.
     """
     import torch
 
     from sparseflow.errors import DeviceError, InputError
 
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"`--device {name}` must be cpu or cuda")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"`--device {name}`: torch sees no CUDA device here; use cpu")
-    return torch.device(name)
+    try:
+        found = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
+    except RuntimeError:
+        found = None
+    if found is None:
+        raise InputError(f"`--device {name}` must be cpu or cuda, or a GPU by number: cuda:0")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"`--device {name}`: torch sees {torch.cuda.device_count() or 'no'} CUDA device here; name "
+            "another, or use cpu"
+        )
+    return found

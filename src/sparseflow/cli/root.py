@@ -36,6 +36,10 @@ class Lazy:
 
 
 LAZY = {
+    "codesign": Lazy(
+        target="sparseflow.cli.codesign:app",
+        help="Co-design: choose chips, partition a model over them, and run it.",
+    ),
     "demo": Lazy(
         target="sparseflow.cli.demo:demo",
         help="Measure the shipped network on this machine, dense and optimised, and write a report.",

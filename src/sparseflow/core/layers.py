@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 LAYER_TYPES = ("embed", "attention", "mlp", "head")
@@ -104,10 +105,14 @@ class LayeredModel(Protocol):
         """What a split of it replaces: `Splittable`, or an `nn.Linear` whose columns are shared out."""
         ...
 
+    def importance(self, layer: int) -> Tensor:
+        """How much each unit of a layer that can be split counts, [units]; larger is more."""
+        ...
+
     def replace(self, layer: int, module: nn.Module) -> None:
         """Put another module of the same call in its place."""
         ...
 
-    def modules_of(self, layer: int) -> Sequence[nn.Module]:
-        """All that holds parameters of the layer: what must be on the device that runs it."""
+    def only(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
+        """A copy that holds what these layers need, on a device, and can run no others."""
         ...

@@ -33,22 +33,45 @@ def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]
         FileFormatError: It is not YAML, or holds something else than settings by name.
         MissingExtraError: PyYAML is missing.
     """
-    yaml = require("yaml", extra)
+    require("yaml", extra)
     names = shipped_names(package)
     if str(source) in names:
         text = (resources.files(package) / _FOLDER / f"{source}{_SUFFIX}").read_text("utf-8")
     else:
         file = Path(source)
-        if not file.is_file():
+        try:
+            there = file.is_file()
+        except OSError:  # a name that no file can have
+            there = False
+        if not there:
             raise InputError(f"there is no file {file}; these come with SparseFlow: {', '.join(names)}")
         text = file.read_text("utf-8", errors="replace")
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FileFormatError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+        content = parsed(text, extra=extra)
+    except ValueError as error:
+        raise FileFormatError(f"{source} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise FileFormatError(f"{source} must hold settings by name, such as `name: value`")
     return content
+
+
+def parsed(text: str, *, extra: str) -> Any:
+    """What a text in YAML says.
+
+    Args:
+        text: The text.
+        extra: The extra that brings PyYAML.
+
+    Raises:
+        ValueError: It is not YAML, or a value in it is none of its type; in a line.
+        MissingExtraError: PyYAML is missing.
+    """
+    yaml = require("yaml", extra)
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # Values that look like dates, numbers or truths and are none raise what Python raises for them.
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +84,7 @@ def changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     Raises:
         InputError: A name leads through something that has no parts.
     """
-    found = copy.deepcopy(dict(content))
+    found = _unshared(dict(content))
     for name, value in changes.items():
         at: Any = found
         *parts, last = name.split(".")
@@ -69,5 +92,14 @@ def changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
             at = at.setdefault(part, {})
             if not isinstance(at, dict):
                 raise InputError(f"`{name}` is no setting: `{part}` has no parts")
-        at[last] = value
+        at[last] = _unshared(value)
     return found
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which nothing is in two places: YAML's aliases would change together."""
+    if isinstance(value, dict):
+        return {name: _unshared(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_unshared(each) for each in value]
+    return copy.deepcopy(value)

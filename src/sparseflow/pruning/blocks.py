@@ -33,15 +33,23 @@ class Attention(nn.Module):
         head_dim: Width of a head.
         dropout: Of attention, in training.
         out_dropout: Of what is put out, in training.
+        bias: Whether the last layer has one.
     """
 
     def __init__(
-        self, dim: int, heads: int, head_dim: int, *, dropout: float = 0.0, out_dropout: float = 0.0
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        *,
+        dropout: float = 0.0,
+        out_dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
         self.qkv = nn.Linear(dim, 3 * heads * head_dim)
-        self.proj = nn.Linear(heads * head_dim, dim)
+        self.proj = nn.Linear(heads * head_dim, dim, bias=bias)
         self.out_dropout = nn.Dropout(out_dropout)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
@@ -87,6 +95,36 @@ class Attention(nn.Module):
         """Keys, mean over heads, [B, S, head_dim]: what ToMe compares."""
         return self._split(x)[1].mean(1)
 
+    @torch.no_grad()
+    def part(self, units: Tensor, *, bias: bool) -> Attention:
+        """Some heads only, with weights of their own; see `core.layers.Splittable`.
+
+        Args:
+            units: Which heads, int64, [u].
+            bias: Whether the last layer's bias is in it.
+        """
+        dim, size = self.proj.out_features, self.head_dim
+        found = Attention(
+            dim, len(units), size, dropout=self.dropout, out_dropout=self.out_dropout.p, bias=bias
+        ).to(self.proj.weight)  # fmt: skip
+        for name in ("weight", "bias"):
+            value: Tensor = getattr(self.qkv, name)
+            mine = value.view(3, self.heads, size, *value.shape[1:])[:, units]
+            getattr(found.qkv, name).copy_(mine.flatten(0, 2))
+        found.proj.weight.copy_(self.proj.weight.view(dim, self.heads, size)[:, units].flatten(1))
+        if bias:
+            found.proj.bias.copy_(self.proj.bias)
+        return found.train(self.training)
+
+    @torch.no_grad()
+    def importance(self) -> Tensor:
+        """The norm of what each head makes of a token, its values' weights times its output's, [heads]."""
+        dim, size = self.proj.out_features, self.head_dim
+        values = self.qkv.weight.view(3, self.heads, size, -1)[2]
+        out = self.proj.weight.view(dim, self.heads, size).movedim(1, 0)
+        # |A B|^2 is the trace of (A^T A) (B B^T), both of a head's width.
+        return ((out.mT @ out) * (values @ values.mT)).sum((1, 2)).sqrt()
+
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         b, s, _ = x.shape
         q, k, v = self.qkv(x).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -100,12 +138,13 @@ class Perceptron(nn.Module):
         dim: Width of a token.
         channels: Hidden channels.
         dropout: Of both layers' outputs, in training.
+        bias: Whether the last layer has one.
     """
 
-    def __init__(self, dim: int, channels: int, *, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, channels: int, *, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         self.up = nn.Linear(dim, channels)
-        self.down = nn.Linear(channels, dim)
+        self.down = nn.Linear(channels, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -114,6 +153,29 @@ class Perceptron(nn.Module):
         if gate is not None:
             hidden = hidden * gate.to(hidden.dtype)
         return self.dropout(self.down(self.dropout(hidden)))
+
+    @torch.no_grad()
+    def part(self, units: Tensor, *, bias: bool) -> Perceptron:
+        """Some hidden channels only, with weights of their own; see `core.layers.Splittable`.
+
+        Args:
+            units: Which channels, int64, [u].
+            bias: Whether the last layer's bias is in it.
+        """
+        found = Perceptron(
+            self.down.out_features, len(units), dropout=self.dropout.p, bias=bias
+        ).to(self.down.weight)  # fmt: skip
+        found.up.weight.copy_(self.up.weight[units])
+        found.up.bias.copy_(self.up.bias[units])
+        found.down.weight.copy_(self.down.weight[:, units])
+        if bias:
+            found.down.bias.copy_(self.down.bias)
+        return found.train(self.training)
+
+    @torch.no_grad()
+    def importance(self) -> Tensor:
+        """The norm of each channel's weights in, times that of those out, [channels]."""
+        return self.up.weight.norm(dim=1) * self.down.weight.norm(dim=0)
 
 
 class Block(nn.Module):
@@ -145,14 +207,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None) -> Tensor:
         """x: [B, S, dim]; bias: see `Attention.forward`."""
+        return self.perceive(self.attend(x, bias, gates), gates)
+
+    def attend(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None) -> Tensor:
+        """The first half; x as it is where the block was removed."""
+        if self.attention is None:
+            return x
+        assert self.norm1 is not None
         gates = gates or BlockGates()
-        if self.attention is not None:
-            assert self.norm1 is not None
-            x = x + self._branch(self.attention(self.norm1(x), bias, gates.head), gates.block)
-        if self.perceptron is not None:
-            assert self.norm2 is not None
-            x = x + self._branch(self.perceptron(self.norm2(x), gates.channel), gates.block)
-        return x
+        return x + self._branch(self.attention(self.norm1(x), bias, gates.head), gates.block)
+
+    def perceive(self, x: Tensor, gates: BlockGates | None = None) -> Tensor:
+        """The second half; x as it is where the block was removed."""
+        if self.perceptron is None:
+            return x
+        assert self.norm2 is not None
+        gates = gates or BlockGates()
+        return x + self._branch(self.perceptron(self.norm2(x), gates.channel), gates.block)
 
     def _branch(self, found: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:

@@ -56,28 +56,16 @@ def _cut(block: Block, gates: dict[str, Tensor]) -> None:
 
 def _cut_heads(whole: Attention, gate: Tensor) -> Attention:
     kept = gate.nonzero()[:, 0]
-    dim, size = whole.proj.out_features, whole.head_dim
-    found = Attention(
-        dim, len(kept), size, dropout=whole.dropout, out_dropout=whole.out_dropout.p
-    ).to(whole.proj.weight)  # fmt: skip
-    for name in ("weight", "bias"):
-        value: Tensor = getattr(whole.qkv, name)
-        parts = value.view(3, whole.heads, size, *value.shape[1:])[:, kept]
-        getattr(found.qkv, name).copy_(parts.flatten(0, 2))
-    columns = whole.proj.weight.view(dim, whole.heads, size)[:, kept] * gate[kept][:, None]
-    found.proj.weight.copy_(columns.flatten(1))
-    found.proj.bias.copy_(whole.proj.bias)
-    return found.eval()
+    found = whole.part(kept, bias=True)
+    found.proj.weight.unflatten(1, (-1, whole.head_dim)).mul_(gate[kept][:, None])
+    return found
 
 
 def _cut_channels(whole: Perceptron, gate: Tensor) -> Perceptron:
     kept = gate.nonzero()[:, 0]
-    found = Perceptron(whole.down.out_features, len(kept), dropout=whole.dropout.p).to(whole.down.weight)
-    found.up.weight.copy_(whole.up.weight[kept])
-    found.up.bias.copy_(whole.up.bias[kept])
-    found.down.weight.copy_(whole.down.weight[:, kept] * gate[kept])
-    found.down.bias.copy_(whole.down.bias)
-    return found.eval()
+    found = whole.part(kept, bias=True)
+    found.down.weight.mul_(gate[kept])
+    return found
 
 
 def units(model: VideoViT) -> list[tuple[int, int]]:

@@ -6,10 +6,85 @@ of a percent, and is left out, as is usual.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
 from sparseflow.pruning import tokens as steps
 from sparseflow.pruning.blocks import Block
 from sparseflow.pruning.config import BY_HEADS
 from sparseflow.pruning.video_vit import VideoViT
+
+Amount = TypeVar("Amount", int, Tensor)
+"""How many units there are; a tensor where gates say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPass:
+    """What one block does in a forward pass over one clip.
+
+    Attributes:
+        at: Its number.
+        heads: Heads; 0 where the block was removed.
+        wide: Width of all heads together.
+        channels: Hidden channels; 0 where the block was removed.
+        staged: Whether a stage stands before it.
+        stage: Operations of what says which tokens stay.
+        front: Tokens in front of the grid's as the block begins, after its stage.
+        left: Tokens of the grid, likewise.
+    """
+
+    at: int
+    heads: int
+    wide: int
+    channels: int
+    staged: bool
+    stage: int
+    front: int
+    left: int
+
+    @property
+    def tokens(self) -> int:
+        """What its halves see."""
+        return self.front + self.left
+
+
+def passes(model: VideoViT, *, gone: bool) -> Iterator[BlockPass]:
+    """Blocks in order; `gone` says whether tokens that stages drop are."""
+    total = model.config.tokens
+    front, left = int(model.config.pool == "cls"), total
+    for at, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        staged, stage = model.ast is not None and at in model.ast.stages, 0
+        if model.ast is not None and staged:
+            kept = steps.count(model.ast.stages[at], total)
+            stage = _stage(model, block, left, kept, front)
+            front += int(model.ast.merge and model.ast.selector != "tome")
+            # ToMe has no mask: what it merges is merged.
+            left = kept if gone or model.ast.selector == "tome" else total
+        heads = 0 if block.attention is None else block.attention.heads
+        yield BlockPass(
+            at=at, heads=heads, wide=0 if block.attention is None else heads * block.attention.head_dim,
+            channels=0 if block.perceptron is None else block.perceptron.up.out_features,
+            staged=staged, stage=stage, front=front, left=left,
+        )  # fmt: skip
+
+
+def projections(tokens: int, dim: int, wide: Amount) -> Amount:
+    """Operations of an attention's two layers, with heads `wide` together."""
+    return 2 * tokens * dim * 4 * wide
+
+
+def products(tokens: int, wide: Amount) -> Amount:
+    """Operations of an attention's two products."""
+    return 2 * 2 * tokens * tokens * wide
+
+
+def perceptrons(tokens: int, dim: int, channels: Amount) -> Amount:
+    """Operations of a perceptron's two layers."""
+    return 2 * 2 * tokens * dim * channels
 
 
 def flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, int]:
@@ -24,28 +99,15 @@ def flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, int]:
         `"patch"`, `"linear"` (projections of attention), `"attention"` (its two products), `"perceptron"`,
         `"stage"` (what says which tokens stay), `"head"`, and `"total"`.
     """
-    config = model.config
-    dim, total = config.embed_dim, config.tokens
-    gone = model.compacted if dropped is None else dropped
+    config, dim = model.config, model.config.embed_dim
     found = dict.fromkeys(("patch", "linear", "attention", "perceptron", "stage", "head"), 0)
-    found["patch"] = 2 * total * model.patch.in_features * dim
+    found["patch"] = 2 * config.tokens * model.patch.in_features * dim
     found["head"] = 2 * dim * config.num_classes
-    front, left = int(config.pool == "cls"), total
-    for at, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        if model.ast is not None and at in model.ast.stages:
-            kept = steps.count(model.ast.stages[at], total)
-            found["stage"] += _stage(model, block, left, kept, front)
-            front += int(model.ast.merge and model.ast.selector != "tome")
-            # ToMe has no mask: what it merges is merged.
-            left = kept if gone or model.ast.selector == "tome" else total
-        tokens = front + left
-        if block.attention is not None:
-            wide = block.attention.heads * block.attention.head_dim
-            found["linear"] += 2 * tokens * dim * 4 * wide
-            found["attention"] += 2 * 2 * tokens * tokens * wide
-        if block.perceptron is not None:
-            found["perceptron"] += 2 * 2 * tokens * dim * block.perceptron.up.out_features
+    for each in passes(model, gone=model.compacted if dropped is None else dropped):
+        found["stage"] += each.stage
+        found["linear"] += projections(each.tokens, dim, each.wide)
+        found["attention"] += products(each.tokens, each.wide)
+        found["perceptron"] += perceptrons(each.tokens, dim, each.channels)
     return found | {"total": sum(found.values())}
 
 

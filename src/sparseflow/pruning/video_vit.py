@@ -245,7 +245,7 @@ class VideoViT(nn.Module):
         Raises:
             SampleError: Clips of another shape, none at all, or not of a floating dtype.
         """
-        tokens = self._embed(self._checked(x, layout))
+        tokens = self.embed(self.checked(x, layout))
         features: Tensor | None = None
         masks: dict[int, Tensor] = {}
         gates = None if self.gates is None else self.gates.values(hard=not self.training)
@@ -254,12 +254,12 @@ class VideoViT(nn.Module):
             if at in stages:
                 if features is None:
                     features = tokens.grid
-                tokens = self._stage(tokens, at, masks)
+                tokens = self.stage(tokens, at, masks)
             mine = None
             if gates is not None:
                 mine = BlockGates(**{grain: gate[at] for grain, gate in gates.items()})
             tokens = replace(tokens, x=block(tokens.x, tokens.bias, mine))
-        logits = self.head(self.norm(self._pool(tokens)))
+        logits = self.classify(tokens)
         if not return_intermediate:
             return logits
         t, h, w = self.config.grid
@@ -268,8 +268,12 @@ class VideoViT(nn.Module):
         info = {"token_feat": features.unflatten(1, (t, h * w)), "ast_stats": self._stats(tokens, masks)}
         return logits, info
 
-    def _checked(self, x: Tensor, layout: Layout) -> Tensor:
-        """Clips as [B, T, C, H, W]."""
+    def checked(self, x: Tensor, layout: Layout = "BTCHW") -> Tensor:
+        """Clips as [B, T, C, H, W], in the dtype of the weights.
+
+        Raises:
+            SampleError: As `forward`.
+        """
         if layout not in ("BTCHW", "BCTHW"):
             raise SampleError(f"`layout` (={layout!r}) must be BTCHW or BCTHW")
         config = self.config
@@ -289,9 +293,11 @@ class VideoViT(nn.Module):
                 f"{len(x)} clips of {x.dtype}; there must be at least one, of a floating dtype: convert "
                 "pixels, and normalise them as in training"
             )
-        return x.to(self.patch.weight.dtype)
+        # Not that of `patch`, which may have been replaced.
+        return x.to((self.position if config.position == "joint" else self.position_space).dtype)
 
-    def _embed(self, x: Tensor) -> Tokens:
+    def embed(self, x: Tensor) -> Tokens:
+        """Tokens of clips that `checked` gave."""
         config = self.config
         t, h, w = config.grid
         p, f = config.patch_size, config.tubelet_size
@@ -308,7 +314,8 @@ class VideoViT(nn.Module):
         place = torch.arange(config.tokens, device=x.device).expand(b, -1)
         return Tokens(x=self.dropout(found), front=int(self.cls is not None), place=place)
 
-    def _stage(self, tokens: Tokens, at: int, masks: dict[int, Tensor]) -> Tokens:
+    def stage(self, tokens: Tokens, at: int, masks: dict[int, Tensor]) -> Tokens:
+        """What the stage before a block leaves; soft masks are put into `masks`."""
         assert self.ast is not None
         ast, kept = self.ast, steps.count(self.ast.stages[at], self.config.tokens)
         if ast.selector == "tome":
@@ -366,8 +373,12 @@ class VideoViT(nn.Module):
         there = there.scatter(1, tokens.place, True).view(b, t, h * w)
         return self.score(full.unflatten(1, (t, h * w)), there).flatten(1).gather(1, tokens.place)
 
+    def classify(self, tokens: Tokens) -> Tensor:
+        """Class scores from the last tokens, [B, num_classes]."""
+        return self.head(self.norm(self._pool(tokens)))
+
     def _pool(self, tokens: Tokens) -> Tensor:
-        if self.cls is not None:
+        if self.config.pool == "cls":
             return tokens.x[:, 0]
         weight = tokens.size if tokens.weight is None else tokens.weight
         if weight is None:

@@ -243,7 +243,7 @@ class _Filling:
             kernel = kernel[:, :, None].expand(-1, -1, frames, -1, -1) / frames
         else:
             kernel = self.take(prefix + KERNEL, dim, config.in_chans, frames, p, p)
-        # `VideoViT._embed` flattens a patch as (channels, frames, rows, columns): as a kernel is.
+        # `VideoViT.embed` flattens a patch as (channels, frames, rows, columns): as a kernel is.
         self.found["patch.weight"] = kernel.flatten(1)
         self.found["patch.bias"] = self.take(prefix + KERNEL.replace("weight", "bias"), dim)
 

@@ -1,0 +1,142 @@
+r"""How well the hardware proxy predicts layers that it has not seen.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/codesign/proxy.py --device cuda --points 720 --out results/codesign/proxy-cuda.json \
+        --keep results/codesign/proxy-cuda.parquet
+    python benchmarks/codesign/proxy.py --device cpu --points 150 --threads 1 --tdp-w 65 \
+        --out results/codesign/proxy-cpu.json --keep results/codesign/proxy-cpu.parquet
+
+Layers of all types are drawn from a grid and measured, each configuration once; on a GPU as CUDA graphs, in
+float32 (without TF32), bfloat16 and float16. Every configuration is predicted by a proxy that was fitted
+without it, and by a roofline that was fitted to the same points. All points are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.codesign.chips import read_library
+from sparseflow.codesign.profile import Measuring, profile_grid
+from sparseflow.codesign.proxy import DeviceSpec, Grid, Point, device_here, fit, judge, read_points
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.core.timing import measure
+
+TARGETS = {"median_error": 0.10, "spearman": 0.95}
+LAYERS, DEVICES = 30, 8
+
+
+def collected(asked: argparse.Namespace, file: Path) -> tuple[list[Point], dict[str, Any]]:
+    """Points, and how they were taken."""
+    cuda = asked.device.startswith("cuda")
+    precisions = tuple(asked.precisions or (["float32", "bfloat16", "float16"] if cuda else ["float32"]))
+    grid = Grid(precisions=precisions) if cuda else Grid.small(precisions)
+    how = Measuring(
+        mode=asked.mode or ("graph" if cuda else "eager"), repeats=asked.repeats,
+        power_share=asked.power_share if cuda else 0.0,
+    )  # fmt: skip
+    begun = time.monotonic()
+    # A file that is gone on with says what the device is: ceilings differ a little each time.
+    there = read_points(file, missing_ok=True).points
+    spec = there[0].device if there else device_here(asked.device, tdp_w=asked.tdp_w, idle_w=asked.idle_w)
+    ceilings_s = time.monotonic() - begun
+
+    def progress(done: int, of: int) -> None:
+        if done % 50 == 0 or done == of:
+            print(f"{done} of {of} configurations", file=sys.stderr)
+
+    found = profile_grid(
+        file, spec, points=asked.points, device=asked.device, grid=grid, how=how, budget_s=asked.budget_s,
+        seed=asked.seed, progress=progress,
+    )  # fmt: skip
+    took = {"ceilings_s": round(ceilings_s, 2), "points_s": round(time.monotonic() - begun - ceilings_s, 2)}
+    return found, {"mode": how.mode, "precisions": precisions, "took": took, "device_spec": spec.to_dict()}
+
+
+def table_ms(asked: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
+    """Median time of a table of costs."""
+    layers = [each.node(at) for at, each in enumerate(Grid().draw(LAYERS, asked.seed + 1))]
+    chips = read_library().chips
+    devices = [spec, *(chips[at % len(chips)] for at in range(DEVICES - 1))]
+    return measure(lambda: proxy.table(layers, devices), repeats=50).median_ms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--points", type=int, default=150, help="configurations")
+    parser.add_argument("--precisions", nargs="*", help="all three on a GPU, float32 on a CPU by default")
+    parser.add_argument("--mode", choices=("eager", "graph"), help="graph on a GPU by default")
+    parser.add_argument("--repeats", type=int, default=9, help="samples of each configuration")
+    parser.add_argument("--power-share", type=float, default=0.06, help="of configurations, on a GPU")
+    parser.add_argument("--tdp-w", type=float, help="watts at full load; on a GPU its limit by default")
+    parser.add_argument("--idle-w", type=float, help="watts at rest; on a GPU measured by default")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="begin nothing after so long")
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--keep", type=Path, help="Parquet file of points, gone on with if it is there")
+    asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        points, told = collected(asked, asked.keep or Path(scratch) / "points.parquet")
+    begun = time.monotonic()
+    judged = judge(points, folds=asked.folds, seed=asked.seed)
+    proxy = fit(points, folds=0, seed=asked.seed)
+    told["took"]["fits_s"] = round(time.monotonic() - begun, 2)
+    summary = judged.summary()
+    settings = {name: getattr(asked, name) for name in vars(asked) if name not in ("out", "keep")}
+    settings["budget_s"] = None if math.isinf(asked.budget_s) else asked.budget_s
+    met = summary["median_error"] <= TARGETS["median_error"] and summary["spearman"] >= TARGETS["spearman"]
+    met = met and summary["median_error"] < summary["roofline_median_error"]
+    record = {
+        "environment": environment(asked.device, seed=asked.seed),
+        "settings": settings,
+        **told,
+        "held_out": summary,
+        "met": met,
+        "table_ms": table_ms(asked, proxy, points[0].device),
+        "table": [LAYERS, DEVICES],
+        "points": [
+            {
+                "name": point.layer.name, "lat_ms": point.lat_ms, "predicted_ms": round(predicted, 6),
+                "roofline_ms": round(roofline, 6), "mem_mb": round(point.mem_mb, 4), "power_w": point.power_w,
+            }
+            for point, predicted, roofline in zip(
+                judged.points, judged.predicted_ms.tolist(), judged.roofline_ms.tolist(), strict=True
+            )
+        ],
+    }  # fmt: skip
+    write_atomic(asked.out, json.dumps(record) + "\n")
+    print(
+        f"{summary['points']} points: median error {summary['median_error']:.1%} (roofline alone "
+        f"{summary['roofline_median_error']:.1%}), Spearman {summary['spearman']:.4f} "
+        f"({summary['roofline_spearman']:.4f}); memory {summary['mem_error']}, power {summary['power_error']}"
+    )
+    for groups in summary["by"].values():
+        for name, found in groups.items():
+            print(
+                f"  {name:10s} {found['points']:4d}  {found['median_error']:6.1%} "
+                f"({found['roofline_median_error']:.1%})  {found['spearman']:.4f}"
+            )
+    print(f"table of {LAYERS} x {DEVICES}: {record['table_ms']:.2f} ms; {told['took']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+r"""A pruned video transformer on several devices, a process each: plans against what is measured (line 6).
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/codesign/reality.py --device cuda --slots 2 --dtype bfloat16 \
+        --out results/codesign/reality-2.json
+
+Layers are measured one by one on one device, the link between two processes by messages of several sizes.
+From these figures alone come the plans: a pipeline for throughput, and a plan for the latency of one batch,
+in which layers are split. Then both are run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparseflow.codesign.execute import Measured, RankExecutor, launch
+from sparseflow.codesign.execute.probe import probe
+from sparseflow.codesign.mapping import MappingSolver
+from sparseflow.codesign.network import Network
+from sparseflow.codesign.objective import Costs, Mode, PartCosts
+from sparseflow.codesign.partition import PartitionPlanner, Plan
+from sparseflow.codesign.profile import Measuring, profile_model
+from sparseflow.codesign.proxy import DeviceSpec, LayerHwProxy
+from sparseflow.codesign.splits import PartitionConfig
+from sparseflow.codesign.timeline import play
+from sparseflow.codesign.verify import error_of, whole
+from sparseflow.core.device import describe
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.core.layers import LayerNode, Splittable
+from sparseflow.core.timing import measure
+from sparseflow.pruning import VideoViT, compact
+from sparseflow.pruning.steps import Steps
+
+
+def made(asked: argparse.Namespace) -> Steps:
+    """The pruned model, with the same weights in every process, on the CPU."""
+    torch.manual_seed(asked.seed)
+    model = VideoViT(
+        asked.size, asked.frames, 101, asked.dim, asked.depth, asked.heads, 4, 16,
+        use_ast_prune=True, ast_cfg={"selector": "ast", "stages": {1: asked.keep}},
+    )  # fmt: skip
+    return Steps(compact(model).to(getattr(torch, asked.dtype)))
+
+
+def clips(asked: argparse.Namespace) -> torch.Tensor:
+    shape = (asked.batch, asked.frames, 3, asked.size, asked.size)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(asked.seed))
+    return values.to(getattr(torch, asked.dtype))
+
+
+def layer_costs(asked: argparse.Namespace, steps: Steps, network: Network) -> Costs:
+    """Every layer as it is measured on one device; all slots are alike."""
+    info = describe(asked.device)
+    spec = DeviceSpec(
+        name=info.name, peak_flops=1e12, peak_bw=1e12, mem_gb=info.memory_bytes / 1e9, tdp_w=1.0
+    )
+    device = torch.device(asked.device)
+    moved = steps.only([layer.id for layer in steps.layers(1)], device)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        points = profile_model(
+            Path(folder) / "points.parquet", moved, clips(asked).to(device), spec, device=device,
+            how=Measuring(mode="eager", repeats=15, power_every=0),
+        )  # fmt: skip
+    layers = tuple(steps.layers(asked.batch))
+    latency = np.array([point.lat_ms for point in points])
+    limit = np.full(asked.slots, 1e3 * spec.mem_gb)
+    return Costs(
+        layers=layers, latency_ms=np.repeat(latency[:, None], asked.slots, 1),
+        power_w=np.zeros((len(layers), asked.slots)),
+        memory_mb=np.array([layer.memory_bytes / 1e6 for layer in layers]), limit_mb=limit,
+        idle_w=np.zeros(asked.slots), network=network,
+    )  # fmt: skip
+
+
+class Parts:
+    """What parts of a layer take, measured when first asked for.
+
+    Home also does what of the layer is not split: its norm, what its stage drops, and the sum.
+    """
+
+    def __init__(self, asked: argparse.Namespace, steps: Steps, costs: Costs) -> None:
+        self._asked, self._steps, self._costs = asked, steps, costs
+        self._known: dict[tuple[int, int], float] = {}
+
+    def __call__(self, layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
+        whole = float(self._costs.latency_ms[layer.id, slots[0]])
+        took = [self._ms(layer, size) for size in sizes]
+        took[0] += max(0.0, whole - self._ms(layer, layer.units))
+        count = len(sizes)
+        return PartCosts(
+            latency_ms=tuple(took), power_w=(0.0,) * count, memory_mb=(layer.memory_bytes / 1e6,) * count
+        )
+
+    def _ms(self, layer: LayerNode, size: int) -> float:
+        if (layer.id, size) not in self._known:
+            asked, module = self._asked, self._steps.module(layer.id)
+            device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
+            if isinstance(module, nn.Linear):
+                part, width = nn.Linear(module.in_features, size), module.in_features
+            else:
+                assert isinstance(module, Splittable)
+                part, width = module.part(torch.arange(size), bias=True), layer.embed_dim
+            tokens = () if layer.layer_type == "head" else (layer.seq_len,)
+            x = torch.randn(asked.batch, *tokens, width, device=device, dtype=dtype)
+            moved = part.to(device, dtype)
+            with torch.no_grad():
+                found = measure(lambda: moved(x), warmup=3, repeats=15, device=device)
+            self._known[layer.id, size] = found.median_ms
+        return self._known[layer.id, size]
+
+
+def run(
+    asked: argparse.Namespace, homes: list[int], plan: Plan, device: torch.device
+) -> tuple[Measured, Any]:
+    """One process: its slot, timed, and the logits where they come out."""
+    batch = clips(asked).to(device)
+    with RankExecutor(made(asked), homes, plan.rewrite_plan, device=device) as executor:
+        found = executor.run([batch])
+        timed = executor.measure(batch, repeats=asked.repeats, batches=asked.batches, warmup=5)
+        return timed, (found[0].cpu() if found else None)
+
+
+def reference(asked: argparse.Namespace) -> torch.Tensor:
+    device = torch.device(asked.device)
+    steps = made(asked)
+    moved = steps.only([layer.id for layer in steps.layers(1)], device)
+    return whole(moved, clips(asked).to(device)).cpu()
+
+
+def case(
+    asked: argparse.Namespace, name: str, costs: Costs, plan: Plan, wanted: torch.Tensor
+) -> dict[str, Any]:
+    """A plan's figures beside those of its run."""
+    homes = list(plan.homes)
+    told = launch(partial(run, asked, homes, plan), len({*homes, *_parts(plan)}), device=asked.device)
+    measured = told[0][0]
+    logits = next(found for _, found in told if found is not None)
+    latency = statistics.median(measured.latency_ms) - measured.token_ms
+    period = statistics.median(measured.period_ms)
+    planned = play(costs, plan)
+    return {
+        "case": name, "homes": homes,
+        "splits": [dataclasses.asdict(split) | {"permutation": None} for split, _ in plan.splits.values()],
+        "predicted_ms": {"latency": plan.hw_stats.serial_ms, "period": planned.period_ms},
+        "measured_ms": {"latency": latency, "period": period},
+        "samples_ms": {"latency": list(measured.latency_ms), "period": list(measured.period_ms)},
+        "token_ms": measured.token_ms,
+        "error": {
+            "latency": abs(plan.hw_stats.serial_ms / latency - 1.0),
+            "period": abs(planned.period_ms / period - 1.0),
+        },
+        "planned_bytes": plan.hw_stats.comm_bytes, "moved_bytes": sum(measured.moved_bytes.values()),
+        "logits_error": error_of(logits, wanted), "logits_equal": bool(torch.equal(logits, wanted)),
+        "clips_per_s": 1e3 * asked.batch / period,
+    }  # fmt: skip
+
+
+def _parts(plan: Plan) -> list[int]:
+    return [slot for split, _ in plan.splits.values() for slot in split.slots]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--frames", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--keep", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    steps = made(asked)
+    link, samples = launch(probe, asked.slots, device=asked.device)[0]
+    print(f"link: {link.bandwidth / 1e9:.1f} GB/s, {link.latency_us:.1f} us", flush=True)
+    network = Network.all_to_all(link, np.zeros((asked.slots, asked.slots)))
+    costs = layer_costs(asked, steps, network)
+    print(f"one device: {costs.latency_ms[:, 0].sum():.3f} ms a batch of {asked.batch}", flush=True)
+    wanted, parts = reference(asked), Parts(asked, steps, costs)
+    segments = len(costs.layers)
+    config = PartitionConfig(segments=segments, min_split_gain_ratio=0.01, w_comm=0.0, w_balance=0.0,
+                             flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
+    found = []
+    alone = costs.latency_ms[:, 0].sum()
+    cases: tuple[tuple[str, Mode, bool], ...] = (("pipeline", "balanced", False), ("split", "serial", True))
+    for name, mode, fine in cases:
+        solver = MappingSolver(strategy="dp" if mode == "balanced" else "auto", mode=mode)
+        planner = PartitionPlanner(solver, LayerHwProxy.analytic(), config)
+        plan = planner.decide(costs, parts, use_fine_split=fine)
+        if len({*plan.homes, *_parts(plan)}) < 2:
+            print(f"{name}: the plan uses one device", flush=True)
+            continue
+        each = case(asked, name, costs, plan, wanted)
+        each["speedup"] = {
+            "predicted": alone / each["predicted_ms"]["period" if mode == "balanced" else "latency"],
+        }
+        found.append(each)
+        for what in ("latency", "period"):
+            print(
+                f"{name:9s} {what:8s} predicted {each['predicted_ms'][what]:8.3f} ms, measured "
+                f"{each['measured_ms'][what]:8.3f} ms, off by {each['error'][what]:.1%}", flush=True,
+            )  # fmt: skip
+        print(f"{name:9s} {len(each['splits'])} splits, logits differ by {each['logits_error']:.1e}, bytes "
+              f"{each['moved_bytes']} (planned {each['planned_bytes']})", flush=True)  # fmt: skip
+    record = {
+        "environment": environment(asked.device, seed=asked.seed),
+        "settings": {name: value for name, value in vars(asked).items() if name != "out"},
+        "link": link.model_dump(), "link_samples_ms": {str(size): values for size, values in samples.items()},
+        "layers_ms": {
+            layer.name: float(took) for layer, took in zip(costs.layers, costs.latency_ms[:, 0], strict=True)
+        },
+        "one_device_ms": float(alone), "cases": found,
+    }  # fmt: skip
+    if asked.out is not None:
+        write_atomic(asked.out, json.dumps(record) + "\n")
+    return 0 if all(each["planned_bytes"] == each["moved_bytes"] for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

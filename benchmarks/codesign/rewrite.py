@@ -1,0 +1,193 @@
+r"""Rewritten models against the original, over random plans: logits, weights, bytes.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/codesign/rewrite.py --threads 1 --out results/codesign/rewrite.json
+
+Plans put the layers of a twelve-block VideoViT, dense and compact, on two to four slots and split about half
+of them (heads, channels, columns) into uneven groups in any order. Each is run in its split form, which is
+then undone, and by an executor in one process; some are run by as many processes as there are slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.codesign.execute import LocalExecutor, RankExecutor, launch
+from sparseflow.codesign.random_plan import random_plan
+from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.pruning import VideoViT, compact
+from sparseflow.pruning.steps import Steps
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+"""Largest difference of logits, over the largest of them or 1."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "compact": {"stages": {2: 0.75, 5: 0.5, 8: 0.3}, "merge": True, "keep": {"head": 0.7, "channel": 0.7}},
+}
+
+COLUMNS = ("seed", "slots", "back", "splits", "parts", "difference", "local difference", "undone", "bytes")
+"""Of samples: the last two say whether weights and logits came back, and whether bytes were as planned."""
+
+RANK_COLUMNS = ("seed", "difference", "bytes")
+
+
+def made(kind: str, dtype: str, seed: int) -> Steps:
+    """A model whose weights are large enough that everything in it matters."""
+    ast = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = VideoViT(
+            16, 4, 10, 48, 12, 6, 4, 4, use_ast_prune=bool(ast), ast_cfg=ast or None
+        ).eval()  # fmt: skip
+        with torch.no_grad():
+            for name, each in model.named_parameters():
+                wide = 0.3
+                if each.ndim == 2:
+                    wide = 2.0 if name.startswith("gates") else each.shape[1] ** -0.5
+                middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                each.copy_(middle + wide * torch.randn_like(each))
+    return Steps(compact(model).to(getattr(torch, dtype)))
+
+
+def clips(steps: Steps, seed: int, batch: int = 2) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 4, 3, 16, 16, generator=g).to(steps.model.head.weight)
+
+
+def scores(steps: Steps, samples: Tensor) -> Tensor:
+    state = steps.begin(samples)
+    for layer in range(len(steps.layers(1))):
+        state = steps.step(layer, state)
+    return state["logits"]
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / max(1.0, float(other.abs().max())))
+
+
+def planned(steps: Steps, seed: int, slots: int, batch: int = 2) -> tuple[list[int], RewritePlan, bool]:
+    back = seed % 4 == 3
+    homes, plan = random_plan(steps.layers(batch), slots, seed=seed, back=back)
+    return homes, plan, back
+
+
+def row(steps: Steps, seed: int) -> list[Any]:
+    """One sample, see `COLUMNS`."""
+    slots = 2 + seed % 3
+    homes, plan, back = planned(steps, seed, slots)
+    x = clips(steps, seed)
+    before = {name: value.clone() for name, value in steps.model.state_dict().items()}
+    with torch.no_grad():
+        expected = scores(steps, x)
+        with apply(steps, plan):
+            found = scores(steps, x)
+        after = steps.model.state_dict()
+        undone = list(after) == list(before) and all(
+            torch.equal(after[name], before[name]) for name in before
+        )
+        undone = undone and torch.equal(scores(steps, x), expected)
+    local = LocalExecutor(steps, homes, plan)
+    apart_local = apart(local.run([x])[0], expected)
+    same = dict(local.moved) == plan_bytes(steps.layers(2), homes, plan)
+    parts = sum(len(split.sizes) for split in plan.splits)
+    told = [float(f"{each:.3g}") for each in (apart(found, expected), apart_local)]
+    return [seed, slots, back, len(plan.splits), parts, *told, undone, same]
+
+
+def ranks_job(device: torch.device, *, slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[Any]:
+    """What one process of several does: (scores, bytes that it sent) for each plan, four batches each."""
+    steps, told = made("compact", dtype, seed), []
+    for each in seeds:
+        homes, plan, _ = planned(steps, each, slots)
+        with RankExecutor(steps, homes, plan, device=device) as executor:
+            logits = executor.run([clips(steps, each + batch) for batch in range(4)])
+            told.append((logits, dict(executor.moved)))
+    return told
+
+
+def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[list[Any]]:
+    """Samples of plans run by several processes, see `RANK_COLUMNS`."""
+    ran = launch(partial(ranks_job, slots=slots, seeds=seeds, dtype=dtype, seed=seed), slots)
+    steps, rows = made("compact", dtype, seed), []
+    for at, each in enumerate(seeds):
+        homes, plan, _ = planned(steps, each, slots)
+        logits = next(told[at][0] for told in ran if told[at][0])
+        with torch.no_grad():
+            expected = [scores(steps, clips(steps, each + batch)) for batch in range(4)]
+        difference = max(apart(one, other) for one, other in zip(logits, expected, strict=True))
+        moved = sum((Counter(told[at][1]) for told in ran), Counter())
+        planned_bytes = plan_bytes(steps.layers(2), homes, plan)
+        same = dict(moved) == {pair: 4 * size for pair, size in planned_bytes.items()}
+        rows.append([each, float(f"{difference:.3g}"), same])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plans", type=int, default=200, help="of each model and dtype")
+    parser.add_argument("--rank-plans", type=int, default=8, help="of each number of processes and dtype")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3], help="processes")
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--seed", type=int, default=0, help="of weights")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    told: dict[str, Any] = {
+        "environment": environment("cpu", seed=asked.seed),
+        "settings": {name: getattr(asked, name) for name in vars(asked) if name != "out"},
+        "tolerance": TOLERANCE, "columns": COLUMNS, "rank_columns": RANK_COLUMNS, "cases": [], "ranks": [],
+    }  # fmt: skip
+    wrong = []
+    for kind in KINDS:
+        for dtype, limit in TOLERANCE.items():
+            steps = made(kind, dtype, asked.seed)
+            rows = [row(steps, seed) for seed in range(asked.plans)]
+            worst, worst_local = max(each[5] for each in rows), max(each[6] for each in rows)
+            undone, same = sum(each[7] for each in rows), sum(each[8] for each in rows)
+            print(
+                f"{kind:8s} {dtype}  {len(rows)} plans, {sum(each[3] for each in rows)} splits into "
+                f"{sum(each[4] for each in rows)} parts: differ by {worst:.1e}, executed by "
+                f"{worst_local:.1e} (limit {limit:.0e}); {undone} undone, bytes as planned in {same}"
+            )
+            told["cases"].append({"model": kind, "dtype": dtype, "samples": rows})
+            if max(worst, worst_local) > limit or min(undone, same) < len(rows):
+                wrong.append(f"{kind}, {dtype}")
+    for slots in asked.ranks:
+        for dtype, limit in TOLERANCE.items():
+            rows = by_ranks(slots, range(asked.rank_plans), dtype, asked.seed)
+            worst, same = max(each[1] for each in rows), sum(each[2] for each in rows)
+            print(
+                f"{slots} processes, {dtype}  {len(rows)} plans: differ by {worst:.1e} (limit {limit:.0e}); "
+                f"bytes as planned in {same}"
+            )
+            told["ranks"].append({"processes": slots, "dtype": dtype, "samples": rows})
+            if worst > limit or same < len(rows):
+                wrong.append(f"{slots} processes, {dtype}")
+    if wrong:
+        told["failed"] = f"out of limits: {'; '.join(wrong)}"
+        print(told["failed"])
+    if asked.out:
+        write_atomic(asked.out, json.dumps(told) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""`sparseflow codesign`: choose chips, partition a model over them, place them, and run what was planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sparseflow.pruning.steps import Steps
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+Config = Annotated[str, typer.Option(help="A YAML file, or one that is shipped: version_c.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="hardware.slots=4: goes before the file's; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="A model.safetensors of `sparseflow pruning`; random weights of the task by default."),
+]
+Seed = Annotated[int, typer.Option(min=0, help="What is drawn from.")]
+
+
+@app.callback()
+def codesign() -> None:
+    """Choose chips, partition a model over them, place them, and run what was planned."""
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="Folder of points and the proxy; one that was stopped goes on.")],
+    points: Annotated[int, typer.Option(min=8, help="Layers to measure.")] = 300,
+    precision: Annotated[list[str] | None, typer.Option(help="May be repeated; float32 by default.")] = None,
+    device: Device = "cpu",
+    tdp_w: Annotated[
+        float | None, typer.Option(help="Watts at full load; a GPU's power limit, 65 for a CPU, by default.")
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure layers here, fit the hardware proxy to them, and judge it on others."""
+    from sparseflow.cli.options import device_of
+    from sparseflow.cli.progress import bar
+    from sparseflow.codesign.profile import Measuring, device_here, profile_grid
+    from sparseflow.codesign.proxy import Grid, fit, judge
+
+    chosen = device_of(device)
+    tdp_w = 65.0 if tdp_w is None and chosen.type == "cpu" else tdp_w
+    grid = Grid.small(tuple(precision or ["float32"]))
+    out.mkdir(parents=True, exist_ok=True)
+    how = Measuring(mode="graph" if chosen.type == "cuda" else "eager")
+    with bar() as tell:
+        tell("what the device can do at best", 0.0)
+        spec = device_here(chosen, tdp_w=tdp_w)
+        found = profile_grid(
+            out / "points.parquet", spec, points=points, grid=grid, device=chosen, how=how, seed=seed,
+            progress=lambda done, of: tell(f"layer {done} of {of}", done / of),
+        )  # fmt: skip
+        tell("judging on held-out layers", 1.0)
+        told = judge(found, seed=seed).summary()
+        fit(found, seed=seed).save(out / "proxy.safetensors")
+    told = {"points": len(found), "proxy": str(out / "proxy.safetensors"), **told}
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    for name, value in told.items():
+        typer.echo(f"{name}: {value}")
+
+
+@app.command()
+def plan(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="Folder of plan.json and report.html.")],
+    model: Model = None,
+    changes: Set = None,
+    search: Annotated[bool, typer.Option(help="Also change chips, slot by slot, and their places.")] = True,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Decide chips, mapping, splits and places for a model, and draw them."""
+    from dataclasses import asdict
+
+    from sparseflow.cli.progress import bar
+    from sparseflow.codesign.hardware import Hardware, figures
+    from sparseflow.codesign.page import write_page
+    from sparseflow.codesign.saved import save_plan
+    from sparseflow.core.environment import environment
+
+    settings = _settings(config, changes)
+    steps = _steps(settings.task, model, seed)
+    with bar() as tell:
+        hardware = Hardware(settings)
+        layers, orders = steps.layers(hardware.batch), Hardware.orders(steps)
+        fine = settings.joint.use_fine_split
+        decision = hardware.begin(layers)
+        if search:
+            decision = hardware.polish(layers, decision, fine=fine, orders=orders, progress=tell)
+        last = hardware.planned(layers, decision, fine=fine, orders=orders)
+        decision = hardware.better(layers, decision, hardware.decision_of(layers, decision, last))
+    out.mkdir(parents=True, exist_ok=True)
+    considered = [asdict(each) for each in last.considered]
+    bounds = {"lower_bound_ms": last.lower_bound_ms, "gap": last.gap, "finished": last.finished}
+    priced = hardware.price(layers, decision)
+    save_plan(out, hardware, layers, decision, extra={"considered": considered, **bounds})
+    page = write_page(
+        out, hardware, layers, decision, considered=considered, bounds=bounds, environment=environment("cpu"),
+        command=f"sparseflow codesign plan --config {config} --out …",
+    )  # fmt: skip
+    told = figures(priced) | bounds | {"plan": str(out / "plan.json"), "page": str(page)}
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    _echo(told)
+    splits = 0 if decision.rewrite_plan is None else len(decision.rewrite_plan.splits)
+    typer.echo(f"layers split: {splits} (of {len(considered)} splits that were looked at)")
+
+
+@app.command()
+def layout(
+    source: Annotated[
+        Path, typer.Argument(help="A plan.json, or a quadratic assignment in QAPLIB's format.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder of the new plan and its page.")] = None,
+    method: Annotated[str, typer.Option(help="auto, tabu or annealing.")] = "auto",
+    restarts: Annotated[int, typer.Option(min=1)] = 5,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Time for all restarts.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Place a plan's chips on the wafer, or solve a quadratic assignment."""
+    if source.suffix != ".json":
+        from sparseflow.codesign.layout import assign, read_qaplib
+
+        instance = read_qaplib(source)
+        found = assign(
+            instance.flow, instance.distance, method=method, restarts=restarts, seconds=seconds, seed=seed
+        )
+        told = {
+            "cost": found.cost, "best_known": instance.best_known, "lower_bound": found.lower_bound,
+            "gap_to_bound": found.gap, "costs": list(found.costs), "seconds": found.seconds,
+            "finished": found.finished, "permutation": found.permutation.tolist(),
+        }  # fmt: skip
+        typer.echo(json.dumps(told)) if as_json else _echo(told)
+        return
+    from sparseflow.codesign.hardware import figures
+    from sparseflow.codesign.page import write_page
+    from sparseflow.codesign.saved import load_plan, save_plan
+    from sparseflow.core.environment import environment
+
+    saved = load_plan(source)
+    hardware, layers = saved.hardware, saved.layers
+    decision = hardware.better(layers, saved.decision, hardware.replaced(layers, saved.decision))
+    folder = source.parent if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    save_plan(folder, hardware, layers, decision)
+    page = write_page(folder, hardware, layers, decision, environment=environment("cpu"))
+    before, after = (hardware.price(layers, each) for each in (saved.decision, decision))
+    told = {"layout_before": before.layout, **figures(after), "layout": after.layout, "page": str(page)}
+    typer.echo(json.dumps(told)) if as_json else _echo(told)
+
+
+@app.command()
+def train(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="Folder of the runs; what was stopped goes on.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from 0.")] = 1,
+    mode: Annotated[str, typer.Option(help="joint, two-stage (with its baselines), or all.")] = "all",
+    workers: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
+    changes: Set = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Train a model together with its hardware, and the baselines beside it."""
+    from sparseflow.cli.options import device_of
+    from sparseflow.cli.progress import bar
+    from sparseflow.codesign import compare as comparing
+    from sparseflow.codesign.joint import MODES, Mode
+    from sparseflow.codesign.page import page_of_run, write_comparison
+    from sparseflow.errors import InputError
+
+    settings = _settings(config, changes)
+    if mode not in (*MODES, "all"):
+        raise InputError(f"`--mode {mode}` must be one of: {', '.join(MODES)}, all")
+    device_of(device)
+    modes: tuple[Mode, ...] = tuple(each for each in MODES if mode in (each, "all"))
+    with bar() as tell:
+        found = comparing.compare(
+            settings, make_task, out, seeds=seeds, modes=modes, device=device, workers=workers, progress=tell
+        )
+    chosen = " ".join(f"--set {change}" for change in changes or [])
+    command = (
+        f"sparseflow codesign train --config {config} {chosen} --mode {mode} --seeds {seeds} "
+        f"--workers {workers} --device {device} --out …"
+    )
+    for seed in range(seeds):
+        for each in modes:
+            page_of_run(out / f"{each}-{seed}", command=command)
+    told = comparing.results(found, settings, device=device, command=command)
+    comparing.write_results(out, told)
+    page = write_comparison(out, told)
+    if as_json:
+        typer.echo(json.dumps({"modes": told["modes"], "verdict": told["verdict"], "page": str(page)}))
+        return
+    for line in told["modes"]:
+        ratio = "" if line["ratio"] is None else f"  {line['ratio']:.3f} of two-stage's"
+        typer.echo(
+            f"{line['mode']:13s} accuracy {line['accuracy']:.2%}  energy-delay "
+            f"{line['energy_delay']:.4g} mJ ms{ratio}"
+        )
+    typer.echo(told["verdict"])
+    typer.echo(f"page: {page}")
+
+
+@app.command()
+def verify(
+    source: Annotated[Path, typer.Argument(help="A plan.json, or a run's folder with its trace.jsonl.")],
+    model: Model = None,
+    clips: Annotated[int, typer.Option(min=1, help="Random clips to run.")] = 4,
+    ranks: Annotated[bool, typer.Option(help="Run with a process for each slot.")] = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Run the partitioned model: same logits, bytes as planned, undone whole; and replay a trace."""
+    from sparseflow.cli.options import device_of
+    from sparseflow.codesign.saved import PLAN, load_plan
+    from sparseflow.codesign.trace import TRACE, replay
+    from sparseflow.codesign.verify import verify as run
+    from sparseflow.errors import InputError, RunError
+
+    told: dict[str, Any] = {}
+    folder = source if source.is_dir() else source.parent
+    if (folder / TRACE).is_file():
+        rows = replay(folder / TRACE)
+        wrong = [row.row for row in rows if not row.same]
+        if wrong:
+            raise RunError(f"{folder / TRACE}: rows {wrong} come to another objective when priced again")
+        told["replayed"] = len(rows)
+    elif source.is_dir() and not (folder / PLAN).is_file():
+        raise InputError(f"{source} holds neither {PLAN} nor {TRACE}")
+    plan_file = folder / PLAN if source.is_dir() else source
+    if plan_file.is_file():
+        saved = load_plan(plan_file)
+        steps = _steps(saved.hardware.settings.task, model, seed)
+        found = run(steps, saved.decision, _clips(steps, clips, seed), device=device_of(device), ranks=ranks)
+        told |= found
+    if as_json:
+        typer.echo(json.dumps(told))
+    else:
+        _echo(told)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, with its trace.jsonl.")],
+    as_json: Json = False,
+) -> None:
+    """Write the page of a run anew."""
+    from sparseflow.codesign.page import page_of_run
+
+    page = page_of_run(folder, command=f"sparseflow codesign report {folder.name}")
+    typer.echo(json.dumps({"page": str(page)}) if as_json else f"page: {page}")
+
+
+def make_task(settings: Mapping[str, Any], seed: int, device: str) -> Any:
+    """The training of a video transformer: what `codesign train` drives."""
+    from sparseflow.pruning.settings import settings_of
+    from sparseflow.pruning.task import VideoTask
+
+    train = {**settings.get("train", {}), "seed": seed}
+    return VideoTask(settings_of({**settings, "train": train}, "`task`"), device=device)
+
+
+def _settings(config: str, changes: list[str] | None) -> Any:
+    from sparseflow.cli.options import changes_of
+    from sparseflow.codesign.settings import read_settings
+    from sparseflow.pruning.settings import settings_of
+
+    found = read_settings(config, changes_of(changes, extra="codesign"))
+    settings_of(found.task, "`task`")
+    return found
+
+
+def _steps(task: Mapping[str, Any], model: Path | None, seed: int) -> Steps:
+    """A compact model: what a file holds, or the task's with random weights."""
+    import torch
+
+    from sparseflow.pruning import compact
+    from sparseflow.pruning.saved import load
+    from sparseflow.pruning.settings import settings_of
+    from sparseflow.pruning.steps import Steps
+
+    if model is not None:
+        return Steps(compact(load(model)))
+    settings = settings_of(task, "`task`")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        classes, channels = (8, 1) if settings.data.kind == "moving_digits" else (101, 3)
+        return Steps(compact(settings.make(classes, channels).eval()))
+
+
+def _clips(steps: Steps, count: int, seed: int) -> Any:
+    import torch
+
+    config = steps.model.config
+    shape = (count, config.num_frames, config.in_chans, config.img_size, config.img_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _echo(told: Mapping[str, Any]) -> None:
+    for name, value in told.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        typer.echo(f"{name.replace('_', ' ')}: {shown}")

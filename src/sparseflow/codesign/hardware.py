@@ -1,0 +1,327 @@
+"""Deciding the hardware for a model as it is now: chips, mapping, splits and places, each priced alike.
+
+Decisions are compared by
+
+    J = lambda_T latency / latency_0 + lambda_E energy / energy_0 + lambda_area area / area_0
+        + lambda_chip chips / slots + lambda_layout L_layout
+
+which is L_hw with nothing soft left in it. A new decision is taken only where J falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparseflow.codesign.chips import ChipLibrary, ChipType
+from sparseflow.codesign.decision import Decision, Priced
+from sparseflow.codesign.hw_loss import Reference
+from sparseflow.codesign.mapping import MappingSolver
+from sparseflow.codesign.network import Network
+from sparseflow.codesign.objective import Costs, PartCosts, evaluate, feasible
+from sparseflow.codesign.partition import PartitionPlanner, Plan
+from sparseflow.codesign.places import Drawn, Places
+from sparseflow.codesign.proxy import LayerHwProxy
+from sparseflow.codesign.rewrite import RewritePlan, Split
+from sparseflow.codesign.segments import chain
+from sparseflow.codesign.settings import Settings
+from sparseflow.codesign.splits import Orders
+from sparseflow.core.layers import LayeredModel, LayerNode
+from sparseflow.errors import InputError
+
+_LEAST = 1e-12
+"""Relative; an objective that falls by less has not fallen."""
+
+
+class Hardware:
+    """What there is to build from, and what a decision costs.
+
+    Args:
+        settings: Library, slots, link, mapping, partition, wafer and lambdas.
+        proxy: What a layer costs on a chip; what the settings name by default.
+        library: In place of the one that the settings name.
+
+    Attributes:
+        chips: Types that slots may hold.
+        first: The type that all slots hold at first.
+        batch: Samples that run through the pipeline together.
+        reference: Figures of the first decision; None before `begin`.
+
+    Raises:
+        InputError: A name is not in the library, slots cannot all be reached, or do not fit on the wafer.
+        FileFormatError: The library or the proxy cannot be used.
+    """
+
+    def __init__(
+        self, settings: Settings, proxy: LayerHwProxy | None = None, library: ChipLibrary | None = None
+    ) -> None:
+        told = settings.hardware
+        self.settings, self.batch = settings, told.batch
+        self.library = settings.read_library() if library is None else library
+        names = told.chips or tuple(chip.name for chip in self.library.chips)
+        self.chips: list[ChipType] = [self.library.chip(name) for name in names]
+        self.first = max(self.chips, key=lambda chip: chip.mem_gb)
+        if told.first is not None:
+            self.first = next((chip for chip in self.chips if chip.name == told.first), self.first)
+            if self.first.name != told.first:
+                raise InputError(f"`first` (={told.first!r}) must be one of `chips`: {', '.join(names)}")
+        if proxy is None:
+            proxy = LayerHwProxy.analytic() if told.proxy is None else LayerHwProxy.load(told.proxy)
+        self.proxy = proxy
+        self.lambdas = settings.lambdas()
+        mapped = settings.mapping
+        solver = MappingSolver(
+            strategy=mapped.strategy, mode=mapped.mode, time_limit_s=mapped.time_limit_s,
+            seed=settings.joint.seed,
+        )  # fmt: skip
+        self.planner = PartitionPlanner(solver, self.proxy, settings.partition_config())
+        self.places = Places(settings.wafer, told.slots, self.chips, seed=settings.joint.seed)
+        self.reference: Reference | None = None
+        self._link = self.library.link(told.link)
+        self._links = [(a, b, self.library.link(name)) for a, b, name in told.links]
+        self.network(self.places.grid())  # which tells of links that do not reach every slot
+
+    @property
+    def slots(self) -> int:
+        return self.settings.hardware.slots
+
+    def network(self, positions_mm: Sequence[tuple[float, float]]) -> Network:
+        """Between slots whose chips are there."""
+        at = np.asarray(positions_mm, dtype=np.float64)
+        distances = np.hypot(*(at[:, None] - at[None]).transpose(2, 0, 1))
+        if self._links:
+            return Network.of_links(self.slots, self._links, distances)
+        return Network.all_to_all(self._link, distances)
+
+    def begin(self, layers: Sequence[LayerNode]) -> Decision:
+        """The first decision: the first chip in every slot, mapped, on a plain grid. Fixes the reference.
+
+        Raises:
+            InputError: The model does not fit; says by how much.
+        """
+        empty = Decision(
+            chips=(self.first.name,) * self.slots, segments=(), mapping=(), positions_mm=self.places.grid()
+        )
+        plan = self.planned(layers, empty, fine=False)
+        found = self.decision_of(layers, empty, plan)
+        stats = plan.hw_stats
+        self.reference = Reference(
+            latency_ms=stats.total_latency_ms,
+            energy_mj=stats.energy_mj,
+            area_mm2=self.slots * self.first.area_mm2,
+        )
+        return found
+
+    def fix_reference(self, told: Mapping[str, float]) -> None:
+        """Take the reference of another run.
+
+        Raises:
+            InputError: It is none.
+        """
+        try:
+            self.reference = Reference(**told)
+        except TypeError as error:
+            raise InputError(f"this is no reference: {error}") from error
+
+    def price(self, layers: Sequence[LayerNode], decision: Decision) -> Priced:
+        """What a decision costs for these layers.
+
+        Splits of layers that have other units by now do not count.
+
+        Raises:
+            InputError: Memory does not fit, or a layer is on an empty slot.
+        """
+        costs, homes, splits = self._opened(layers, decision)
+        if not feasible(costs, homes, splits):
+            raise InputError("a decision that was taken for another model does not fit this one")
+        stats = evaluate(costs, homes, splits, self.planner.weights)
+        held = [self.library.chip(name) for name in decision.chips if name is not None]
+        area = sum(chip.area_mm2 for chip in held)
+        layout = self.places.score(decision.positions_mm, self.drawn(layers, decision))
+        told, zero = self.lambdas, self.reference
+        assert zero is not None
+        objective = (
+            told.lambda_T * stats.total_latency_ms / zero.latency_ms
+            + told.lambda_E * stats.energy_mj / zero.energy_mj
+            + told.lambda_area * area / zero.area_mm2
+            + told.lambda_chip * len(held) / self.slots
+            + told.lambda_layout * layout
+        )
+        return Priced(objective=objective, stats=stats, area_mm2=area, chips=len(held), layout=layout)
+
+    def better(self, layers: Sequence[LayerNode], now: Decision, tried: Decision | None) -> Decision:
+        """The one with the lower objective; `now` where there is nothing else, or none is lower."""
+        if tried is None or tried == now:
+            return now
+        before, after = self._worth(layers, now), self._worth(layers, tried)
+        return tried if after < before - _LEAST * abs(before) else now
+
+    def planned(
+        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
+    ) -> Plan:
+        """A plan for the same chips at the same places.
+
+        Args:
+            layers: Of the model.
+            decision: Chips and places.
+            fine: Whether layers may be split.
+            orders: Units of each layer in the order that parts take them.
+
+        Raises:
+            InputError: The model does not fit; says by how much.
+        """
+        return self.planner.plan(
+            layers,
+            self.held(decision),
+            self.network(decision.positions_mm),
+            use_fine_split=fine,
+            orders=orders,
+        )
+
+    def remap(
+        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
+    ) -> Decision | None:
+        """The same chips at the same places, mapped anew; None where the model does not fit them."""
+        try:
+            plan = self.planned(layers, decision, fine=fine, orders=orders)
+        except InputError:
+            return None
+        return self.decision_of(layers, decision, plan)
+
+    def with_chips(
+        self,
+        layers: Sequence[LayerNode],
+        decision: Decision,
+        chips: Sequence[str | None],
+        *,
+        fine: bool,
+        orders: Orders | None = None,
+    ) -> Decision | None:
+        """Other chips at the same places, mapped anew; None where the model does not fit them."""
+        if not any(chips):
+            return None
+        return self.remap(layers, replace(decision, chips=tuple(chips)), fine=fine, orders=orders)
+
+    def replaced(self, layers: Sequence[LayerNode], decision: Decision) -> Decision:
+        """The same chips and mapping at better places."""
+        return replace(decision, positions_mm=self.places.best(self.drawn(layers, decision)))
+
+    def polish(
+        self,
+        layers: Sequence[LayerNode],
+        decision: Decision,
+        *,
+        fine: bool,
+        orders: Orders | None = None,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Decision:
+        """Change the chip of one slot at a time as long as the objective falls; then split and place."""
+        now = self.better(layers, decision, self.remap(layers, decision, fine=False))
+        names: list[str | None] = [*(chip.name for chip in self.chips), None]
+        falls = True
+        while falls:
+            falls = False
+            for slot in range(self.slots):
+                for name in names:
+                    chips = (*now.chips[:slot], name, *now.chips[slot + 1 :])
+                    tried = self.better(layers, now, self.with_chips(layers, now, chips, fine=False))
+                    if tried is not now:
+                        now, falls = tried, True
+                if progress is not None:
+                    progress(f"chip of slot {slot}", slot / self.slots)
+        now = self.better(layers, now, self.replaced(layers, now))
+        if fine:
+            now = self.better(layers, now, self.remap(layers, now, fine=True, orders=orders))
+        return self.better(layers, now, self.replaced(layers, now))
+
+    def layout_loss(self, layers: Sequence[LayerNode], decision: Decision, there: Tensor) -> Tensor:
+        """L_layout of the decision's places, with gradients to how likely slots hold a chip.
+
+        Args:
+            layers: Of the model.
+            decision: Places and mapping.
+            there: 1 - alpha[:, empty], [S].
+        """
+        return self.places.loss(decision.positions_mm, self.drawn(layers, decision), there)
+
+    def plan_of(self, layers: Sequence[LayerNode], decision: Decision) -> tuple[Costs, Plan]:
+        """A decision as a plan, for a picture of it."""
+        costs, homes, splits = self._opened(layers, decision)
+        begins = [at for at in range(len(layers)) if at == 0 or homes[at] != homes[at - 1]]
+        stats = evaluate(costs, homes, splits, self.planner.weights)
+        return costs, Plan(
+            segments=chain(layers, begins), mapping=tuple(homes[at] for at in begins), homes=homes,
+            rewrite_plan=RewritePlan(splits=tuple(split for split, _ in splits.values())) if splits else None,
+            hw_stats=stats, coarse_stats=evaluate(costs, homes, {}, self.planner.weights), considered=(),
+            lower_bound_ms=0.0, gap=1.0, finished=True, weights=self.planner.weights,
+            part_costs={layer: parts for layer, (_, parts) in splits.items()},
+        )  # fmt: skip
+
+    @staticmethod
+    def orders(model: LayeredModel) -> Orders:
+        """Units of a model's layers, the most important first."""
+        return lambda layer: model.importance(layer).argsort(descending=True).tolist()
+
+    def _worth(self, layers: Sequence[LayerNode], decision: Decision) -> float:
+        try:
+            return self.price(layers, decision).objective
+        except InputError:
+            return float("inf")
+
+    def held(self, decision: Decision) -> list[ChipType | None]:
+        """What each slot holds."""
+        return [None if name is None else self.library.chip(name) for name in decision.chips]
+
+    @staticmethod
+    def decision_of(layers: Sequence[LayerNode], before: Decision, plan: Plan) -> Decision:
+        """A plan as a decision, with the chips and places of another."""
+        names = tuple(
+            tuple(layers[layer].name for layer in segment.layer_ids) for segment in plan.segments.segments
+        )
+        return replace(before, segments=names, mapping=plan.mapping, rewrite_plan=plan.rewrite_plan)
+
+    def _opened(
+        self, layers: Sequence[LayerNode], decision: Decision
+    ) -> tuple[Costs, tuple[int, ...], dict[int, tuple[Split, PartCosts]]]:
+        held = self.held(decision)
+        costs = self.planner.costs(layers, held, self.network(decision.positions_mm))
+        splits = {}
+        for layer, split in decision.splits(layers).items():
+            node = layers[layer]
+            if sum(split.sizes) != node.units:
+                continue
+            parts = self.planner.part_costs(node, split.sizes, [held[slot] for slot in split.slots])
+            splits[layer] = split, parts
+        return costs, decision.homes(layers), splits
+
+    def drawn(self, layers: Sequence[LayerNode], decision: Decision) -> Drawn:
+        """What a layout is made for."""
+        homes, splits = decision.homes(layers), decision.splits(layers)
+        traffic = np.zeros((self.slots, self.slots))
+        for at, layer in enumerate(layers):
+            if at and homes[at] != homes[at - 1]:
+                traffic[homes[at - 1], homes[at]] += layer.traffic_in_bytes
+            split = splits.get(at)
+            for slot in () if split is None else split.slots[1:]:
+                traffic[homes[at], slot] += layer.split_in_bytes
+                traffic[slot, homes[at]] += layer.split_out_bytes
+        held = self.held(decision)
+        return Drawn(
+            traffic_bytes=traffic,
+            sizes_mm=np.array([(0.0, 0.0) if chip is None else chip.size_mm for chip in held]),
+            tdp_w=np.array([0.0 if chip is None else chip.tdp_w for chip in held]),
+            names=decision.chips,
+        )
+
+
+def figures(priced: Priced) -> dict[str, Any]:
+    """The numbers that people ask for first."""
+    return {
+        "latency_ms": priced.stats.total_latency_ms, "energy_mj": priced.stats.energy_mj,
+        "energy_delay_mj_ms": priced.energy_delay, "area_mm2": priced.area_mm2, "chips": priced.chips,
+        "objective": priced.objective,
+    }  # fmt: skip

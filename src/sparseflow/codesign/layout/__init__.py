@@ -1,0 +1,82 @@
+"""Where chips stand on the wafer: on sites, by quadratic assignment, and from there anywhere.
+
+::
+
+    from sparseflow.codesign import layout
+
+    sites = layout.grid_sites(layout.Wafer(radius_mm=150), sizes_mm)
+    front = layout.pareto_front(sites, traffic_bytes, tdp_w, sigma_mm=layout.Package().spread_mm)
+    places = sites.positions_mm[front.best.assignment]
+    heat = layout.temperatures(sites.wafer, places, sizes_mm, tdp_w)
+
+The names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparseflow.codesign.layout.assignment import Assignment, assign
+    from sparseflow.codesign.layout.batch import assign_batch
+    from sparseflow.codesign.layout.bound import lower_bound
+    from sparseflow.codesign.layout.pareto import Front, Layout, pareto_front
+    from sparseflow.codesign.layout.picture import front_picture, wafer_picture
+    from sparseflow.codesign.layout.qap import Instance, cost, padded, read_qaplib
+    from sparseflow.codesign.layout.refinement import Refined, refine
+    from sparseflow.codesign.layout.sites import Sites, Wafer, grid_sites
+    from sparseflow.codesign.layout.thermal import Package, ThermalMap, temperatures
+    from sparseflow.codesign.layout.wafer import WaferLayout, Weights
+
+__all__ = [
+    "Assignment",
+    "Front",
+    "Instance",
+    "Layout",
+    "Package",
+    "Refined",
+    "Sites",
+    "ThermalMap",
+    "Wafer",
+    "WaferLayout",
+    "Weights",
+    "assign",
+    "assign_batch",
+    "cost",
+    "front_picture",
+    "grid_sites",
+    "lower_bound",
+    "padded",
+    "pareto_front",
+    "read_qaplib",
+    "refine",
+    "temperatures",
+    "wafer_picture",
+]
+
+_HOME = {
+    "assignment": ("Assignment", "assign"),
+    "batch": ("assign_batch",),
+    "bound": ("lower_bound",),
+    "pareto": ("Front", "Layout", "pareto_front"),
+    "picture": ("front_picture", "wafer_picture"),
+    "qap": ("Instance", "cost", "padded", "read_qaplib"),
+    "refinement": ("Refined", "refine"),
+    "sites": ("Sites", "Wafer", "grid_sites"),
+    "thermal": ("Package", "ThermalMap", "temperatures"),
+    "wafer": ("WaferLayout", "Weights"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOME.items():
+        if name in names:
+            value = getattr(import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

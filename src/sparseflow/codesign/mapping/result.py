@@ -1,0 +1,87 @@
+"""What comes out of mapping: where each segment is, how long that takes, and how much better it could be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparseflow.codesign.mapping.objective import Goal, evaluate
+from sparseflow.codesign.mapping.problem import Problem
+
+PROVEN = 1e-9
+"""Gap below which a mapping counts as the optimum: what floating-point sums are off by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapping:
+    """A mapping that can run. Terms are defined in `objective`.
+
+    Attributes:
+        mapping: Slot of each segment, [K].
+        per_slot_time: How long each slot is busy for a sample, ms, [S].
+        total_latency_ms: `period_ms` in the mode `"balanced"`, `serial_ms` in the mode `"serial"`.
+        serial_ms: One sample through, nothing overlapping.
+        period_ms: From one result to the next with the pipeline full.
+        comm_ms: Of all transfers; part of `serial_ms`.
+        memory_mb: On each slot, [S].
+        objective_ms: What was made small: `total_latency_ms`, and in the mode `"balanced"` the weighted
+            `serial_ms` besides.
+        lower_bound_ms: No mapping has a lower `objective_ms` than this.
+        gap: How far the objective may be from the best, as a share of it; 0 where it is proven.
+        strategy: What found it.
+        finished: False where the time ran out first: the best so far.
+        seconds: From the call to the answer, without what compiling takes the first time.
+    """
+
+    mapping: list[int]
+    per_slot_time: list[float]
+    total_latency_ms: float
+    serial_ms: float
+    period_ms: float
+    comm_ms: float
+    memory_mb: list[float]
+    objective_ms: float
+    lower_bound_ms: float
+    gap: float
+    strategy: str
+    finished: bool
+    seconds: float
+
+    @property
+    def optimal(self) -> bool:
+        """Whether nothing is better, by proof."""
+        return self.gap <= PROVEN
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        goal: Goal,
+        mapping: np.ndarray,
+        *,
+        lower_bound_ms: float,
+        strategy: str,
+        finished: bool,
+        seconds: float,
+    ) -> Mapping:
+        """A mapping with all that follows from it."""
+        found = evaluate(problem, mapping)
+        assert found.feasible, "a strategy returned a mapping that cannot run"
+        objective = goal.objective_ms(found)
+        bound = min(lower_bound_ms, objective)
+        return cls(
+            mapping=mapping.tolist(),
+            per_slot_time=found.busy_ms.tolist(),
+            total_latency_ms=goal.total_ms(found),
+            serial_ms=found.serial_ms,
+            period_ms=found.period_ms,
+            comm_ms=found.comm_ms,
+            memory_mb=found.memory_mb.tolist(),
+            objective_ms=objective,
+            lower_bound_ms=bound,
+            gap=(objective - bound) / objective if objective > 0.0 else 0.0,
+            strategy=strategy,
+            finished=finished,
+            seconds=seconds,
+        )

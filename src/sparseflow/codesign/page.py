@@ -1,0 +1,266 @@
+"""The page of a co-design: what was chosen, the pipeline, the wafer, where time and energy go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparseflow.codesign.decision import Decision
+from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.layout import front_picture
+from sparseflow.codesign.objective import Costs, HwStats
+from sparseflow.codesign.partition import Plan
+from sparseflow.codesign.timeline import gantt, play
+from sparseflow.codesign.trace import layers_of
+from sparseflow.core.layers import LayerNode
+from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, curves, stacked
+
+PAGE = "report.html"
+
+
+def write_page(
+    folder: Path | str,
+    hardware: Hardware,
+    layers: Sequence[LayerNode],
+    decision: Decision,
+    *,
+    rows: Sequence[Mapping[str, Any]] = (),
+    considered: Sequence[Mapping[str, Any]] = (),
+    bounds: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    command: str = "",
+) -> Path:
+    """Write `report.html` into a folder; gives its path.
+
+    Args:
+        folder: Where to write.
+        hardware: What a decision is priced by.
+        layers: Of the model.
+        decision: What was decided.
+        rows: Of the trace, where there is one.
+        considered: Splits that were looked at.
+        bounds: `"lower_bound_ms"`, `"gap"` and `"finished"` of the mapping.
+        environment: Circumstances, as `core.environment` writes them.
+        command: What makes this page again.
+    """
+    priced = hardware.price(layers, decision)
+    costs, plan = hardware.plan_of(layers, decision)
+    stats, played = priced.stats, play(costs, plan)
+    names = [f"{slot}: {chip or 'empty'}" for slot, chip in enumerate(decision.chips)]
+    used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
+    homes, splits = decision.homes(layers), plan.splits
+    chips = [
+        {
+            "slot": slot, "chip": decision.chips[slot], "layers": sum(home == slot for home in homes),
+            "parts": sum(slot in split.slots[1:] for split, _ in splits.values()),
+            "busy": stats.busy_ms[slot], "memory": stats.memory_mb[slot],
+            "limit": float(costs.limit_mb[slot]),
+            "x": decision.positions_mm[slot][0], "y": decision.positions_mm[slot][1],
+        }
+        for slot in used
+    ]  # fmt: skip
+    chosen = Table(
+        title="Chips",
+        columns=[
+            Column(key="slot", title="slot"), Column(key="chip", title="type"),
+            Column(key="layers", title="layers"), Column(key="parts", title="parts of split layers"),
+            Column(key="busy", title="taken up, ms a batch", digits=4),
+            Column(key="memory", title="memory, MB", digits=1), Column(key="limit", title="of, MB", digits=0),
+            Column(key="x", title="x, mm", digits=1), Column(key="y", title="y, mm", digits=1),
+        ],
+        rows=chips,
+    )  # fmt: skip
+    sections = [
+        Section(title="What was chosen", items=[chosen]),
+        Section(
+            title="The pipeline",
+            text=[
+                f"One batch of {hardware.batch} alone takes {stats.serial_ms:.4g} ms. With many in flight, "
+                f"each slot does its own work in a fixed order; played through, one comes out every "
+                f"{played.period_ms:.4g} ms.",
+                _bound(stats.total_latency_ms, bounds),
+            ],
+            items=[gantt(played, names), *_where(hardware, layers, decision, names)],
+        ),
+        Section(title="The wafer", items=_wafer(hardware, layers, decision)),
+    ]
+    if considered:
+        sections.append(Section(title="Splits that were considered", items=[_considered(considered)]))
+    if rows:
+        sections.append(Section(title="The way there", items=_way(rows)))
+    page = Report(
+        title="Co-design: a model and its chips",
+        summary=f"{priced.chips} chips of {priced.area_mm2:.0f} mm2 run the model at "
+        f"{stats.total_latency_ms:.4g} ms and {stats.energy_mj:.4g} mJ a batch of {hardware.batch}.",
+        headlines=[
+            Headline(value=f"{stats.total_latency_ms:.4g} ms", label=f"latency ({plan.weights.mode})"),
+            Headline(value=f"{stats.energy_mj:.4g} mJ", label="energy a batch"),
+            Headline(value=f"{priced.energy_delay:.4g} mJ ms", label="energy-delay product"),
+            Headline(value=f"{priced.area_mm2:.0f} mm2", label=f"{priced.chips} chips"),
+        ],
+        sections=sections,
+        environment=environment or {},
+        reproduce=command,
+    )
+    return page.write(Path(folder) / PAGE)
+
+
+def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
+    """Write `report.html` for several ways to a design; gives its path.
+
+    Args:
+        folder: Where to write.
+        told: What `compare.results` gave.
+    """
+    titles = {
+        "mode": "found by", "seeds": "seeds", "accuracy": "accuracy", "energy_delay": "mJ ms",
+        "ratio": "over two-stage", "low": "from", "high": "to", "violations": "epochs frozen",
+    }  # fmt: skip
+    table = Table(
+        title="Energy-delay product",
+        columns=[Column(key=key, title=title) for key, title in titles.items()],
+        rows=[{key: line[key] for key in titles} for line in told["modes"]],
+        caption="Means over seeds; ratios are geometric means of those of the same seed, with 95 % bootstrap "
+        "intervals.",
+    )
+    page = Report(
+        title="Joint training against its baselines",
+        summary=told["verdict"],
+        sections=[Section(title="Designs", items=[table])],
+        environment=told["environment"],
+        reproduce=told["command"],
+    )
+    return page.write(Path(folder) / PAGE)
+
+
+def _bound(latency_ms: float, bounds: Mapping[str, Any] | None) -> str:
+    if bounds is None:
+        return "No bound was asked for: `sparseflow codesign plan` gives one."
+    how = "" if bounds["finished"] else " The solver ran out of time; this is its best answer so far."
+    return (
+        f"No mapping of these segments to these chips, without splits, takes less than "
+        f"{bounds['lower_bound_ms']:.4g} ms; the mapping is within {100.0 * bounds['gap']:.2g} % of "
+        f"that, and the plan with its splits takes {latency_ms:.4g} ms.{how}"
+    )
+
+
+def _where(
+    hardware: Hardware, layers: Sequence[LayerNode], decision: Decision, names: Sequence[str]
+) -> list[Figure]:
+    """Where latency and energy go, slot by slot."""
+    costs, plan = hardware.plan_of(layers, decision)
+    stats = plan.hw_stats
+    used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
+    compute = np.zeros(costs.slots)
+    for slot, took, _ in _work(costs, plan):
+        compute[slot] += took
+    energy, idle = _energy_mj(costs, plan), _idle_mj(costs, stats)
+    labels = [names[slot] for slot in used]
+    time = {
+        "computes": [float(compute[slot]) for slot in used],
+        "receives or waits": [max(0.0, stats.busy_ms[slot] - float(compute[slot])) for slot in used],
+        "idle": [max(0.0, stats.period_ms - stats.busy_ms[slot]) for slot in used],
+    }
+    return [
+        stacked("Where time goes", labels, time, unit="ms a batch"),
+        stacked(
+            "Where energy goes", [*labels, "links"],
+            {
+                "computing": [*(float(energy[slot]) for slot in used), 0.0],
+                "waiting": [*(float(idle[slot]) for slot in used), 0.0],
+                "moving": [*(0.0 for _ in used), stats.comm_energy_mj],
+            },
+            unit="mJ a batch",
+        ),
+    ]  # fmt: skip
+
+
+def _wafer(hardware: Hardware, layers: Sequence[LayerNode], decision: Decision) -> list[Figure]:
+    drawn, stats = hardware.drawn(layers, decision), hardware.price(layers, decision).stats
+    costs, plan = hardware.plan_of(layers, decision)
+    power = (_energy_mj(costs, plan) + _idle_mj(costs, stats)) / stats.total_latency_ms
+    return [
+        hardware.places.picture(decision.positions_mm, drawn, power),
+        front_picture(hardware.places.front(drawn)),
+    ]
+
+
+def _energy_mj(costs: Costs, plan: Plan) -> np.ndarray:
+    """What computing takes on each slot for a batch, [S]."""
+    found = np.zeros(costs.slots)
+    for slot, took, power in _work(costs, plan):
+        found[slot] += took * power
+    return found
+
+
+def _idle_mj(costs: Costs, stats: HwStats) -> np.ndarray:
+    """What waiting takes on each slot for a batch, [S]."""
+    return np.maximum(stats.total_latency_ms - np.array(stats.busy_ms), 0.0) * costs.idle_w
+
+
+def _work(costs: Costs, plan: Plan) -> Iterator[tuple[int, float, float]]:
+    """Slot, milliseconds and watts of each layer and part."""
+    for at, home in enumerate(plan.homes):
+        if at in plan.splits:
+            split, parts = plan.splits[at]
+            yield from zip(split.slots, parts.latency_ms, parts.power_w, strict=True)
+        else:
+            yield home, float(costs.latency_ms[at, home]), float(costs.power_w[at, home])
+
+
+def _considered(considered: Sequence[Mapping[str, Any]]) -> Table:
+    titles = {
+        "name": "layer", "sizes": "units", "slots": "slots", "objective_before": "objective before",
+        "objective_after": "after", "gain_ratio": "gain", "accepted": "accepted",
+    }  # fmt: skip
+    return Table(
+        title="Splits",
+        columns=[Column(key=key, title=title) for key, title in titles.items()],
+        rows=[
+            {key: str(list(each[key])) if key in ("sizes", "slots") else each[key] for key in titles}
+            for each in considered
+        ],
+    )
+
+
+def _way(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Accuracy, weight and figures over the rows of a trace."""
+    told = [row for row in rows if "priced" in row]
+    at = [float(place) for place in range(1, len(told) + 1)]
+    first = told[0]["priced"]
+    series = {
+        "objective": [row["priced"]["objective"] / first["objective"] for row in told],
+        "latency": [
+            row["priced"]["stats"]["total_latency_ms"] / first["stats"]["total_latency_ms"] for row in told
+        ],
+        "energy": [row["priced"]["stats"]["energy_mj"] / first["stats"]["energy_mj"] for row in told],
+    }
+    return [
+        curves("Accuracy", {
+            "accuracy": (at, [row["accuracy"] for row in told]),
+            "weight of the hardware": (at, [row["lambda_hw"] for row in told]),
+            "frozen": (at, [float(row["guard"]["frozen"]) for row in told]),
+        }, x="epochs, then rounds", y="share"),
+        curves("The hardware", {name: (at, values) for name, values in series.items()},
+               x="epochs, then rounds", y="over the first"),
+    ]  # fmt: skip
+
+
+def page_of_run(folder: Path | str, *, command: str = "") -> Path:
+    """Write the page of a run's folder from its trace; gives its path.
+
+    Raises:
+        InputError: There is no trace.
+        FileFormatError: It is damaged.
+    """
+    from sparseflow.codesign.trace import TRACE, opened
+
+    hardware, rows = opened(Path(folder) / TRACE)
+    last = [row for row in rows if "decision" in row][-1]
+    return write_page(
+        folder, hardware, layers_of(last["layers"]), Decision.from_dict(last["decision"]), rows=rows,
+        environment=rows[0]["environment"], command=command,
+    )  # fmt: skip

@@ -1,0 +1,359 @@
+"""Layers cut into parts that run on several slots: the plan, the split form of a model, and the way back.
+
+Notation: a layer has U units (heads, hidden channels, columns). A split of it is a permutation pi of them,
+sizes g_1 + ... + g_G = U and G slots, the first of which is the layer's home. Group j holds the units
+pi[g_1 + ... + g_{j-1}], and so on, g_j of them: that is the grouping G.
+
+- Where the output is a sum over units, y = sum_j part_j(x), in the order of groups; what is added whatever
+  the units, the last bias, is in group 0 alone. A sum has no order, so G needs no way back.
+- Where units are columns of a linear layer, parts give different columns: they are put side by side in the
+  order of groups, and index_select with argsort(pi), which is G^-1, puts them back.
+
+Moved for each batch are the states between layers on different slots and, for each group but the first, what
+the layer takes, to it, and what it computed, back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from sparseflow.core.layers import LayeredModel, LayerNode, Splittable
+from sparseflow.core.validation import first_problem
+from sparseflow.errors import FileFormatError, InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One layer's parts.
+
+    Attributes:
+        layer: Its place among the layers.
+        permutation: All of its units, group after group.
+        sizes: Units of each group.
+        slots: Of each group; the first is the layer's home.
+
+    Raises:
+        InputError: Units are left out or named twice, sizes do not add up to them, or slots are not as many
+            as sizes, or the same twice; says of which layer.
+    """
+
+    layer: int
+    permutation: tuple[int, ...]
+    sizes: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        whole = (self.layer, *self.permutation, *self.sizes, *self.slots)
+        if any(type(each) is not int for each in whole):
+            raise InputError(f"the split of layer {self.layer!r} must be made of whole numbers")
+        where, units = f"the split of layer {self.layer}", len(self.permutation)
+        if self.layer < 0:
+            raise InputError(f"{where}: layers are numbered from 0")
+        wrong = sorted(set(range(units)) ^ set(self.permutation))
+        if wrong:
+            raise InputError(
+                f"{where}: `permutation` has {units} units and must name each from 0 to {units - 1} once; "
+                f"see {', '.join(map(str, wrong[:5]))}"
+            )
+        if not self.sizes or min(self.sizes) < 1 or sum(self.sizes) != units:
+            raise InputError(
+                f"{where}: `sizes` (={list(self.sizes)}) must be at least 1 each and add up to {units} units"
+            )
+        if (
+            len(self.slots) != len(self.sizes)
+            or len(set(self.slots)) != len(self.slots)
+            or min(self.slots) < 0
+        ):
+            raise InputError(
+                f"{where}: `slots` (={list(self.slots)}) must be {len(self.sizes)} different ones, numbered "
+                "from 0: one for each group"
+            )
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Units of each group."""
+        ends = [sum(self.sizes[:at]) for at in range(len(self.sizes) + 1)]
+        return tuple(self.permutation[begin:end] for begin, end in pairwise(ends))
+
+
+class _SplitEntry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    layer: int
+    permutation: list[int]
+    sizes: list[int]
+    slots: list[int]
+
+
+class _PlanEntry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    splits: list[_SplitEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewritePlan:
+    """What is split.
+
+    Attributes:
+        splits: One a layer.
+
+    Raises:
+        InputError: A layer is split twice.
+    """
+
+    splits: tuple[Split, ...]
+
+    def __post_init__(self) -> None:
+        often = Counter(split.layer for split in self.splits)
+        twice = sorted(layer for layer, times in often.items() if times > 1)
+        if twice:
+            raise InputError(f"layer {twice[0]} is split {often[twice[0]]} times; once is all there can be")
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types; `from_dict` reads them back."""
+        return {
+            "splits": [
+                {
+                    "layer": split.layer, "permutation": list(split.permutation), "sizes": list(split.sizes),
+                    "slots": list(split.slots),
+                }
+                for split in self.splits
+            ]
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, content: object) -> RewritePlan:
+        """What `to_dict` gave.
+
+        Raises:
+            FileFormatError: A field is missing, unknown or of another type; says which.
+            InputError: A split cannot be; says of which layer.
+        """
+        try:
+            read = _PlanEntry.model_validate(content)
+        except ValidationError as error:
+            raise FileFormatError(f"a rewrite plan cannot be read: {first_problem(error)}") from error
+        return cls(
+            splits=tuple(
+                Split(
+                    layer=each.layer, permutation=tuple(each.permutation), sizes=tuple(each.sizes),
+                    slots=tuple(each.slots),
+                )
+                for each in read.splits
+            )
+        )  # fmt: skip
+
+
+class Form(nn.Module):
+    """A layer's module in its split form: the parts of some groups, and how outputs of all are put together.
+
+    Attributes:
+        parts: In the order of groups.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *given: Tensor | None) -> Tensor:
+        return self.combine([part(*given) for part in self.parts])
+
+    def combine(self, found: Sequence[Tensor]) -> Tensor:
+        """The whole's output from those of all parts, in the order of groups."""
+        raise NotImplementedError
+
+
+class Summed(Form):
+    """Parts whose outputs are terms of a sum."""
+
+    def combine(self, found: Sequence[Tensor]) -> Tensor:
+        total = found[0]
+        for each in found[1:]:
+            total = total + each
+        return total
+
+
+class Joined(Form):
+    """Parts whose outputs are columns.
+
+    Attributes:
+        back: G^-1, where each column of the whole stands among those of the groups, int64, [U].
+    """
+
+    back: Tensor
+
+    def __init__(self, parts: Sequence[nn.Module], permutation: Tensor) -> None:
+        super().__init__(parts)
+        self.register_buffer("back", permutation.argsort(), persistent=False)
+
+    def combine(self, found: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(found), -1).index_select(-1, self.back)
+
+
+def split_form(module: nn.Module, split: Split) -> Form:
+    """The split form of a module; parts have weights of their own.
+
+    Raises:
+        InputError: The module is neither `Splittable` nor linear, is split already, or has other units.
+    """
+    if isinstance(module, Form):
+        raise InputError(f"layer {split.layer} is in its split form already: undo that first")
+    if isinstance(module, nn.Linear):
+        if module.out_features != len(split.permutation):
+            raise _other_units(split, module.out_features)
+        device = module.weight.device
+        parts = [_columns(module, torch.tensor(group, device=device)) for group in split.groups()]
+        return Joined(parts, torch.tensor(split.permutation, device=device))
+    if not isinstance(module, Splittable):
+        raise InputError(f"layer {split.layer} is a {type(module).__name__}, which has no `part`")
+    device = next(module.parameters()).device
+    groups = [torch.tensor(group, device=device) for group in split.groups()]
+    return Summed([module.part(group, bias=at == 0) for at, group in enumerate(groups)])
+
+
+def _columns(whole: nn.Linear, units: Tensor) -> nn.Linear:
+    """Some columns of what a linear layer gives."""
+    found = nn.Linear(whole.in_features, len(units), bias=whole.bias is not None).to(whole.weight)
+    with torch.no_grad():
+        found.weight.copy_(whole.weight[units])
+        if whole.bias is not None:
+            found.bias.copy_(whole.bias[units])
+    return found.train(whole.training)
+
+
+def _other_units(split: Split, units: int) -> InputError:
+    return InputError(
+        f"the split of layer {split.layer} has {len(split.permutation)} units and the layer {units}: the "
+        "plan is for another model"
+    )
+
+
+class Rewrite:
+    """A model whose split layers run in parts, all of them here; a context manager that undoes it.
+
+    Attributes:
+        model: The model, changed.
+        plan: What is split.
+        forms: Layer -> its split form.
+    """
+
+    def __init__(self, model: LayeredModel, plan: RewritePlan) -> None:
+        self.model, self.plan = model, plan
+        check(model.layers(1), plan)
+        self.forms: Mapping[int, Form] = {
+            split.layer: split_form(model.module(split.layer), split) for split in plan.splits
+        }
+        self._originals = {layer: model.module(layer) for layer in self.forms}
+        self._undone = False
+        for layer, form in self.forms.items():
+            model.replace(layer, form)
+
+    def undo(self) -> None:
+        """Put the modules that were there back.
+
+        Raises:
+            InputError: That was done before, or someone put another module in place of a split form.
+        """
+        if self._undone:
+            raise InputError("this rewrite was undone before")
+        for layer, form in self.forms.items():
+            if self.model.module(layer) is not form:
+                raise InputError(
+                    f"layer {layer} is not in the split form that it was given: nothing was undone"
+                )
+        self._undone = True
+        for layer, module in self._originals.items():
+            self.model.replace(layer, module)
+
+    def __enter__(self) -> Rewrite:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._undone:
+            self.undo()
+
+
+def apply(model: LayeredModel, plan: RewritePlan) -> Rewrite:
+    """Turn layers of a model into their split form.
+
+    Raises:
+        InputError: The plan is for another model, or a layer is split already; the model is then as it was.
+    """
+    return Rewrite(model, plan)
+
+
+def check(layers: Sequence[LayerNode], plan: RewritePlan, homes: Sequence[int] | None = None) -> None:
+    """Whether a plan is one for these layers.
+
+    Args:
+        layers: In order.
+        plan: What is split.
+        homes: Slot of each layer.
+
+    Raises:
+        InputError: A split is of a layer that is not there, that cannot be split or has other units, or does
+            not begin at home; or slots are not as many as layers.
+    """
+    if homes is not None:
+        if len(homes) != len(layers):
+            raise InputError(f"{len(homes)} slots are given for {len(layers)} layers; expected one each")
+        if any(type(slot) is not int or slot < 0 for slot in homes):
+            raise InputError(f"slots (={list(homes)}) must be whole numbers from 0")
+    for split in plan.splits:
+        if split.layer >= len(layers):
+            raise InputError(
+                f"the plan splits layer {split.layer} and the last is {len(layers) - 1}: it is for another "
+                "model"
+            )
+        node = layers[split.layer]
+        if not node.splittable:
+            raise InputError(f"layer {split.layer} ({node.name}) cannot be split")
+        if node.units != len(split.permutation):
+            raise _other_units(split, node.units)
+        if homes is not None and homes[split.layer] != split.slots[0]:
+            raise InputError(
+                f"the split of layer {split.layer} ({node.name}) begins at slot {split.slots[0]} and the "
+                f"layer is on slot {homes[split.layer]}: its first slot must be the layer's"
+            )
+
+
+def plan_bytes(
+    layers: Sequence[LayerNode], homes: Sequence[int], plan: RewritePlan | None = None
+) -> dict[tuple[int, int], int]:
+    """What is moved for each batch.
+
+    Args:
+        layers: In order; they say how large a batch is.
+        homes: Slot of each layer.
+        plan: What is split.
+
+    Returns:
+        (from slot, to slot) -> bytes; pairs that nothing moves between are left out.
+
+    Raises:
+        InputError: See `check`.
+    """
+    plan = plan or RewritePlan(splits=())
+    check(layers, plan, homes)
+    found: Counter[tuple[int, int]] = Counter()
+    for layer, source, target in zip(layers, homes, homes[1:], strict=False):
+        if source != target:
+            found[source, target] += layer.traffic_out_bytes
+    for split in plan.splits:
+        node, home = layers[split.layer], split.slots[0]
+        for slot, size in zip(split.slots[1:], split.sizes[1:], strict=True):
+            found[home, slot] += node.split_in_bytes
+            back = node.split_out_bytes
+            found[slot, home] += back * size // node.units if node.split_joins else back
+    return {pair: size for pair, size in found.items() if size}

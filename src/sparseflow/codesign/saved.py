@@ -1,0 +1,94 @@
+"""A plan on disk, `plan.json`: the decision, and all that is needed to price it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.codesign.chips import library_of
+from sparseflow.codesign.decision import Decision
+from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.settings import settings_of
+from sparseflow.codesign.trace import layer_records, layers_of
+from sparseflow.core.files import write_atomic
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import FileFormatError, InputError
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What `load_plan` reads.
+
+    Attributes:
+        hardware: What the decision is priced by.
+        layers: Of the model.
+        decision: What was decided.
+    """
+
+    hardware: Hardware
+    layers: list[LayerNode]
+    decision: Decision
+
+
+def save_plan(
+    folder: Path | str,
+    hardware: Hardware,
+    layers: Sequence[LayerNode],
+    decision: Decision,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `plan.json` into a folder; gives its path.
+
+    Args:
+        folder: Must exist.
+        hardware: What the decision is priced by.
+        layers: Of the model.
+        decision: What was decided.
+        extra: More to tell, in JSON's types.
+    """
+    assert hardware.reference is not None
+    told = {
+        "settings": hardware.settings.model_dump(mode="json"),
+        "library": hardware.library.model_dump(mode="json"),
+        "reference": asdict(hardware.reference),
+        "layers": layer_records(layers),
+        "decision": decision.to_dict(),
+        "priced": asdict(hardware.price(layers, decision)),
+        **(extra or {}),
+    }
+    path = Path(folder) / PLAN
+    write_atomic(path, json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def load_plan(path: Path | str) -> Saved:
+    """Read what `save_plan` wrote.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: It is something else.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no plan {file}; `sparseflow codesign plan` makes one")
+    try:
+        told = json.loads(file.read_bytes())
+        hardware = Hardware(
+            settings_of(told["settings"], str(file)), library=library_of(told["library"], str(file))
+        )
+        hardware.fix_reference(told["reference"])
+        return Saved(
+            hardware=hardware,
+            layers=layers_of(told["layers"]),
+            decision=Decision.from_dict(told["decision"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise FileFormatError(f"{file} is not a plan: {type(error).__name__}: {error}") from error

@@ -1,0 +1,180 @@
+"""A co-design in one YAML file: the task, the hardware, how it is mapped, split, placed and trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sparseflow.codesign.chips import ChipLibrary, read_library
+from sparseflow.codesign.guard import Schedule
+from sparseflow.codesign.hw_loss import Lambdas
+from sparseflow.codesign.splits import PartitionConfig
+from sparseflow.core.validation import first_problem
+from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.errors import InputError
+
+PACKAGE = "sparseflow.codesign"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class HardwareSettings(_Part):
+    """What there is to build from."""
+
+    library: Path | None = None
+    """A chip library in YAML; the shipped one by default."""
+    chips: tuple[str, ...] = ()
+    """Names of the types that slots may hold; all of the library by default."""
+    slots: int = Field(default=8, ge=1)
+    link: str = "interposer"
+    """Between every two slots, unless `links` says more."""
+    links: tuple[tuple[int, int, str], ...] = ()
+    """(slot, slot, link): the only ones there are, if there are any."""
+    first: str | None = None
+    """The type that all slots hold at first; by default the library's with the most memory."""
+    batch: int = Field(default=8, ge=1)
+    """Samples of the batches that run through the pipeline."""
+    proxy: Path | None = None
+    """What `sparseflow codesign profile` fitted; an analytic roofline by default."""
+
+
+class MappingSettings(_Part):
+    """How segments are mapped to slots; see `mapping`."""
+
+    mode: Literal["balanced", "serial"] = "balanced"
+    strategy: str = "auto"
+    time_limit_s: float = Field(default=5.0, gt=0.0)
+
+
+class WaferSettings(_Part):
+    """Where chips are placed; see `layout`."""
+
+    radius_mm: float = Field(default=100.0, gt=0.0)
+    margin_mm: float = Field(default=1.0, ge=0.0)
+    sigma_mm: float = Field(default=30.0, gt=0.0)
+    """Over which heat reaches."""
+    w_comm: float = Field(default=1.0, ge=0.0)
+    w_therm: float = Field(default=0.5, ge=0.0)
+    restarts: int = Field(default=4, ge=1)
+    refine_steps: int = Field(default=200, ge=0)
+    """Steps of the differentiable layout after the discrete one."""
+
+
+class JointSettings(_Part):
+    """How model and hardware are trained together."""
+
+    alpha_steps: int = Field(default=20, ge=0)
+    """Steps of the slots' logits after each epoch."""
+    alpha_rate: float = Field(default=0.1, gt=0.0)
+    tau: tuple[float, float] = (2.0, 0.3)
+    """Temperature of the slots' draw, first and last."""
+    plan_every: int = Field(default=1, ge=1)
+    """Epochs from one plan with fine splits to the next; the others map anew only."""
+    use_fine_split: bool = True
+    hw_every: int = Field(default=1, ge=1)
+    """Training steps from one with the hardware loss to the next."""
+    seed: int = Field(default=0, ge=0)
+
+
+class Settings(_Part):
+    """All of it.
+
+    Attributes:
+        task: Settings of the model, its data and its training, as its own wing reads them.
+    """
+
+    task: dict[str, Any]
+    hardware: HardwareSettings = Field(default_factory=HardwareSettings)
+    mapping: MappingSettings = Field(default_factory=MappingSettings)
+    partition: dict[str, float] = Field(default_factory=dict)
+    """Fields of `PartitionConfig`."""
+    wafer: WaferSettings = Field(default_factory=WaferSettings)
+    loss: dict[str, float] = Field(default_factory=dict)
+    """Fields of `Lambdas`."""
+    schedule: dict[str, float] = Field(default_factory=dict)
+    """Fields of `Schedule`."""
+    joint: JointSettings = Field(default_factory=JointSettings)
+
+    @model_validator(mode="after")
+    def _parts_are_known(self) -> Settings:
+        for name, kind in (("partition", PartitionConfig), ("loss", Lambdas), ("schedule", Schedule)):
+            there = {each.name: each.type for each in fields(kind)}
+            unknown = sorted(set(getattr(self, name)) - set(there))
+            if unknown:
+                raise ValueError(f"{name} has no {', '.join(unknown)}; it has: {', '.join(there)}")
+            _made(kind, getattr(self, name))
+        return self
+
+    def partition_config(self) -> PartitionConfig:
+        """When layers are split."""
+        return _made(PartitionConfig, self.partition)
+
+    def lambdas(self) -> Lambdas:
+        """Weights of the hardware loss."""
+        return _made(Lambdas, self.loss)
+
+    def guard_schedule(self) -> Schedule:
+        """When the hardware loss counts."""
+        return _made(Schedule, self.schedule)
+
+    def read_library(self) -> ChipLibrary:
+        """The chip library.
+
+        Raises:
+            InputError: There is no such file.
+            FileFormatError: It cannot be used.
+        """
+        return read_library(self.hardware.library)
+
+
+def _made(kind: Any, values: Mapping[str, float]) -> Any:
+    """A dataclass from numbers, whole ones where it wants them."""
+    found = {}
+    for each in fields(kind):
+        if each.name in values:
+            value = values[each.name]
+            if each.type == "int":
+                if value != int(value):
+                    raise InputError(f"`{each.name}` (={value}) must be a whole number")
+                value = int(value)
+            found[each.name] = value
+    return kind(**found)
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that come with SparseFlow."""
+    return [name for name in shipped_names(PACKAGE) if name != "chips"]
+
+
+def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
+    """Read a configuration.
+
+    Args:
+        source: A YAML file, or the name of a configuration that comes with SparseFlow.
+        changes: `"hardware.slots"` -> a value that goes before the file's.
+
+    Raises:
+        InputError: There is no such file, or a setting is missing, unknown or of no use.
+        FileFormatError: The file is not YAML, or holds something else.
+        MissingExtraError: PyYAML is missing.
+    """
+    content = changed(read_yaml(source, package=PACKAGE, extra="codesign"), changes or {})
+    return settings_of(content, str(source))
+
+
+def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
+    """Settings from what a file holds.
+
+    Raises:
+        InputError: A setting is missing, unknown or of no use.
+    """
+    try:
+        return Settings.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error

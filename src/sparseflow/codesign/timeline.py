@@ -1,0 +1,153 @@
+"""When each slot does what, with several batches in flight: a plan played through, and its Gantt chart.
+
+Slots do what is theirs in the order of the executor (`execute/schedule.py`): a batch is at stage s when it
+has changed slots s times, batch b is at stage s in turn b + s, and turns are done one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from sparseflow.codesign.objective import Costs
+from sparseflow.codesign.partition import Plan
+from sparseflow.core.report import Figure
+from sparseflow.errors import InputError
+
+Kind = Literal["run", "part", "receive", "wait"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A slot does something.
+
+    Attributes:
+        slot: Which.
+        batch: For which batch, from 0.
+        name: The layer's, or the first and last layer's of a run.
+        kind: Runs layers, runs a part of one, receives, or waits for parts elsewhere.
+        begin_ms: From the start of all.
+        end_ms: Its end.
+    """
+
+    slot: int
+    batch: int
+    name: str
+    kind: Kind
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """A pipeline that was played through.
+
+    Attributes:
+        events: In the order of their batches and layers.
+        latency_ms: Of one batch alone.
+        period_ms: From the end of one batch to that of the next, mean over the later half.
+    """
+
+    events: tuple[Event, ...]
+    latency_ms: float
+    period_ms: float
+
+
+def play(costs: Costs, plan: Plan, *, batches: int = 12) -> Played:
+    """Play a plan through.
+
+    Args:
+        costs: Of layers on slots.
+        plan: What runs where.
+        batches: In flight, one after the other; all are there at the start.
+
+    Raises:
+        InputError: Fewer than 4 batches.
+    """
+    if batches < 4:
+        raise InputError(f"`batches` (={batches}) must be at least 4 to tell a period")
+    network, splits = costs.network, plan.splits
+    free = [0.0] * costs.slots
+    now = [0.0] * batches
+    events: list[Event] = []
+
+    def add(slot: int, batch: int, name: str, kind: Kind, begin: float, end: float) -> float:
+        if end > begin:
+            events.append(Event(slot=slot, batch=batch, name=name, kind=kind, begin_ms=begin, end_ms=end))
+        free[slot] = max(free[slot], end)
+        return end
+
+    def run(batch: int, at: int) -> None:
+        layer, home = costs.layers[at], plan.homes[at]
+        begin = max(now[batch], free[home])
+        if at and plan.homes[at - 1] != home:
+            took = network.time_ms(plan.homes[at - 1], home, layer.traffic_in_bytes)
+            begin = add(home, batch, layer.name, "receive", begin, begin + took)
+        if at not in splits:
+            took = float(costs.latency_ms[at, home])
+            now[batch] = add(home, batch, layer.name, "run", begin, begin + took)
+            return
+        split, parts = splits[at]
+        own = add(home, batch, layer.name, "part", begin, begin + parts.latency_ms[0])
+        done = own
+        for slot, size, took in zip(split.slots[1:], split.sizes[1:], parts.latency_ms[1:], strict=True):
+            back = layer.split_out_bytes
+            if layer.split_joins:
+                back = back * size // layer.units
+            there = max(begin, free[slot])
+            came = there + network.time_ms(home, slot, layer.split_in_bytes)
+            add(slot, batch, layer.name, "receive", there, came)
+            add(slot, batch, layer.name, "part", came, came + took)
+            done = max(done, came + took + network.time_ms(slot, home, back))
+        now[batch] = add(home, batch, layer.name, "wait", own, done) if done > own else own
+
+    stages = [0]
+    for before, home in pairwise(plan.homes):
+        stages.append(stages[-1] + (home != before))
+    for turn in range(batches + stages[-1]):
+        for at, stage in enumerate(stages):
+            if 0 <= turn - stage < batches:
+                run(turn - stage, at)
+    middle = batches // 2
+    return Played(
+        events=tuple(events),
+        latency_ms=plan.hw_stats.serial_ms,
+        period_ms=(now[-1] - now[middle]) / (batches - 1 - middle),
+    )
+
+
+def gantt(played: Played, names: list[str], *, batches: int = 4) -> Figure:
+    """What each slot does when, for the first batches.
+
+    Args:
+        played: What to show.
+        names: Of slots, from slot 0; those that do nothing are left out.
+        batches: How many to show.
+    """
+    from sparseflow.core.report.figures import drawing
+    from sparseflow.core.report.svg import AFTER, BAD, BEFORE, GOOD, MUTED, PAPER, from_matplotlib
+
+    shown = [event for event in played.events if event.batch < batches]
+    slots = sorted({event.slot for event in shown})
+    colours = (AFTER, BEFORE, GOOD, MUTED)
+    with drawing(rows=len(slots), row_in=0.42) as (figure, axes):
+        for event in shown:
+            receives = event.kind in ("receive", "wait")
+            axes.barh(
+                slots.index(event.slot), event.end_ms - event.begin_ms, left=event.begin_ms,
+                height=0.3 if receives else 0.7,
+                color=BAD if receives else colours[event.batch % len(colours)],
+                edgecolor=PAPER, linewidth=0.4, alpha=0.6 if event.kind == "part" else 1.0,
+            )  # fmt: skip
+        axes.set_yticks(range(len(slots)), [names[slot] for slot in slots])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        return from_matplotlib(
+            figure,
+            title="The pipeline",
+            alt=f"{len(slots)} slots, {batches} batches: the first takes {played.latency_ms:.3g} ms, one "
+            f"more comes every {played.period_ms:.3g} ms.",
+            caption="Wide bars run layers, a colour a batch (paler: parts of a split layer); narrow red ones "
+            "receive or wait for parts.",
+        )

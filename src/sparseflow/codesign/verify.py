@@ -1,0 +1,114 @@
+"""Whether a plan that is run computes what the model does, and moves what was planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.codesign.decision import Decision
+from sparseflow.codesign.execute import LocalExecutor, RankExecutor, launch
+from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
+from sparseflow.core.layers import LayeredModel
+from sparseflow.errors import InputError, RunError
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2,
+}  # fmt: skip
+"""Largest difference of logits, over max(1, largest logit)."""
+
+
+def whole(model: LayeredModel, samples: Tensor) -> Tensor:
+    """Logits of a model that is run layer by layer, on one device."""
+    with torch.no_grad():
+        state = model.begin(samples)
+        for layer in model.layers(len(samples)):
+            state = model.step(layer.id, state)
+    return state["logits"]
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference over max(1, largest logit), compared on the CPU in float64."""
+    wide, other = wanted.double().cpu(), found.double().cpu()
+    return float((other - wide).abs().max() / wide.abs().max().clamp_min(1.0))
+
+
+def verify(
+    model: LayeredModel,
+    decision: Decision,
+    samples: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    ranks: bool = False,
+) -> dict[str, Any]:
+    """Run a model whole, rewritten, and on its slots.
+
+    Args:
+        model: Any precision; left as it is.
+        decision: What runs where.
+        samples: A batch.
+        device: Of all slots, or, with `ranks`, of each process: `"cuda"` is each its own GPU.
+        ranks: Whether each slot is a process of its own, too.
+
+    Returns:
+        `error`, the largest difference of logits over max(1, largest logit), by executor; `moved_bytes` for a
+        batch, as planned and by executor; `splits`, how many layers are split.
+
+    Raises:
+        InputError: The decision is of another model.
+        RunError: Logits differ by more than rounding, other bytes were moved than planned, or undoing the
+            rewrite left something behind.
+    """
+    layers = model.layers(len(samples))
+    names = [name for segment in decision.segments for name in segment]
+    if names != [layer.name for layer in layers]:
+        raise InputError(
+            f"the plan is of {len(names)} layers ({names[0]} to {names[-1]}) and the model has "
+            f"{len(layers)}, or others: name the model that was planned for"
+        )
+    homes, plan = list(decision.homes(layers)), decision.rewrite_plan
+    planned = plan_bytes(layers, homes, plan)
+    wanted = whole(model, samples)
+    errors, moved = {}, {"planned": sum(planned.values())}
+    before = [copy.deepcopy(model.module(layer.id).state_dict()) for layer in layers if layer.splittable]
+    with apply(model, plan or RewritePlan(splits=())):
+        errors["rewritten"] = error_of(whole(model, samples), wanted)
+    after = [model.module(layer.id).state_dict() for layer in layers if layer.splittable]
+    same = all(
+        torch.equal(one[name], other[name]) for one, other in zip(before, after, strict=True) for name in one
+    )
+    if not same or not torch.equal(whole(model, samples), wanted):
+        raise RunError("undoing the rewrite did not give the model back as it was")
+    local = LocalExecutor(model, homes, plan, devices=device)
+    errors["local"] = error_of(local.run([samples])[0], wanted)
+    counted = {"local": {pair: size for pair, size in local.moved.items() if size}}
+    if ranks:
+        count = len(local.schedule.slots)
+        told = launch(partial(_on_ranks, model, homes, plan, samples), count, device=device)
+        errors["ranks"] = max(error_of(logits, wanted) for logits, _ in told if logits is not None)
+        counted["ranks"] = {pair: size for _, sent in told for pair, size in sent.items() if size}
+    tolerance = TOLERANCES[wanted.dtype]
+    for name, error in errors.items():
+        if not error <= tolerance:
+            raise RunError(f"{name}: logits differ by {error:.3g} (relative), more than {tolerance:g}")
+    for name, pairs in counted.items():
+        moved[name] = sum(pairs.values())
+        if pairs != planned:
+            raise RunError(f"{name}: moved {pairs} bytes between slots; planned were {planned}")
+    return {
+        "error": errors, "moved_bytes": moved, "splits": 0 if plan is None else len(plan.splits),
+        "slots": len(local.schedule.slots),
+    }  # fmt: skip
+
+
+def _on_ranks(
+    model: LayeredModel, homes: list[int], plan: RewritePlan | None, samples: Tensor, device: torch.device
+) -> tuple[Tensor | None, dict[tuple[int, int], int]]:
+    """This process' slot: the logits where it has them, and what it sent."""
+    with RankExecutor(model, homes, plan, device=device) as executor:
+        found = executor.run([samples])
+        return (found[0].cpu() if found else None), dict(executor.moved)

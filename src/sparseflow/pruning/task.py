@@ -1,0 +1,96 @@
+"""A training of a VideoViT as a task that others drive: see `core.training.task`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflow.core.layers import LayerNode
+from sparseflow.core.training.ranks import ranks
+from sparseflow.pruning.compact import compact
+from sparseflow.pruning.datasets import Data, data_of
+from sparseflow.pruning.settings import Settings
+from sparseflow.pruning.steps import Steps, soft_layers
+from sparseflow.pruning.training import Training
+from sparseflow.pruning.video_vit import VideoViT
+
+
+class VideoTask:
+    """Trains a VideoViT epoch by epoch; a context manager, since it keeps torch's generator for itself.
+
+    Args:
+        settings: Model, data and how to train.
+        batch: Clips of the batches that layers are told for.
+        device: Where to compute.
+        data: Data to use in place of what the settings name.
+
+    Raises:
+        InputError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        batch: int = 1,
+        device: torch.device | str = "cpu",
+        data: Data | None = None,
+    ) -> None:
+        self.epochs, self.batch = settings.train.epochs, batch
+        self._open = ExitStack()
+        mine = self._open.enter_context(ranks(device))
+        self._open.enter_context(torch.random.fork_rng(devices=mine.cuda))
+        self._run = Training(settings, data_of(settings) if data is None else data, None, mine)
+
+    def __enter__(self) -> VideoTask:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def model(self) -> VideoViT:
+        """The model that is being trained."""
+        return self._run.model
+
+    def train_epoch(
+        self,
+        extra: Callable[[], Tensor] | None = None,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Mapping[str, float]:
+        """Train for one epoch more; means over its steps."""
+        run, rows = self._run, []
+        epoch = run.step // run.epoch_steps
+        for batch in run.clips(epoch):
+            numbers = run.advance(batch, None if extra is None else lambda _: extra())
+            rows.append(numbers)
+            if progress is not None:
+                progress(f"epoch {epoch + 1} of {self.epochs}, loss {numbers['loss']:.4f}",
+                         len(rows) / run.epoch_steps)  # fmt: skip
+        names = rows[-1] if rows else {}
+        return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
+
+    def accuracy(self) -> float:
+        """Share of test videos that are right."""
+        return self._run.judge().video_top1
+
+    def soft_layers(self) -> Sequence[LayerNode]:
+        """Layers, whose figures follow the gates."""
+        return soft_layers(self.model, self.batch)
+
+    def finished(self) -> Steps:
+        """The compact model."""
+        return Steps(compact(self.model))
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        return self._run.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._run.restore(state)

@@ -1,0 +1,75 @@
+"""Problems that tests search: of every kind, and such whose best cost is known."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+
+KINDS = ("symmetric", "asymmetric flow", "asymmetric distance", "asymmetric", "stack", "dummies")
+
+
+def random_problem(
+    kind: str, n: int, seed: int = 0, *, floats: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flow and distance with anything on the diagonals, [n, n], or [3, n, n] for a stack."""
+    rng = np.random.default_rng([seed, n])
+    count = 3 if kind == "stack" else 1
+    flow, distance = rng.integers(-4, 10, (2, count, n, n))
+    if kind in ("symmetric", "asymmetric distance", "dummies"):
+        flow = flow + flow.transpose(0, 2, 1)
+    if kind in ("symmetric", "asymmetric flow", "dummies"):
+        distance = distance + distance.transpose(0, 2, 1)
+    if kind == "stack":
+        # One of each.
+        flow[0] += flow[0].T
+        distance[0] += distance[0].T
+        distance[1] += distance[1].T
+    if kind == "dummies":
+        idle = rng.permutation(n)[: n // 2]
+        flow[:, idle] = 0
+        flow[:, :, idle] = 0
+    if floats:
+        flow, distance = flow * 0.37, distance / 7.0
+    return (flow, distance) if kind == "stack" else (flow[0], distance[0])
+
+
+def plain_cost(flow: np.ndarray, distance: np.ndarray, permutation: np.ndarray) -> float:
+    """The cost, summed one product at a time."""
+    f, d = (matrix if matrix.ndim == 3 else matrix[None] for matrix in (flow, distance))
+    n = len(permutation)
+    return sum(
+        f[k, i, j].item() * d[k, permutation[i], permutation[j]].item()
+        for k in range(len(f))
+        for i in range(n)
+        for j in range(n)
+    )
+
+
+def best_cost(flow: np.ndarray, distance: np.ndarray) -> float:
+    """The least cost, by trying all permutations."""
+    f, d = (matrix if matrix.ndim == 3 else matrix[None] for matrix in (flow, distance))
+    return min(
+        (f * d[:, p[:, None], p[None, :]]).sum().item()
+        for p in map(np.array, permutations(range(f.shape[1])))
+    )
+
+
+def chain(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """A shuffled chain of things and a line of places; no two neighbours can be closer than 1: 2 (n - 1)."""
+    order = np.random.default_rng(seed).permutation(n)
+    flow = np.zeros((n, n), np.int64)
+    flow[order[:-1], order[1:]] = flow[order[1:], order[:-1]] = 1
+    return flow, np.abs(np.subtract.outer(np.arange(n), np.arange(n))), 2 * (n - 1)
+
+
+def cliques(count: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """Shuffled cliques and rooms as large: all in one room costs 1 a pair, and any other 10."""
+    rng = np.random.default_rng(seed)
+    member = rng.permutation(np.repeat(np.arange(count), size))
+    room = rng.permutation(np.repeat(np.arange(count), size))
+    flow = (member[:, None] == member[None, :]).astype(np.int64)
+    distance = np.where(room[:, None] == room[None, :], 1, 10)
+    np.fill_diagonal(flow, 0)
+    np.fill_diagonal(distance, 0)
+    return flow, distance, count * size * (size - 1)

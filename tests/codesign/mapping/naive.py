@@ -1,0 +1,113 @@
+"""The definitions once more, in plain Python and from the words alone; and small problems by the dozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby, product
+from typing import Any
+
+import numpy as np
+
+from sparseflow.codesign.mapping import Goal, Problem, evaluate, synthetic
+
+GOALS = (Goal(), Goal(mode="serial"), Goal(tie_weight=0.0), Goal(tie_weight=0.4))
+
+
+def busy(problem: Problem, mapping: Sequence[int]) -> list[float]:
+    """How long each slot is busy, ms."""
+    found = [0.0] * problem.slots
+    for k, s in enumerate(mapping):
+        found[s] += float(problem.latency_ms[k, s])
+    for u, v, size in zip(problem.src, problem.dst, problem.traffic_bytes, strict=True):
+        a, b = mapping[u], mapping[v]
+        if a != b:
+            fixed, per_byte = float(problem.fixed_ms[a, b]), float(problem.ms_per_byte[a, b])
+            cut = math.isinf(fixed) or math.isinf(per_byte)
+            found[b] += math.inf if cut else fixed + float(size) * per_byte
+    return found
+
+
+def fits(problem: Problem, mapping: Sequence[int]) -> bool:
+    """Whether memory stays within limits, and every segment runs where it is."""
+    for s in range(problem.slots):
+        here = [k for k, slot in enumerate(mapping) if slot == s]
+        if here and not problem.limit_mb[s] > 0.0:
+            return False
+        if math.fsum(problem.memory_mb[k, s] for k in here) > problem.limit_mb[s]:
+            return False
+    return all(math.isfinite(problem.latency_ms[k, s]) for k, s in enumerate(mapping))
+
+
+def objective(problem: Problem, goal: Goal, mapping: Sequence[int]) -> float:
+    """What is made small, ms; inf where the mapping cannot run."""
+    if not fits(problem, mapping):
+        return math.inf
+    times = busy(problem, mapping)
+    if math.isinf(sum(times)):
+        return math.inf
+    if goal.mode == "serial":
+        return sum(times)
+    return max(times) + goal.tie_weight * sum(times)
+
+
+def best_contiguous(problem: Problem, goal: Goal) -> float:
+    """Of mappings in which every slot has one run of segments."""
+    best = math.inf
+    for mapping in product(range(problem.slots), repeat=problem.segments):
+        runs = [slot for slot, _ in groupby(mapping)]
+        if len(set(runs)) == len(runs):
+            best = min(best, objective(problem, goal, mapping))
+    return best
+
+
+def changed(problem: Problem, **values: Any) -> Problem:
+    """The same problem but for some arrays."""
+    names = ("latency_ms", "memory_mb", "limit_mb", "src", "dst", "traffic_bytes", "fixed_ms", "ms_per_byte")
+    return Problem(**{name: values.get(name, getattr(problem, name)) for name in names})
+
+
+def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem:
+    """A small problem of some kind: chain or not, tight or not, on links or without some of them."""
+    rng = np.random.default_rng([seed, 7])
+    segments, slots = int(rng.integers(1, most_segments + 1)), int(rng.integers(1, most_slots + 1))
+    problem = synthetic(
+        segments,
+        slots,
+        seed=seed,
+        skips=float(rng.choice([0.0, 0.5, 1.0])),
+        slack=float(rng.choice([1.0, 1.1, 1.5, 5.0])),
+        traffic=float(rng.choice([0.0, 0.1, 0.5, 2.0])),
+        types=int(rng.integers(1, 4)),
+        refused=float(rng.choice([0.0, 0.2])),
+    )
+    kind = rng.integers(5)
+    if kind == 0:
+        # Slots that are exactly alike.
+        latency, memory = problem.latency_ms.min(axis=1), problem.memory_mb
+        apart = 1.0 - np.eye(slots)
+        return changed(
+            problem,
+            latency_ms=np.repeat(latency[:, None], slots, axis=1),
+            memory_mb=memory,
+            limit_mb=np.full(slots, problem.limit_mb.max()),
+            fixed_ms=0.05 * apart,
+            ms_per_byte=1e-6 * apart,
+        )
+    if kind == 1:
+        fixed = problem.fixed_ms.copy()
+        fixed[(rng.random(fixed.shape) < 0.3) & ~np.eye(slots, dtype=bool)] = np.inf
+        return changed(problem, fixed_ms=fixed)
+    if kind == 2:
+        # Memory that differs from slot to slot, and links that differ from one way to the other.
+        return changed(
+            problem,
+            memory_mb=problem.memory_mb * rng.integers(1, 3, problem.memory_mb.shape) / 2.0,
+            fixed_ms=problem.fixed_ms * rng.uniform(0.5, 2.0, problem.fixed_ms.shape),
+        )
+    return problem
+
+
+def value(problem: Problem, goal: Goal, mapping: np.ndarray | None) -> float:
+    """By the package's own definition; inf without a mapping."""
+    return math.inf if mapping is None else goal.objective_ms(evaluate(problem, mapping))

@@ -1,0 +1,99 @@
+"""Lower bounds hold for every mapping, and are the optimum where nothing stands in the way."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sparseflow.codesign.mapping import Goal, Problem, bounds, lower_bound, synthetic
+from sparseflow.codesign.mapping.reference import exhaust
+from tests.codesign.mapping.naive import GOALS, changed, varied
+
+CLOSE = 1.0 + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_mapping_is_below_the_bound(seed: int) -> None:
+    problem = varied(seed, most_segments=7)
+    for goal, (best, _) in zip(GOALS, exhaust(problem, GOALS), strict=True):
+        if math.isfinite(best):
+            assert 0.0 <= lower_bound(problem, goal).value_ms <= best * CLOSE
+            # What is known may be the optimum itself, or anything above it.
+            assert lower_bound(problem, goal, known_ms=best).value_ms <= best * CLOSE
+            assert lower_bound(problem, goal, known_ms=1.1 * best).value_ms <= best * CLOSE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_multipliers_make_a_bound_for_any_mapping(seed: int) -> None:
+    problem, rng = varied(seed), np.random.default_rng(seed)
+    for goal in GOALS:
+        found = lower_bound(problem, goal)
+        assert (found.busy_weights >= 0.0).all() and (found.memory_weights >= 0.0).all()
+        assert found.busy_weights.sum() <= goal.period_weight * (1.0 + 1e-12)
+        busy = rng.exponential(1.0, problem.slots)
+        assert (found.busy_weights * busy).sum() <= goal.period_weight * busy.max() * CLOSE
+
+
+def test_what_is_known_makes_the_bound_better() -> None:
+    better = 0
+    for seed in range(10):
+        problem = synthetic(10, 4, seed=seed, slack=2.0)
+        ((best, _),) = exhaust(problem, [Goal()])
+        better += lower_bound(problem, Goal(), known_ms=best).value_ms > lower_bound(problem, Goal()).value_ms
+    assert better > 0
+
+
+def test_a_single_slot_has_no_gap() -> None:
+    problem = synthetic(6, 1, seed=0)
+    for goal in GOALS:
+        ((best, _),) = exhaust(problem, [goal])
+        assert lower_bound(problem, goal).value_ms == pytest.approx(best, rel=1e-9)
+
+
+def test_without_transfers_the_sum_is_reached() -> None:
+    problem = synthetic(6, 3, seed=1, slack=100.0, traffic=0.0)
+    goal = Goal(mode="serial")
+    ((best, _),) = exhaust(problem, [goal])
+    assert lower_bound(problem, goal).value_ms == pytest.approx(best, rel=1e-9)
+
+
+def test_memory_that_forces_a_cut_is_paid_for() -> None:
+    chain = Problem.chain(
+        latency_ms=np.ones((4, 3)),
+        memory_mb=np.full(4, 10.0),
+        limit_mb=np.full(3, 20.0),
+        traffic_bytes=[5e6, 1e6, 9e6],
+        fixed_ms=0.5 * (1.0 - np.eye(3)),
+        ms_per_byte=1e-6 * (1.0 - np.eye(3)),
+    )
+    # Two slots at least, so one edge at least; the least takes 1.5 ms, and that happens to be enough.
+    assert bounds.unavoidable_ms(chain) == pytest.approx(1.5)
+    goal = Goal(mode="serial")
+    assert lower_bound(chain, goal).value_ms == pytest.approx(5.5)
+    assert exhaust(chain, [goal])[0][0] == pytest.approx(5.5)
+    assert bounds.unavoidable_ms(changed(chain, limit_mb=np.full(3, 40.0))) == 0.0
+    # In two pieces that fit on a slot each, nothing need be cut.
+    apart = changed(chain, src=[0, 2], dst=[1, 3], traffic_bytes=[5e6, 9e6])
+    assert bounds.unavoidable_ms(apart) == 0.0
+    assert bounds.unavoidable_ms(changed(chain, src=[], dst=[], traffic_bytes=[])) == 0.0
+
+
+def test_nothing_known_is_better_than_what_cannot_be_beaten() -> None:
+    problem = synthetic(5, 2, seed=0)
+    assert lower_bound(problem, Goal(), known_ms=1e-6).value_ms == 1e-6
+
+
+@pytest.mark.parametrize("mode", ["balanced", "serial"])
+def test_without_the_linear_program_the_bound_still_holds(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    goal = Goal(mode=mode)  # pyright: ignore[reportArgumentType]
+    problem = synthetic(8, 3, seed=3, slack=1.2)
+    whole = lower_bound(problem, goal).value_ms
+    monkeypatch.setattr(bounds, "MOST_PAIRS", 0)
+    assert (
+        0.0
+        < lower_bound(problem, goal).value_ms
+        <= whole * CLOSE
+        <= exhaust(problem, [goal])[0][0] * CLOSE**2
+    )

@@ -1,0 +1,234 @@
+"""One way in: what every strategy must do, which one runs, and what is said where nothing can."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseflow.codesign.mapping import (
+    Goal,
+    Mapping,
+    MappingSolver,
+    Mode,
+    Problem,
+    Progress,
+    evaluate,
+    synthetic,
+)
+from sparseflow.codesign.mapping import solver as module
+from sparseflow.codesign.mapping.reference import exhaust
+from sparseflow.errors import InputError, RunError
+from tests.codesign.mapping.naive import changed, fits, objective, varied
+
+MODES: tuple[Mode, ...] = ("balanced", "serial")
+every = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
+
+
+@every
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_answer_can_run_and_is_told_right(strategy: str, mode: Mode, seed: int) -> None:
+    problem = synthetic(7, 3, seed=seed, skips=0.3, slack=1.4)
+    goal, solver = Goal(mode=mode), MappingSolver(strategy=strategy, mode=mode, workers=1)
+    ((best, _),) = exhaust(problem, [goal])
+    if strategy == "dp" and seed != 0:
+        # Runs may not fit where a mapping does.
+        problem = changed(problem, limit_mb=problem.limit_mb * 3.0)
+        ((best, _),) = exhaust(problem, [goal])
+    found = solver.solve_mapping(problem)
+    assert fits(problem, found.mapping)
+    assert found.objective_ms == pytest.approx(objective(problem, goal, found.mapping), rel=1e-12)
+    assert found.lower_bound_ms <= best * (1.0 + 1e-12) and found.objective_ms >= best * (1.0 - 1e-9)
+    assert found.gap == pytest.approx(1.0 - found.lower_bound_ms / found.objective_ms, abs=1e-12)
+    again = evaluate(problem, found.mapping)
+    assert found.per_slot_time == again.busy_ms.tolist() and found.memory_mb == again.memory_mb.tolist()
+    assert (found.serial_ms, found.period_ms, found.comm_ms) == (
+        again.serial_ms,
+        again.period_ms,
+        again.comm_ms,
+    )
+    assert found.total_latency_ms == (found.period_ms if mode == "balanced" else found.serial_ms)
+    assert found.finished and found.seconds >= 0.0
+    if strategy in ("auto", "exact", "best"):
+        assert found.optimal and found.objective_ms == pytest.approx(best, rel=1e-9)
+    json.dumps(asdict(found))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None:
+    problem = varied(seed, most_segments=10, most_slots=6)
+    goal = Goal(mode=MODES[seed % 2])
+    try:
+        found = MappingSolver(mode=goal.mode, seed=seed).solve_mapping(problem)
+    except InputError:
+        # Only links that were cut can make these impossible.
+        assert not problem.connected.all()
+        return
+    assert fits(problem, found.mapping) and math.isfinite(objective(problem, goal, found.mapping))
+    assert found.lower_bound_ms <= found.objective_ms
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_larger_ones_take_the_other_ways(mode: Mode) -> None:
+    middle, large = synthetic(13, 6, seed=0, slack=1.3), synthetic(30, 6, seed=0, slack=1.3, skips=0.2)
+    for problem in (middle, large):
+        found = MappingSolver(mode=mode).solve_mapping(problem)
+        assert fits(problem, found.mapping) and 0.0 <= found.gap < 0.5 and found.finished
+    assert MappingSolver(mode=mode).solve_mapping(large).strategy == "local"
+
+
+def test_the_same_seed_gives_the_same_answer() -> None:
+    problem = synthetic(30, 6, seed=0, slack=1.3)
+    one, two = (MappingSolver(seed=5).solve_mapping(problem) for _ in range(2))
+    assert one.mapping == two.mapping and one.lower_bound_ms == two.lower_bound_ms
+
+
+def test_slots_without_chips_are_left_empty() -> None:
+    problem = synthetic(8, 5, seed=2, slack=4.0)
+    limit = np.full(5, 1e4)
+    limit[[0, 3]] = 0.0
+    problem = changed(problem, limit_mb=limit)
+    ((best, _),) = exhaust(problem, [Goal()])
+    found = MappingSolver().solve_mapping(problem, start=[1, 2, 4, 1, 2, 4, 1, 2])
+    assert set(found.mapping) <= {1, 2, 4}
+    assert found.objective_ms == pytest.approx(best, rel=1e-9)
+    assert len(found.per_slot_time) == 5 and found.memory_mb[0] == 0.0
+    # A start on a slot that has lost its chip is left out.
+    assert MappingSolver().solve_mapping(problem, start=[0] * 8).mapping == found.mapping
+
+
+@pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
+def test_a_start_is_not_made_worse(strategy: str) -> None:
+    problem = synthetic(12, 5, seed=3, slack=1.5)
+    first = MappingSolver(strategy="best", time_limit_s=60.0, workers=1).solve_mapping(problem)
+    short = MappingSolver(strategy=strategy, time_limit_s=0.05, workers=1)
+    for start in (first, first.mapping, np.array(first.mapping)):
+        assert short.solve_mapping(problem, start=start).objective_ms <= first.objective_ms * (1.0 + 1e-12)
+
+
+def test_a_strategy_can_be_chosen_for_one_problem() -> None:
+    solver = MappingSolver(strategy="exact")
+    assert solver.solve_mapping(synthetic(5, 2, seed=0), strategy="local").strategy == "local"
+    assert solver.solve_mapping(synthetic(5, 2, seed=0)).strategy == "exact"
+
+
+def test_progress_is_told() -> None:
+    told: list[Progress] = []
+    MappingSolver(progress=told.append).solve_mapping(synthetic(13, 6, seed=0))
+    assert {one.strategy for one in told} == {"local", "exact"}
+
+
+def short_of(**others: Any) -> Problem:
+    return Problem.chain(
+        **{
+            "latency_ms": np.ones((4, 2)),
+            "memory_mb": [3000.0, 1200.0, 500.0, 500.0],
+            "limit_mb": [2048.0, 2048.0],
+            "traffic_bytes": np.zeros(3),
+            "fixed_ms": np.zeros((2, 2)),
+            "ms_per_byte": np.zeros((2, 2)),
+            **others,
+        }
+    )
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({}, "segment 0 needs 3000 MB and the largest slot that can run it has 2048 MB"),
+        ({"memory_mb": [1300.0] * 4}, "4 segments need 5200 MB and all 2 slots with a chip have 4096 MB"),
+        ({"limit_mb": [0.0, 0.0]}, "none of the 2 slots holds a chip"),
+        (
+            {"latency_ms": [[1.0, 1.0], [np.inf, np.inf], [1.0, 1.0], [1.0, 1.0]], "memory_mb": [1.0] * 4},
+            "segment 1 can run on none of the 2 slots with a chip",
+        ),
+    ],
+)
+def test_what_cannot_run_is_told_by_how_much(strategy: str, others: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        MappingSolver(strategy=strategy).solve_mapping(short_of(**others))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
+def test_what_fits_in_all_but_not_in_pieces_is_proven_impossible(strategy: str) -> None:
+    # Three segments of 1300 MB are 3900 MB; no slot of 2048 MB holds two.
+    problem = short_of(memory_mb=[1300.0, 1300.0, 1300.0, 1.0])
+    with pytest.raises(InputError, match=re.escape("no mapping can run: 4 segments of 3901 MB in all")):
+        MappingSolver(strategy=strategy).solve_mapping(problem)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat"])
+def test_slots_that_are_not_connected_are_told(strategy: str) -> None:
+    apart = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
+    problem = short_of(memory_mb=[1200.0] * 2 + [1.0] * 2, fixed_ms=apart)
+    with pytest.raises(InputError, match=re.escape("2 pairs of slots are not connected (such as 0 to 1)")):
+        MappingSolver(strategy=strategy).solve_mapping(problem)
+
+
+def test_larger_ones_are_proven_impossible_too() -> None:
+    segments, slots = 30, 6
+    problem = Problem.chain(
+        latency_ms=np.ones((segments, slots)),
+        memory_mb=np.full(segments, 1000.0),
+        limit_mb=np.full(slots, 5990.0),
+        traffic_bytes=np.ones(segments - 1),
+        fixed_ms=np.zeros((slots, slots)),
+        ms_per_byte=np.zeros((slots, slots)),
+    )
+    assert MappingSolver().solve_mapping(problem).finished
+    # Four to a slot, and five to the last: 25 at most, though there would be room for 30 in all.
+    limit = np.append(np.full(slots - 1, 5499.0), 6500.0)
+    with pytest.raises(InputError, match="no mapping can run"):
+        MappingSolver().solve_mapping(changed(problem, memory_mb=np.full(segments, 1100.0), limit_mb=limit))
+
+
+def test_no_time_is_not_the_same_as_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = module.Answer(mapping=None, finished=False)
+    monkeypatch.setattr(module, "local", lambda *_, **__: nothing)
+    monkeypatch.setattr(module, "any_mapping", lambda *_: nothing)
+    with pytest.raises(RunError, match="give it more time"):
+        MappingSolver(strategy="local").solve_mapping(synthetic(6, 3, seed=0))
+
+
+def test_out_of_time_is_told_with_its_gap() -> None:
+    found = MappingSolver(strategy="exact", time_limit_s=0.1).solve_mapping(synthetic(40, 8, seed=0))
+    assert not found.finished and not found.optimal and 0.0 < found.gap < 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "magic"}, "`strategy` (='magic') must be one of: auto, dp, exact, local, cpsat, best"),
+        ({"mode": "quick"}, "`mode` (='quick') must be one of: balanced, serial"),
+        ({"time_limit_s": 0.0}, "`time_limit_s` (=0.0)"),
+        ({"time_limit_s": math.nan}, "`time_limit_s` (=nan)"),
+        ({"seed": -1}, "`seed` (=-1)"),
+        ({"workers": 1.5}, "`workers` (=1.5)"),
+        ({"serial_weight": -1.0}, "`serial_weight` (=-1.0)"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        MappingSolver(**settings)
+    with pytest.raises(InputError, match=re.escape("`strategy` (='other')")):
+        MappingSolver().solve_mapping(synthetic(3, 2, seed=0), strategy="other")
+
+
+@pytest.mark.parametrize("start", [[0, 1], [0, 1, 2], [0.5, 1.0, 0.0]])
+def test_a_start_must_be_a_mapping(start: list[Any]) -> None:
+    with pytest.raises(InputError, match="`mapping`"):
+        MappingSolver().solve_mapping(synthetic(3, 2, seed=0), start=start)
+
+
+def test_a_mapping_that_takes_no_time_is_the_best() -> None:
+    problem = short_of(latency_ms=np.zeros((4, 2)), memory_mb=[1.0] * 4)
+    for strategy in ("auto", "local", "cpsat", "dp"):
+        found = MappingSolver(strategy=strategy).solve_mapping(problem)
+        assert isinstance(found, Mapping) and found.gap == 0.0 and found.optimal

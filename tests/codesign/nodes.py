@@ -1,0 +1,96 @@
+"""Chains of made-up layers, as a `LayeredModel` lists them: an embedding, blocks, a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparseflow.core.layers import LayerNode
+
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
+
+
+def made_layers(
+    blocks: int,
+    *,
+    seed: int,
+    batch: int = 2,
+    tokens: int = 16,
+    head_dim: int = 8,
+    precision: str = "float32",
+    splittable: bool = True,
+) -> list[LayerNode]:
+    """Layers of a pruned transformer: embed, then attention and mlp for each block, then head.
+
+    Figures follow from sizes as those of a real model do: each layer takes what the one before gives, weights
+    are part of `bytes` and of `memory_bytes`, and a part of a layer is sent all that the layer reads. Heads,
+    channels and tokens that are left differ from block to block; tokens never grow.
+
+    Args:
+        blocks: Pairs of an attention and a perceptron.
+        seed: Of what the sizes are.
+        batch: Samples.
+        tokens: Of a sample before anything is dropped; work grows with it and with `head_dim`.
+        head_dim: Width of a head; a token has 2, 4 or 8 times as much.
+        precision: One of `WIDTHS`.
+        splittable: Whether layers of two units or more can be split.
+
+    Returns:
+        2 * blocks + 2 layers.
+    """
+    rng = np.random.default_rng(seed)
+    e, left, heads = WIDTHS[precision], tokens, int(rng.choice((2, 4, 8)))
+    c, pixels, classes = heads * head_dim, int(rng.integers(12, 49)), int(rng.integers(2, 21))
+    found: list[LayerNode] = []
+    came = batch * tokens * pixels * e
+    kinds = ["embed", *["attention", "mlp"] * blocks, "head"]
+    for id, kind in enumerate(kinds):
+        n, passed = left, batch * left * c * e
+        shape: dict[str, Any] = {"num_heads": 0, "mlp_ratio": 0.0}
+        if kind == "embed":
+            units, weights, between, flops = c, (pixels + 1) * c, 0, 2 * n * pixels * c
+            sent, back, gone = came, passed, passed
+        elif kind == "head":
+            units, weights, between, flops = classes, (c + 1) * classes, c, 2 * c * classes
+            sent, back, gone = batch * c * e, batch * classes * e, batch * classes * e
+        else:
+            if kind == "attention":
+                units = int(rng.integers(1, heads + 1))
+                width = units * head_dim
+                weights, flops = 4 * c * width + 3 * width + c, 8 * n * c * width + 4 * n * n * width
+                between, shape["num_heads"] = 4 * n * width, units
+            else:
+                units = int(rng.integers(c, 4 * c + 1))
+                weights, flops = 2 * c * units + units + c, 4 * n * c * units
+                between, shape["mlp_ratio"] = n * units, units / c
+                left = max(1, int(n * rng.choice((1.0, 0.75))))
+            sent, back, gone = passed, passed, batch * left * c * e
+        split: dict[str, Any] = {}
+        if splittable and units > 1:
+            split = {
+                "splittable": True, "units": units, "split_in_bytes": sent, "split_out_bytes": back,
+                "split_joins": kind in ("embed", "head"),
+            }  # fmt: skip
+        found.append(
+            LayerNode(
+                id=id,
+                name=f"blocks.{(id - 1) // 2}.{kind}" if kind in ("attention", "mlp") else kind,
+                layer_type=kind,
+                flops=float(batch * flops),
+                bytes=float(weights * e + came + gone + 2 * batch * between * e),
+                weight_bytes=weights * e,
+                memory_bytes=weights * e + came + gone + batch * between * e,
+                seq_len=n,
+                embed_dim=c,
+                precision=precision,
+                batch=batch,
+                traffic_in_bytes=came,
+                traffic_out_bytes=gone,
+                **shape,
+                **split,
+            )
+        )
+        came = gone
+    return found

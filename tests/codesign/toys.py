@@ -1,0 +1,159 @@
+"""A task without data: two gates over a chain of layers. What joint training drives here and in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.objective import part_layer
+from sparseflow.codesign.settings import Settings, settings_of
+from sparseflow.core.layers import LayerNode
+from tests.codesign.nodes import made_layers
+
+QUICK: dict[str, Any] = {
+    "task": {},
+    "hardware": {"chips": ["npu-s", "npu-m", "memory-m"], "slots": 3, "first": "npu-m", "batch": 8},
+    "mapping": {"strategy": "dp"},
+    "partition": {"segments": 4, "min_split_gain_ratio": 0.0, "max_split_layers": 1},
+    "wafer": {"radius_mm": 60.0, "restarts": 1, "refine_steps": 0},
+    "schedule": {"settle": 2, "ramp": 0, "most": 0.5, "epsilon": 0.02, "good_epochs": 2},
+    "joint": {"alpha_steps": 3, "plan_every": 2},
+}  # fmt: skip
+"""Three slots; the hardware counts from the third epoch on."""
+
+GATED = (2, 3)
+"""Places of the layers that have gates: the first perceptron and the second attention."""
+
+
+def quick(**changes: Any) -> Settings:
+    """These settings, with parts replaced: `joint={"alpha_steps": 0}` goes into what is there."""
+    return settings_of({name: part | changes.get(name, {}) for name, part in (QUICK | {"loss": {}}).items()})
+
+
+def chain(blocks: int = 2, *, seed: int = 0, **others: Any) -> list[LayerNode]:
+    """Layers whose operations, bytes and transfers take times of one order on the shipped chips."""
+    return made_layers(blocks, seed=seed, **{"batch": 8, "tokens": 128, "head_dim": 32} | others)
+
+
+def hardware(**changes: Any) -> Hardware:
+    return Hardware(quick(**changes))
+
+
+class Listed:
+    """A model that lists layers, and cannot be run."""
+
+    def __init__(self, layers: Sequence[LayerNode]) -> None:
+        self._layers = tuple(layers)
+
+    def layers(self, batch: int) -> tuple[LayerNode, ...]:
+        return self._layers
+
+    def importance(self, layer: int) -> Tensor:
+        return torch.arange(self._layers[layer].units).float().sin()
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"a list of layers has no `{name}`")
+
+
+class Toy:
+    """Two gates that the task wants open and the hardware closed; accuracy is how open they are.
+
+    Args:
+        epochs: How many there are.
+        accuracies: Of each epoch, in place of what the gates say.
+        gone_from: Epoch after which the finished model has lost its last block; none by default.
+        grows_at: Epoch after which the finished model no longer fits one chip; none by default.
+        seed: Of the layers.
+    """
+
+    def __init__(
+        self,
+        epochs: int = 5,
+        *,
+        accuracies: Sequence[float] = (),
+        gone_from: int | None = None,
+        grows_at: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.epochs, self._accuracies = epochs, accuracies
+        self._gone_from, self._grows_at = gone_from, grows_at
+        self._layers = chain(seed=seed)
+        self.gates = torch.nn.Parameter(torch.full((2,), 3.0))
+        self._optimizer = torch.optim.Adam([self.gates], lr=0.8)
+        self.done = 0
+        self.pulled: list[bool] = []
+        self.pulls: list[float] = []
+
+    def __enter__(self) -> Toy:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def train_epoch(
+        self, extra: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
+    ) -> Mapping[str, float]:
+        for step in range(3):
+            self._optimizer.zero_grad()
+            loss = 0.05 * (self.gates - 3.0).square().sum()
+            if extra is not None:
+                more = extra()
+                self.pulls.append(float(more.detach()))
+                loss = loss + more.to(loss)
+            loss.backward()
+            self._optimizer.step()
+            if progress is not None:
+                progress(f"epoch {self.done + 1}", (step + 1) / 3)
+        self.done += 1
+        self.pulled.append(extra is not None)
+        return {"loss": float(loss.detach())}
+
+    def accuracy(self) -> float:
+        if self._accuracies:
+            return self._accuracies[self.done - 1]
+        return float(torch.sigmoid(self.gates.detach()).mean())
+
+    def soft_layers(self) -> list[LayerNode]:
+        found, open_ = list(self._layers), torch.sigmoid(self.gates)
+        for gate, at in enumerate(GATED):
+            share = 0.1 + 0.9 * open_[gate]
+            found[at] = replace(
+                found[at], flops=found[at].flops * share, bytes=found[at].bytes * (0.5 + 0.5 * share)
+            )
+        return found
+
+    def finished(self) -> Any:
+        found = list(self._layers)
+        for gate, at in enumerate(GATED):
+            units = found[at].units
+            if units > 1:
+                kept = max(1, round(units * float(torch.sigmoid(self.gates[gate].detach()))))
+                found[at] = part_layer(found[at], kept)
+        if self._gone_from is not None and self.done > self._gone_from:
+            found = [*found[:3], replace(found[-1], traffic_in_bytes=found[2].traffic_out_bytes)]
+        if self._grows_at is not None and self.done > self._grows_at:
+            found = [replace(layer, memory_bytes=layer.memory_bytes * 180) for layer in found]
+        return Listed([replace(layer, id=at) for at, layer in enumerate(found)])
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "gates": self.gates.detach().clone(), "optimizer": self._optimizer.state_dict(),
+            "done": self.done, "pulled": list(self.pulled), "pulls": list(self.pulls),
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            self.gates.copy_(state["gates"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.done, self.pulled, self.pulls = state["done"], list(state["pulled"]), list(state["pulls"])
+
+
+@contextmanager
+def make_toy(settings: Mapping[str, Any], seed: int, device: str) -> Any:
+    """What `compare` makes tasks with."""
+    yield Toy(settings.get("epochs", 3), seed=seed)
