@@ -44,7 +44,7 @@ def collected(asked: argparse.Namespace, file: Path) -> tuple[list[Point], dict[
     grid = Grid(precisions=precisions) if cuda else Grid.small(precisions)
     how = Measuring(
         mode=asked.mode or ("graph" if cuda else "eager"), repeats=asked.repeats,
-        power_share=asked.power_share if cuda else 0.0,
+        power_every=asked.power_every if cuda else 0,
     )  # fmt: skip
     begun = time.monotonic()
     # A file that is gone on with says what the device is: ceilings differ a little each time.
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="*", help="all three on a GPU, float32 on a CPU by default")
     parser.add_argument("--mode", choices=("eager", "graph"), help="graph on a GPU by default")
     parser.add_argument("--repeats", type=int, default=9, help="samples of each configuration")
-    parser.add_argument("--power-share", type=float, default=0.06, help="of configurations, on a GPU")
+    parser.add_argument("--power-every", type=int, default=16, help="one in so many, on a GPU")
     parser.add_argument("--tdp-w", type=float, help="watts at full load; on a GPU its limit by default")
     parser.add_argument("--idle-w", type=float, help="watts at rest; on a GPU measured by default")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="begin nothing after so long")

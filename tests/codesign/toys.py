@@ -1,4 +1,4 @@
-"""A task without data: two gates over a chain of layers. What joint training drives here and in other processes."""
+"""A task without data: two gates over a chain of layers. What joint training drives in tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def quick(**changes: Any) -> Settings:
 
 def chain(blocks: int = 2, *, seed: int = 0, **others: Any) -> list[LayerNode]:
     """Layers whose operations, bytes and transfers take times of one order on the shipped chips."""
-    return made_layers(blocks, seed=seed, **{"batch": 8, "tokens": 128, "head_dim": 32} | others)
+    sizes: dict[str, Any] = {"batch": 8, "tokens": 128, "head_dim": 128}
+    return made_layers(blocks, seed=seed, **sizes | others)
 
 
 def hardware(**changes: Any) -> Hardware:
@@ -98,6 +99,7 @@ class Toy:
     def train_epoch(
         self, extra: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
     ) -> Mapping[str, float]:
+        loss = torch.zeros(())
         for step in range(3):
             self._optimizer.zero_grad()
             loss = 0.05 * (self.gates - 3.0).square().sum()
@@ -118,7 +120,7 @@ class Toy:
             return self._accuracies[self.done - 1]
         return float(torch.sigmoid(self.gates.detach()).mean())
 
-    def soft_layers(self) -> list[LayerNode]:
+    def soft_layers(self, batch: int) -> list[LayerNode]:
         found, open_ = list(self._layers), torch.sigmoid(self.gates)
         for gate, at in enumerate(GATED):
             share = 0.1 + 0.9 * open_[gate]

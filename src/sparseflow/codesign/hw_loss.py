@@ -114,7 +114,7 @@ def compute_hw_loss(
             f"the placement is of {len(placement.homes)} layers and there are {len(layers)}; there are "
             f"{slots.slots} slots and the network joins {network.slots}: there must be as many"
         )
-    alpha, specs = slots(generator)
+    alpha, _ = slots(generator)
     alpha = alpha.double()
     table = proxy.predict_grid(layers, slots.chips)  # each [L, T]
     latency = _expected(table["lat_ms"], alpha)  # [L, S]
@@ -165,8 +165,9 @@ def compute_hw_loss(
     total = serial if placement.mode == "serial" else _smooth_max(every)
     idle = alpha[:, :-1] @ torch.tensor([chip.idle_w for chip in slots.chips], dtype=torch.float64)
     total_energy = total_energy + (torch.relu(total - every) * idle).sum()
-    limit = 1e3 * specs.mem_gb.double() + 1e-9
-    over = torch.relu(torch.stack(memory) / limit - 1.0).square().sum()
+    limits = torch.tensor([1e3 * chip.mem_gb for chip in slots.chips], dtype=torch.float64)
+    # What an empty slot would hold is elsewhere, and paid for in latency.
+    over = (alpha[:, :-1] * torch.relu(torch.stack(memory)[:, None] / limits - 1.0).square()).sum()
     terms = {
         "latency_ms": total,
         "energy_mj": total_energy,

@@ -192,7 +192,7 @@ class JointTrainer:
         self._steps += 1
         if self._steps % self.settings.joint.hw_every:
             return torch.zeros(())
-        loss, _ = self._hw_loss(self.task.soft_layers())
+        loss, _ = self._hw_loss(self.task.soft_layers(self.hardware.batch))
         return weight * loss
 
     def _hw_loss(self, layers: Any, layout: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -211,7 +211,7 @@ class JointTrainer:
 
     def _alpha_round(self) -> None:
         """Steps of the slots' logits, the model and all that is discrete held still."""
-        layers = [_still(layer) for layer in self.task.soft_layers()]
+        layers = [_still(layer) for layer in self.task.soft_layers(self.hardware.batch)]
         for _ in range(self.settings.joint.alpha_steps):
             assert self._decision is not None
             self._optimizer.zero_grad()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sparseflow.codesign.proxy.device import DeviceSpec
-from sparseflow.codesign.proxy.here import mean_power_w
+from sparseflow.codesign.proxy.here import device_here, mean_power_w
 from sparseflow.codesign.proxy.points import MODES, Point, PointFile
 from sparseflow.codesign.proxy.synthetic import Grid, Pool
 from sparseflow.codesign.segments import number
@@ -35,6 +35,8 @@ from sparseflow.core.environment import environment
 from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.core.timing import measure
 from sparseflow.errors import InputError, RunError
+
+__all__ = ["Measuring", "device_here", "profile_grid", "profile_model"]
 
 Progress = Callable[[int, int], None]
 
@@ -52,7 +54,7 @@ class Measuring:
         warmup: Calls before the first.
         sample_ms: What a sample should take at least.
         most_calls: Calls of a sample at most.
-        power_share: Share of layers, drawn at random, of which power is measured.
+        power_every: Power is measured of one in so many layers, drawn at random; 0 for none.
         power_s: Seconds that a layer runs for it: the counter moves every 20 to 100 ms.
 
     Raises:
@@ -64,7 +66,7 @@ class Measuring:
     warmup: int = 3
     sample_ms: float = 0.5
     most_calls: int = 64
-    power_share: float = 0.0
+    power_every: int = 0
     power_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -73,10 +75,10 @@ class Measuring:
         for name in ("repeats", "warmup", "most_calls"):
             if getattr(self, name) < 1:
                 raise InputError(f"`{name}` (={getattr(self, name)}) must be at least 1")
-        if not 0.0 <= self.power_share <= 1.0 or not self.power_s > 0.0 or not self.sample_ms >= 0.0:
+        if self.power_every < 0 or not self.power_s > 0.0 or not self.sample_ms >= 0.0:
             raise InputError(
-                f"`power_share` (={self.power_share}) must be from 0 to 1, `power_s` (={self.power_s}) above "
-                f"0, `sample_ms` (={self.sample_ms}) not negative"
+                f"`power_every` (={self.power_every}) and `sample_ms` (={self.sample_ms}) must not be "
+                f"negative, `power_s` (={self.power_s}) must be above 0"
             )
 
 
@@ -96,7 +98,7 @@ def profile_grid(
 
     Args:
         path: File of points; made, or gone on with.
-        spec: What the points say of the device; see `proxy.here.device_here`.
+        spec: What the points say of the device; see `device_here`.
         points: How many configurations.
         device: Where to measure.
         grid: What configurations are drawn from; by default all types in float32, small on a CPU.
@@ -148,7 +150,7 @@ def profile_model(
         path: File of points; made, or gone on with.
         model: In evaluation mode, on the device.
         samples: A batch, on the device.
-        spec: What the points say of the device; see `proxy.here.device_here`.
+        spec: What the points say of the device; see `device_here`.
         device: Where to measure.
         how: How to measure.
         seed: What was drawn from, for the record.
@@ -300,4 +302,4 @@ def _open(
 
 def _chosen(how: Measuring, at: int, seed: int) -> bool:
     """Whether power is measured, too; the same after a kill."""
-    return float(np.random.default_rng((seed, at)).random()) < how.power_share
+    return how.power_every > 0 and int(np.random.default_rng((seed, at)).integers(how.power_every)) == 0

@@ -25,7 +25,6 @@ class VideoTask:
 
     Args:
         settings: Model, data and how to train.
-        batch: Clips of the batches that layers are told for.
         device: Where to compute.
         data: Data to use in place of what the settings name.
 
@@ -37,11 +36,10 @@ class VideoTask:
         self,
         settings: Settings,
         *,
-        batch: int = 1,
         device: torch.device | str = "cpu",
         data: Data | None = None,
     ) -> None:
-        self.epochs, self.batch = settings.train.epochs, batch
+        self.epochs = settings.train.epochs
         self._open = ExitStack()
         mine = self._open.enter_context(ranks(device))
         self._open.enter_context(torch.random.fork_rng(devices=mine.cuda))
@@ -79,9 +77,9 @@ class VideoTask:
         """Share of test videos that are right."""
         return self._run.judge().video_top1
 
-    def soft_layers(self) -> Sequence[LayerNode]:
+    def soft_layers(self, batch: int) -> Sequence[LayerNode]:
         """Layers, whose figures follow the gates."""
-        return soft_layers(self.model, self.batch)
+        return soft_layers(self.model, batch)
 
     def finished(self) -> Steps:
         """The compact model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,6 @@ def test_when_time_is_over_the_best_so_far_is_the_answer(method: str) -> None:
     assert 1 <= len(found.costs) <= 3
     assert found.cost == cost(flow, distance, found.permutation)
     assert 0 < found.evaluations < 2**29 * 66
-    start = assign(flow, distance, method=method, restarts=1, iterations=1, start=range(12))
-    assert found.cost <= cost(flow, distance, range(12)) or start.cost <= cost(flow, distance, range(12))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sparseflow.codesign.chips import read_library
-from sparseflow.codesign.proxy import DeviceSpec, device_here
+from sparseflow.codesign.proxy import DeviceSpec
 from sparseflow.core.ceilings import Ceilings
 from sparseflow.errors import FileFormatError, InputError
 from tests.codesign.proxy.made_up import GPU
@@ -44,8 +44,3 @@ def test_a_device_survives_json() -> None:
 def test_figures_that_make_no_sense_are_refused(wrong: dict) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(GPU, **wrong)
-
-
-def test_on_a_cpu_somebody_must_say_what_it_draws() -> None:
-    with pytest.raises(InputError, match="give `tdp_w`"):
-        device_here("cpu")

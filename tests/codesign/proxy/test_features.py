@@ -77,9 +77,20 @@ def test_gradients_go_to_operations_and_bytes(kind: str, inner: int) -> None:
 
     assert torch.autograd.gradcheck(smooth, at.requires_grad_())
     whole = build_layer_features(replace(layer, flops=1e9 * at[0], bytes=1e6 * at[1]), GPU)
-    (gradient,) = torch.autograd.grad(whole.sum(), at)
+    weights = torch.arange(1.0, len(FEATURES) + 1.0)
+    (gradient,) = torch.autograd.grad((weights * whole).sum(), at)
     assert bool(torch.isfinite(gradient).all()) and bool((gradient != 0.0).all())
     assert torch.allclose(whole.detach(), build_layer_features(layer, GPU), rtol=0.0, atol=1e-12)
+
+
+def test_a_layer_of_which_gates_leave_nothing_can_be_read() -> None:
+    for kind, inner in (("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)):
+        gone = replace(node(kind, inner=inner), flops=torch.zeros((), requires_grad=True), bytes=0.0)
+        found = build_layer_features(gone, GPU)
+        assert bool(torch.isfinite(found).all())
+        found.sum().backward()
+        assert isinstance(gone.flops, torch.Tensor) and gone.flops.grad is not None
+        assert bool(torch.isfinite(gone.flops.grad))
 
 
 def test_every_chip_of_the_library_can_be_read() -> None:
@@ -91,7 +102,7 @@ def test_every_chip_of_the_library_can_be_read() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"flops": 0.0}, {"bytes": float("nan")}, {"flops": torch.tensor(float("inf"))}, {"seq_len": 0},
+        {"flops": -1.0}, {"bytes": float("nan")}, {"flops": torch.tensor(float("inf"))}, {"seq_len": 0},
         {"layer_type": "convolution"}, {"precision": "int8"},
     ],
 )  # fmt: skip

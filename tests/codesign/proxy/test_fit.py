@@ -34,14 +34,6 @@ def test_a_configuration_is_held_out_as_a_whole() -> None:
     twice = one + [
         replace(p, layer=replace(p.layer, name="again", id=3), lat_ms=1.01 * p.lat_ms) for p in one
     ]
-    seen: list[set] = []
-    from sparseflow.core.costmodel.splits import grouped_folds
-
-    for learnt, held in grouped_folds([point.configuration for point in twice], 4, 0):
-        configurations = {twice[at].configuration for at in held}
-        assert not configurations & {twice[at].configuration for at in learnt}
-        seen.append(configurations)
-    assert sum(len(each) for each in seen) == 24
     judged = judge(twice, folds=4, training=QUICK)
     # The same layer under two names was predicted by the same proxy.
     np.testing.assert_array_equal(judged.predicted_ms[:24], judged.predicted_ms[24:])
@@ -58,9 +50,9 @@ def test_a_proxy_carries_how_good_it_is() -> None:
 
 
 def test_a_seed_decides_all() -> None:
-    measured = points(30)
+    measured, longer = points(60), replace(QUICK, steps=200)
     tables = [
-        fit(measured, folds=0, training=QUICK, seed=seed).table([node()], [GPU])["lat_ms"].item()
+        fit(measured, folds=0, training=longer, seed=seed).table([node()], [GPU])["lat_ms"].item()
         for seed in (0, 0, 1)
     ]
     assert tables[0] == tables[1] != tables[2]

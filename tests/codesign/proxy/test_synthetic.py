@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparseflow.codesign.proxy import Grid, LayerConfig
 from sparseflow.codesign.proxy.synthetic import Pool
 from sparseflow.errors import InputError
+from sparseflow.pruning import VideoViT
+from sparseflow.pruning.steps import Steps
 
 KINDS = [("embed", 8, 0), ("attention", 3, 32), ("mlp", 200, 0), ("head", 10, 0)]
 
@@ -42,6 +44,26 @@ def test_a_layer_costs_what_it_says(kind: str, inner: int, head_dim: int) -> Non
     assert bool(torch.isfinite(y).all()) and float(y.std()) > 0.0
     assert layer.weight_bytes < layer.memory_bytes and layer.id == 4 and layer.name == made.name
     assert float(layer.bytes) >= layer.weight_bytes + layer.traffic_in_bytes + layer.traffic_out_bytes
+
+
+def test_a_video_transformer_counts_the_same_way() -> None:
+    model = VideoViT(
+        32, 2, 10, embed_dim=64, depth=1, num_heads=2, mlp_ratio=3, patch_size=8, position="joint"
+    )
+    layers = Steps(model.eval()).layers(4)
+    assert len(layers) == 4
+    kinds = {"embed": (8, 0), "attention": (2, 32), "mlp": (192, 0), "head": (10, 0)}
+    for theirs in layers:
+        inner, head_dim = kinds[theirs.layer_type]
+        mine = LayerConfig(
+            layer_type=theirs.layer_type, precision="float32", batch=4, seq_len=32, embed_dim=64, inner=inner,
+            head_dim=head_dim,
+        ).node()  # fmt: skip
+        for name in (
+            "flops", "bytes", "weight_bytes", "memory_bytes", "seq_len", "embed_dim", "num_heads",
+            "mlp_ratio", "precision", "batch", "traffic_in_bytes", "traffic_out_bytes",
+        ):  # fmt: skip
+            assert getattr(mine, name) == getattr(theirs, name), (theirs.name, name)
 
 
 def test_half_precision_takes_half_the_bytes() -> None:

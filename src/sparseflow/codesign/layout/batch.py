@@ -17,9 +17,9 @@ import torch
 from sparseflow.codesign.layout.assignment import Assignment, beginning, check_budget, judged
 from sparseflow.codesign.layout.kernels.tabu import reference
 from sparseflow.codesign.layout.kernels.tabu.rule import Rule, untouched
-from sparseflow.codesign.layout.qap import checked_permutation, stacked
+from sparseflow.codesign.layout.qap import EXACT, checked_permutation, stacked
 from sparseflow.codesign.layout.tabu import DEFAULT_MOVES
-from sparseflow.codesign.layout.terms import EXACT, Terms
+from sparseflow.codesign.layout.terms import Terms
 from sparseflow.core.extras import require
 from sparseflow.errors import DeviceError, InputError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.layout.qap import stacked
+from sparseflow.codesign.layout.qap import EXACT, largest, stacked
 from sparseflow.core.extras import require
 
 
@@ -39,14 +39,17 @@ def _bound(f: np.ndarray, d: np.ndarray) -> int | float:
     """The bound of a checked problem."""
     optimize = require("scipy.optimize", "codesign")
     n = f.shape[1]
-    least = np.zeros((n, n), f.dtype)
+    # Where it is exact: numpy multiplies matrices of integers a hundred times more slowly.
+    exact = f.dtype == np.int64 and largest(f, d) < EXACT
+    working = np.float64 if exact else f.dtype
+    least = np.zeros((n, n), working)
     others = ~np.eye(n, dtype=bool)
     for one, other in zip(f, d, strict=True):
-        ascending = np.sort(one[others].reshape(n, n - 1), axis=1)
-        descending = np.sort(other[others].reshape(n, n - 1), axis=1)[:, ::-1]
+        ascending = np.sort(one[others].reshape(n, n - 1), axis=1).astype(working)
+        descending = np.sort(other[others].reshape(n, n - 1), axis=1)[:, ::-1].astype(working)
         least += ascending @ descending.T + np.outer(np.diag(one), np.diag(other))
     rows, columns = optimize.linear_sum_assignment(least)
-    found = least[rows, columns].sum().item()
+    found = least[rows, columns].sum().astype(f.dtype).item()
     if isinstance(found, int) and (most := int(np.abs(least).max())) > 2**53:
         # scipy assigns in float64, and huge integers lose their last digits there.
         found -= n * (most >> 50)

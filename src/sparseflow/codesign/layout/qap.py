@@ -29,6 +29,9 @@ _MOST = 2**62
 
 _MOST_FLOAT = 1e300
 
+EXACT = 2.0**53
+"""Integers up to here are exact in float64, and so are their sums."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:

@@ -19,8 +19,11 @@ DEFAULT_MOVES = 2000
 """Times the number of places: moves of a restart by default."""
 
 _WORK = 4_000_000
-"""Swaps, both ways, that are looked at between two looks at the clock: a few hundredths of a second. What has
-been added up is then computed afresh, so that rounding cannot pile up."""
+"""Swaps, both ways, that are looked at between two looks at the clock: a few hundredths of a second."""
+
+_FRESH = 50
+"""Times the number of places: moves after which all changes are computed from scratch, which costs about as
+much as n moves, so that rounding cannot pile up."""
 
 
 class Tabu:
@@ -39,6 +42,7 @@ class Tabu:
         require("numba", "codesign")
         from sparseflow.codesign.layout.kernels.tabu import cpu
 
+        self._fill: Any = cpu.fill
         self._advance: Any = cpu.advance
         self._terms = terms
         self._rule = Rule.of(terms.n)
@@ -68,12 +72,16 @@ class Tabu:
         best = here.copy()
         worth, until = np.zeros(2, a.dtype), untouched(n, self._terms.movers)
         ordered = self._terms.ordered(b, here)
-        done, most = 0, max(1, _WORK // n**2)
+        delta, gate = np.empty((n, n), a.dtype), np.empty((n, n), np.int64)
+        done, most, fresh = 0, max(1, _WORK // n**2), 0
         while True:
+            if done >= fresh:
+                self._fill(a, ordered, here, until, delta, gate)
+                fresh = done + _FRESH * n
             moves = min(most, iterations - done)
             self._advance(
-                a, ordered, here, best, worth, until, self._terms.movers, done + 1, moves, rule.low,
-                rule.span, rule.patience, wall, seed,
+                a, ordered, here, best, worth, until, delta, gate, self._terms.movers, done + 1, moves,
+                rule.low, rule.span, rule.patience, wall, seed,
             )  # fmt: skip
             done += moves
             if done >= iterations or (deadline is not None and time.perf_counter() >= deadline):

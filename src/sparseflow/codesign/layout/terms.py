@@ -32,11 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.layout.qap import largest, stacked
+from sparseflow.codesign.layout.qap import EXACT, largest, stacked
 from sparseflow.errors import InputError
-
-EXACT = 2.0**53
-"""Integers up to here are exact in float64, and so are their sums."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

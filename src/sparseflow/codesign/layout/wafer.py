@@ -31,8 +31,8 @@ from sparseflow.errors import InputError
 TOLERANCE_MM = 1e-3
 """Overlaps up to here are rounding."""
 
-_TINY_MM = 1e-6
-"""Keeps the gradient of a distance finite where two chips stand in one place."""
+_TINY = 1e-6
+"""Keeps the gradient of a distance finite where two chips stand in one place, and shares of nothing 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,8 @@ class WaferLayout(nn.Module):
         close = torch.relu(half[:, None] + half[None, :] + room - apart)
         # Each pair once, and no chip with itself.
         pairs = torch.ones_like(both).triu(1)
-        traffic_all = self._traffic_total or traffic_bytes.detach().sum().clamp_min(_TINY_MM)
-        tdp_all = self._tdp_total or tdp_w.detach().sum().clamp_min(_TINY_MM)
+        traffic_all = self._traffic_total or traffic_bytes.detach().sum().clamp_min(_TINY)
+        tdp_all = self._tdp_total or tdp_w.detach().sum().clamp_min(_TINY)
         warm = torch.outer(tdp_w, tdp_w) * torch.exp(-apart / self.sigma_mm)
         others = pairs + pairs.mT
         return {
@@ -255,7 +255,7 @@ class WaferLayout(nn.Module):
 
 
 def _length(vectors: Tensor) -> Tensor:
-    return torch.sqrt((vectors**2).sum(-1) + _TINY_MM**2)
+    return torch.sqrt((vectors**2).sum(-1) + _TINY**2)
 
 
 def _spiral(count: int, pitch: float) -> np.ndarray:

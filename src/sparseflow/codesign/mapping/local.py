@@ -39,7 +39,7 @@ REPAIR = 20_000
 
 def default_steps(problem: Problem) -> int:
     """How many steps a problem gets: part of a second for a few hundred (segment, slot) pairs."""
-    return min(max((problem.segments * problem.slots) ** 3 // 14, FEWEST), MOST)
+    return min(max((problem.segments * problem.slots) ** 3 // 7, FEWEST), MOST)
 
 
 def local(request: Request, *, starts: Sequence[np.ndarray] = (), steps: int | None = None) -> Answer:

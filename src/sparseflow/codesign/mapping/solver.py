@@ -28,8 +28,8 @@ SMALL_BITS = 24.0
 TRY_BITS = 48.0
 """K log2(S) up to which it has a short try at it: 16 segments on 8 slots."""
 
-TRY_STEPS, TRY_NODES = 40_000, 4_000
-"""Steps of annealing before that try, and nodes in it: ten or twenty milliseconds each."""
+TRY_STEPS, TRY_NODES = 30_000, 3_000
+"""Steps of annealing before that try, and nodes in it: some ten milliseconds each."""
 
 DP_STEPS = 2e7
 """What a contiguous start is worth in steps: some ten milliseconds."""

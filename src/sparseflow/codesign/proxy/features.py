@@ -78,12 +78,15 @@ def features(work: Work) -> Tensor:
     # Operations for each value of `inner`.
     each = torch.where(attention, rows * (8.0 * dim + 4.0 * seq), 2.0 * rows * dim)
     each = torch.where(mlp, 2.0 * each, torch.where(head, 2.0 * work.batch * dim, each))
-    inner = work.flops / each
+    # Gates may leave nothing of a layer, which has no logarithm.
+    flops, moved = work.flops.clamp_min(1.0), work.bytes.clamp_min(1.0)
+    inner = flops / each
+    balance = flops / work.rate * work.peak_bw / moved
     columns = [
-        torch.log10(work.flops), torch.log10(work.bytes), torch.log10(work.peak_flops),
+        torch.log10(flops), torch.log10(moved), torch.log10(work.peak_flops),
         torch.log10(work.peak_bw), embed, attention, mlp, head, dim / 1024.0, work.num_heads / 16.0,
         work.mlp_ratio / 4.0, seq / 1024.0, *(work.precision == at for at in range(len(PRECISIONS))),
-        torch.log2(work.batch) / 8.0, torch.log10(work.compute_ms / work.memory_ms), torch.log10(rows),
+        torch.log2(work.batch) / 8.0, torch.log10(balance), torch.log10(rows),
         torch.log10(seq), torch.log10(dim), torch.log10(inner),
         torch.where(attention, 4.0 * seq / (8.0 * dim + 4.0 * seq), 0.0),
         *_tiles(work, inner.detach()),
@@ -119,7 +122,7 @@ def _tiles(work: Work, inner: Tensor) -> list[Tensor]:
     tiled = tiled + torch.where(
         attention, attending * full[2] / waves[2] * padded / width.clamp_min(1e-9), zero
     )
-    ratio = torch.where(known, tiled / work.flops.detach(), 1.0)
+    ratio = torch.where(known, tiled / work.flops.detach().clamp_min(1.0), 1.0)
     return [
         width / 128.0,
         torch.log2(torch.where(width > 0.0, padded / width, 1.0)),

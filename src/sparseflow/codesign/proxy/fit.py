@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseflow.codesign.proxy.features import features
+from sparseflow.codesign.proxy.memory import analytic_memory_mb, fit_workspace
 from sparseflow.codesign.proxy.model import LayerProxyModel
 from sparseflow.codesign.proxy.points import Point
 from sparseflow.codesign.proxy.power import analytic_power_w, fit_power
@@ -221,10 +222,11 @@ def _fitted(points: Sequence[Point], training: Training, seed: int) -> LayerHwPr
     memory[[point.mem_provenance != "measured" for point in points]] = float("nan")
     power = _column(points, "power_w")
     roofline, watts = fit_roofline(work, latency), fit_power(work, latency, power)
+    workspace = fit_workspace(work, memory)
     row = 1 + torch.arange(len(work.devices))
     ratios = (
         latency / roofline.latency_ms(work, row),
-        memory / (work.memory_bytes / 1e6),
+        memory / analytic_memory_mb(work, workspace, row),
         power / analytic_power_w(work, latency, watts, row),
     )
     model = LayerProxyModel(members=training.members, hidden=training.hidden)
@@ -233,7 +235,12 @@ def _fitted(points: Sequence[Point], training: Training, seed: int) -> LayerHwPr
         decays=training.decays, steps=training.steps, rate=training.rate, seed=seed,
     )  # fmt: skip
     return LayerHwProxy(
-        roofline=roofline, power=watts, devices=work.devices, model=model, mode=points[0].mode
+        roofline=roofline,
+        power=watts,
+        workspace=workspace,
+        devices=work.devices,
+        model=model,
+        mode=points[0].mode,
     )
 
 

@@ -19,6 +19,7 @@ from sparseflow.codesign.proxy.work import Work
 COEFFICIENTS = ("busy", "compute", "memory")
 DEFAULT = (0.2, 0.6, 0.4)
 
+_NOTHING_MS = 1e-12
 _STEPS = 400
 _RATE = 0.03
 _LEAST = 8
@@ -40,7 +41,8 @@ def analytic_power_w(work: Work, latency_ms: Tensor, values: Tensor, row: Tensor
         row: Of `values`, for each device of `work`; int64 [devices].
     """
     busy, compute, memory = values[row[work.device]].unbind(-1)
-    share = busy + (compute * work.compute_ms + memory * work.memory_ms) / latency_ms
+    used = (compute * work.compute_ms + memory * work.memory_ms) / latency_ms.clamp_min(_NOTHING_MS)
+    share = busy + used
     return work.idle_w + (work.tdp_w - work.idle_w) * share.clamp_max(1.0)
 
 

@@ -1,6 +1,6 @@
 """LayerHwProxy: latency, memory and power of layers and segments on devices.
 
-    latency = roofline * factor        memory = held bytes * factor        power = analytic * factor
+    latency = roofline * factor        memory = analytic * factor        power = analytic * factor
 
 Factors are what `LayerProxyModel` learned on devices that were measured. On any other device they are 1, and
 `known` says so: what it tells there is analytic. All of it is differentiable: gradients go to a layer's
@@ -22,6 +22,7 @@ from torch import Tensor
 from sparseflow.codesign.chips import ChipType
 from sparseflow.codesign.proxy.device import DeviceSpec
 from sparseflow.codesign.proxy.features import FEATURES, features
+from sparseflow.codesign.proxy.memory import analytic_memory_mb, default_workspace
 from sparseflow.codesign.proxy.model import TARGETS, LayerProxyModel
 from sparseflow.codesign.proxy.power import analytic_power_w, default_power
 from sparseflow.codesign.proxy.roofline import Roofline
@@ -44,6 +45,7 @@ class LayerHwProxy:
     Attributes:
         roofline: Coefficients of latency; row 1 + d is of the d-th device.
         power: Coefficients of power, float64 [1 + D, 3].
+        workspace: What libraries hold beside layers, MB, float64 [1 + D, types, precisions].
         devices: That were measured.
         model: What was learned on them; None where nothing was.
         mode: How they were measured, `"eager"` or `"graph"`; None where none was.
@@ -53,6 +55,7 @@ class LayerHwProxy:
 
     roofline: Roofline
     power: Tensor
+    workspace: Tensor
     devices: tuple[DeviceSpec, ...] = ()
     model: LayerProxyModel | None = None
     mode: str | None = None
@@ -63,7 +66,7 @@ class LayerHwProxy:
     @classmethod
     def analytic(cls) -> LayerHwProxy:
         """Without any measurement, for every device: peak rates are reached, nothing is added."""
-        return cls(roofline=Roofline.ideal(), power=default_power())
+        return cls(roofline=Roofline.ideal(), power=default_power(), workspace=default_workspace())
 
     def known(self, device: Device, layer: LayerNode | None = None) -> Known:
         """Whether predictions for a device are from measurements there, or analytic.
@@ -122,7 +125,7 @@ class LayerHwProxy:
         return {
             "lat_ms": latency.sum() if mode == "serial" else latency.max(),
             "mem_mb": weights.sum() + (found["mem_mb"] - weights).clamp_min(0.0).max(),
-            "power_w": (found["power_w"] * latency).sum() / latency.sum(),
+            "power_w": (found["power_w"] * latency).sum() / latency.sum().clamp_min(1e-12),
         }
 
     def predict_grid(self, layers: Sequence[LayerNode], devices: Sequence[Device]) -> dict[str, Tensor]:
@@ -152,7 +155,10 @@ class LayerHwProxy:
         Raises:
             OSError: The file cannot be written.
         """
-        tensors = {"roofline": self.roofline.values, "fitted": self.roofline.fitted, "power": self.power}
+        tensors = {
+            "roofline": self.roofline.values, "fitted": self.roofline.fitted, "power": self.power,
+            "workspace": self.workspace,
+        }  # fmt: skip
         told: dict[str, Any] = {
             "devices": [device.to_dict() for device in self.devices],
             "mode": self.mode,
@@ -180,7 +186,9 @@ class LayerHwProxy:
             devices = tuple(DeviceSpec.from_dict(each) for each in told["devices"])
             ideal = Roofline.ideal()
             rows = (1 + len(devices), *ideal.values.shape[1:])
-            for name, shape in (("roofline", rows), ("fitted", rows[:-1]), ("power", (len(devices) + 1, 3))):
+            for name, shape in (
+                ("roofline", rows), ("fitted", rows[:-1]), ("power", (rows[0], 3)), ("workspace", rows[:-1]),
+            ):  # fmt: skip
                 if tensors[name].shape != shape:
                     raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}")
             if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
@@ -195,8 +203,8 @@ class LayerHwProxy:
                 model.requires_grad_(False)
             return cls(
                 roofline=Roofline(values=tensors["roofline"], fitted=tensors["fitted"]),
-                power=tensors["power"], devices=devices, model=model, mode=told["mode"],
-                provenance=dict(told["provenance"]),
+                power=tensors["power"], workspace=tensors["workspace"], devices=devices, model=model,
+                mode=told["mode"], provenance=dict(told["provenance"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise FileFormatError(f"{path} is not a layer proxy that can be read: {error}") from error
@@ -204,7 +212,7 @@ class LayerHwProxy:
     def _predict(self, work: Work) -> dict[str, Tensor]:
         row = self._rows(work)
         latency = self.roofline.latency_ms(work, row)
-        memory = (work.memory_bytes / 1e6).expand_as(latency)
+        memory = analytic_memory_mb(work, self.workspace, row)
         if self.model is None or not bool((row > 0).any()):
             return {
                 "lat_ms": latency,

@@ -7,9 +7,11 @@
     mlp        x + down(gelu(up(norm(x))))
     head       linear(norm(mean over tokens))
 
-Operations are those of matrix products, a multiply-add counted as two. Bytes are each layer's weights, input
-and output, and what is kept in between written once and read once. Memory is weights, input, and the most
-that is kept at the same time.
+Operations are those of matrix products, a multiply-add counted as two. Bytes are those of weights, input and
+output, and twice (written and read) those of a norm's output, queries, keys and values, what heads gather,
+and hidden channels; whatever can be done along with a product is taken to be. Memory is that of weights, and
+of the activations that are alive together when there are most of them. A model whose layers count otherwise
+wants a proxy that was fitted to its own layers.
 """
 
 from __future__ import annotations
@@ -73,22 +75,22 @@ class LayerConfig:
             wide = self.inner * self.head_dim
             weights = norm + 3 * wide * (c + 1) + c * (wide + 1)
             flops = 2 * rows * (4 * c * wide + 2 * s * wide)
-            took, gave, moved = x, x, 2 * x + 2 * rows * (c + 3 * wide + wide + c)
-            held = x + 3 * rows * wide + rows * max(c, wide)
+            took, gave, moved = x, x, 2 * x + 2 * rows * (c + 4 * wide)
+            held = 3 * x + 4 * rows * wide
         elif self.layer_type == "mlp":
             weights = norm + self.inner * (c + 1) + c * (self.inner + 1)
             flops = 4 * rows * c * self.inner
-            took, gave, moved = x, x, 2 * x + 2 * rows * (c + 2 * self.inner + c)
-            held = x + rows * self.inner + rows * max(c, self.inner)
+            took, gave, moved = x, x, 2 * x + 2 * rows * (c + self.inner)
+            held = 2 * x + rows * self.inner + rows * max(c, self.inner)
         elif self.layer_type == "embed":
             patch = 3 * self.inner**2
             weights, flops = c * (patch + 1) + s * c, 2 * rows * patch * c
             took, gave = rows * patch, x
-            moved, held = took + 2 * took + gave + 2 * x, 2 * took + x
+            moved, held = took + gave, took + max(took + gave, 3 * gave)
         else:
             weights, flops = norm + self.inner * (c + 1), 2 * b * c * self.inner
             took, gave = x, b * self.inner
-            moved, held = took + gave + 4 * b * c, took + 2 * b * c
+            moved, held = took + gave + 4 * b * c, took + 2 * b * c + gave
         return LayerNode(
             id=id, name=self.name, layer_type=self.layer_type, flops=float(flops),
             bytes=float(size * (weights + moved)), weight_bytes=size * weights,
@@ -269,7 +271,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        normed = self.norm(x)
+        q, k, v = self.qkv(normed).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         found = functional.scaled_dot_product_attention(q, k, v)
         return x + self.proj(found.transpose(1, 2).flatten(2))
 
@@ -282,7 +285,9 @@ class _Perceptron(nn.Module):
         self.down = nn.Linear(config.inner, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        normed = self.norm(x)
+        hidden = functional.gelu(self.up(normed))
+        return x + self.down(hidden)
 
 
 class _Head(nn.Module):

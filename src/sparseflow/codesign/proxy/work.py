@@ -142,5 +142,9 @@ def _check(layer: LayerNode) -> None:
         )
     for name in ("flops", "bytes", "memory_bytes", "seq_len", "embed_dim", "batch"):
         value = number(getattr(layer, name))
-        if not (math.isfinite(value) and value > 0.0):
-            raise InputError(f"`{name}` (={value}) of layer {layer.name} must be finite and above 0")
+        # Gates may leave no operations of a layer.
+        least = 0.0 if name in ("flops", "bytes") else 1.0
+        if not (math.isfinite(value) and value >= least):
+            raise InputError(
+                f"`{name}` (={value}) of layer {layer.name} must be finite and at least {least:g}"
+            )

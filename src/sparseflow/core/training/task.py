@@ -38,8 +38,8 @@ class Task(Protocol):
         """On data that is not trained on, from 0 to 1, as the model will be used."""
         ...
 
-    def soft_layers(self) -> Sequence[LayerNode]:
-        """Layers with figures that gradients go through to whatever decides how large they are."""
+    def soft_layers(self, batch: int) -> Sequence[LayerNode]:
+        """Layers, for batches of this size, whose figures have gradients to what decides how large they are."""
         ...
 
     def finished(self) -> LayeredModel:

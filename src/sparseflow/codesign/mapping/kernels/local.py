@@ -162,13 +162,13 @@ def propose(tables: Tables, state: State, places: np.ndarray) -> int:
         t, step = slot[other], 1 if inward else -1
         if t == s:
             return 0
-        longest, n = 1 + below(random, LONGEST), 0
+        longest, n = 1 + int(drawn(random) * LONGEST), 0
         while n < longest and 0 <= k < segments and slot[k] == s:
             moved[n], places[n] = k, t
             k, n = k + step, n + 1
         return n
     if kind < 0.98:
-        t, longest, n = below(random, slots), 2 + below(random, LONGEST), 0
+        t, longest, n = below(random, slots), 2 + int(drawn(random) * LONGEST), 0
         if t == s:
             return 0
         while n < longest and k < segments and slot[k] == s:
@@ -274,32 +274,32 @@ def repair(tables: Tables, state: State, steps: int) -> bool:
     segments, slots = tables.latency.shape
     random, slot, left = state.random, state.slot, state.left
     for _ in range(steps):
-        full, seen = -1, 0
+        full, seen = slots, 0
         for s in range(slots):
             if left[s] < 0:
                 seen += 1
                 if below(random, seen) == 0:
                     full = s
-        if full < 0:
+        if full == slots:
             return True
         k = below(random, segments)
         while slot[k] != full:
             k = k + 1 if k + 1 < segments else 0
-        t, other = below(random, slots), -1
+        t, other = below(random, slots), segments
         if drawn(random) < 0.6:
             other = below(random, segments)
             t = slot[other]
         if t == full or tables.latency[k, t] == np.inf:
             continue
-        if other >= 0 and tables.latency[other, full] == np.inf:
+        if other < segments and tables.latency[other, full] == np.inf:
             continue
         before = max(0, -left[full]) + max(0, -left[t])
         shift(tables, state, k, t)
-        if other >= 0:
+        if other < segments:
             shift(tables, state, other, full)
         after = max(0, -left[full]) + max(0, -left[t])
         if after > before and drawn(random) > 0.02:
-            if other >= 0:
+            if other < segments:
                 shift(tables, state, other, t)
             shift(tables, state, k, full)
     short = 0

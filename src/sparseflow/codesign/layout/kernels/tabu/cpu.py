@@ -41,10 +41,19 @@ def changes_of(a: Any, b: Any, r: int, out: Any) -> None:
             out[v] += 2 * total + (a_r[r] + a_v[v] - a_r[v] - a_v[r]) * (b_r[r] + b_v[v] - b_r[v] - b_v[r])
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def fill(a: Any, b: Any, p: Any, until: Any, delta: Any, gate: Any) -> None:
+    """Compute `delta` and `gate` of `advance` from scratch."""
+    for u in range(p.shape[0]):
+        changes_of(a, b, u, delta[u])
+        for v in range(p.shape[0]):
+            gate[u, v] = min(until[u, p[v]], until[v, p[u]])
+
+
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
 def advance(
-    a: Any, b: Any, p: Any, best_p: Any, worth: Any, until: Any, movers: int, first: int, moves: int,
-    low: int, span: int, patience: int, wall: Any, seed: int,
+    a: Any, b: Any, p: Any, best_p: Any, worth: Any, until: Any, delta: Any, gate: Any, movers: int,
+    first: int, moves: int, low: int, span: int, patience: int, wall: Any, seed: int,
 ) -> None:  # fmt: skip
     """Make `moves` moves, in place.
 
@@ -55,24 +64,20 @@ def advance(
         best_p: The best permutation so far, int64, [n].
         worth: Change of the cost since the start, now and at the best, [2].
         until: Move up to which a site is tabu for one that left it, int64, [n, n].
+        delta: Change by swapping each pair, [n, n]; see `fill`.
+        gate: Move up to which swapping each pair is tabu, int64, [n, n]; see `fill`.
         movers: How many exchange something; they come first.
         first: Number of the first move.
         moves: How many to make.
         low: Least number of moves for which a site is tabu.
-        span: How many more there may be, less one.
-        patience: Moves after which a swap that was not made is made.
-        wall: More than any change, of the matrices' dtype.
+        span: So many tenures there are, from `low` on.
+        patience: Moves after which a swap that was not made goes before all others.
+        wall: More than twice any change, of the matrices' dtype.
         seed: Of the tenures, 32 bits.
     """
     n = p.shape[0]
-    delta = np.empty((n, n), a.dtype)
-    gate = np.empty((n, n), np.int64)
     row = np.empty(n, a.dtype)
     x, y = np.empty(n, a.dtype), np.empty(n, a.dtype)
-    for u in range(n):
-        changes_of(a, b, u, delta[u])
-        for v in range(n):
-            gate[u, v] = min(until[u, p[v]], until[v, p[u]])
     here, best = worth[0], worth[1]
     far = 3 * wall
     for move in range(first, first + moves):

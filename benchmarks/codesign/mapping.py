@@ -1,0 +1,231 @@
+r"""Mapping segments to slots: is it the optimum or how near to it, does memory hold, how long does it take?
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/codesign/mapping.py --out results/codesign/mapping-cpu.json
+
+Four parts, on random problems (`synthetic`):
+
+- optimum: `auto` against all mappings tried one by one, up to 12 segments on 4 slots;
+- large: `auto` against CP-SAT, alone and going on from that answer, 24 segments on 8 slots;
+- memory: does each answer fit, and is its bound no higher than it, by a check that shares no code with it;
+- coarse: time of a plan for 12 to 14 segments on 4 to 8 slots, and of the first in a new process.
+
+Times are those of calls, compiling left out, but for the first in a new process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound, synthetic
+from sparseflow.codesign.mapping.reference import exhaust
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+MODES: tuple[Mode, ...] = ("balanced", "serial")
+SAME = 1e-9
+"""Share by which sums of floats may differ."""
+
+FIRST = """
+import time; begin = time.perf_counter()
+from sparseflow.codesign.mapping import MappingSolver, synthetic
+MappingSolver().solve_mapping(synthetic(14, 8, seed=0))
+print(time.perf_counter() - begin)
+"""
+
+
+def naive(problem: Problem, mapping: Sequence[int], mode: Mode, weight: float) -> float:
+    """The objective from its definition; inf where memory or a slot is not what it must be."""
+    busy, held = [0.0] * problem.slots, [[] for _ in range(problem.slots)]
+    for k, s in enumerate(mapping):
+        busy[s] += float(problem.latency_ms[k, s])
+        held[s].append(float(problem.memory_mb[k, s]))
+    for u, v, size in zip(problem.src, problem.dst, problem.traffic_bytes, strict=True):
+        a, b = mapping[u], mapping[v]
+        if a != b:
+            busy[b] += float(problem.fixed_ms[a, b]) + float(size) * float(problem.ms_per_byte[a, b])
+    for s in range(problem.slots):
+        if math.fsum(held[s]) > float(problem.limit_mb[s]):
+            return math.inf
+    return sum(busy) if mode == "serial" else max(busy) + weight * sum(busy)
+
+
+def timed(solver: MappingSolver, problem: Problem, **others: Any) -> tuple[Mapping, float]:
+    begin = time.perf_counter()
+    found = solver.solve_mapping(problem, **others)
+    return found, time.perf_counter() - begin
+
+
+def optimum(asked: argparse.Namespace) -> dict[str, Any]:
+    """Half of the problems are chains; memory is tight in most."""
+    samples = []
+    for number in range(asked.optimum):
+        segments, slots = (12, 4) if number % 10 == 0 else (4 + number % 9, 2 + number % 3)
+        seed, skips, slack = asked.seed + number, 0.5 * (number % 2), (1.0, 1.1, 1.3, 2.0)[number % 4]
+        traffic = (0.1, 0.5, 1.5)[number // 4 % 3]
+        problem = synthetic(segments, slots, seed=seed, skips=skips, slack=slack, traffic=traffic)
+        goals = [Goal(mode=mode) for mode in MODES]
+        for goal, (best, _) in zip(goals, exhaust(problem, goals), strict=True):
+            found, seconds = timed(MappingSolver(mode=goal.mode), problem)
+            worth = naive(problem, found.mapping, goal.mode, goal.tie_weight)
+            excess = worth / best - 1.0
+            right = abs(excess) <= SAME and found.optimal
+            samples.append(
+                [segments, slots, goal.mode, skips, slack, traffic, best, excess, seconds * 1e3, right]
+            )
+    right = sum(sample[-1] for sample in samples)
+    largest = [sample[8] for sample in samples if sample[:2] == [12, 4]]
+    print(
+        f"optimum: {right} of {len(samples)} equal the best of all mappings; 12 x 4 takes "
+        f"{statistics.median(largest):.1f} ms (median), {max(largest):.1f} ms (most)"
+    )
+    return {
+        "columns": [
+            "segments",
+            "slots",
+            "mode",
+            "skips",
+            "slack",
+            "traffic",
+            "best_ms",
+            "excess",
+            "ms",
+            "right",
+        ],
+        "samples": samples,
+        "right": right,
+        "of": len(samples),
+    }
+
+
+def large(asked: argparse.Namespace) -> dict[str, Any]:
+    samples = []
+    for number in range(asked.large):
+        seed, mode = asked.seed + 1000 + number, MODES[number % 2]
+        skips, slack = 0.4 * (number // 2 % 2), (1.1, 1.5, 3.0)[number % 3]
+        problem = synthetic(24, 8, seed=seed, skips=skips, slack=slack)
+        found, seconds = timed(MappingSolver(mode=mode), problem)
+        solver = MappingSolver(mode=mode, time_limit_s=asked.seconds, workers=asked.workers)
+        alone, _ = timed(solver, problem, strategy="cpsat")
+        after, _ = timed(solver, problem, strategy="cpsat", start=found)
+        sample = {
+            "mode": mode, "skips": skips, "slack": slack, "ms": seconds * 1e3, "strategy": found.strategy,
+            "objective_ms": found.objective_ms, "lower_bound_ms": found.lower_bound_ms,
+            "cpsat_ms": alone.objective_ms, "cpsat_bound_ms": alone.lower_bound_ms,
+            "after_ms": after.objective_ms, "after_bound_ms": after.lower_bound_ms,
+            "excess": found.objective_ms / alone.objective_ms - 1.0,
+            "excess_after": found.objective_ms / min(alone.objective_ms, after.objective_ms) - 1.0,
+        }  # fmt: skip
+        samples.append(sample)
+        print(
+            f"large {number}: {mode:8s} {found.objective_ms:8.4f} ms in {seconds:.3f} s, gap {found.gap:.1%}; "
+            f"CP-SAT {alone.objective_ms:8.4f} ({sample['excess']:+.2%}), from there "
+            f"{after.objective_ms:8.4f} ({sample['excess_after']:+.2%})",
+            flush=True,
+        )
+    worst = max(sample["excess_after"] for sample in samples)
+    slowest = max(sample["ms"] for sample in samples)
+    print(
+        f"large: at most {worst:+.2%} above what CP-SAT has in {asked.seconds:g} s; {slowest:.0f} ms at most"
+    )
+    return {"samples": samples, "worst_excess": worst, "slowest_ms": slowest}
+
+
+def memory(asked: argparse.Namespace) -> dict[str, Any]:
+    violations = above = 0
+    samples = []
+    for number in range(asked.memory):
+        seed, mode = asked.seed + 2000 + number, MODES[number % 2]
+        segments, slots = 2 + number % 19, 1 + number % 8
+        slack, skips = (1.0, 1.02, 1.1, 1.5)[number // 8 % 4], (0.0, 0.5)[number // 2 % 2]
+        problem = synthetic(segments, slots, seed=seed, skips=skips, slack=slack, refused=0.1)
+        strategy = ("auto", "local")[number // 4 % 2]
+        found, seconds = timed(MappingSolver(mode=mode, strategy=strategy, seed=number), problem)
+        goal = Goal(mode=mode)
+        worth = naive(problem, found.mapping, mode, goal.tie_weight)
+        violations += math.isinf(worth)
+        bound = lower_bound(problem, goal).value_ms
+        above += bound > worth * (1.0 + SAME) or found.lower_bound_ms > worth * (1.0 + SAME)
+        samples.append(
+            [segments, slots, round(worth, 4), round(found.lower_bound_ms, 4), round(seconds * 1e3, 1)]
+        )
+    print(f"memory: {violations} violations and {above} bounds too high in {len(samples)} problems")
+    columns = ["segments", "slots", "objective_ms", "lower_bound_ms", "ms"]
+    return {"columns": columns, "samples": samples, "violations": violations, "bounds_too_high": above}
+
+
+def coarse(asked: argparse.Namespace) -> dict[str, Any]:
+    samples = []
+    for segments in (12, 13, 14):
+        for slots in (4, 6, 8):
+            for mode in MODES:
+                problem = synthetic(segments, slots, seed=asked.seed + segments * slots, slack=1.5)
+                times = [timed(MappingSolver(mode=mode), problem) for _ in range(asked.repeats)]
+                found = times[0][0]
+                samples.append([segments, slots, mode, found.gap, [seconds * 1e3 for _, seconds in times]])
+    medians = [statistics.median(sample[-1]) for sample in samples]
+    every = sorted(value for sample in samples for value in sample[-1])
+    print(
+        f"coarse: medians from {min(medians):.1f} to {max(medians):.1f} ms; of all {len(every)} calls "
+        f"{sum(value < 50.0 for value in every)} took less than 50 ms, the slowest {every[-1]:.1f} ms"
+    )
+    first = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("nothing_compiled_s", "compiled_before_s"):
+            done = subprocess.run(
+                [sys.executable, "-c", FIRST], env={**os.environ, "NUMBA_CACHE_DIR": folder},
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            first[name] = float(done.stdout)
+    print(
+        f"first plan of a new process, imports included: {first['nothing_compiled_s']:.1f} s with nothing "
+        f"compiled, {first['compiled_before_s']:.2f} s after that"
+    )
+    columns = ["segments", "slots", "mode", "gap", "ms"]
+    return {"columns": columns, "samples": samples, "slowest_median_ms": max(medians), "first": first}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--optimum", type=int, default=100, help="problems, each in both modes")
+    parser.add_argument("--large", type=int, default=10, help="problems")
+    parser.add_argument("--memory", type=int, default=1000, help="problems")
+    parser.add_argument("--repeats", type=int, default=5, help="of each coarse plan")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for CP-SAT")
+    parser.add_argument("--workers", type=int, default=2, help="threads of CP-SAT")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    MappingSolver().solve_mapping(synthetic(3, 2, seed=0))
+    settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
+    told: dict[str, Any] = {"environment": environment("cpu", seed=asked.seed), "settings": settings}
+    told["coarse"] = coarse(asked)
+    told["optimum"] = optimum(asked)
+    told["memory"] = memory(asked)
+    told["large"] = large(asked)
+    wrong = told["optimum"]["right"] < told["optimum"]["of"] or told["memory"]["violations"]
+    wrong = wrong or told["memory"]["bounds_too_high"]
+    if wrong:
+        told["failed"] = "an answer is not what it must be"
+    if asked.out:
+        write_atomic(asked.out, json.dumps(told) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Plans on disk: there and back, and what is damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseflow.codesign.decision import Decision
+from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.saved import PLAN, load_plan, save_plan
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import FileFormatError, InputError
+from tests.codesign.toys import chain, hardware
+
+Whole = tuple[Hardware, list[LayerNode], Decision]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Whole:
+    hw, layers = hardware(hardware={"link": "ucie"}), chain()
+    first = hw.begin(layers)
+    decision = hw.remap(layers, first, fine=True)
+    assert decision is not None and decision.rewrite_plan is not None
+    return hw, layers, decision
+
+
+@pytest.fixture
+def path(whole: Whole, tmp_path: Path) -> Path:
+    return save_plan(tmp_path, *whole)
+
+
+def test_there_and_back(whole: Whole, path: Path) -> None:
+    hw, layers, decision = whole
+    found = load_plan(path)
+    assert (found.layers, found.decision) == (layers, decision) and path.name == PLAN
+    assert found.hardware.settings == hw.settings and found.hardware.library == hw.library
+    assert found.hardware.reference == hw.reference
+    priced = found.hardware.price(found.layers, found.decision)
+    assert priced == hw.price(layers, decision)
+    told = json.loads(path.read_text())
+    assert told["priced"]["objective"] == priced.objective
+    assert load_plan(str(path)).decision == decision
+
+
+def test_more_can_be_told_and_what_was_there_is_replaced(whole: Whole, tmp_path: Path) -> None:
+    hw, layers, decision = whole
+    save_plan(tmp_path, hw, layers, hw.begin(layers))
+    path = save_plan(tmp_path, hw, layers, decision, extra={"gap": 0.5})
+    assert json.loads(path.read_text())["gap"] == 0.5 and load_plan(path).decision == decision
+    assert [each.name for each in tmp_path.iterdir()] == [PLAN]
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    for missing in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match="there is no plan"):
+            load_plan(missing)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"3", b'"plan"', b"\xff\xfe", b"{}", b'{"settings": {}}']
+)
+def test_what_is_no_plan_at_all(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / PLAN).write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"plan\.json"):
+        load_plan(tmp_path / PLAN)
+
+
+PARTS = ("settings", "library", "reference", "layers", "decision")
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("value", [..., None, 3, "x", [], {}, [None]])
+def test_a_part_that_is_missing_or_something_else(path: Path, name: str, value: Any) -> None:
+    told = json.loads(path.read_text())
+    told[name] = value
+    path.write_text(json.dumps({key: each for key, each in told.items() if each is not ...}))
+    with pytest.raises(FileFormatError):
+        load_plan(path)
+
+
+DAMAGE: list[tuple[tuple[Any, ...], Any]] = [
+    (("settings", "hardware", "slots"), -1),
+    (("settings", "hardware", "slots"), 2),  # the decision is of three
+    (("library", "chips", 0, "peak_flops"), -1.0),
+    (("library", "chips"), []),
+    (("reference", "latency_ms"), 0.0),
+    (("reference", "latency_ms"), "x"),
+    (("layers", 0, "flops"), "x"),
+    (("layers", 0, "name"), None),
+    (("layers", 2, "units"), "x"),
+    (("decision", "chips", 0), "npu-x"),
+    (("decision", "chips"), ["npu-m"]),
+    (("decision", "mapping", 0), 3),
+    (("decision", "mapping", 0), -1),
+    (("decision", "mapping"), [0]),
+    (("decision", "segments", 0), []),
+    (("decision", "positions_mm"), [[0.0, 0.0]]),
+    (("decision", "positions_mm", 1), [None, 0.0]),
+    (("decision", "rewrite_plan", "splits", 0, "layer"), 40),
+    (("decision", "rewrite_plan", "splits", 0, "slots", 1), 3),
+    (("decision", "rewrite_plan", "splits", 0, "permutation", 0), 1),
+]
+
+
+@pytest.mark.parametrize(("where", "value"), DAMAGE)
+def test_damage_is_told_when_a_plan_is_read_or_priced(path: Path, where: tuple[Any, ...], value: Any) -> None:
+    told = json.loads(path.read_text())
+    at = told
+    for name in where[:-1]:
+        at = at[name]
+    assert at[where[-1]] != value
+    at[where[-1]] = value
+    path.write_text(json.dumps(told))
+    with pytest.raises(InputError):
+        found = load_plan(path)
+        found.hardware.price(found.layers, found.decision)
+
+
+def test_a_file_cut_anywhere_is_no_plan(path: Path) -> None:
+    content = path.read_bytes()
+    for share in range(1, 20):
+        path.write_bytes(content[: len(content) * share // 20])
+        with pytest.raises(FileFormatError):
+            load_plan(path)
+
+
+def test_a_plan_is_read_without_the_files_that_its_settings_name(whole: Whole, tmp_path: Path) -> None:
+    from sparseflow.codesign.chips import read_library
+
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(json.dumps(read_library().model_dump(mode="json")))
+    hw = hardware(hardware={"library": str(mine)})
+    path = save_plan(tmp_path, hw, whole[1], hw.begin(whole[1]))
+    mine.unlink()
+    assert copy.deepcopy(load_plan(path).decision) == hw.begin(whole[1])
