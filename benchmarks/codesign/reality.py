@@ -136,11 +136,13 @@ def run(
         return timed, (found[0].cpu() if found else None)
 
 
-def reference(asked: argparse.Namespace) -> torch.Tensor:
+def reference(asked: argparse.Namespace) -> tuple[torch.Tensor, float]:
+    """Logits of the whole model on one device, and what it takes there, ms a batch."""
     device = torch.device(asked.device)
     steps = made(asked)
-    moved = steps.only([layer.id for layer in steps.layers(1)], device)
-    return whole(moved, clips(asked).to(device)).cpu()
+    moved, batch = steps.only([layer.id for layer in steps.layers(1)], device), clips(asked).to(device)
+    took = measure(lambda: whole(moved, batch), repeats=asked.repeats, device=device)
+    return whole(moved, batch).cpu(), took.median_ms
 
 
 def case(
@@ -198,7 +200,9 @@ def main() -> int:
     network = Network.all_to_all(link, np.zeros((asked.slots, asked.slots)))
     costs = layer_costs(asked, steps, network)
     print(f"one device: {costs.latency_ms[:, 0].sum():.3f} ms a batch of {asked.batch}", flush=True)
-    wanted, parts = reference(asked), Parts(asked, steps, costs)
+    wanted, alone_ms = reference(asked)
+    parts = Parts(asked, steps, costs)
+    print(f"one device, all layers: {alone_ms:.3f} ms", flush=True)
     segments = len(costs.layers)
     config = PartitionConfig(segments=segments, min_split_gain_ratio=0.01, w_comm=0.0, w_balance=0.0,
                              flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
@@ -213,9 +217,11 @@ def main() -> int:
             print(f"{name}: the plan uses one device", flush=True)
             continue
         each = case(asked, name, costs, plan, wanted)
+        what = "period" if mode == "balanced" else "latency"
         each["speedup"] = {
-            "predicted": alone / each["predicted_ms"]["period" if mode == "balanced" else "latency"],
-        }
+            "of": what, "predicted": alone / each["predicted_ms"][what],
+            "measured": alone_ms / each["measured_ms"][what],
+        }  # fmt: skip
         found.append(each)
         for what in ("latency", "period"):
             print(
@@ -231,7 +237,7 @@ def main() -> int:
         "layers_ms": {
             layer.name: float(took) for layer, took in zip(costs.layers, costs.latency_ms[:, 0], strict=True)
         },
-        "one_device_ms": float(alone), "cases": found,
+        "one_device_ms": {"layers": float(alone), "measured": alone_ms}, "cases": found,
     }  # fmt: skip
     if asked.out is not None:
         write_atomic(asked.out, json.dumps(record) + "\n")

@@ -16,7 +16,7 @@ from sparseflow.codesign.hardware import Hardware, figures
 from sparseflow.codesign.hw_loss import Reference
 from sparseflow.codesign.layout import Wafer, WaferLayout
 from sparseflow.codesign.proxy import LayerHwProxy
-from sparseflow.codesign.rewrite import RewritePlan, Split, plan_bytes
+from sparseflow.codesign.rewrite import RewritePlan, Split, check, plan_bytes
 from sparseflow.codesign.segments import number
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
@@ -24,6 +24,8 @@ from tests.codesign.toys import Listed, chain, hardware, quick
 
 CHEAP_LINKS = {"hardware": {"link": "ucie"}}
 SERIAL = {"mapping": {"mode": "serial"}}
+REST = ("lambda_E", "lambda_area", "lambda_chip", "lambda_layout")
+"""All that counts but latency."""
 
 
 def library(*mem_gb: float) -> ChipLibrary:
@@ -190,6 +192,20 @@ def test_polishing_never_raises_the_objective(changes: Any, fine: bool, seed: in
     assert told and all(0.0 <= share <= 1.0 for _, share in told)
     # Some slot of three gives way: area, and what it draws while it waits, are saved.
     assert objective(hw, layers, polished) < objective(hw, layers, first)
+
+
+def test_a_polished_decision_is_of_the_layers_there_are() -> None:
+    # Nothing that could be decided lowers the objective, and of the layers one is gone, one has fewer units.
+    hw = hardware(hardware={"slots": 2, "chips": ["npu-m"]}, loss=dict.fromkeys(REST, 0.0))
+    layers = chain()
+    first = hw.begin(layers)
+    split = replace(first, mapping=(0,) * len(first.mapping), rewrite_plan=halves(layers, 2))
+    left = [*layers[:2], replace(layers[2], units=layers[2].units - 1), *layers[3:]]
+    gone = [replace(layer, id=at) for at, layer in enumerate([*layers[:3], *layers[4:]])]
+    for after, before in ((left, split), (gone, first)):
+        found = hw.polish(after, before, fine=False)
+        assert [name for names in found.segments for name in names] == [layer.name for layer in after]
+        check(after, found.rewrite_plan or RewritePlan(splits=()), found.homes(after))
 
 
 def test_polishing_splits_where_that_pays() -> None:

@@ -73,13 +73,13 @@ PARTS = ("settings", "library", "reference", "layers", "decision")
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("value", [..., None, 3, "x", [], {}, [None]])
-def test_a_part_that_is_missing_or_something_else(path: Path, name: str, value: Any) -> None:
+def test_a_part_that_is_missing_or_something_else(path: Path, name: str) -> None:
     told = json.loads(path.read_text())
-    told[name] = value
-    path.write_text(json.dumps({key: each for key, each in told.items() if each is not ...}))
-    with pytest.raises(FileFormatError):
-        load_plan(path)
+    for value in (..., None, 3, "x", [], {}, [None]):
+        told[name] = value
+        path.write_text(json.dumps({key: each for key, each in told.items() if each is not ...}))
+        with pytest.raises(FileFormatError, match=r"plan\.json"):
+            load_plan(path)
 
 
 DAMAGE: list[tuple[tuple[Any, ...], Any]] = [

@@ -139,7 +139,7 @@ class Toy:
         if self._gone_from is not None and self.done > self._gone_from:
             found = [*found[:3], replace(found[-1], traffic_in_bytes=found[2].traffic_out_bytes)]
         if self._grows_at is not None and self.done > self._grows_at:
-            found = [replace(layer, memory_bytes=layer.memory_bytes * 180) for layer in found]
+            found = [replace(layer, memory_bytes=layer.memory_bytes * 100) for layer in found]
         return Listed([replace(layer, id=at) for at, layer in enumerate(found)])
 
     def state(self) -> dict[str, Any]:

@@ -287,8 +287,10 @@ def _open(
         raise InputError(
             f"`mode` (='graph') needs a CUDA device, and `device` is {str(device)!r}: use 'eager'"
         )
-    info = describe(target)
-    target = torch.device(info.kind) if info.index is None else torch.device(info.kind, info.index)
+    if target.type == "cuda" and target.index is None:
+        # Where the layers are: the emptiest GPU, which is what `describe` takes, may be another.
+        target = torch.device("cuda", torch.cuda.current_device())
+    describe(target)  # which refuses a device that is not there
     precision = torch.get_float32_matmul_precision()
     with PointFile(path) as file, torch.no_grad():
         torch.set_float32_matmul_precision("highest")

@@ -21,7 +21,7 @@ from sparseflow.codesign.layout.terms import Terms
 from sparseflow.core.extras import require
 
 DEFAULT_PASSES = 200
-"""Times the number of places: passes of a restart by default. A trial costs about n/10 times what judging a
+"""Times the number of places: passes of a restart by default. A trial costs about ten times what judging a
 swap costs tabu search."""
 
 WARMEST, COLDEST = 0.3, 0.06
@@ -43,8 +43,6 @@ class Annealing:
     Raises:
         MissingExtraError: Numba is not installed.
     """
-
-    name = "annealing"
 
     def __init__(self, terms: Terms) -> None:
         require("numba", "codesign")

@@ -69,7 +69,7 @@ def assign(
         method: `"tabu"`, `"annealing"`, or `"auto"`, whose restarts are the one and the other in turn.
         restarts: Number of searches, each from a random permutation.
         iterations: Passes over all swaps in a restart. One is one move of tabu search; annealing tries
-            each swap once, which takes about n/10 times as long. By default 2000·n for tabu search and 200·n
+            each swap once, which takes about ten times as long. By default 2000·n for tabu search and 200·n
             for annealing.
         seconds: Time for all restarts together; each has an equal share of it. The best so far is the answer
             when it is over.

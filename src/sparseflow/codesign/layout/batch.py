@@ -16,7 +16,7 @@ import torch
 
 from sparseflow.codesign.layout.assignment import Assignment, beginning, check_budget, judged
 from sparseflow.codesign.layout.kernels.tabu import reference
-from sparseflow.codesign.layout.kernels.tabu.rule import Rule, untouched
+from sparseflow.codesign.layout.kernels.tabu.rule import MOST_IN_REGISTERS, Rule, untouched
 from sparseflow.codesign.layout.qap import EXACT, checked_permutation, stacked
 from sparseflow.codesign.layout.tabu import DEFAULT_MOVES
 from sparseflow.codesign.layout.terms import Terms
@@ -27,9 +27,6 @@ BACKENDS = ("auto", "triton", "reference")
 
 _WORK = {"triton": 4_000_000_000, "reference": 2_000_000}
 """Swaps of all restarts, both ways, of one launch, and so between two looks at the clock."""
-
-_MOST = 128
-"""Sites that fit into a program; the kernel says the same, but importing it takes Triton."""
 
 _NARROW = 2.0**28
 """Walls below this let a search add in int32."""
@@ -142,12 +139,14 @@ def _chosen(backend: str, terms: Terms, device: torch.device) -> str:
     if backend not in BACKENDS:
         raise InputError(f"`backend` (={backend!r}) must be one of {', '.join(map(repr, BACKENDS))}")
     if backend == "auto":
-        able = device.type == "cuda" and terms.n <= _MOST and util.find_spec("triton") is not None
+        able = device.type == "cuda" and terms.n <= MOST_IN_REGISTERS and util.find_spec("triton") is not None
         return "triton" if able else "reference"
     if backend == "triton":
         triton = require("triton", "codesign")
-        if terms.n > _MOST:
-            raise InputError(f"`backend` 'triton' takes up to {_MOST} places, and there are {terms.n}")
+        if terms.n > MOST_IN_REGISTERS:
+            raise InputError(
+                f"`backend` 'triton' takes up to {MOST_IN_REGISTERS} places, and there are {terms.n}"
+            )
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
             raise InputError(f"`backend` 'triton' runs on a CUDA device, not on {device}")
     return backend

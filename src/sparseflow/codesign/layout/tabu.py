@@ -36,8 +36,6 @@ class Tabu:
         MissingExtraError: Numba is not installed.
     """
 
-    name = "tabu"
-
     def __init__(self, terms: Terms) -> None:
         require("numba", "codesign")
         from sparseflow.codesign.layout.kernels.tabu import cpu

@@ -144,16 +144,3 @@ def test_dummies_are_always_tabu_and_movers_never_at_first() -> None:
     until = untouched(5, 3)
     assert (until[3:] == ALWAYS).all() and until[:3].max() < 0
     assert len(np.unique(until[:3])) == 15
-
-
-@pytest.mark.parametrize(
-    ("n", "dtype", "able"),
-    [
-        (2, torch.int32, True),
-        (128, torch.float64, True),
-        (129, torch.int32, False),
-        (8, torch.float32, False),
-    ],
-)
-def test_what_fits(n: int, dtype: torch.dtype, able: bool) -> None:
-    assert triton.fits(n, dtype) is able

@@ -32,6 +32,9 @@ class Rule:
         return cls(low=low, span=max(1, 3 * n // 2 - low + 1), patience=5 * n * n)
 
 
+MOST_IN_REGISTERS = 128
+"""Sites of which the Triton kernel keeps all swaps in a program's registers."""
+
 ALWAYS = 2**30
 """A move that no search gets to."""
 

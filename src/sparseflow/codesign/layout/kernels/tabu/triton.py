@@ -21,11 +21,6 @@ from torch.nn.functional import pad
 from sparseflow.codesign.layout.kernels.tabu.reference import changes
 from sparseflow.codesign.layout.kernels.tabu.rule import Rule
 
-DTYPES = (torch.int32, torch.int64, torch.float64)
-
-MOST = 128
-"""Sites of which all swaps fit into a program's registers."""
-
 _VARY = ["n", "movers", "first", "moves", "low", "span", "patience"]
 
 
@@ -149,16 +144,12 @@ def tabu_kernel(
     tl.store(worth_ptr + 1, best)
 
 
-def fits(n: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes so many sites and such numbers."""
-    return 2 <= n <= MOST and dtype in DTYPES
-
-
 class Restarts:
     """The state of many restarts, on their device.
 
     Args:
-        a: Flows of the terms, [T, n, n]; see `fits`. int32 needs a wall below 2^28.
+        a: Flows of the terms, [T, n, n], n from 2 to `MOST_IN_REGISTERS`; int32 (with a wall below 2^28),
+            int64 or float64.
         b: Distances of the terms, [T, n, n], of the same dtype.
         symmetric: How many terms are symmetric; they come first.
         movers: How many exchange something; they come first.
@@ -190,7 +181,7 @@ class Restarts:
         self._delta = self._changes()
         self._settings = {
             "TERMS": len(a), "SYMMETRIC": symmetric, "BN": size, "BK": min(size, 64 // a.element_size()),
-            "num_warps": warps or min(16, max(1, size * size * a.element_size() // 1024)),
+            "num_warps": warps or min(16, max(1, size * size * a.element_size() // 4096)),
             # Moves wait for memory and for each other: many programs a multiprocessor hide that.
             "maxnreg": 128,
         }  # fmt: skip

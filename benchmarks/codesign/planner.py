@@ -1,0 +1,285 @@
+r"""Layers are split where that pays and only there (line 2), and what a coarse plan takes.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/codesign/planner.py --instances 200 --threads 1 --out results/codesign/planner.json
+
+Transformers by their figures, on chips of the shipped library. First two cases whose answer is plain: a model
+of equal blocks over a slow link, which must stay whole, and one with a giant perceptron over a fast link,
+which must be split. Then random ones: models, chips, empty slots, links from slow to fast, both modes. Each
+plan is priced anew, from its slots and splits alone, and must not be worth less than the coarse one. All that
+the planner says it considered is kept, with what it would have gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.codesign.chips import ChipType, Link, read_library
+from sparseflow.codesign.mapping import MappingSolver, Mode
+from sparseflow.codesign.network import Network
+from sparseflow.codesign.objective import evaluate, feasible
+from sparseflow.codesign.partition import PartitionPlanner, Plan
+from sparseflow.codesign.proxy import LayerConfig, LayerHwProxy
+from sparseflow.codesign.rewrite import plan_bytes
+from sparseflow.codesign.splits import PartitionConfig
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+from sparseflow.core.layers import LayerNode
+from sparseflow.core.timing import Samples, measure
+
+PROXY = LayerHwProxy.analytic()
+LIBRARY = read_library()
+CHIPS = ("npu-s", "npu-m", "npu-l", "memory-m")
+HEAD_DIM, BYTES = 64, 2
+LEAST = 1e-12
+"""Relative; what sums may be off by."""
+
+COLUMNS = (
+    "seed", "mode", "chips", "slots", "layers", "giant", "GB/s", "us", "coarse objective", "objective",
+    "gap", "split", "coarse ms", "plan ms", "considered",
+)  # fmt: skip
+"""Of instances: `coarse objective` and `objective` are of plans without and with splits, `gap` is that of the
+coarse plan's latency from its bound, `coarse ms` and `plan ms` are what the planner took."""
+
+CONSIDERED = ("layer", "sizes", "slots", "objective before", "objective after", "gain", "accepted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """What is planned.
+
+    Attributes:
+        layers: Of the model.
+        chips: What each slot holds; None where it is empty.
+        link: Between every two slots.
+        mode: Whether latency is a pipeline's period or one batch's way.
+    """
+
+    layers: list[LayerNode]
+    chips: list[ChipType | None]
+    link: Link
+    mode: Mode = "balanced"
+
+    @property
+    def network(self) -> Network:
+        return Network.all_to_all(self.link, np.zeros((len(self.chips), len(self.chips))))
+
+    @property
+    def planner(self) -> PartitionPlanner:
+        return PartitionPlanner(MappingSolver(mode=self.mode), PROXY, PartitionConfig())
+
+    def plan(self, *, fine: bool = True) -> Plan:
+        return self.planner.plan(self.layers, self.chips, self.network, use_fine_split=fine)
+
+
+def transformer(
+    blocks: int, dim: int, *, tokens: int, batch: int, giant: int | None = None, times: int = 1
+) -> list[LayerNode]:
+    """Layers of a transformer in bfloat16.
+
+    Args:
+        blocks: Pairs of an attention and a perceptron.
+        dim: Width of a token.
+        tokens: Of a sample.
+        batch: Samples.
+        giant: Block whose perceptron has so many `times` the hidden channels of the others.
+        times: See `giant`.
+    """
+    found = []
+    for id, kind in enumerate(["embed", *["attention", "mlp"] * blocks, "head"]):
+        block = (id - 1) // 2
+        inner = {"embed": 16, "attention": dim // HEAD_DIM, "mlp": 4 * dim, "head": 400}[kind]
+        inner *= times if kind == "mlp" and block == giant else 1
+        node = LayerConfig(
+            layer_type=kind, precision="bfloat16", batch=batch, seq_len=tokens, embed_dim=dim, inner=inner,
+            head_dim=HEAD_DIM if kind == "attention" else 0,
+        ).node(id)  # fmt: skip
+        inside = kind in ("attention", "mlp")
+        found.append(
+            replace(
+                node, name=f"blocks.{block}.{kind}" if inside else kind, splittable=True,
+                units=dim if kind == "embed" else inner, split_joins=not inside,
+                split_in_bytes=batch * dim * BYTES if kind == "head" else node.traffic_in_bytes,
+                split_out_bytes=node.traffic_out_bytes,
+            )
+        )  # fmt: skip
+    return found
+
+
+def plain(*, slow: bool) -> Instance:
+    """A model of equal blocks over the slowest link, or one with a giant perceptron over the fastest."""
+    figures = {} if slow else {"giant": 1, "times": 12}
+    return Instance(
+        layers=transformer(4, 512, tokens=196, batch=8, **figures), chips=[LIBRARY.chip("npu-m")] * 4,
+        link=LIBRARY.link("ethernet" if slow else "ucie"),
+    )  # fmt: skip
+
+
+def drawn(seed: int) -> Instance:
+    """A random one."""
+    rng = np.random.default_rng(seed)
+    blocks = int(rng.integers(1, 7))
+    giant = int(rng.integers(blocks)) if rng.random() < 0.5 else None
+    layers = transformer(
+        blocks, HEAD_DIM * int(rng.integers(2, 13)), tokens=int(rng.integers(32, 800)),
+        batch=int(2 ** rng.integers(0, 6)), giant=giant, times=int(rng.integers(2, 13)),
+    )  # fmt: skip
+    chips: list[ChipType | None] = [
+        LIBRARY.chip(str(rng.choice(CHIPS))) for _ in range(int(rng.integers(2, 9)))
+    ]
+    for slot in range(1, len(chips)):
+        chips[slot] = None if rng.random() < 0.15 else chips[slot]
+    link = Link(
+        name="drawn", bandwidth=float(10 ** rng.uniform(8.5, 12.0)),
+        latency_us=float(10 ** rng.uniform(-2.0, 1.5)), pj_per_bit=1.0,
+    )  # fmt: skip
+    return Instance(
+        layers=layers, chips=chips, link=link, mode="serial" if rng.random() < 0.5 else "balanced"
+    )
+
+
+def wrong_with(given: Instance, found: Plan) -> list[str]:
+    """What a plan does not keep of what it says, priced anew from its slots and splits alone."""
+    planner, rewrite = given.planner, found.rewrite_plan
+    costs = planner.costs(given.layers, given.chips, given.network)
+    splits = {
+        each.layer: (
+            each,
+            planner.part_costs(
+                given.layers[each.layer], each.sizes, [given.chips[slot] for slot in each.slots]
+            ),
+        )
+        for each in (() if rewrite is None else rewrite.splits)
+    }
+    anew = evaluate(costs, found.homes, splits, planner.weights)
+    whole = evaluate(costs, coarse_homes(given, found), {}, planner.weights)
+    accepted = [each for each in found.considered if each.accepted]
+    told = {
+        "is worth less than the coarse plan": anew.objective > whole.objective * (1 + LEAST),
+        "is not worth what it says": anew != found.hw_stats or whole != found.coarse_stats,
+        "does not fit": not feasible(costs, found.homes, splits),
+        "moves other bytes": anew.comm_bytes != sum(plan_bytes(given.layers, found.homes, rewrite).values()),
+        "has splits that were not accepted": {each.layer for each in accepted} != set(splits),
+        "accepted what gains too little": any(
+            each.gain_ratio < planner.config.min_split_gain_ratio for each in accepted
+        ),
+        "has a bound above it": found.lower_bound_ms > whole.total_latency_ms * (1 + LEAST),
+    }
+    return [what for what, wrong in told.items() if wrong]
+
+
+def coarse_homes(given: Instance, found: Plan) -> Sequence[int]:
+    """Slots of layers in the coarse plan; splits may have moved segments since."""
+    return found.homes if found.rewrite_plan is None else given.plan(fine=False).homes
+
+
+def short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def considered(found: Plan) -> list[list[Any]]:
+    """See `CONSIDERED`."""
+    return [
+        [
+            each.layer, each.sizes, each.slots, short(each.objective_before), short(each.objective_after),
+            short(each.gain_ratio), int(each.accepted),
+        ]
+        for each in found.considered
+    ]  # fmt: skip
+
+
+def row(seed: int, given: Instance, found: Plan, coarse: Samples, fine: Samples) -> list[Any]:
+    """One instance, see `COLUMNS`."""
+    names = ["" if chip is None else chip.name for chip in given.chips]
+    widest = max(layer.mlp_ratio for layer in given.layers) / 4
+    return [
+        seed, given.mode, " ".join(name or "-" for name in names), len(names), len(given.layers),
+        round(widest), short(given.link.bandwidth / 1e9), short(given.link.latency_us),
+        short(found.coarse_stats.objective), short(found.hw_stats.objective), short(found.gap),
+        0 if found.rewrite_plan is None else len(found.rewrite_plan.splits),
+        [round(each, 3) for each in coarse.times_ms], round(fine.times_ms[0], 3), considered(found),
+    ]  # fmt: skip
+
+
+def ran(seed: int, given: Instance, repeats: int) -> tuple[Plan, list[Any], list[str]]:
+    """The plan of an instance, its row and what is wrong with it. What is timed was run before."""
+    plans: list[Plan] = []
+    coarse = measure(lambda: given.plan(fine=False), warmup=1, repeats=repeats)
+    fine = measure(lambda: plans.append(given.plan()), warmup=0, repeats=1)
+    return plans[0], row(seed, given, plans[0], coarse, fine), wrong_with(given, plans[0])
+
+
+def report(rows: list[list[Any]]) -> None:
+    """Print what random instances show."""
+    at = {name: [each[place] for each in rows] for place, name in enumerate(COLUMNS)}
+    pairs = list(zip(at["coarse objective"], at["objective"], strict=True))
+    gains = [1.0 - after / before for (before, after), split in zip(pairs, at["split"], strict=True) if split]
+    print(
+        f"{len(rows)} random instances: {len(gains)} with splits, which gain "
+        f"{median(gains) if gains else 0.0:.1%} (median); {sum(map(len, at['considered']))} splits "
+        f"considered; worse than the coarse plan: {sum(after > before for before, after in pairs)}"
+    )
+    times = [sample for samples in at["coarse ms"] for sample in samples]
+    for what, values in (("a coarse plan", times), ("one with splits", at["plan ms"])):
+        print(f"{what} takes {median(values):.1f} ms (median of {len(values)}), {max(values):.1f} at most")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--instances", type=int, default=200, help="random ones")
+    parser.add_argument("--repeats", type=int, default=3, help="coarse plans that are timed of each")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--seed", type=int, default=0, help="of the first random instance")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    told: dict[str, Any] = {
+        "environment": environment("cpu", seed=asked.seed),
+        "settings": {name: getattr(asked, name) for name in vars(asked) if name != "out"},
+        "partition": vars(PartitionConfig()), "columns": COLUMNS, "considered": CONSIDERED, "plain": {},
+    }  # fmt: skip
+    wrong: list[str] = []
+    for name, slow in (("slow link", True), ("fast link, giant perceptron", False)):
+        given = plain(slow=slow)
+        found, told["plain"][name], problems = ran(0, given, 20)
+        if (found.rewrite_plan is None) is not slow:
+            problems.append("splits" if slow else "splits nothing")
+        wrong += [f"{name}: {problem}" for problem in problems]
+        before, after = found.coarse_stats.objective, found.hw_stats.objective
+        print(f"{name}: objective {before:.4g} -> {after:.4g} ms, bound {found.lower_bound_ms:.4g} ms")
+        for each in found.considered:
+            kept = "accepted" if each.accepted else "not accepted"
+            print(f"  {each.name} into {len(each.sizes)}: gains {each.gain_ratio:.1%}, {kept}")
+    rows = []
+    for seed in range(asked.seed, asked.seed + asked.instances):
+        _, each, problems = ran(seed, drawn(seed), asked.repeats)
+        wrong += [f"instance {seed} {problem}" for problem in problems]
+        rows.append(each)
+        print(f"instance {seed} of {asked.instances}", file=sys.stderr)
+    told["instances"] = rows
+    if rows:
+        report(rows)
+    if wrong:
+        told["failed"] = "; ".join(wrong)
+        print(f"failed: {told['failed']}")
+    if asked.out:
+        write_atomic(asked.out, json.dumps(told, separators=(",", ":")) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
