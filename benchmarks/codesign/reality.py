@@ -38,7 +38,7 @@ from sparseflow.codesign.profile import Measuring, profile_model
 from sparseflow.codesign.proxy import DeviceSpec, LayerHwProxy
 from sparseflow.codesign.splits import PartitionConfig
 from sparseflow.codesign.timeline import play
-from sparseflow.codesign.verify import error_of, whole
+from sparseflow.codesign.verification import error_of, whole
 from sparseflow.core.device import describe
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.claims import update
+from sparseflow.core.claims import recorded
 from sparseflow.pruning.data.moving_digits import MovingDigits
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -214,18 +213,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     asked = parser.parse_args()
     record = json.loads(asked.file.read_text(encoding="utf-8"))
-    if "failed" in record:
-        parser.error(f"{asked.file} is of a run that failed: {record['failed']}")
-    common = {
-        "device": record["environment"]["device"]["name"],
-        "samples": str(asked.file.resolve().relative_to(RESULTS)),
-        "git": record["environment"]["git"],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-    for fields in KINDS[asked.kind](record):
-        claim = update(RESULTS, common | fields)
-        met = "" if claim.target is None else "met  " if claim.met else "NOT MET  "
-        print(f"{met}{claim.id}: {claim.value} {claim.unit} ({claim.target})")
+    recorded(RESULTS, record, asked.file, KINDS[asked.kind])
     return 0
 
 

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 from guided import summary
 
-from sparseflow.core.claims import update
+from sparseflow.core.claims import recorded
 from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.files import write_atomic
 from sparseflow.tuning.net.judge import TOP
@@ -319,16 +318,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     asked = parser.parse_args()
     record, kept = read(asked.file)
-    common = {
-        "baseline": None,
-        "device": record["environment"]["device"]["name"],
-        "samples": str(kept.relative_to(RESULTS)),
-        "git": record["environment"]["git"],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-    for fields in KINDS[asked.kind](record):
-        claim = update(RESULTS, common | fields)
-        print(f"{'met' if claim.met else 'NOT MET'}  {claim.id}: {claim.value} {claim.unit} ({claim.target})")
+    recorded(RESULTS, record, kept, KINDS[asked.kind])
     return 0
 
 

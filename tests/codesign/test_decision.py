@@ -110,7 +110,7 @@ DAMAGE = [
     (("mapping",), [0]), (("mapping",), [0, 0, 9]), (("positions_mm",), 1), (("positions_mm", 0), [1.0]),
     (("positions_mm", 0), [1.0, "x"]), (("positions_mm", 0), [1.0, float("nan")]),
     (("positions_mm",), [[0.0, 0.0]]), (("rewrite_plan",), 3), (("rewrite_plan", "splits"), None),
-    (("rewrite_plan", "splits", 0, "layer"), 17), (("rewrite_plan", "splits", 0, "sizes"), [9]),
+    (("rewrite_plan", "splits", 0, "sizes"), [9]),
 ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_decision_is_refused(where: tuple[Any, ...], value: Any) -> N
 def test_every_part_is_needed(name: str) -> None:
     told = decision().to_dict()
     del told[name]
-    with pytest.raises(InputError, match=rf"no decision: KeyError: '{name}'"):
+    with pytest.raises(InputError, match=rf"no decision: .*{name}"):
         Decision.from_dict(told)
     for whole in (None, [], "decision", 3):
         with pytest.raises(InputError, match="no decision"):

@@ -282,7 +282,7 @@ def test_each_lambda_weighs_its_own_term(name: str) -> None:
 
 def test_what_is_over_the_memory_counts_and_leads_to_the_chip_that_has_more() -> None:
     hw, layers, homes = hardware(), chain(), (0,) * 6
-    for total_mb, over in ((900.0, 0.0), (1500.0, 0.25), (4000.0, 9.0)):
+    for total_mb, over in ((900.0, 0.0), (1500.0, 0.25), (6000.0, 25.0)):
         fat = [replace(layer, memory_bytes=round(total_mb * 1e6 / 6)) for layer in layers]
         _, terms = loss_of(hw, fat, holding(hw, ("npu-s", None, None)), homes)  # 1 GB
         assert number(terms["mem_over"]) == pytest.approx(over, rel=1e-5)
@@ -379,6 +379,13 @@ def test_sizes_must_agree() -> None:
         loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0,) * 5)
     with pytest.raises(InputError, match=r"(there are 4|4) slots .*network joins 3"):
         loss_of(hw, layers, ChipSlotConfig(hw.chips, 4), (0,) * 6)
+
+
+@pytest.mark.parametrize("slot", [3, -1])
+def test_slots_that_are_not_there(slot: int) -> None:
+    hw, layers = hardware(), chain()
+    with pytest.raises(InputError):
+        loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0, 0, slot, 0, 0, 0))
 
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])

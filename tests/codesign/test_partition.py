@@ -326,7 +326,7 @@ def sized(*megabytes: float) -> list[LayerNode]:
 def test_a_model_that_fits_no_configuration() -> None:
     planner = a_planner()
     with pytest.raises(
-        InputError, match=r"needs 2100\.0 MB and all 2 chips hold 2000\.0 MB: 100\.0 MB too little"
+        InputError, match=r"needs 2100(\.0)? MB and all 2 chips hold 2000(\.0)? MB: 100(\.0)? MB too little"
     ):
         planner.plan(sized(600, 900, 600), [chip(), None, chip()], wires(3))
     with pytest.raises(InputError, match=r"segment 1 needs 1200 MB and the largest slot .* 1000 MB"):

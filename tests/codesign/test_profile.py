@@ -19,7 +19,7 @@ from sparseflow.codesign import profile
 from sparseflow.codesign.profile import Measuring, profile_grid, profile_model
 from sparseflow.codesign.proxy import DeviceSpec, Grid, fit, read_points
 from sparseflow.core.layers import LAYER_TYPES, LayeredModel, LayerNode
-from sparseflow.errors import InputError, RunError
+from sparseflow.errors import DeviceError, InputError, RunError
 
 HERE = DeviceSpec(name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2)
 QUICK = Measuring(repeats=3, warmup=1, sample_ms=0.0)
@@ -178,6 +178,8 @@ def test_a_layer_that_fails_is_named(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needs a CUDA device"):
         profile_grid(tmp_path / "points.parquet", HERE, points=1, how=Measuring(mode="graph"))
+    with pytest.raises(DeviceError, match="GPU 99 was asked for"):
+        profile_grid(tmp_path / "points.parquet", HERE, points=1, device="cuda:99")
     wrongs: tuple[dict[str, Any], ...] = (
         {"mode": "fast"}, {"repeats": 0}, {"warmup": 0}, {"most_calls": 0}, {"power_every": -1},
         {"power_s": 0.0}, {"sample_ms": -1.0},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sparseflow.codesign.chips import read_library
 from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.proxy import LayerHwProxy, Roofline
 from sparseflow.codesign.saved import PLAN, load_plan, save_plan
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
@@ -128,12 +131,30 @@ def test_a_file_cut_anywhere_is_no_plan(path: Path) -> None:
             load_plan(path)
 
 
-def test_a_plan_is_read_without_the_files_that_its_settings_name(whole: Whole, tmp_path: Path) -> None:
-    from sparseflow.codesign.chips import read_library
-
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(json.dumps(read_library().model_dump(mode="json")))
-    hw = hardware(hardware={"library": str(mine)})
-    path = save_plan(tmp_path, hw, whole[1], hw.begin(whole[1]))
+@pytest.mark.parametrize("name", ["library", "proxy"])
+def test_a_plan_holds_all_that_is_needed_to_price_it(name: str, whole: Whole, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    if name == "library":
+        mine.write_text(json.dumps(read_library().model_dump(mode="json")))
+    else:
+        LayerHwProxy.analytic().save(mine)
+    hw = hardware(hardware={name: str(mine)})
+    decision = hw.begin(whole[1])
+    path = save_plan(tmp_path, hw, whole[1], decision)
     mine.unlink()
-    assert copy.deepcopy(load_plan(path).decision) == hw.begin(whole[1])
+    found = load_plan(path)
+    assert found.hardware.price(found.layers, found.decision) == hw.price(whole[1], decision)
+
+
+def test_a_plan_is_priced_by_what_it_was_made_with(whole: Whole, tmp_path: Path) -> None:
+    # Of a proxy that was handed in, the settings say nothing.
+    hw = Hardware(hardware().settings, twice_as_slow())
+    decision = hw.begin(whole[1])
+    path = save_plan(tmp_path, hw, whole[1], decision)
+    found = load_plan(path)
+    assert found.hardware.price(found.layers, found.decision) == hw.price(whole[1], decision)
+
+
+def twice_as_slow() -> LayerHwProxy:
+    analytic, ideal = LayerHwProxy.analytic(), Roofline.ideal()
+    return replace(analytic, roofline=replace(ideal, values=ideal.values * torch.tensor([0.5, 0.5, 1.0])))

@@ -66,8 +66,8 @@ def an_instance(seed: int, *, share: float = 0.0, back: bool = False) -> tuple[C
     return costs, a_plan(costs, homes, rewrite, seed)
 
 
-def instances(share: float, back: bool) -> Iterator[tuple[Costs, Plan]]:
-    return (an_instance(seed, share=share, back=back) for seed in range(20))
+def instances(share: float, back: bool, count: int = 20) -> Iterator[tuple[Costs, Plan]]:
+    return (an_instance(seed, share=share, back=back) for seed in range(count))
 
 
 def by_slot(played: Played) -> dict[int, list[Event]]:
@@ -106,12 +106,11 @@ def test_slots_are_taken_up_as_planned(share: float, back: bool) -> None:
 def test_slots_go_by_the_order_of_the_executor(share: float, back: bool) -> None:
     for costs, plan in instances(share, back):
         place = {layer.name: layer.id for layer in costs.layers}
-        events = by_slot(play(costs, plan, batches=7))
+        order, played = schedule(costs.layers, plan.homes, plan.rewrite_plan), play(costs, plan, batches=7)
+        batches, events = 1 + max(event.batch for event in played.events), by_slot(played)
+        assert batches >= 7
         for slot in range(costs.slots):
-            expected = [
-                (batch, task.layer)
-                for batch, task in schedule(costs.layers, plan.homes, plan.rewrite_plan).order(7, slot)
-            ]
+            expected = [(batch, task.layer) for batch, task in order.order(batches, slot)]
             done = [(event.batch, place[event.name]) for event in events[slot]]
             assert [key for key, _ in itertools.groupby(done)] == expected
 
@@ -159,7 +158,7 @@ def test_what_a_layer_needs_is_there_before_it_begins(share: float, back: bool) 
                     assert before >= came_back * (1 - LEAST)
 
 
-@pytest.mark.parametrize("batches", [4, 5, 12, 30])
+@pytest.mark.parametrize("batches", [2, 5, 12, 30])
 def test_a_plain_pipeline_is_as_fast_as_planned(batches: int) -> None:
     for costs, plan in instances(0.0, False):
         played = play(costs, plan, batches=batches)
@@ -167,13 +166,13 @@ def test_a_plain_pipeline_is_as_fast_as_planned(batches: int) -> None:
         first = [event for event in played.events if event.batch == 0]
         assert max(event.end_ms for event in first) == pytest.approx(plan.hw_stats.serial_ms)
         assert played.latency_ms == pytest.approx(plan.hw_stats.serial_ms)
-        assert {event.batch for event in played.events} == set(range(batches))
+        assert {event.batch for event in played.events} >= set(range(batches))
 
 
 @ALL
-@pytest.mark.parametrize("batches", [4, 12])
+@pytest.mark.parametrize("batches", [2, 12])
 def test_no_period_is_shorter_than_what_a_slot_has_to_do(share: float, back: bool, batches: int) -> None:
-    for costs, plan in instances(share, back):
+    for costs, plan in instances(share, back, 80):
         played = play(costs, plan, batches=batches)
         assert played.period_ms >= plan.hw_stats.period_ms * (1 - LEAST)
         assert played.latency_ms == plan.hw_stats.serial_ms
@@ -198,10 +197,10 @@ def test_nothing_is_shown_of_what_takes_no_time() -> None:
     assert played.period_ms == pytest.approx(max(evaluate(free, plan.homes, {}, Weights()).busy_ms))
 
 
-@pytest.mark.parametrize("batches", [3, 0, -1])
+@pytest.mark.parametrize("batches", [1, 0, -1])
 def test_a_period_needs_batches(batches: int) -> None:
     costs, plan = an_instance(0)
-    with pytest.raises(InputError, match=rf"`batches` \(={batches}\) must be at least 4"):
+    with pytest.raises(InputError, match=rf"`batches` \(={batches}\) must be at least 2"):
         play(costs, plan, batches=batches)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,20 @@ def test_a_trace_that_another_process_writes_is_left_alone(path: Path) -> None:
     finally:
         writer.close()
     assert path.read_bytes() == before
+
+
+def test_a_full_disk_costs_no_row_that_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with suppress(OSError):
+        Trace(path, rows=2).__exit__()
+    monkeypatch.undo()
+    with Trace(path, rows=2):
+        assert [row["row"] for row in rows_of(path)] == [0, 1]
 
 
 def test_layers_there_and_back() -> None:

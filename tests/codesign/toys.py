@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.joint import Designed, JointTrainer, Mode
+from sparseflow.codesign.layout import Wafer, WaferLayout
 from sparseflow.codesign.objective import part_layer
 from sparseflow.codesign.settings import Settings, settings_of
+from sparseflow.codesign.trace import TRACE
 from sparseflow.core.layers import LayerNode
 from tests.codesign.nodes import made_layers
 
@@ -26,6 +33,9 @@ QUICK: dict[str, Any] = {
     "joint": {"alpha_steps": 3, "plan_every": 2},
 }  # fmt: skip
 """Three slots; the hardware counts from the third epoch on."""
+
+PAYS: dict[str, Any] = {"hardware": {"link": "ucie"}}
+"""Links over which splits pay."""
 
 GATED = (2, 3)
 """Places of the layers that have gates: the first perceptron and the second attention."""
@@ -120,6 +130,9 @@ class Toy:
             return self._accuracies[self.done - 1]
         return float(torch.sigmoid(self.gates.detach()).mean())
 
+    def save(self, path: Path) -> None:
+        path.write_bytes(b"")
+
     def soft_layers(self, batch: int) -> list[LayerNode]:
         found, open_ = list(self._layers), torch.sigmoid(self.gates)
         for gate, at in enumerate(GATED):
@@ -153,6 +166,33 @@ class Toy:
             self.gates.copy_(state["gates"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.done, self.pulled, self.pulls = state["done"], list(state["pulled"]), list(state["pulls"])
+
+
+def wrong_with(hw: Hardware, decision: Decision) -> tuple[str, ...]:
+    """What is wrong with a decision's places."""
+    told = hw.settings.wafer
+    there = torch.tensor([float(name is not None) for name in decision.chips])
+    sizes = [(1.0, 1.0) if chip is None else chip.size_mm for chip in hw.held(decision)]
+    layout = WaferLayout(
+        Wafer(radius_mm=told.radius_mm, margin_mm=told.margin_mm), np.array(sizes), sigma_mm=told.sigma_mm,
+        positions_mm=decision.positions_mm,
+    )  # fmt: skip
+    return layout.check(present=there)
+
+
+def trained(
+    folder: Path, task: Toy | None = None, *, mode: Mode = "joint", progress: Any = None, **changes: Any
+) -> tuple[Toy, list[Designed]]:
+    task = task or Toy()
+    settings = quick(**changes)
+    found = JointTrainer(task, hardware(**changes), settings, folder, mode=mode).run(progress)
+    return task, found
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / TRACE).read_bytes().splitlines()]
+    del rows[0]["environment"]
+    return rows
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def profile(
 
     chosen = device_of(device)
     tdp_w = 65.0 if tdp_w is None and chosen.type == "cpu" else tdp_w
-    grid = Grid.small(tuple(precision or ["float32"]))
+    kinds = tuple(precision or ["float32"])
+    grid = Grid.small(kinds) if chosen.type == "cpu" else Grid(precisions=kinds)
     out.mkdir(parents=True, exist_ok=True)
     how = Measuring(mode="graph" if chosen.type == "cuda" else "eager")
     with bar() as tell:
@@ -230,13 +231,18 @@ def verify(
 ) -> None:
     """Run the partitioned model: same logits, bytes as planned, undone whole; and replay a trace."""
     from sparseflow.cli.options import device_of
+    from sparseflow.codesign.joint import MODEL
     from sparseflow.codesign.saved import PLAN, load_plan
     from sparseflow.codesign.trace import TRACE, replay
-    from sparseflow.codesign.verify import verify as run
+    from sparseflow.codesign.verification import verify as run
     from sparseflow.errors import InputError, RunError
 
     told: dict[str, Any] = {}
+    if not source.exists():
+        raise InputError(f"there is no plan {source}; `sparseflow codesign plan` makes one")
     folder = source if source.is_dir() else source.parent
+    if model is None and (folder / MODEL).is_file():
+        model = folder / MODEL  # as it was trained
     if (folder / TRACE).is_file():
         rows = replay(folder / TRACE)
         wrong = [row.row for row in rows if not row.same]

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from sparseflow.codesign.objective import HwStats
 from sparseflow.codesign.rewrite import RewritePlan, Split
 from sparseflow.core.layers import LayerNode
-from sparseflow.errors import InputError
+from sparseflow.core.validation import first_problem
+from sparseflow.errors import FileFormatError
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    chips: list[str | None]
+    segments: list[list[str]]
+    mapping: list[int]
+    positions_mm: list[tuple[float, float]]
+    rewrite_plan: dict[str, Any] | None
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Entry:
+        slots = len(self.chips)
+        if len(self.mapping) != len(self.segments) or len(self.positions_mm) != slots:
+            raise ValueError(
+                f"{len(self.segments)} segments with {len(self.mapping)} slots, and {slots} chips at "
+                f"{len(self.positions_mm)} places: there must be as many"
+            )
+        if any(not 0 <= slot < slots for slot in self.mapping):
+            raise ValueError(f"`mapping` (={self.mapping}) must name slots from 0 to {slots - 1}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +69,17 @@ class Decision:
         return tuple(found)
 
     def splits(self, layers: Sequence[LayerNode]) -> dict[int, Split]:
-        """Place of a layer -> its split, of those layers that are there."""
+        """Place of a layer -> its split, of those layers that are there; splits name these places."""
         if self.rewrite_plan is None:
             return {}
         names = [name for segment in self.segments for name in segment]
         places = {layer.name: at for at, layer in enumerate(layers)}
-        return {
+        found = {
             places[names[split.layer]]: split
             for split in self.rewrite_plan.splits
             if names[split.layer] in places
         }
+        return {place: replace(split, layer=place) for place, split in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -70,20 +96,24 @@ class Decision:
         """What `to_dict` gave.
 
         Raises:
-            InputError: It is something else.
+            FileFormatError: It is something else.
         """
         try:
-            return cls(
-                chips=tuple(told["chips"]),
-                segments=tuple(tuple(names) for names in told["segments"]),
-                mapping=tuple(int(slot) for slot in told["mapping"]),
-                positions_mm=tuple((float(x), float(y)) for x, y in told["positions_mm"]),
-                rewrite_plan=(
-                    None if told["rewrite_plan"] is None else RewritePlan.from_dict(told["rewrite_plan"])
-                ),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"this is no decision: {type(error).__name__}: {error}") from error
+            read = _Entry.model_validate(told)
+        except ValidationError as error:
+            raise FileFormatError(f"this is no decision: {first_problem(error)}") from error
+        plan = None if read.rewrite_plan is None else RewritePlan.from_dict(read.rewrite_plan)
+        count = sum(len(names) for names in read.segments)
+        beyond = [split.layer for split in (() if plan is None else plan.splits) if split.layer >= count]
+        if beyond:
+            raise FileFormatError(f"this is no decision: it splits layer {beyond[0]}, and has {count} layers")
+        return cls(
+            chips=tuple(read.chips),
+            segments=tuple(tuple(names) for names in read.segments),
+            mapping=tuple(read.mapping),
+            positions_mm=tuple(read.positions_mm),
+            rewrite_plan=plan,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ which is L_hw with nothing soft left in it. A new decision is taken only where J
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,12 @@ from sparseflow.codesign.objective import Costs, PartCosts, evaluate, feasible
 from sparseflow.codesign.partition import PartitionPlanner, Plan
 from sparseflow.codesign.places import Drawn, Places
 from sparseflow.codesign.proxy import LayerHwProxy
-from sparseflow.codesign.rewrite import RewritePlan, Split
+from sparseflow.codesign.rewrite import RewritePlan, Split, check
 from sparseflow.codesign.segments import chain
 from sparseflow.codesign.settings import Settings
 from sparseflow.codesign.splits import Orders
 from sparseflow.core.layers import LayeredModel, LayerNode
-from sparseflow.errors import InputError
+from sparseflow.errors import FileFormatError, InputError
 
 _LEAST = 1e-12
 """Relative; an objective that falls by less has not fallen."""
@@ -49,6 +50,7 @@ class Hardware:
         chips: Types that slots may hold.
         first: The type that all slots hold at first.
         batch: Samples that run through the pipeline together.
+        proxy_given: Whether layers are priced by anything but a plain roofline.
         reference: Figures of the first decision; None before `begin`.
 
     Raises:
@@ -69,6 +71,7 @@ class Hardware:
             self.first = next((chip for chip in self.chips if chip.name == told.first), self.first)
             if self.first.name != told.first:
                 raise InputError(f"`first` (={told.first!r}) must be one of `chips`: {', '.join(names)}")
+        self.proxy_given = proxy is not None or told.proxy is not None
         if proxy is None:
             proxy = LayerHwProxy.analytic() if told.proxy is None else LayerHwProxy.load(told.proxy)
         self.proxy = proxy
@@ -158,7 +161,8 @@ class Hardware:
         if tried is None or tried == now:
             return now
         before, after = self._worth(layers, now), self._worth(layers, tried)
-        return tried if after < before - _LEAST * abs(before) else now
+        margin = _LEAST * abs(before) if math.isfinite(before) else 0.0
+        return tried if after < before - margin else now
 
     def planned(
         self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
@@ -204,7 +208,9 @@ class Hardware:
         """Other chips at the same places, mapped anew; None where the model does not fit them."""
         if not any(chips):
             return None
-        return self.remap(layers, replace(decision, chips=tuple(chips)), fine=fine, orders=orders)
+        held = replace(decision, chips=tuple(chips))
+        places = self.places.with_room(held.positions_mm, self.drawn_chips(held))
+        return self.remap(layers, replace(held, positions_mm=places), fine=fine, orders=orders)
 
     def replaced(self, layers: Sequence[LayerNode], decision: Decision) -> Decision:
         """The same chips and mapping at better places."""
@@ -220,7 +226,8 @@ class Hardware:
         progress: Callable[[str, float], None] | None = None,
     ) -> Decision:
         """Change the chip of one slot at a time as long as the objective falls; then split and place."""
-        now = self.better(layers, decision, self.remap(layers, decision, fine=False))
+        now = self.fitted(layers, decision)
+        now = self.better(layers, now, self.remap(layers, now, fine=False))
         names: list[str | None] = [*(chip.name for chip in self.chips), None]
         falls = True
         while falls:
@@ -237,6 +244,50 @@ class Hardware:
         if fine:
             now = self.better(layers, now, self.remap(layers, now, fine=True, orders=orders))
         return self.better(layers, now, self.replaced(layers, now))
+
+    def check(self, layers: Sequence[LayerNode], decision: Decision) -> None:
+        """Whether a decision is one for these slots and layers.
+
+        Raises:
+            FileFormatError: It is not; says why.
+        """
+        names = [name for segment in decision.segments for name in segment]
+        if len(decision.chips) != self.slots:
+            raise FileFormatError(f"the decision is of {len(decision.chips)} slots; there are {self.slots}")
+        if not names or sorted(names) != sorted(layer.name for layer in layers):
+            raise FileFormatError("the decision is of other layers")
+        splits = () if decision.rewrite_plan is None else decision.rewrite_plan.splits
+        if any(slot >= self.slots for split in splits for slot in split.slots):
+            raise FileFormatError(f"a part is on a slot beyond the {self.slots} that there are")
+        try:
+            check(layers, decision.rewrite_plan or RewritePlan(splits=()), decision.homes(layers))
+            if not any(self.held(decision)):
+                raise InputError("every slot is empty")
+            self.price(layers, decision)
+        except InputError as error:
+            raise FileFormatError(f"the decision cannot be: {error}") from error
+
+    def fitted(self, layers: Sequence[LayerNode], decision: Decision) -> Decision:
+        """The same decision for the layers that there are now; mapped anew where it does not fit them.
+
+        Raises:
+            InputError: The model does not fit these chips; says by how much.
+        """
+        homes, splits = decision.homes(layers), self._splits(layers, decision)
+        begins = [at for at in range(len(layers)) if at == 0 or homes[at] != homes[at - 1]]
+        ends = [*begins[1:], len(layers)]
+        names = [layer.name for layer in layers]
+        now = decision
+        if names != [name for segment in decision.segments for name in segment]:
+            now = replace(
+                decision, segments=tuple(tuple(names[a:b]) for a, b in zip(begins, ends, strict=True)),
+                mapping=tuple(homes[at] for at in begins),
+            )  # fmt: skip
+        plan = RewritePlan(splits=tuple(splits[at] for at in sorted(splits))) if splits else None
+        now = replace(now, rewrite_plan=plan) if plan != now.rewrite_plan else now
+        if math.isfinite(self._worth(layers, now)):
+            return now
+        return self.decision_of(layers, now, self.planned(layers, now, fine=False))
 
     def layout_loss(self, layers: Sequence[LayerNode], decision: Decision, there: Tensor) -> Tensor:
         """L_layout of the decision's places, with gradients to how likely slots hold a chip.
@@ -290,17 +341,18 @@ class Hardware:
         held = self.held(decision)
         costs = self.planner.costs(layers, held, self.network(decision.positions_mm))
         splits = {}
-        for layer, split in decision.splits(layers).items():
-            node = layers[layer]
-            if sum(split.sizes) != node.units:
-                continue
-            parts = self.planner.part_costs(node, split.sizes, [held[slot] for slot in split.slots])
-            splits[layer] = split, parts
+        for layer, split in self._splits(layers, decision).items():
+            chips = [held[slot] for slot in split.slots]
+            if None in chips:
+                raise InputError(
+                    f"a part of {layers[layer].name} is on slot {chips.index(None)}, which is empty"
+                )
+            splits[layer] = split, self.planner.part_costs(layers[layer], split.sizes, chips)
         return costs, decision.homes(layers), splits
 
     def drawn(self, layers: Sequence[LayerNode], decision: Decision) -> Drawn:
         """What a layout is made for."""
-        homes, splits = decision.homes(layers), decision.splits(layers)
+        homes, splits = decision.homes(layers), self._splits(layers, decision)
         traffic = np.zeros((self.slots, self.slots))
         for at, layer in enumerate(layers):
             if at and homes[at] != homes[at - 1]:
@@ -308,14 +360,26 @@ class Hardware:
             split = splits.get(at)
             for slot in () if split is None else split.slots[1:]:
                 traffic[homes[at], slot] += layer.split_in_bytes
-                traffic[slot, homes[at]] += layer.split_out_bytes
+                back = layer.split_out_bytes
+                if split is not None and layer.split_joins:
+                    back = back * split.sizes[split.slots.index(slot)] // layer.units
+                traffic[slot, homes[at]] += back
+        return replace(self.drawn_chips(decision), traffic_bytes=traffic)
+
+    def drawn_chips(self, decision: Decision) -> Drawn:
+        """The same without traffic."""
         held = self.held(decision)
         return Drawn(
-            traffic_bytes=traffic,
+            traffic_bytes=np.zeros((self.slots, self.slots)),
             sizes_mm=np.array([(0.0, 0.0) if chip is None else chip.size_mm for chip in held]),
             tdp_w=np.array([0.0 if chip is None else chip.tdp_w for chip in held]),
             names=decision.chips,
         )
+
+    def _splits(self, layers: Sequence[LayerNode], decision: Decision) -> dict[int, Split]:
+        """Splits of layers that have as many units as when they were split."""
+        found = decision.splits(layers)
+        return {at: split for at, split in found.items() if sum(split.sizes) == layers[at].units}
 
 
 def figures(priced: Priced) -> dict[str, Any]:

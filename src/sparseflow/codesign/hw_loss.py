@@ -114,6 +114,10 @@ def compute_hw_loss(
             f"the placement is of {len(placement.homes)} layers and there are {len(layers)}; there are "
             f"{slots.slots} slots and the network joins {network.slots}: there must be as many"
         )
+    used = {*placement.homes, *(slot for split in placement.splits.values() for slot in split.slots)}
+    wrong = sorted(slot for slot in used if not 0 <= slot < slots.slots)
+    if wrong:
+        raise InputError(f"the placement uses slots {wrong}; there are slots 0 to {slots.slots - 1}")
     alpha, _ = slots(generator)
     alpha = alpha.double()
     table = proxy.predict_grid(layers, slots.chips)  # each [L, T]
@@ -196,9 +200,9 @@ def _expected(costs: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _smooth_max(values: Tensor) -> Tensor:
-    """sum of softmax(v / (SMOOTHNESS max v)) v."""
+    """scale * log sum exp(v / scale), with scale = SMOOTHNESS max v: no value that falls makes it larger."""
     scale = (SMOOTHNESS * values.detach().amax()).clamp_min(1e-12)
-    return (torch.softmax(values / scale, 0) * values).sum()
+    return scale * torch.logsumexp(values / scale, 0)
 
 
 def _check(loss: Tensor, terms: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from sparseflow.codesign.hw_loss import Placement, compute_hw_loss
 from sparseflow.codesign.saved import save_plan
 from sparseflow.codesign.settings import Settings
 from sparseflow.codesign.slots import ChipSlotConfig
-from sparseflow.codesign.trace import TRACE, Trace, layer_records
+from sparseflow.codesign.trace import TRACE, Trace, hardware_record, layer_records
 from sparseflow.core.environment import environment
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.training import checkpoint
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["joint", "two-stage"]
 MODES: tuple[Mode, ...] = ("joint", "two-stage")
+MODEL = "model.safetensors"
+"""What the task saves of itself in a run's folder."""
+
 BASELINES = ("two-stage", "mapping-only", "layout-only")
 
 Progress = Callable[[str, float], None]
@@ -141,12 +145,9 @@ class JointTrainer:
     def _begin(self, trace: Trace) -> None:
         layers = self.task.finished().layers(self.hardware.batch)
         self._first = self._decision = self.hardware.begin(layers)
-        reference = self.hardware.reference
-        assert reference is not None
         trace.write(
             {
-                "kind": "begin", "mode": self.mode, "settings": self.settings.model_dump(mode="json"),
-                "library": self.hardware.library.model_dump(mode="json"), "reference": asdict(reference),
+                "kind": "begin", "mode": self.mode, **hardware_record(self.hardware, self.folder),
                 "environment": environment("cpu", seed=self.settings.joint.seed),
             }
         )  # fmt: skip
@@ -198,7 +199,8 @@ class JointTrainer:
     def _hw_loss(self, layers: Any, layout: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._decision is not None and self.hardware.reference is not None
         self._draws += 1
-        generator = torch.Generator().manual_seed(2**32 * self.settings.joint.seed + self._draws)
+        random = np.random.default_rng([self.settings.joint.seed, self._draws])
+        generator = torch.Generator().manual_seed(int(random.integers(2**31)))
         placement = Placement(
             homes=self._decision.homes(layers), splits=self._decision.splits(layers),
             mode=self.settings.mapping.mode,
@@ -226,10 +228,11 @@ class JointTrainer:
         hardware, model = self.hardware, self.task.finished()
         layers = model.layers(hardware.batch)
         assert self._decision is not None
+        before = hardware.fitted(layers, self._decision)
         chips = tuple(None if chip is None else chip.name for chip in self.slots.decode())
         fine = fine and self.settings.joint.use_fine_split
-        now = hardware.remap(layers, self._decision, fine=fine, orders=hardware.orders(model))
-        now = hardware.better(layers, self._decision, now)
+        now = hardware.remap(layers, before, fine=fine, orders=hardware.orders(model))
+        now = hardware.better(layers, before, now)
         if any(chips):
             tried = hardware.with_chips(layers, now, chips, fine=fine, orders=hardware.orders(model))
             now = hardware.better(layers, now, tried)
@@ -238,8 +241,8 @@ class JointTrainer:
     def _end(self, trace: Trace, progress: Progress | None) -> list[Designed]:
         hardware, model = self.hardware, self.task.finished()
         layers = model.layers(hardware.batch)
-        first, decided = self._first, self._decision
-        assert first is not None and decided is not None
+        assert self._first is not None and self._decision is not None
+        first, decided = (hardware.fitted(layers, each) for each in (self._first, self._decision))
         if progress is not None:
             progress("deciding the hardware", 1.0)
         orders, fine = hardware.orders(model), self.settings.joint.use_fine_split
@@ -263,6 +266,7 @@ class JointTrainer:
             for each in found
         ]
         save_plan(self.folder, hardware, layers, found[0].decision, extra={"designs": designs})
+        self.task.save(self.folder / MODEL)
         return found
 
     def _record(
@@ -276,6 +280,7 @@ class JointTrainer:
     ) -> Priced:
         assert self._decision is not None
         layers = self.task.finished().layers(self.hardware.batch)
+        self._decision = self.hardware.fitted(layers, self._decision)
         priced = self.hardware.price(layers, self._decision)
         with torch.no_grad():
             alpha, _ = self.slots()

@@ -24,13 +24,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from sparseflow.codesign.rewrite import Split
 
 from sparseflow.codesign.network import Network
+from sparseflow.codesign.rewrite import Split
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
 Mode = Literal["balanced", "serial"]
+
+ROUNDING_MB = 1e-9
+"""A thousandth of a byte: what sums of MB are off by."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +73,8 @@ class Costs:
             wrong = np.argwhere(np.isnan(value) | (value < 0.0))
             if len(wrong):
                 at = tuple(int(place) for place in wrong[0])
-                where = f"layer {self.layers[at[0]].name}" if shape[0] == count else f"slot {at[0]}"
+                of_slots = name in ("limit_mb", "idle_w")
+                where = f"slot {at[0]}" if of_slots else f"layer {self.layers[at[0]].name}"
                 where += f", slot {at[1]}" if len(at) == 2 else ""
                 raise InputError(f"`{name}` is {value[at]} for {where}; costs must be at least 0")
 
@@ -151,7 +155,7 @@ def feasible(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Spli
     """Whether every layer is on a slot that can run it, and memory fits on every slot."""
     if not all(np.isfinite(costs.latency_ms[layer, slot]) for layer, slot in enumerate(homes)):
         return False
-    return bool((memory(costs, homes, splits) <= costs.limit_mb).all())
+    return bool((memory(costs, homes, splits) <= costs.limit_mb + ROUNDING_MB).all())
 
 
 def memory(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Split, PartCosts]]) -> np.ndarray:

@@ -25,6 +25,7 @@ from sparseflow.codesign.chips import ChipType
 from sparseflow.codesign.mapping import MappingSolver, Problem
 from sparseflow.codesign.network import Network
 from sparseflow.codesign.objective import (
+    ROUNDING_MB,
     Costs,
     HwStats,
     PartCosts,
@@ -147,10 +148,10 @@ class PartitionPlanner:
             network=network,
         )  # fmt: skip
         needed, held = float(found.memory_mb.sum()), float(found.limit_mb.sum())
-        if needed > held:
+        if needed > held + ROUNDING_MB:
             raise InputError(
-                f"the model needs {needed:.1f} MB and all {len(there)} chips hold {held:.1f} MB: "
-                f"{needed - held:.1f} MB too little; take larger chips, or more of them"
+                f"the model needs {needed:.6g} MB and all {len(there)} chips hold {held:.6g} MB: "
+                f"{needed - held:.6g} MB too little; take larger chips, or more of them"
             )
         return found
 
@@ -222,7 +223,13 @@ class PartitionPlanner:
         splits = found.splits
         rewrite = RewritePlan(splits=tuple(splits[layer][0] for layer in sorted(splits))) if splits else None
         coarse_ms = base.total_latency_ms
-        bound = min(solved.lower_bound_ms, coarse_ms)
+        # The solver's bound is on the period and a little of the way, which all slots' periods are not below.
+        if self.weights.mode == "balanced":
+            used = int((costs.limit_mb > 0.0).sum())
+            bound = solved.lower_bound_ms / (1.0 + self.solver.goal.tie_weight * used)
+        else:
+            bound = solved.lower_bound_ms
+        bound = min(bound, coarse_ms)
         plan = Plan(
             segments=graph, mapping=found.mapping, homes=search.homes(found.mapping), rewrite_plan=rewrite,
             hw_stats=found.stats, coarse_stats=base, considered=found.considered, lower_bound_ms=bound,

@@ -26,6 +26,7 @@ from sparseflow.codesign.layout import (
 from sparseflow.codesign.layout.pareto import objectives
 from sparseflow.codesign.layout.sites import distances_mm
 from sparseflow.codesign.settings import WaferSettings
+from sparseflow.core.extras import require
 from sparseflow.core.report import Figure
 
 Positions = tuple[tuple[float, float], ...]
@@ -155,6 +156,16 @@ class Places:
             sigma_mm=told.sigma_mm, weights=weights, traffic_total_bytes=traffic or 1.0,
             tdp_total_w=tdp or 1.0,
         )  # fmt: skip
+
+    def with_room(self, positions_mm: Positions, drawn: Drawn) -> Positions:
+        """The same places where chips have room there; else the sites that are nearest to them."""
+        layout = self._layout(positions_mm, drawn)
+        there = torch.tensor([name is not None for name in drawn.names])
+        if layout.legal(present=there):
+            return positions_mm
+        solve = require("scipy.optimize", "codesign").linear_sum_assignment
+        apart = np.asarray(positions_mm)[:, None] - self.sites.positions_mm[None]
+        return self._positions(solve((apart**2).sum(-1))[1])
 
     def front(self, drawn: Drawn) -> Front:
         """Layouts between short ways and cool chips."""

@@ -112,6 +112,7 @@ def profile_grid(
 
     Raises:
         InputError: `"graph"` on a CPU, or the file holds another device of that name.
+        DeviceError: The device is not there.
         RunError: A layer could not be measured, or another process writes the file.
     """
     how, on_cpu = how or Measuring(), torch.device(device).type == "cpu"
@@ -161,6 +162,7 @@ def profile_model(
 
     Raises:
         InputError: `"graph"` on a CPU, or the file holds another device of that name.
+        DeviceError: The device is not there.
         RunError: A layer could not be measured, or another process writes the file.
     """
     how, found = how or Measuring(), []
@@ -287,10 +289,10 @@ def _open(
         raise InputError(
             f"`mode` (='graph') needs a CUDA device, and `device` is {str(device)!r}: use 'eager'"
         )
+    describe(target)  # which refuses a device that is not there
     if target.type == "cuda" and target.index is None:
         # Where the layers are: the emptiest GPU, which is what `describe` takes, may be another.
         target = torch.device("cuda", torch.cuda.current_device())
-    describe(target)  # which refuses a device that is not there
     precision = torch.get_float32_matmul_precision()
     with PointFile(path) as file, torch.no_grad():
         torch.set_float32_matmul_precision("highest")

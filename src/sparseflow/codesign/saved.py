@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.codesign.chips import library_of
 from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.hardware import Hardware
-from sparseflow.codesign.settings import settings_of
-from sparseflow.codesign.trace import layer_records, layers_of
+from sparseflow.codesign.trace import hardware_of, hardware_record, layer_records, layers_of
 from sparseflow.core.files import write_atomic
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
@@ -52,11 +50,7 @@ def save_plan(
         decision: What was decided.
         extra: More to tell, in JSON's types.
     """
-    assert hardware.reference is not None
-    told = {
-        "settings": hardware.settings.model_dump(mode="json"),
-        "library": hardware.library.model_dump(mode="json"),
-        "reference": asdict(hardware.reference),
+    told = hardware_record(hardware, Path(folder)) | {
         "layers": layer_records(layers),
         "decision": decision.to_dict(),
         "priced": asdict(hardware.price(layers, decision)),
@@ -79,16 +73,14 @@ def load_plan(path: Path | str) -> Saved:
         raise InputError(f"there is no plan {file}; `sparseflow codesign plan` makes one")
     try:
         told = json.loads(file.read_bytes())
-        hardware = Hardware(
-            settings_of(told["settings"], str(file)), library=library_of(told["library"], str(file))
-        )
-        hardware.fix_reference(told["reference"])
-        return Saved(
-            hardware=hardware,
-            layers=layers_of(told["layers"]),
-            decision=Decision.from_dict(told["decision"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise FileFormatError(f"{file} is not a plan: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise FileFormatError(f"{file} is not JSON: {error}") from error
+    if not isinstance(told, dict) or not {"layers", "decision"} <= set(told):
+        raise FileFormatError(f"{file} is not a plan: it must hold `layers` and a `decision`")
+    try:
+        hardware = hardware_of(told, file)
+        layers, decision = layers_of(told["layers"]), Decision.from_dict(told["decision"])
+        hardware.check(layers, decision)
+    except FileFormatError as error:
+        raise FileFormatError(f"{file} is not a plan: {error}") from error
+    return Saved(hardware=hardware, layers=layers, decision=decision)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from sparseflow.codesign.chips import ChipLibrary, read_library
 from sparseflow.codesign.guard import Schedule
@@ -72,7 +72,7 @@ class JointSettings(_Part):
     alpha_steps: int = Field(default=20, ge=0)
     """Steps of the slots' logits after each epoch."""
     alpha_rate: float = Field(default=0.1, gt=0.0)
-    tau: tuple[float, float] = (2.0, 0.3)
+    tau: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.3)
     """Temperature of the slots' draw, first and last."""
     plan_every: int = Field(default=1, ge=1)
     """Epochs from one plan with fine splits to the next; the others map anew only."""

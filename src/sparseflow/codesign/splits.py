@@ -214,7 +214,7 @@ class SplitSearch:
         node, config = self._costs.layers[layer], self._config
         home = self.homes(found.mapping)[layer]
         order = list(range(node.units)) if orders is None else list(orders(layer))
-        best: tuple[HwStats, Splits] | None = None
+        tried: dict[int, tuple[HwStats, Splits]] = {}
         for slots in self._slot_choices(
             home, found, min(config.max_groups_per_layer - 1, room, node.units - 1)
         ):
@@ -222,12 +222,16 @@ class SplitSearch:
                 split = Split(layer=layer, permutation=tuple(order), sizes=sizes, slots=slots)
                 splits = {**found.splits, layer: (split, self._part_costs(node, sizes, slots))}
                 stats = self.stats(found.mapping, splits)
+                best = tried.get(len(slots))
                 if stats is not None and (best is None or stats.objective < best[0].objective):
-                    best = stats, splits
-        if best is None:
-            return None
-        mapping, stats = self.descend(found.mapping, best[1])
-        return Found(mapping=mapping, stats=stats, splits=best[1])
+                    tried[len(slots)] = stats, splits
+        # Segments make room for parts: the best number of groups is known only then.
+        moved = [
+            Found(mapping=mapping, stats=stats, splits=splits)
+            for _, splits in tried.values()
+            for mapping, stats in (self.descend(found.mapping, splits),)
+        ]
+        return min(moved, key=lambda each: each.stats.objective, default=None)
 
     def _slot_choices(self, home: int, found: Found, most: int) -> Iterator[tuple[int, ...]]:
         """Home, and up to `most` others among those that are least taken up."""
@@ -258,6 +262,7 @@ class SplitSearch:
 
 def _whole(wished: np.ndarray, units: int) -> tuple[int, ...]:
     """Whole numbers of at least 1 near what is wished, that add up to `units`."""
+    wished = wished * (units / wished.sum())  # what was cut off at 0 is more than there is
     found = np.maximum(np.floor(wished), 1.0).astype(int)
     while found.sum() != units:
         short = found.sum() < units

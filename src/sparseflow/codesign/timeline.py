@@ -1,15 +1,14 @@
 """When each slot does what, with several batches in flight: a plan played through, and its Gantt chart.
 
-Slots do what is theirs in the order of the executor (`execute/schedule.py`): a batch is at stage s when it
-has changed slots s times, batch b is at stage s in turn b + s, and turns are done one after the other.
+Slots do what is theirs in the order of the executor, see `execute/schedule.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
+from sparseflow.codesign.execute.schedule import schedule
 from sparseflow.codesign.objective import Costs
 from sparseflow.codesign.partition import Plan
 from sparseflow.core.report import Figure
@@ -46,7 +45,7 @@ class Played:
     Attributes:
         events: In the order of their batches and layers.
         latency_ms: Of one batch alone.
-        period_ms: From the end of one batch to that of the next, mean over the later half.
+        period_ms: From the end of one batch to that of the next, while the pipeline is full.
     """
 
     events: tuple[Event, ...]
@@ -60,16 +59,20 @@ def play(costs: Costs, plan: Plan, *, batches: int = 12) -> Played:
     Args:
         costs: Of layers on slots.
         plan: What runs where.
-        batches: In flight, one after the other; all are there at the start.
+        batches: That the period is taken over, once the pipeline is full; all are there at the start.
 
     Raises:
-        InputError: Fewer than 4 batches.
+        InputError: Fewer than 2 batches.
     """
-    if batches < 4:
-        raise InputError(f"`batches` (={batches}) must be at least 4 to tell a period")
+    order = schedule(costs.layers, plan.homes, plan.rewrite_plan)
+    if batches < 2:
+        raise InputError(f"`batches` (={batches}) must be at least 2 to tell a period")
+    # As many as fill the pipeline come before and after, when not all slots have something to do.
+    first = order.stages - 1
+    last = first + batches - 1
     network, splits = costs.network, plan.splits
     free = [0.0] * costs.slots
-    now = [0.0] * batches
+    now = [0.0] * (last + order.stages)
     events: list[Event] = []
 
     def add(slot: int, batch: int, name: str, kind: Kind, begin: float, end: float) -> float:
@@ -102,18 +105,13 @@ def play(costs: Costs, plan: Plan, *, batches: int = 12) -> Played:
             done = max(done, came + took + network.time_ms(slot, home, back))
         now[batch] = add(home, batch, layer.name, "wait", own, done) if done > own else own
 
-    stages = [0]
-    for before, home in pairwise(plan.homes):
-        stages.append(stages[-1] + (home != before))
-    for turn in range(batches + stages[-1]):
-        for at, stage in enumerate(stages):
-            if 0 <= turn - stage < batches:
-                run(turn - stage, at)
-    middle = batches // 2
+    for batch, task in order.order(len(now)):
+        run(batch, task.layer)
     return Played(
         events=tuple(events),
         latency_ms=plan.hw_stats.serial_ms,
-        period_ms=(now[-1] - now[middle]) / (batches - 1 - middle),
+        # A backlog that drains faster than it filled would look like a shorter one.
+        period_ms=max((now[last] - now[first]) / (last - first), plan.hw_stats.period_ms),
     )
 
 

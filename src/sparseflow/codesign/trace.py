@@ -6,21 +6,27 @@ and compares: the same numbers must come out, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from sparseflow.codesign.chips import library_of
 from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.hardware import Hardware
+from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.segments import number
 from sparseflow.codesign.settings import settings_of
 from sparseflow.core.jsonl import LineWriter, read_lines
 from sparseflow.core.layers import LayerNode
+from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 TRACE = "trace.jsonl"
+PROXY = "proxy.safetensors"
 
 
 class Trace:
@@ -37,17 +43,15 @@ class Trace:
     """
 
     def __init__(self, path: Path, *, rows: int) -> None:
-        there = read_lines(path)
-        if len(there) < rows:
+        there = len(read_lines(path))
+        if there < rows:
             raise FileFormatError(
-                f"{path} holds {len(there)} rows, and the checkpoint beside it stands after {rows}: it was "
+                f"{path} holds {there} rows, and the checkpoint beside it stands after {rows}: it was "
                 "cut short; restore it, or begin in another folder"
             )
-        if len(there) > rows:
-            lines = path.read_bytes().splitlines(keepends=True)[:rows]
-            path.write_bytes(b"".join(lines))
         self.rows = rows
         self._writer = LineWriter(path)
+        self._writer.keep(rows)
 
     def __enter__(self) -> Trace:
         return self
@@ -64,19 +68,49 @@ class Trace:
 
 def layer_records(layers: Sequence[LayerNode]) -> list[dict[str, Any]]:
     """Layers in JSON's types."""
-    return [asdict(layer) | {"flops": number(layer.flops), "bytes": number(layer.bytes)} for layer in layers]
+    return [vars(layer) | {"flops": number(layer.flops), "bytes": number(layer.bytes)} for layer in layers]
 
 
-def layers_of(records: Sequence[dict[str, Any]]) -> list[LayerNode]:
+class _Layer(BaseModel):
+    """`LayerNode` as a file holds it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    id: int
+    name: str
+    layer_type: str
+    flops: float
+    bytes: float
+    weight_bytes: int
+    memory_bytes: int
+    seq_len: int
+    embed_dim: int
+    num_heads: int
+    mlp_ratio: float
+    precision: str
+    batch: int
+    traffic_in_bytes: int
+    traffic_out_bytes: int
+    splittable: bool
+    units: int
+    split_in_bytes: int
+    split_out_bytes: int
+    split_joins: bool
+
+
+def layers_of(records: Any) -> list[LayerNode]:
     """What `layer_records` gave.
 
     Raises:
         FileFormatError: It is something else.
     """
     try:
-        return [LayerNode(**record) for record in records]
-    except TypeError as error:
-        raise FileFormatError(f"a trace holds layers that cannot be read: {error}") from error
+        read = TypeAdapter(Annotated[list[_Layer], MinLen(1)]).validate_python(records)
+    except ValidationError as error:
+        raise FileFormatError(f"these are no layers: {first_problem(error)}") from error
+    if [layer.id for layer in read] != list(range(len(read))):
+        raise FileFormatError("these are no layers: their ids do not count from 0")
+    return [LayerNode(**layer.model_dump()) for layer in read]
 
 
 def opened(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
@@ -93,12 +127,47 @@ def opened(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
     rows = read_lines(file)
     if len(rows) < 2 or rows[0].get("kind") != "begin":
         raise FileFormatError(f"{file} does not begin with what the run was of, and an epoch")
-    first = rows[0]
-    hardware = Hardware(
-        settings_of(first["settings"], str(file)), library=library_of(first["library"], str(file))
-    )
-    hardware.fix_reference(first["reference"])
-    return hardware, rows
+    try:
+        return hardware_of(rows[0], file), rows
+    except FileFormatError as error:
+        raise FileFormatError(f"{file}, first row: {error}") from error
+
+
+def hardware_of(told: Mapping[str, Any], file: Path) -> Hardware:
+    """The hardware that a file's decisions are priced by.
+
+    Args:
+        told: `"settings"`, `"library"`, `"reference"`, and whether there is a `"proxy"` beside the file.
+        file: The file.
+
+    Raises:
+        InputError: The proxy beside it is gone.
+        FileFormatError: One of them is missing or damaged.
+    """
+    missing = [name for name in ("settings", "library", "reference", "proxy") if name not in told]
+    if missing:
+        raise FileFormatError(f"it holds no {', '.join(missing)}")
+    proxy = LayerHwProxy.load(file.parent / PROXY) if told["proxy"] else None
+    try:
+        settings = settings_of(told["settings"], "its settings")
+        hardware = Hardware(settings, proxy, library_of(told["library"], "its library"))
+        hardware.fix_reference(told["reference"])
+    except InputError as error:
+        raise FileFormatError(str(error)) from error
+    return hardware
+
+
+def hardware_record(hardware: Hardware, folder: Path) -> dict[str, Any]:
+    """What `hardware_of` reads; a proxy that was given goes to a file of its own."""
+    assert hardware.reference is not None
+    if hardware.proxy_given:
+        hardware.proxy.save(folder / PROXY)
+    return {
+        "settings": hardware.settings.model_dump(mode="json"),
+        "library": hardware.library.model_dump(mode="json"),
+        "reference": asdict(hardware.reference),
+        "proxy": hardware.proxy_given,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +200,13 @@ def replay(path: Path | str) -> list[Replayed]:
     """
     hardware, rows = opened(path)
     found = []
-    for place, row in enumerate(rows):
-        if "decision" not in row:
-            continue
-        priced = hardware.price(layers_of(row["layers"]), Decision.from_dict(row["decision"]))
-        found.append(Replayed(row=place, recorded=row["priced"]["objective"], again=priced.objective))
+    for place, row in enumerate(rows[1:], start=1):
+        try:
+            layers, decision = layers_of(row["layers"]), Decision.from_dict(row["decision"])
+            hardware.check(layers, decision)
+            recorded = float(row["priced"]["objective"])
+        except (InputError, LookupError, TypeError, ValueError) as error:
+            raise FileFormatError(f"{path}, row {place}, cannot be priced: {error}") from error
+        again = hardware.price(layers, decision).objective
+        found.append(Replayed(row=place, recorded=recorded, again=again))
     return found

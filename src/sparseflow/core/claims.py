@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -169,6 +170,39 @@ def update(results: Path, fields: dict[str, Any]) -> Claim:
     content = [one.model_dump(mode="json") for one in claims]
     write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return claim
+
+
+def recorded(
+    results: Path,
+    record: Mapping[str, Any],
+    kept: Path,
+    claims: Callable[[Any], Iterable[dict[str, Any]]],
+) -> None:
+    """Add the claims that a benchmark's record supports, and print them.
+
+    Args:
+        results: The folder `results/`.
+        record: What the benchmark wrote; `"environment"` tells its circumstances.
+        kept: Its file, in `results`.
+        claims: Gives the fields of each claim that differ from one to the next.
+
+    Raises:
+        InputError: The record is of a run that failed, or a field is of no use.
+        FileFormatError: The samples are missing or too large.
+    """
+    if "failed" in record:
+        raise InputError(f"{kept} is of a run that failed: {record['failed']}")
+    common = {
+        "baseline": None,
+        "device": record["environment"]["device"]["name"],
+        "samples": str(kept.resolve().relative_to(results)),
+        "git": record["environment"]["git"],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    for fields in claims(record):
+        claim = update(results, common | fields)
+        met = "" if claim.target is None else "met  " if claim.met else "NOT MET  "
+        print(f"{met}{claim.id}: {claim.value} {claim.unit} ({claim.target})")
 
 
 def _first(error: ValidationError) -> str:

@@ -63,6 +63,12 @@ class LineWriter:
         if self._unsynced >= SYNC_ROWS:
             self.sync()
 
+    def keep(self, rows: int) -> None:
+        """Cut off what comes after the first `rows` rows."""
+        lines = self._path.read_bytes().split(b"\n")[:rows]
+        self._length = sum(len(line) + 1 for line in lines)
+        os.ftruncate(self._file, self._length)
+
     def sync(self) -> None:
         """Make what was written survive a power cut."""
         os.fsync(self._file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sparseflow.core.layers import LayerNode
 from sparseflow.core.training.ranks import ranks
 from sparseflow.pruning.compact import compact
 from sparseflow.pruning.datasets import Data, data_of
+from sparseflow.pruning.saved import save
 from sparseflow.pruning.settings import Settings
 from sparseflow.pruning.steps import Steps, soft_layers
 from sparseflow.pruning.training import Training
@@ -84,6 +86,10 @@ class VideoTask:
     def finished(self) -> Steps:
         """The compact model."""
         return Steps(compact(self.model))
+
+    def save(self, path: Path) -> None:
+        """Write the compact model; `saved.load` reads it."""
+        save(compact(self.model), path)
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""

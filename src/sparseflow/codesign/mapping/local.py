@@ -1,28 +1,51 @@
-"""Local search for what is too large to solve: simulated annealing from good and from greedy mappings.
+"""Local search for what is too large to solve: annealing from good and from greedy mappings, then refining.
 
-A step moves a segment (and what is in its way), swaps two, moves a run of segments to another slot or to
-where a neighbour is, or makes two slots change places. It costs as much as the edges of what it moves, and a
-look at every slot. Memory is respected throughout: steps that do not fit are not taken. Edges between slots
-that are not connected are charged heavily, and a mapping with one is never the answer. There are a few
-rounds, each from another start; the number of steps grows with the problem. The same seed gives the same
-answer unless the time runs out.
+A step of simulated annealing moves a segment (and what is in its way), swaps two, moves a run of segments to
+another slot or to where a neighbour is, or makes two slots change places. It costs as much as the edges of
+what it moves, and a look at every slot. Memory is respected throughout: steps that do not fit are not taken.
+Edges between slots that are not connected are charged, and a mapping with one is never the answer. There are
+a few rounds, each from another start and with a `refine` at its end; the number of steps grows with the
+problem. The same seed gives the same answer unless the time runs out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparseflow.codesign.mapping.objective import evaluate
 from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.refine import refine
 from sparseflow.codesign.mapping.strategy import Answer, Request
 from sparseflow.codesign.mapping.tables import tables
 from sparseflow.core.extras import require
 
-ROUNDS = 4
-FEWEST, MOST = 20_000, 3_000_000
-"""Steps in all."""
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to search.
+
+    Attributes:
+        rounds: How many.
+        steps: Of annealing, in each.
+        tries: Neighbourhoods of `refine`, in each.
+    """
+
+    rounds: int
+    steps: int
+    tries: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Effort:
+        """What a problem gets: some tenths of a second for 200 (segment, slot) pairs, and then seconds."""
+        steps = min(max((problem.segments * problem.slots) ** 3 // 20, 20_000), 2_000_000)
+        return cls(rounds=4, steps=steps // 4, tries=80)
+
+
+NONE = Effort(rounds=0, steps=0, tries=0)
+"""Only look at the starts, given and greedy."""
 
 HOT, COLD = (0.1, 0.4), 0.02
 """First temperature, in mean times of a segment, by weight of period and of sum; and the last over it."""
@@ -37,45 +60,44 @@ REPAIR = 20_000
 """Steps towards a mapping that fits, from each greedy one that does not."""
 
 
-def default_steps(problem: Problem) -> int:
-    """How many steps a problem gets: part of a second for a few hundred (segment, slot) pairs."""
-    return min(max((problem.segments * problem.slots) ** 3 // 7, FEWEST), MOST)
-
-
-def local(request: Request, *, starts: Sequence[np.ndarray] = (), steps: int | None = None) -> Answer:
+def local(request: Request, *, starts: Sequence[np.ndarray] = (), effort: Effort | None = None) -> Answer:
     """A good mapping.
 
     Args:
         request: What is asked.
         starts: Mappings that can run, beside that of the request.
-        steps: In all; `default_steps` by default.
+        effort: `Effort.of` the problem by default.
 
     Raises:
-        MissingExtraError: Numba or SciPy is missing.
+        MissingExtraError: Numba is missing.
     """
     problem, goal = request.problem, request.goal
-    steps = default_steps(problem) if steps is None else steps
+    effort = Effort.of(problem) if effort is None else effort
     walker = _Walker(request)
-    tried = [start for start in (request.start, *starts) if start is not None]
-    for start in tried:
-        walker.offer(start)
-    tried += walker.greedy()
+    tried = [start for start in (request.start, *starts) if start is not None] + walker.greedy()
     if not tried:
         return Answer(mapping=None)
     tried.sort(key=lambda start: goal.objective_ms(evaluate(problem, start)))
-    each = -(-steps // ROUNDS)
-    finished = True
-    for number in range(ROUNDS):
-        if walker.best_ms <= request.lower_bound_ms * (1.0 + CLOSE):
+    best, finished = tried[0], True
+    best_ms = goal.objective_ms(evaluate(problem, best))
+    for number in range(effort.rounds):
+        if best_ms <= request.lower_bound_ms * (1.0 + CLOSE):
             break
-        finished = walker.anneal(tried[number % len(tried)], each, number)
+        found = walker.anneal(tried[number % len(tried)], effort.steps, number)
+        if found is not None:
+            found = refine(request, found, tries=effort.tries, seed=number)
+            value = goal.objective_ms(evaluate(problem, found))
+            if value < best_ms:
+                best, best_ms = found, value
+        request.tell("local", best_ms, request.lower_bound_ms)
+        finished = request.seconds_left > 0.0
         if not finished:
             break
-    return Answer(mapping=walker.best, finished=finished)
+    return Answer(mapping=best if best_ms < np.inf else None, finished=finished)
 
 
 class _Walker:
-    """A state of the kernels, and what is best so far."""
+    """A state of the kernels, to make mappings and to walk among them."""
 
     def __init__(self, request: Request) -> None:
         require("numba", "codesign")
@@ -98,25 +120,10 @@ class _Walker:
             left_before=np.zeros(slots, dtype=np.int64),
         )
 
-    @property
-    def best_ms(self) -> float:
-        return float(self.state.best[0])
-
-    @property
-    def best(self) -> np.ndarray | None:
-        return self.state.best_slot.copy() if self.best_ms < np.inf else None
-
-    def offer(self, mapping: np.ndarray) -> None:
-        """Take a mapping as the best, if it is."""
-        value = self.goal.objective_ms(evaluate(self.problem, mapping))
-        if value < self.best_ms:
-            self.state.best[0], self.state.best_slot[:] = value, mapping
-
-    def seed(self, number: int) -> None:
+    def seed(self, part: int, number: int) -> None:
         """Random numbers of a part of the search, whatever came before it."""
-        self.state.random[:] = np.random.SeedSequence([self.request.seed, number]).generate_state(
-            1, np.uint64
-        )
+        sequence = np.random.SeedSequence([self.request.seed, part, number])
+        self.state.random[:] = sequence.generate_state(1, np.uint64)
 
     def greedy(self) -> list[np.ndarray]:
         """Mappings whose memory fits, by several orders; some edges may have no connection."""
@@ -132,27 +139,24 @@ class _Walker:
         penalty = float(sum(weights) * latency.sum()) + 1.0
         found = []
         for number, order in enumerate(orders):
-            self.seed(ROUNDS + number)
+            self.seed(0, number)
             if self.kernel.construct(self.tables, state, order, *weights, penalty, REPAIR):
                 found.append(state.slot.copy())
-                self.offer(found[-1])
         return found
 
-    def anneal(self, start: np.ndarray, steps: int, number: int) -> bool:
-        """One round; False when time is up."""
+    def anneal(self, start: np.ndarray, steps: int, number: int) -> np.ndarray | None:
+        """One round, or what time leaves of it: the best mapping on its way that can run."""
         state, request = self.state, self.request
         weights = self.goal.period_weight, self.goal.serial_weight
-        self.seed(number)
-        state.slot[:] = start
+        self.seed(1, number)
+        state.slot[:] = state.best_slot[:] = start
+        state.best[0] = self.goal.objective_ms(evaluate(self.problem, start))
         self.kernel.refresh(self.tables, state)
         mean = float(state.busy.sum()) / self.problem.segments
-        if mean == 0.0 and state.broken[0] == 0:
-            return True
         hot = (HOT[0] * weights[0] + HOT[1] * weights[1]) * (mean or 1.0)
         for begin in range(0, steps, CHUNK):
             end = min(begin + CHUNK, steps)
             self.kernel.anneal(self.tables, state, *weights, hot, COLD * hot, begin, end, steps)
-            request.tell("local", self.best_ms, request.lower_bound_ms)
             if request.seconds_left <= 0.0:
-                return False
-        return True
+                break
+        return state.best_slot.copy() if state.best[0] < np.inf else None

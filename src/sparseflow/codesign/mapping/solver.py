@@ -14,7 +14,7 @@ from sparseflow.codesign.mapping.cpsat import any_mapping, cpsat
 from sparseflow.codesign.mapping.dp import dp, steps
 from sparseflow.codesign.mapping.exact import exact
 from sparseflow.codesign.mapping.feasible import check_possible, impossible
-from sparseflow.codesign.mapping.local import local
+from sparseflow.codesign.mapping.local import NONE, Effort, local
 from sparseflow.codesign.mapping.objective import SERIAL_WEIGHT, Goal, Mode, checked, evaluate
 from sparseflow.codesign.mapping.problem import Problem
 from sparseflow.codesign.mapping.result import Mapping
@@ -28,8 +28,8 @@ SMALL_BITS = 24.0
 TRY_BITS = 48.0
 """K log2(S) up to which it has a short try at it: 16 segments on 8 slots."""
 
-TRY_STEPS, TRY_NODES = 30_000, 3_000
-"""Steps of annealing before that try, and nodes in it: some ten milliseconds each."""
+TRY, TRY_NODES = Effort(rounds=2, steps=10_000, tries=10), 3_000
+"""Local search before that try, and nodes in it: some ten milliseconds each."""
 
 DP_STEPS = 2e7
 """What a contiguous start is worth in steps: some ten milliseconds."""
@@ -176,14 +176,14 @@ def _begun(request: Request, mappings: Sequence[np.ndarray | None]) -> Request:
     return replace(request, start=best)
 
 
-def _searched(request: Request, steps: int | None) -> Answer:
+def _searched(request: Request, effort: Effort | None) -> Answer:
     """Annealing, from a mapping by CP-SAT where memory or network is so tight that nothing else finds one."""
     starts = _contiguous(request)
-    answer = local(request, starts=starts, steps=steps)
+    answer = local(request, starts=starts, effort=effort)
     if answer.mapping is None:
         answer = any_mapping(request)
         if answer.mapping is not None:
-            answer = local(replace(request, start=answer.mapping), steps=steps)
+            answer = local(replace(request, start=answer.mapping), effort=effort)
     return answer
 
 
@@ -200,7 +200,7 @@ def _dp(request: Request) -> tuple[Answer, str]:
 def _exact(request: Request) -> tuple[Answer, str]:
     if _bits(request) <= SMALL_BITS:
         return exact(_begun(request, _contiguous(request))), "exact"
-    first = local(request, starts=_contiguous(request), steps=TRY_STEPS)
+    first = local(request, starts=_contiguous(request), effort=TRY)
     return exact(_begun(request, [first.mapping])), "exact"
 
 
@@ -213,7 +213,7 @@ def _auto(request: Request) -> tuple[Answer, str]:
         return _exact(request)
     if _bits(request) > TRY_BITS:
         return _local(request)
-    answer = _searched(request, TRY_STEPS)
+    answer = _searched(request, TRY)
     if answer.mapping is None or not answer.finished:
         return answer, "local"
     before = _value(request, answer.mapping)
@@ -225,7 +225,7 @@ def _auto(request: Request) -> tuple[Answer, str]:
 
 
 def _cpsat(request: Request) -> tuple[Answer, str]:
-    return _proved(request, local(request, starts=_contiguous(request), steps=0)), "cpsat"
+    return _proved(request, local(request, starts=_contiguous(request), effort=NONE)), "cpsat"
 
 
 def _best(request: Request) -> tuple[Answer, str]:

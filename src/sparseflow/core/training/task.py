@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from sparseflow.core.layers import LayeredModel, LayerNode
@@ -39,11 +41,15 @@ class Task(Protocol):
         ...
 
     def soft_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Layers, for batches of this size, whose figures have gradients to what decides how large they are."""
+        """Layers, for batches of this size, with figures that have gradients to what makes them so large."""
         ...
 
     def finished(self) -> LayeredModel:
         """The model as it will be used, real sparsity and all; a copy."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model as it will be used to a file of safetensors."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -11,19 +11,21 @@ from sparseflow.codesign.mapping.tables import Tables
 
 
 class Search(NamedTuple):
-    """A search between two calls. Of depth d = 0 to K, with d segments placed:
+    """A search between two calls. F segments are to be placed; the others are where they are from the start.
+
+    Of depth d = 0 to F, with d of the F segments placed:
 
     Attributes:
-        busy: ms, float64 [K + 1, S].
-        left: Memory, bytes, int64 [K + 1, S].
+        busy: ms, float64 [F + 1, S].
+        left: Memory, bytes, int64 [F + 1, S].
         own: What each segment not yet placed would keep each slot busy for, given those placed, float64
-            [K + 1, K, S].
+            [F + 1, K, S].
         cost: What it would add to the weighted sum that bounds the objective; likewise.
         slot: Of each segment, -1 where it is not placed, int64 [K].
-        chosen: The segment placed next, int64 [K + 1].
-        kids: Slots to try for it, best bound first, int64 [K + 1, S].
-        bounds: Their bounds, float64 [K + 1, S].
-        number: How many there are, and which is next, int64 [K + 1, 2].
+        chosen: The segment placed next, int64 [F + 1].
+        kids: Slots to try for it, best bound first, int64 [F + 1, S].
+        bounds: Their bounds, float64 [F + 1, S].
+        number: How many there are, and which is next, int64 [F + 1, 2].
         best: The least objective so far, float64 [1].
         best_slot: Its mapping, int64 [K]; -1 where there is none.
         depth: int64 [1]; -1 at the end.
@@ -46,11 +48,11 @@ class Search(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def place(tables: Tables, search: Search, d: int, k: int, s: int) -> None:
-    """Fill depth d + 1 with what is when segment k is on slot s besides; `search.slot[k]` stays."""
+def place(tables: Tables, search: Search, d: int, into: int, k: int, s: int) -> None:
+    """Fill depth `into` with what is at depth d, and segment k on slot s besides; `search.slot[k]` stays."""
     segments, slots = tables.latency.shape
     total = search.weights[2 * slots + 1]
-    busy, left, own, cost = search.busy[d + 1], search.left[d + 1], search.own[d + 1], search.cost[d + 1]
+    busy, left, own, cost = search.busy[into], search.left[into], search.own[into], search.cost[into]
     # Loops: whole rows at once would take Numba seconds more to compile.
     for t in range(slots):
         busy[t], left[t] = search.busy[d, t], search.left[d, t]
@@ -162,7 +164,7 @@ def expand(tables: Tables, search: Search, d: int) -> None:
                 used_twin = used_twin or search.slot[v] == twin
             if not used_s and not used_twin:
                 continue
-        place(tables, search, d, k, s)
+        place(tables, search, d, d + 1, k, s)
         value = bound(tables, search, d + 1, k)
         if value < search.best[0]:
             at = number
@@ -173,6 +175,15 @@ def expand(tables: Tables, search: Search, d: int) -> None:
             search.bounds[d, at], search.kids[d, at] = value, s
             number += 1
     search.number[d, 0], search.number[d, 1] = number, 0
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def settle(tables: Tables, search: Search, mapping: np.ndarray, free: np.ndarray) -> None:
+    """Place at depth 0 what is not free, bool [K], where a mapping has it."""
+    for k in range(len(mapping)):
+        if not free[k]:
+            place(tables, search, 0, 0, k, mapping[k])
+            search.slot[k] = mapping[k]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -187,7 +198,7 @@ def go_on(tables: Tables, search: Search, nodes: int, precision: float) -> int:
     """
     segments, slots = tables.latency.shape
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
-    d, done = search.depth[0], 0
+    free, d, done = len(search.chosen) - 1, search.depth[0], 0
     while d >= 0 and done < nodes:
         if search.number[d, 0] < 0:
             expand(tables, search, d)
@@ -200,9 +211,9 @@ def go_on(tables: Tables, search: Search, nodes: int, precision: float) -> int:
             continue
         search.number[d, 1] += 1
         s = int(search.kids[d, at])
-        place(tables, search, d, k, s)
+        place(tables, search, d, d + 1, k, s)
         search.slot[k] = s
-        if d + 1 < segments:
+        if d + 1 < free:
             d += 1
             continue
         top, summed = 0.0, 0.0

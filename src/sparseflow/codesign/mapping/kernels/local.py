@@ -13,7 +13,7 @@ LONGEST = 4
 """Segments that move in a step, but for two slots that change places."""
 
 EVEN = 0.3
-"""Weight of the root mean square of busy times, beside that of the largest."""
+"""Weight of the fourth root of the mean fourth power of busy times, beside that of the largest."""
 
 
 class State(NamedTuple):
@@ -217,13 +217,13 @@ def take_back(state: State, number: int) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def values(state: State, period: float, total: float) -> tuple[float, float]:
     """The objective, and what the search goes by: it sees, too, how even the slots below the fullest are."""
-    top, summed, squares = 0.0, 0.0, 0.0
+    top, summed, powers = 0.0, 0.0, 0.0
     for busy in state.busy:
         top = max(top, busy)
         summed += busy
-        squares += busy * busy
+        powers += (busy * busy) * (busy * busy)
     objective = period * top + total * summed
-    return objective, objective + EVEN * period * np.sqrt(squares / len(state.busy))
+    return objective, objective + EVEN * period * np.sqrt(np.sqrt(powers / len(state.busy)))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -67,7 +67,7 @@ def verify(
     names = [name for segment in decision.segments for name in segment]
     if names != [layer.name for layer in layers]:
         raise InputError(
-            f"the plan is of {len(names)} layers ({names[0]} to {names[-1]}) and the model has "
+            f"the plan is of {len(names)} layers ({', '.join(names[:3])}, …) and the model has "
             f"{len(layers)}, or others: name the model that was planned for"
         )
     homes, plan = list(decision.homes(layers)), decision.rewrite_plan

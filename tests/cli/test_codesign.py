@@ -1,0 +1,243 @@
+"""`sparseflow codesign`, for readers and for scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("numba")
+
+from sparseflow.cli.root import run
+from sparseflow.codesign.saved import load_plan
+from sparseflow.pruning import save
+from sparseflow.pruning.settings import settings_of
+from tests.codesign.toys import QUICK
+from tests.pruning.small import QUICK as TASK
+
+SETTINGS: dict[str, Any] = QUICK | {
+    "task": TASK | {"train": TASK["train"] | {"epochs": 2}},
+    "hardware": QUICK["hardware"] | {"batch": 4},
+    "schedule": {"settle": 1, "ramp": 0, "most": 0.1},
+    "joint": {"alpha_steps": 1},
+}
+"""Two epochs, the second with the hardware."""
+
+SPLIT = [
+    "--set", "hardware.batch=64", "--set", "hardware.link=ucie", "--set", "task.model.embed_dim=256",
+    "--set", "task.model.mlp_ratio=8", "--set", "partition.w_comm=0.0",
+]  # fmt: skip
+"""A model so large that splits pay."""
+
+QAP = "3 5 5\n0 1 2\n1 0 0\n2 0 0\n0 1 1\n1 0 2\n1 2 0\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.yaml").write_text(json.dumps(SETTINGS))  # JSON is YAML
+    return "quick.yaml"
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    """What was printed: JSON on standard output and nothing else."""
+    return json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What an error says, whatever its lines."""
+    return " ".join(capsys.readouterr().err.split())
+
+
+def made(path: str, **model: Any) -> str:
+    """A model of the task's settings in a file."""
+    settings = settings_of(TASK | {"model": TASK["model"] | model})
+    save(settings.make(8, 1), path)
+    return path
+
+
+def test_plan_verify_and_layout(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["codesign", "plan", "--config", config, "--out", "plan"]
+    assert run([*command, "--json"]) == 0
+    found = told(capsys)
+    assert Path(found["page"]).is_file() and found["plan"] == "plan/plan.json" and found["finished"] is True
+    assert found["energy_delay_mj_ms"] == pytest.approx(found["latency_ms"] * found["energy_mj"])
+    assert 0.0 <= found["gap"] <= 1.0 and found["lower_bound_ms"] <= found["latency_ms"]
+    saved = load_plan("plan/plan.json")
+    priced = saved.hardware.price(saved.layers, saved.decision)
+    assert (priced.objective, priced.chips) == (found["objective"], found["chips"])
+    before = Path("plan/plan.json").read_bytes()
+    assert run(command) == 0
+    shown = capsys.readouterr().out
+    assert "energy delay mj ms: " in shown and "layers split: " in shown
+    assert Path("plan/plan.json").read_bytes() == before  # the same arguments give the same plan
+
+    assert run(["codesign", "verify", "plan/plan.json", "--json"]) == 0
+    checked = told(capsys)
+    assert max(checked["error"].values()) <= 1e-5 and len(set(checked["moved_bytes"].values())) == 1
+    assert run(["codesign", "verify", "plan", "--clips", "2", "--seed", "3"]) == 0
+    assert "error: " in capsys.readouterr().out
+
+    assert run(["codesign", "layout", "plan/plan.json", "--out", "laid", "--json"]) == 0
+    laid = told(capsys)
+    assert laid["layout"] <= laid["layout_before"] and Path(laid["page"]).is_file()
+    assert laid["objective"] <= found["objective"]
+    assert load_plan("laid/plan.json").decision.chips == saved.decision.chips
+    assert Path("plan/plan.json").read_bytes() == before
+    assert run(["codesign", "layout", "laid/plan.json"]) == 0
+    assert "layout before: " in capsys.readouterr().out
+
+
+def test_a_plan_of_a_model_is_verified_with_that_model(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["codesign", "plan", "--config", config, "--no-search", "--out", "plan"]
+    assert run([*command, "--model", made("deep.safetensors", depth=3), "--json"]) == 0
+    assert told(capsys)["chips"] == 3
+    verify = ["codesign", "verify", "plan/plan.json"]
+    assert run([*verify, "--model", "deep.safetensors", "--json"]) == 0
+    assert told(capsys)["error"]["local"] <= 1e-5
+    assert run([*verify, "--json"]) == 2
+    assert told(capsys)["error"]["type"] == "InputError"
+    assert run([*verify, "--model", made("deeper.safetensors", depth=4)]) == 2
+    assert "the model that was planned for" in said(capsys)
+
+
+def test_a_plan_that_splits_layers_is_exact(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["codesign", "plan", "--config", config, "--no-search", "--out", "plan", *SPLIT]
+    assert run([*command, "--json"]) == 0
+    told(capsys)
+    assert load_plan("plan/plan.json").decision.rewrite_plan is not None
+    assert run(["codesign", "verify", "plan/plan.json", "--json"]) == 0
+    found = told(capsys)
+    assert found["splits"] >= 1 and max(found["error"].values()) <= 1e-5
+    assert found["moved_bytes"]["planned"] == found["moved_bytes"]["local"] > 0
+
+
+def test_train_verify_and_report(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["codesign", "train", "--config", config, "--out", "runs"]
+    assert run([*command, "--json"]) == 0
+    found = told(capsys)
+    assert [line["mode"] for line in found["modes"]] == ["joint", "two-stage", "mapping-only", "layout-only"]
+    assert found["verdict"].startswith("Of one seed nothing follows") and Path(found["page"]).is_file()
+    designs = json.loads(Path("runs/designs.json").read_text())
+    assert designs["modes"] == found["modes"] and "codesign train --config quick.yaml" in designs["command"]
+    for name in ("joint-0", "two-stage-0"):
+        assert (Path("runs") / name / "report.html").is_file()
+        assert run(["codesign", "verify", f"runs/{name}", "--json"]) == 0
+        assert told(capsys)["replayed"] == (3 if name == "joint-0" else 7)
+
+    # What is done is not done again; what was asked for otherwise is refused.
+    before = Path("runs/joint-0/trace.jsonl").read_bytes()
+    assert run([*command, "--mode", "joint"]) == 0
+    assert "were not both run" in capsys.readouterr().out
+    assert Path("runs/joint-0/trace.jsonl").read_bytes() == before
+    assert run([*command, "--set", "loss.lambda_T=2.0"]) == 2
+    assert "settings.loss.lambda_T" in said(capsys)
+
+    (Path("runs/joint-0") / "report.html").unlink()
+    assert run(["codesign", "report", "runs/joint-0", "--json"]) == 0
+    assert told(capsys)["page"] == "runs/joint-0/report.html" and Path("runs/joint-0/report.html").is_file()
+    assert run(["codesign", "report", "runs/joint-0"]) == 0
+    assert capsys.readouterr().out.startswith("page: ")
+
+    # A number that was tampered with: the run fails.
+    trace = Path("runs/joint-0/trace.jsonl")
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    rows[2]["priced"]["objective"] += 1e-9
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["codesign", "verify", "runs/joint-0", "--json"]) == 1
+    assert "rows [2] come to another objective" in told(capsys)["error"]["message"]
+    trace.write_text("{}\n{}\n")
+    assert run(["codesign", "verify", "runs/joint-0"]) == 2
+    assert run(["codesign", "report", "runs/joint-0"]) == 2
+
+
+def test_what_was_trained_can_be_verified(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Gates close in training, so that the model is another one than one with fresh weights.
+    close = ["--set", "task.train.gate_rate=1000.0", "--set", "task.ast.strength=20.0",
+             "--set", "task.ast.keep={channel: 0.25}"]  # fmt: skip
+    command = ["codesign", "train", "--config", config, "--out", "runs", "--mode", "joint", *close, *SPLIT]
+    assert run([*command, "--json"]) == 0
+    told(capsys)
+    planned = load_plan("runs/joint-0/plan.json")
+    assert planned.decision.rewrite_plan is not None and planned.layers[2].units < 2048
+    assert run(["codesign", "verify", "runs/joint-0", "--json"]) == 0, said(capsys)
+    assert told(capsys)["splits"] >= 1
+
+
+def test_quadratic_assignments(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("three.qap").write_text(QAP)
+    for method in ("auto", "tabu", "annealing"):
+        command = ["codesign", "layout", "three.qap", "--method", method, "--restarts", "2"]
+        assert run([*command, "--json"]) == 0
+        found = told(capsys)
+        assert sorted(found["permutation"]) == [0, 1, 2] and found["cost"] == min(found["costs"])
+        assert found["lower_bound"] <= found["cost"] and found["best_known"] == 5 and len(found["costs"]) == 2
+    assert run(["codesign", "layout", "three.qap"]) == 0
+    assert "cost: " in capsys.readouterr().out
+
+
+def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["codesign", "profile", "--out", "profile", "--points", "8"]
+    assert run([*command, "--json"]) == 0
+    found = told(capsys)
+    assert found["points"] == 8 and Path(found["proxy"]).is_file() and found["median_error"] >= 0.0
+    plan = ["codesign", "plan", "--config", config, "--out", "plan", "--no-search", "--json",
+            "--set", f"hardware.proxy={found['proxy']}"]  # fmt: skip
+    assert run(plan) == 0
+    assert told(capsys)["chips"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--config", "none.yaml", "--out", "x"], "these come with SparseFlow: chips, version_c"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "slots"], "such as train.epochs=3"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "hardware.slots=0"], "hardware.slots"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "hardware.slots=50"], "50 chips and"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "task.model.depth=0"], "`depth` (=0)"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "task.tasks=0"], "tasks"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--model", "none.safetensors"], "no file none"),
+        (["plan", "--config", "quick.yaml", "--out", "x", "--set", "hardware.first=a100"], "one of `chips`"),
+        (["plan", "--config", "quick.yaml"], "--out"),
+        (["train", "--config", "quick.yaml", "--out", "x", "--mode", "both"], "joint, two-stage, all"),
+        (["train", "--config", "quick.yaml", "--out", "x", "--device", "tpu"], "must be cpu or cuda"),
+        (["train", "--config", "quick.yaml", "--out", "x", "--seeds", "0"], "seeds"),
+        (["verify", "none.json"], "there is no plan none.json"),
+        (["verify", "."], "holds neither plan.json nor trace.jsonl"),
+        (["verify", "quick.yaml"], "quick.yaml"),
+        (["report", "."], "there is no trace"),
+        (["layout", "none.qap"], "there is no file none.qap"),
+        (["layout", "quick.yaml"], "expected `n`"),
+        (["layout", "none.json"], "there is no plan none.json"),
+        (["layout", "three.qap", "--method", "luck"], "must be one of"),
+        (["profile", "--out", "x", "--points", "1"], "points"),
+        (["profile", "--out", "x", "--precision", "int3"], "int3"),
+        (["solve"], "solve"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("three.qap").write_text(QAP)
+    assert run(["codesign", *arguments]) == 2
+    assert message in said(capsys)
+    assert run(["codesign", *arguments, "--json"]) == 2
+    assert told(capsys)["error"]["message"]
+
+
+def test_a_model_that_fits_nowhere(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    big = [
+        "--set",
+        "hardware.batch=4000000",
+        "--set",
+        "hardware.chips=[npu-s]",
+        "--set",
+        "hardware.first=npu-s",
+    ]
+    assert run(["codesign", "plan", "--config", config, "--out", "x", *big]) == 2
+    assert "MB too little" in said(capsys)

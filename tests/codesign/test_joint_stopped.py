@@ -1,0 +1,191 @@
+"""Joint training that is stopped, by errors and by SIGKILL, goes on as if unbroken; and damage is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.codesign import joint
+from sparseflow.codesign.joint import Designed, Mode
+from sparseflow.codesign.saved import PLAN
+from sparseflow.codesign.trace import TRACE, Trace
+from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.errors import FileFormatError, InputError, RunError
+from tests.codesign.toys import PAYS, Toy, rows_of, trained
+
+ROOT = Path(__file__).parents[2]
+
+
+def same_run(one: tuple[Toy, list[Designed]], other: tuple[Toy, list[Designed]]) -> None:
+    assert one[1] == other[1]
+    torch.testing.assert_close(one[0].state(), other[0].state(), rtol=0.0, atol=0.0)
+
+
+class Stopped(Exception):
+    """Stands for whatever stops a run."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int, *, after: bool) -> None:
+    """Stop before or after a function is called for the n-th time, from 0."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls: list[int] = []
+
+    def stopping(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == count + 1 and not after:
+            raise Stopped
+        found = original(*args, **named)
+        if len(calls) == count + 1:
+            raise Stopped
+        return found
+
+    monkeypatch.setattr(owner, name, stopping)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in ("joint", "two-stage"):
+        folder = tmp_path_factory.mktemp(mode)
+        found[mode] = folder, trained(folder, Toy(4), mode=mode, **PAYS)
+    return found
+
+
+def goes_on(folder: Path, mode: Mode, unbroken: dict[str, Any]) -> None:
+    """A run that was stopped gives what one that was not does."""
+    other, wanted = unbroken[mode]
+    same_run(trained(folder, Toy(4), mode=mode, **PAYS), wanted)
+    assert rows_of(folder) == rows_of(other)
+    assert (folder / PLAN).read_bytes() == (other / PLAN).read_bytes()
+
+
+WRITES: dict[Mode, Sequence[int]] = {"joint": range(6), "two-stage": (0, 4, 5, 7, 8, 10)}
+"""Rows of these runs: a beginning, four epochs, three rounds, and ends. Not all are looked at."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "count"), [(mode, count) for mode, writes in WRITES.items() for count in writes]
+)
+def test_it_goes_on_after_any_row(
+    mode: Mode, count: int, tmp_path: Path, unbroken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, Trace, "write", count, after=count % 2 == 0)
+    with pytest.raises(Stopped):
+        trained(tmp_path, Toy(4), mode=mode, **PAYS)
+    monkeypatch.undo()
+    with (tmp_path / TRACE).open("ab") as file:
+        file.write(b'{"kind": "epo')  # what a kill in mid-write leaves
+    goes_on(tmp_path, mode, unbroken)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("joint", 0), ("joint", 3), ("two-stage", 5)])
+@pytest.mark.parametrize("after", [False, True])
+def test_it_goes_on_after_any_checkpoint(
+    mode: Mode,
+    count: int,
+    after: bool,
+    tmp_path: Path,
+    unbroken: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_at(monkeypatch, joint.checkpoint, "write", count, after=after)
+    with pytest.raises(Stopped):
+        trained(tmp_path, Toy(4), mode=mode, **PAYS)
+    monkeypatch.undo()
+    goes_on(tmp_path, mode, unbroken)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.codesign.toys import PAYS, Toy, trained
+
+def progress(what, share):
+    if (what, round(share * 12)) == (sys.argv[3], int(sys.argv[4])):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+trained(Path(sys.argv[1]), Toy(4), mode=sys.argv[2], progress=progress, **PAYS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "at"), [("joint", "epoch 3", "8"), ("two-stage", "hardware round 2 of 3", "8")]
+)
+def test_after_sigkill_it_goes_on_as_if_unbroken(
+    mode: Mode, what: str, at: str, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), mode, what, at],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert (tmp_path / CHECKPOINT).is_file() and not (tmp_path / PLAN).exists()
+    goes_on(tmp_path, mode, unbroken)
+
+
+def test_a_run_that_is_done_is_not_done_again(tmp_path: Path) -> None:
+    first = trained(tmp_path, Toy(3))
+    told: list[str] = []
+    again = trained(tmp_path, Toy(3), progress=lambda what, _: told.append(what))
+    same_run(first, again)
+    assert told == ["deciding the hardware"] and len(rows_of(tmp_path)) == 5
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, Toy(1), schedule={"settle": 1})
+    before = (tmp_path / TRACE).read_bytes()
+    with pytest.raises(InputError, match=r"another training, with other mode"):
+        trained(tmp_path, Toy(1), mode="two-stage", schedule={"settle": 1})
+    with pytest.raises(InputError, match=r"with other settings\.loss\.lambda_T"):
+        trained(tmp_path, Toy(1), schedule={"settle": 1}, loss={"lambda_T": 2.0})
+    with pytest.raises(InputError, match=r"`mode` \(='both'\) must be one of: joint, two-stage"):
+        trained(tmp_path, Toy(1), mode="both")  # pyright: ignore[reportArgumentType]
+    assert (tmp_path / TRACE).read_bytes() == before
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    trained(tmp_path, Toy(2))
+    trace, checkpoint = (tmp_path / TRACE).read_bytes(), (tmp_path / CHECKPOINT).read_bytes()
+    lines = trace.splitlines(keepends=True)
+    for content in (
+        b"".join(lines[:2]),
+        b"",
+        trace[: len(lines[0]) + 5],
+        b"".join([lines[0], b"{\n", *lines]),
+    ):
+        (tmp_path / TRACE).write_bytes(content)
+        with pytest.raises(FileFormatError, match="trace"):
+            trained(tmp_path, Toy(2))
+    (tmp_path / TRACE).unlink()
+    with pytest.raises(FileFormatError, match="holds 0 rows"):
+        trained(tmp_path, Toy(2))
+    (tmp_path / TRACE).write_bytes(trace)
+    for content in (checkpoint[:-30], b"torn"):
+        (tmp_path / CHECKPOINT).write_bytes(content)
+        with pytest.raises(FileFormatError, match="checkpoint"):
+            trained(tmp_path, Toy(2))
+    (tmp_path / CHECKPOINT).write_bytes(checkpoint)
+    assert trained(tmp_path, Toy(2))[1]
+
+
+def test_two_runs_in_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def meanwhile(what: str, share: float) -> None:
+        if what == "epoch 3" and not refused:
+            with pytest.raises(RunError, match="another process") as error:
+                trained(tmp_path, Toy(4), **PAYS)
+            refused.append(str(error.value))
+
+    found = trained(tmp_path, Toy(4), progress=meanwhile, **PAYS)
+    assert refused and len(rows_of(tmp_path)) == len(WRITES["joint"])
+    same_run(found, trained(tmp_path / "alone", Toy(4), **PAYS))
