@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,8 @@ def test_what_was_trained_can_be_verified(config: str, capsys: pytest.CaptureFix
     command = ["codesign", "train", "--config", config, "--out", "runs", "--mode", "joint", *close, *SPLIT]
     assert run([*command, "--json"]) == 0
     told(capsys)
+    again = shlex.split(json.loads(Path("runs/designs.json").read_text())["command"])
+    assert [each for each in again if "=" in each] == [each for each in (*close, *SPLIT) if "=" in each]
     planned = load_plan("runs/joint-0/plan.json")
     assert planned.decision.rewrite_plan is not None and planned.layers[2].units < 2048
     assert run(["codesign", "verify", "runs/joint-0", "--json"]) == 0, said(capsys)

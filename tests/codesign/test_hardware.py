@@ -195,6 +195,22 @@ def test_a_polished_decision_is_of_the_layers_there_are() -> None:
         assert [name for names in found.segments for name in names] == [layer.name for layer in after]
 
 
+@pytest.mark.parametrize("gone", [(), (0,), (1, 2), (3,), (5,)])
+def test_a_decision_is_fitted_to_the_layers_that_are_left(gone: tuple[int, ...]) -> None:
+    hw, layers = hardware(), chain()
+    hw.begin(layers)
+    decision = decided(hw, layers, ("npu-m",) * 3, (0, 0, 1, 2, 2, 0), halves(layers, 2, (1, 0)))
+    left = [layer for layer in layers if layer.id not in gone]
+    after = [replace(layer, id=at) for at, layer in enumerate(left)]
+    found = hw.fitted(after, decision)
+    assert found.homes(after) == tuple(decision.mapping[layer.id] for layer in left)
+    hw.check(after, found)
+    assert hw.fitted(after, found) == found and (found == decision) is (not gone)
+    assert objective(hw, after, found) == objective(hw, after, decision)
+    kept = {after[at].name: split.slots for at, split in found.splits(after).items()}
+    assert kept == ({} if 2 in gone else {layers[2].name: (1, 0)})
+
+
 def test_polishing_splits_where_that_pays() -> None:
     hw, layers = hardware(**CHEAP_LINKS, partition={"min_split_gain_ratio": 0.0}), chain()
     first = hw.begin(layers)

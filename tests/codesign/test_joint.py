@@ -14,7 +14,7 @@ import torch
 
 from sparseflow.codesign import joint
 from sparseflow.codesign.decision import Decision
-from sparseflow.codesign.joint import BASELINES
+from sparseflow.codesign.joint import BASELINES, JointTrainer
 from sparseflow.codesign.rewrite import RewritePlan, check
 from sparseflow.codesign.saved import PLAN, load_plan
 from sparseflow.codesign.trace import TRACE, layers_of, opened, replay
@@ -158,6 +158,24 @@ def test_a_baseline_has_as_many_rounds_as_joint_training(settle: int, tmp_path: 
         trained(tmp_path / mode, Toy(5, accuracies=[0.5] * 5), mode=mode, schedule={"settle": settle})
         counts.append(rows_of(tmp_path / mode)[-1]["round"])
     assert counts[0] == counts[1] == max(0, 6 - settle)
+
+
+def test_a_baseline_draws_chips_as_joint_training_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where the draw is cold from its first round on, slots hardly ever leave the first chip.
+    heat: dict[str, list[float]] = {"joint": [], "two-stage": []}
+    original = JointTrainer._alpha_round
+
+    def seen(self: JointTrainer) -> None:
+        heat[self.mode].append(self.slots.tau)
+        original(self)
+
+    monkeypatch.setattr(JointTrainer, "_alpha_round", seen)
+    for mode in ("joint", "two-stage"):
+        trained(tmp_path / mode, Toy(5, accuracies=[0.5] * 5), mode=mode)
+    assert len(heat["joint"]) == len(heat["two-stage"]) == 4
+    assert heat["two-stage"] == pytest.approx(heat["joint"])
 
 
 def test_layers_are_split_only_where_that_is_asked_for(tmp_path: Path) -> None:

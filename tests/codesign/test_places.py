@@ -115,6 +115,26 @@ def test_refining_is_legal_and_no_worse(seed: int) -> None:
     assert refined == places(4, refine_steps=80).best(what)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_chips_without_room_go_to_the_nearest_sites(seed: int) -> None:
+    found, rng = places(5), np.random.default_rng(seed)
+    what = drawn(5, seed=seed, empty=(2,))
+    grid = found.grid()
+    assert found.with_room(grid, what) is grid
+    near = np.array(grid) + rng.uniform(-1.0, 1.0, (5, 2))
+    near[0] = near[1] + 0.5  # one over the other
+    close = tuple((float(x), float(y)) for x, y in near)
+    assert wrong(close, what)
+    moved = found.with_room(close, what)
+    assert not wrong(moved, what) and len(set(moved)) == 5
+    assert set(moved) <= {tuple(at) for at in found.sites.positions_mm.tolist()}
+    # Those that nobody is in the way of stay near.
+    assert moved[3:] == grid[3:]
+    # A slot that is empty is in nobody's way.
+    over = (*grid[:2], grid[1], *grid[3:])
+    assert found.with_room(over, what) == over
+
+
 def test_a_search_finds_the_best_of_few() -> None:
     import itertools
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sparseflow.codesign import verification
 from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.execute import LocalExecutor
 from sparseflow.codesign.random_plan import random_plan
@@ -22,9 +22,6 @@ from sparseflow.errors import InputError, RunError
 from sparseflow.pruning import compact
 from sparseflow.pruning.steps import Steps
 from tests.pruning.models import awake, clips
-
-VERIFYING = import_module("sparseflow.codesign.verification")
-"""The module: the wing has a function of that name."""
 
 AST: dict[str, Any] = {"stages": {1: 0.5, 2: 0.3}, "selector": "ast"}
 
@@ -133,7 +130,7 @@ def test_weights_of_the_rewritten_model_that_were_tampered_with(monkeypatch: pyt
     steps = made()
     decision = planned(steps, share=1.0, seed=4)  # with the embedding, which is linear
     assert decision.rewrite_plan is not None and decision.rewrite_plan.splits[0].layer == 0
-    monkeypatch.setattr(VERIFYING, "apply", tampered)
+    monkeypatch.setattr(verification, "apply", tampered)
     with pytest.raises(RunError, match=r"rewritten: logits differ by .* more than 1e-05"):
         verify(steps, decision, clips(steps.model))
 
@@ -146,7 +143,7 @@ def test_weights_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
             model.model.blocks[1].attention.proj.bias[0] += 1e-3  # pyright: ignore
         return apply(model, plan)
 
-    monkeypatch.setattr(VERIFYING, "apply", spoils)
+    monkeypatch.setattr(verification, "apply", spoils)
     with pytest.raises(RunError, match="undoing the rewrite did not give the model back as it was"):
         verify(steps, planned(steps), clips(steps.model))
 
@@ -174,7 +171,7 @@ def test_an_executor_that_does_something_else(
     executor: type[LocalExecutor], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = made()
-    monkeypatch.setattr(VERIFYING, "LocalExecutor", executor)
+    monkeypatch.setattr(verification, "LocalExecutor", executor)
     with pytest.raises(RunError, match=said):
         verify(steps, planned(steps), clips(steps.model))
 
@@ -186,7 +183,7 @@ def test_logits_that_are_no_numbers_are_never_the_same(monkeypatch: pytest.Monke
         def run(self, batches: Any) -> list[Tensor]:
             return [logits * float("nan") for logits in super().run(batches)]
 
-    monkeypatch.setattr(VERIFYING, "LocalExecutor", Nothing)
+    monkeypatch.setattr(verification, "LocalExecutor", Nothing)
     with pytest.raises(RunError, match="logits differ by nan"):
         verify(steps, planned(steps), clips(steps.model))
 
@@ -206,7 +203,9 @@ def test_the_whole_is_what_the_model_does() -> None:
 
 
 def test_the_wings_name_for_it_is_the_function_whatever_was_imported_before() -> None:
-    script = "import sparseflow.codesign.verification; from sparseflow import codesign; codesign.verify.__code__"
+    script = (
+        "import sparseflow.codesign.verification; from sparseflow import codesign; codesign.verify.__code__"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -15,6 +15,7 @@ from sparseflow.core.training.task import Task
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning import compact
 from sparseflow.pruning.datasets import data_of
+from sparseflow.pruning.saved import load
 from sparseflow.pruning.steps import Steps
 from sparseflow.pruning.task import VideoTask
 from sparseflow.pruning.train import train
@@ -118,6 +119,15 @@ def test_what_is_finished_is_a_copy_that_computes_the_same() -> None:
                 parameter.zero_()
         assert_same(weights(task), before)
         task.train_epoch()  # and training goes on
+
+
+def test_what_is_saved_is_what_is_finished(tmp_path: Path) -> None:
+    with VideoTask(quick()) as task:
+        task.train_epoch()
+        task.save(tmp_path / "model.safetensors")
+        found, wanted = load(tmp_path / "model.safetensors"), task.finished().model
+    assert_same(dict(found.state_dict()), dict(wanted.state_dict()))
+    assert list(Steps(found.eval()).layers(2)) == list(Steps(wanted).layers(2))
 
 
 @pytest.mark.parametrize("batch", [1, 5])

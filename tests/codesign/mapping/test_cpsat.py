@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparseflow.codesign.mapping import Goal, Problem, Progress, cpsat, synthetic
-from sparseflow.codesign.mapping.local import local
+from sparseflow.codesign.mapping.local import NONE, local
 from sparseflow.codesign.mapping.reference import exhaust
 from sparseflow.codesign.mapping.strategy import Answer, Request
 from sparseflow.errors import InputError
@@ -53,7 +53,7 @@ def test_from_the_best_it_stays_there(seed: int) -> None:
 
 def test_what_is_out_of_time_is_not_impossible() -> None:
     problem = synthetic(24, 8, seed=0, skips=0.3)
-    start = local(Request(problem=problem, goal=Goal(), time_limit_s=60.0), steps=0).mapping
+    start = local(Request(problem=problem, goal=Goal(), time_limit_s=60.0), effort=NONE).mapping
     assert start is not None
     late = asked(problem, Goal(), seconds=1e-6, start=start, workers=1)
     assert late.mapping is not None and not late.finished and not late.none_exists

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from sparseflow.codesign.mapping import Goal, Problem, Progress, synthetic
-from sparseflow.codesign.mapping.local import default_steps, local
+from sparseflow.codesign.mapping.local import NONE, Effort, local
 from sparseflow.codesign.mapping.reference import exhaust
 from sparseflow.codesign.mapping.strategy import Answer, Request
 from tests.codesign.mapping.naive import GOALS, changed, objective, value, varied
 
+LITTLE = Effort(rounds=2, steps=2_000, tries=0)
 
-def asked(problem: Problem, goal: Goal, *, steps: int | None = 5_000, **others: object) -> Answer:
+
+def asked(problem: Problem, goal: Goal, *, effort: Effort = LITTLE, **others: object) -> Answer:
     request = Request(problem=problem, goal=goal, time_limit_s=60.0, **others)  # pyright: ignore[reportArgumentType]
-    return local(request, steps=steps)
+    return local(request, effort=effort)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -45,7 +47,7 @@ def test_a_start_is_not_made_worse() -> None:
     problem = synthetic(10, 4, seed=5, slack=1.3)
     for goal in GOALS:
         ((best, mapping),) = exhaust(problem, [goal])
-        found = asked(problem, goal, steps=100, start=np.array(mapping))
+        found = asked(problem, goal, effort=Effort(rounds=1, steps=100, tries=1), start=np.array(mapping))
         assert value(problem, goal, found.mapping) == pytest.approx(best, rel=1e-12)
 
 
@@ -54,16 +56,19 @@ def test_a_seed_makes_it_the_same_again() -> None:
     first, again = (asked(problem, Goal(), seed=3) for _ in range(2))
     assert first.mapping is not None and again.mapping is not None
     assert first.mapping.tolist() == again.mapping.tolist()
-    found = {tuple(asked(problem, Goal(), seed=seed, steps=400).mapping) for seed in range(4)}  # pyright: ignore
-    assert len(found) > 1
+    short = Effort(rounds=1, steps=400, tries=0)
+    found = [asked(problem, Goal(), seed=seed, effort=short).mapping for seed in range(4)]
+    assert len({tuple(mapping.tolist()) for mapping in found if mapping is not None}) > 1
 
 
 def test_more_steps_are_no_worse_and_end_with_time() -> None:
     problem = synthetic(40, 6, seed=2, slack=1.2)
-    assert value(problem, Goal(), asked(problem, Goal(), steps=200_000).mapping) <= value(
-        problem, Goal(), asked(problem, Goal(), steps=0).mapping
-    )
-    late = local(Request(problem=problem, goal=Goal(), time_limit_s=1e-9), steps=10**9)
+    values = [
+        value(problem, Goal(), asked(problem, Goal(), effort=effort).mapping) for effort in (NONE, LITTLE)
+    ]
+    assert values[1] <= values[0]
+    endless = Effort(rounds=1, steps=10**9, tries=10**9)
+    late = local(Request(problem=problem, goal=Goal(), time_limit_s=1e-9), effort=endless)
     assert late.mapping is not None and not late.finished
 
 
@@ -77,7 +82,7 @@ def test_edges_lead_only_where_slots_are_connected() -> None:
     ring = changed(problem, fixed_ms=fixed)
     for goal in GOALS[:2]:
         ((best, _),) = exhaust(ring, [goal])
-        found = asked(ring, goal, steps=100_000)
+        found = asked(ring, goal, effort=Effort(rounds=4, steps=25_000, tries=0))
         assert found.mapping is not None
         assert best * (1.0 - 1e-9) <= objective(ring, goal, found.mapping.tolist()) <= best * 1.1
 
@@ -100,5 +105,5 @@ def test_it_stops_at_a_bound_and_tells_how_far_it_is() -> None:
 
 
 def test_steps_grow_with_the_problem() -> None:
-    steps = [default_steps(synthetic(k, s, seed=0)) for k, s in ((2, 2), (12, 4), (24, 8), (200, 36))]
+    steps = [Effort.of(synthetic(k, s, seed=0)).steps for k, s in ((2, 2), (12, 4), (24, 8), (200, 36))]
     assert steps == sorted(steps) and steps[0] < steps[-1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -225,6 +227,15 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 def test_a_start_must_be_a_mapping(start: list[Any]) -> None:
     with pytest.raises(InputError, match="`mapping`"):
         MappingSolver().solve_mapping(synthetic(3, 2, seed=0), start=start)
+
+
+def test_importing_it_imports_no_optional_package() -> None:
+    script = (
+        "import sys; import sparseflow.codesign.mapping; "
+        "print(*sorted({'numba', 'scipy', 'ortools', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
 
 
 def test_a_mapping_that_takes_no_time_is_the_best() -> None:

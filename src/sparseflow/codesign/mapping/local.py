@@ -40,8 +40,9 @@ class Effort:
     @classmethod
     def of(cls, problem: Problem) -> Effort:
         """What a problem gets: some tenths of a second for 200 (segment, slot) pairs, and then seconds."""
-        steps = min(max((problem.segments * problem.slots) ** 3 // 20, 20_000), 2_000_000)
-        return cls(rounds=4, steps=steps // 4, tries=80)
+        pairs = problem.segments * problem.slots
+        steps = min(max(pairs**3 // 80, 5_000), 500_000)
+        return cls(rounds=4, steps=steps, tries=min(max(2_000_000 // pairs, 20), 80))
 
 
 NONE = Effort(rounds=0, steps=0, tries=0)

@@ -1,0 +1,69 @@
+"""Neighbourhoods: no worse, the optimum where one holds all, and nothing moved that should stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparseflow.codesign.mapping import Goal, lower_bound, refine, synthetic
+from sparseflow.codesign.mapping.exact import Branching
+from sparseflow.codesign.mapping.local import NONE, local
+from sparseflow.codesign.mapping.reference import exhaust
+from sparseflow.codesign.mapping.strategy import Request
+from sparseflow.codesign.mapping.tables import tables
+from tests.codesign.mapping.naive import GOALS, objective, value, varied
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_neighbourhood_of_everything_is_the_optimum(seed: int) -> None:
+    problem = varied(seed, most_segments=8, most_slots=4)
+    for goal, (best, _) in zip(GOALS, exhaust(problem, GOALS), strict=True):
+        request = Request(problem=problem, goal=goal, time_limit_s=60.0)
+        start = local(request, effort=NONE).mapping
+        if start is not None:
+            found = refine.refine(request, start, tries=3, seed=0)
+            assert objective(problem, goal, found.tolist()) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_no_worse_and_fits(seed: int) -> None:
+    problem = synthetic(30, 7, seed=seed, slack=1.1, skips=0.5)
+    for goal in GOALS:
+        request = Request(problem=problem, goal=goal, time_limit_s=60.0)
+        start = local(request, effort=NONE).mapping
+        assert start is not None
+        found = refine.refine(request, start, tries=20, seed=seed)
+        assert lower_bound(problem, goal).value_ms <= objective(problem, goal, found.tolist())
+        assert value(problem, goal, found) < value(problem, goal, start)
+        assert refine.refine(request, start, tries=20, seed=seed).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_those_that_are_not_free_stay_and_the_rest_is_as_good_as_can_be(seed: int) -> None:
+    problem, rng = synthetic(7, 3, seed=seed, slack=1.5, skips=1.0), np.random.default_rng(seed)
+    for goal in GOALS:
+        request = Request(problem=problem, goal=goal, time_limit_s=60.0)
+        start = local(request, effort=NONE).mapping
+        assert start is not None
+        free, allowed = rng.random(7) < 0.5, np.array([True, True, False])
+        free[rng.integers(7)] = True
+        branching, weights = Branching(tables(problem), goal), np.full(3, goal.period_weight / 3.0)
+        branching.begin(np.inf, start, free, weights, np.zeros(3), allowed)
+        while not branching.done:
+            branching.go_on(1)
+        values = {}
+        for number in range(2 ** int(free.sum())):
+            mapping = start.copy()
+            mapping[free] = [number >> bit & 1 for bit in range(int(free.sum()))]
+            values[objective(problem, goal, mapping.tolist())] = mapping
+        if min(values) < np.inf:
+            assert branching.best_ms == pytest.approx(min(values), rel=1e-9)
+            assert value(problem, goal, branching.best) == pytest.approx(min(values), rel=1e-9)
+
+
+def test_one_slot_and_no_time_change_nothing() -> None:
+    for problem, limit in ((synthetic(5, 1, seed=0), 60.0), (synthetic(9, 3, seed=0), 1e-9)):
+        request = Request(problem=problem, goal=Goal(), time_limit_s=limit)
+        start = local(request, effort=NONE).mapping
+        assert start is not None
+        assert refine.refine(request, start, tries=5, seed=0).tolist() == start.tolist()
