@@ -131,8 +131,8 @@ def large(asked: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
         samples.append(sample)
         print(
-            f"large {number}: {mode:8s} {found.objective_ms:8.4f} ms in {seconds:.3f} s, gap {found.gap:.1%} "
-            f"CP-SAT {alone.objective_ms:8.4f} ({sample['excess']:+.2%}), from there "
+            f"large {number}: {mode:8s} {found.objective_ms:8.4f} ms in {seconds:.3f} s, gap {found.gap:.1%}"
+            f"; CP-SAT {alone.objective_ms:8.4f} ({sample['excess']:+.2%}), from there "
             f"{after.objective_ms:8.4f} ({sample['excess_after']:+.2%})",
             flush=True,
         )

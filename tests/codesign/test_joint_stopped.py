@@ -67,8 +67,8 @@ def goes_on(folder: Path, mode: Mode, unbroken: dict[str, Any]) -> None:
     assert (folder / PLAN).read_bytes() == (other / PLAN).read_bytes()
 
 
-WRITES: dict[Mode, Sequence[int]] = {"joint": range(6), "two-stage": (0, 4, 5, 7, 8, 10)}
-"""Rows of these runs: a beginning, four epochs, three rounds, and ends. Not all are looked at."""
+WRITES: dict[Mode, Sequence[int]] = {"joint": (0, 1, 3, 5), "two-stage": (0, 5, 7, 10)}
+"""Some rows of these runs: a beginning, four epochs, three rounds, and ends."""
 
 
 @pytest.mark.parametrize(
@@ -187,5 +187,5 @@ def test_two_runs_in_one_folder_at_the_same_time(tmp_path: Path) -> None:
             refused.append(str(error.value))
 
     found = trained(tmp_path, Toy(4), progress=meanwhile, **PAYS)
-    assert refused and len(rows_of(tmp_path)) == len(WRITES["joint"])
+    assert refused and len(rows_of(tmp_path)) == 6
     same_run(found, trained(tmp_path / "alone", Toy(4), **PAYS))

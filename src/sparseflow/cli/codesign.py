@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,11 +196,11 @@ def train(
         found = comparing.compare(
             settings, make_task, out, seeds=seeds, modes=modes, device=device, workers=workers, progress=tell
         )
-    chosen = " ".join(f"--set {change}" for change in changes or [])
-    command = (
-        f"sparseflow codesign train --config {config} {chosen} --mode {mode} --seeds {seeds} "
-        f"--workers {workers} --device {device} --out …"
-    )
+    chosen = [part for change in changes or [] for part in ("--set", change)]
+    command = "sparseflow codesign train " + shlex.join(
+        ["--config", config, *chosen, "--mode", mode, "--seeds", str(seeds), "--workers", str(workers),
+         "--device", device, "--out", "runs"]
+    )  # fmt: skip
     for seed in range(seeds):
         for each in modes:
             page_of_run(out / f"{each}-{seed}", command=command)

@@ -133,6 +133,8 @@ class JointTrainer:
             # What joint training does after every epoch, the two-stage baseline does after the last.
             rounds = self._rounds_in_all() if self.mode == "two-stage" else 0
             while self._rounds < rounds:
+                # As warm in each round as joint training is in its own.
+                self._anneal((self.task.epochs - rounds + self._rounds) / max(1, self.task.epochs - 1))
                 self._rounds += 1
                 self._alpha_round()
                 self._decide(fine=self._rounds % self.settings.joint.plan_every == 0)

@@ -25,11 +25,11 @@ from sparseflow.errors import InputError, RunError
 SMALL_BITS = 24.0
 """K log2(S) up to which `"auto"` goes on until it has the proof: 12 segments on 4 slots."""
 
-TRY_BITS = 48.0
-"""K log2(S) up to which it has a short try at it: 16 segments on 8 slots."""
+COARSE_SEGMENTS, COARSE_SLOTS = 16, 8
+"""Of a coarse plan, at most: it is made in some ten milliseconds, with a short try at the proof."""
 
-TRY, TRY_NODES = Effort(rounds=2, steps=10_000, tries=10), 3_000
-"""Local search before that try, and nodes in it: some ten milliseconds each."""
+COARSE, COARSE_NODES = Effort(rounds=2, steps=10_000, tries=10), 3_000
+"""Local search for it, and nodes of that try."""
 
 DP_STEPS = 2e7
 """What a contiguous start is worth in steps: some ten milliseconds."""
@@ -44,8 +44,8 @@ class MappingSolver:
     - `"exact"`: branch and bound to the end, for a dozen segments or two (see `exact`).
     - `"local"`: annealing from contiguous and greedy mappings, for any size (see `local`).
     - `"cpsat"`: OR-Tools CP-SAT from the start given or a greedy one, for as long as there is time.
-    - `"auto"`: exact where there are at most 4^12 mappings; elsewhere local, then a short try at the proof.
-      Milliseconds to a second or two.
+    - `"auto"`: exact where there are at most 4^12 mappings; elsewhere local, for up to 16 segments on 8 slots
+      only for some milliseconds, with a short try at the proof.
     - `"best"`: auto, then CP-SAT from there for the time that is left.
 
     Args:
@@ -201,7 +201,7 @@ def _dp(request: Request) -> tuple[Answer, str]:
 def _exact(request: Request) -> tuple[Answer, str]:
     if _bits(request) <= SMALL_BITS:
         return exact(_begun(request, _contiguous(request))), "exact"
-    first = local(request, starts=_contiguous(request), effort=TRY)
+    first = local(request, starts=_contiguous(request), effort=COARSE)
     return exact(_begun(request, [first.mapping])), "exact"
 
 
@@ -212,13 +212,13 @@ def _local(request: Request) -> tuple[Answer, str]:
 def _auto(request: Request) -> tuple[Answer, str]:
     if _bits(request) <= SMALL_BITS:
         return _exact(request)
-    if _bits(request) > TRY_BITS:
+    if request.problem.segments > COARSE_SEGMENTS or request.problem.slots > COARSE_SLOTS:
         return _local(request)
-    answer = _searched(request, TRY)
+    answer = _searched(request, COARSE)
     if answer.mapping is None or not answer.finished:
         return answer, "local"
     before = _value(request, answer.mapping)
-    proof = exact(_begun(request, [answer.mapping]), most_nodes=TRY_NODES)
+    proof = exact(_begun(request, [answer.mapping]), most_nodes=COARSE_NODES)
     better = proof.finished or _value(request, proof.mapping) < before
     return replace(proof, finished=proof.finished or request.seconds_left > 0.0), (
         "exact" if better else "local"
