@@ -1,7 +1,7 @@
 """Large neighbourhoods: the segments of a few slots are placed anew, as well as can be, the others staying.
 
 Annealing balances slots roughly; what is left to gain takes several moves at once, all of them right. So
-branch and bound takes some segments of a few slots (the fullest one among them where the period counts,
+branch and bound takes some segments of four slots (the fullest one among them where the period counts,
 as nothing else can shorten it), and finds the best for them, or gives up after some nodes.
 
     Shaw: Using constraint programming and local search methods to solve vehicle routing problems. CP 1998.
@@ -17,7 +17,7 @@ from sparseflow.codesign.mapping.strategy import Request
 from sparseflow.codesign.mapping.tables import tables
 
 SLOTS, SEGMENTS = 4, 16
-"""Of a neighbourhood, at most."""
+"""Of a neighbourhood."""
 
 NODES = 2_000
 """In each: some milliseconds."""
@@ -44,7 +44,7 @@ def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.
     # The faster a slot, the more its time weighs, so that segments cost about the same everywhere.
     latency = np.where(np.isfinite(arrays.latency), arrays.latency, np.nan)
     speed = 1.0 / np.maximum(np.nanmean(latency, axis=0), np.finfo(np.float64).tiny)
-    none, width = np.zeros(problem.slots), min(SLOTS, max(problem.slots - 1, 2))
+    none = np.zeros(problem.slots)
     for _ in range(tries):
         if request.seconds_left <= 0.0:
             break
@@ -53,7 +53,7 @@ def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.
             fullest = int(np.argmax(evaluate(problem, best).busy_ms))
             order = np.concatenate([[fullest], order[order != fullest]])
         allowed = np.zeros(problem.slots, dtype=bool)
-        allowed[order[:width]] = True
+        allowed[order[:SLOTS]] = True
         there = rng.permutation(np.flatnonzero(allowed[best]))[:SEGMENTS]
         if len(there) == 0:
             continue
@@ -65,6 +65,4 @@ def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.
         if branching.best_ms < best_ms and branching.best is not None:
             best = branching.best
             best_ms = goal.objective_ms(evaluate(problem, best))
-        if free.all() and allowed.all() and branching.done:
-            break
     return best
