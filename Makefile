@@ -27,7 +27,7 @@ demo: $(VENV)/.run  ## Set up, then measure the shipped network on this machine 
 	$(BIN)/sparseflow demo $(ARGS)
 
 test: $(VENV)/.dev  ## Set up, then run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## Lint, check formatting, types and import directions; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
@@ -71,6 +71,6 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and checks need ..."
-	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign]"
+	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign,adaptive]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $@

@@ -1,14 +1,19 @@
-"""What every test shares: which tests run where, and memory that is poisoned until it is written."""
+"""What tests share: which of them run where, one thread, and memory that is poisoned until it is written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+# Tensors here are small: a second thread only waits, and sums in another order differ. Processes that tests
+# start are told too, so that what one of them computes can be compared bit for bit.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, so this must stand before any test does that.
@@ -27,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(too_slow)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What a test does to the number of threads ends with it."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,15 +35,6 @@ from tests.codesign.nodes import made_layers
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 PROXY = LayerHwProxy.analytic()
 LOG = "sparseflow.codesign.partition"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread: with tensors this small more only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def chip(name: str = "chip", **figures: Any) -> ChipType:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,6 @@ from sparseflow.errors import DeviceError, InputError, RunError
 HERE = DeviceSpec(name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2)
 QUICK = Measuring(repeats=3, warmup=1, sample_ms=0.0)
 SMALL = Grid(batch=(1, 2), seq_len=(16, 64), embed_dim=(64, 128), rows=128, flops=1e8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Tiny:
@@ -121,7 +113,6 @@ from sparseflow.codesign.profile import profile_grid
 def stop(done, of):
     if done == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-torch.set_num_threads(1)
 profile_grid(sys.argv[1], HERE, points=8, grid=SMALL, how=QUICK, progress=stop)
 """
 

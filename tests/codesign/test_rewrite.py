@@ -31,14 +31,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest difference of logits, over the largest of them or 1."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def scores(steps: Steps, samples: Tensor) -> Tensor:
     with torch.no_grad():
         state = steps.begin(samples)

@@ -26,14 +26,6 @@ from tests.pruning.models import awake, clips
 AST: dict[str, Any] = {"stages": {1: 0.5, 2: 0.3}, "selector": "ast"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def made(*, seed: int = 0, pruned: bool = False, dtype: torch.dtype = torch.float32, **sizes: Any) -> Steps:
     model = compact(awake(AST, seed=seed)) if pruned else awake(seed=seed, **sizes)
     return Steps(model.to(dtype))

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from sparseflow.pruning.blocks import Attention, Block, BlockGates, Perceptron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -15,8 +15,6 @@ from sparseflow.pruning.compact import shaped, units
 from sparseflow.pruning.config import SELECTORS
 from tests.pruning.models import awake, clips, far, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GRAINS = ((), ("head",), ("channel",), ("block",), ("head", "channel", "block"))
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest error, as a fraction of the largest score."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from sparseflow.errors import InputError
 from sparseflow.pruning.entropy import Score, ScoreConfig, voronoi, windows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Grid = tuple[int, int]
 
 

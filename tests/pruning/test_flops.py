@@ -14,8 +14,6 @@ from sparseflow.pruning.flops import flops
 from sparseflow.pruning.profile import dense
 from tests.pruning.models import awake, clips
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TWO: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}}
 WIDE: dict[str, Any] = {"embed_dim": 64}
 

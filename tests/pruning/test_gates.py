@@ -15,8 +15,6 @@ from sparseflow.pruning.gates import UnitGates, drive, soft_mask
 from sparseflow.pruning.tokens import best
 from tests.pruning.models import awake, clips, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL = {"head": 0.5, "channel": 0.25, "block": 0.75}
 
 

@@ -14,8 +14,6 @@ from sparseflow.pruning.flops import flops
 from sparseflow.pruning.profile import COMPACT, DENSE, MASKED, SOFT, dense, profile
 from tests.pruning.models import awake, clips, far
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL: dict[str, Any] = {"stages": {1: 0.5}, "keep": {"head": 0.5, "channel": 0.5, "block": 0.5}}
 QUICK: dict[str, Any] = {"batch": 2, "rounds": 2, "warmup": 1}
 

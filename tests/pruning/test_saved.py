@@ -17,8 +17,6 @@ from sparseflow.pruning import VideoViT, compact, load, save
 from sparseflow.pruning.config import SELECTORS
 from tests.pruning.models import awake, clips
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL = {"stages": {1: 0.5, 2: 0.3}, "keep": {"head": 0.5, "channel": 0.5, "block": 0.5}, "merge": True}
 
 

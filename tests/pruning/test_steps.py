@@ -18,8 +18,6 @@ from sparseflow.pruning.flops import flops
 from sparseflow.pruning.steps import Steps, soft_layers
 from tests.pruning.models import awake, clips, far, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STAGES = ({0: 0.8, 1: 0.5, 3: 0.3}, {1: 1.0, 2: 0.5}, {3: 0.25})
 POOLS = ("mean", "cls")
 

@@ -20,8 +20,6 @@ from sparseflow.pruning.tokens import (
     weighted_mean,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def made(b: int, front: int, s: int, c: int = 5, *, seed: int = 0) -> Tokens:
     g = torch.Generator().manual_seed(seed)

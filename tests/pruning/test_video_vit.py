@@ -15,8 +15,6 @@ from sparseflow.pruning.blocks import Block
 from sparseflow.pruning.config import SELECTORS
 from tests.pruning.models import SIZES, awake, clips, far, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TWO = {"stages": {1: 0.5, 3: 0.25}}
 
 

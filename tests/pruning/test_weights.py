@@ -19,7 +19,6 @@ from sparseflow.pruning.weights import VIDEOMAE, VIT, load_pretrained, video_vit
 from tests.pruning.models import clips, far
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56,

@@ -1,13 +1,12 @@
-"""What the spiking tests share: a decision cache of their own, one thread, and timings made up at will."""
+"""What the spiking tests share: a decision cache of their own, and timings made up at will."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import sparseflow
@@ -18,14 +17,6 @@ from sparseflow.spiking.plan import Plan
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "decisions"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class MadeUpTimes:

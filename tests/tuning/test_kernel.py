@@ -394,7 +394,7 @@ def test_nothing_changed_is_still_a_kernel(rewritten: Rewrite, cache: Path) -> N
         {"rows": lambda rows: rows[:-1]},
         {"cols": lambda cols: cols[:-1]},
     ],
-    ids=str,
+    ids=lambda changes: ", ".join(f"{key}={'cut' if callable(to) else to}" for key, to in changes.items()),
 )
 def test_records_that_do_not_fit(changes: dict[str, Any], rewritten: Rewrite, cache: Path) -> None:
     with pytest.raises(FileFormatError, match=r"is not a kernel that can be read: .*; tune again"):

@@ -31,7 +31,16 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("pyyaml", "yaml"),
             ("tensorboard", "tensorboard"),
         ),
-        "adaptive": (),
+        "adaptive": (
+            ("transformers", "transformers"),
+            ("xgboost-cpu", "xgboost"),
+            ("scikit-learn", "sklearn"),
+            ("pyyaml", "yaml"),
+            ("pillow", "PIL"),
+            ("fastapi", "fastapi"),
+            ("uvicorn", "uvicorn"),
+            ("prometheus-client", "prometheus_client"),
+        ),
         "codesign": (
             ("ortools", "ortools"),
             ("numba", "numba"),
@@ -41,7 +50,9 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "distributed": (("ray", "ray"),),
         "dev": (
             ("pytest", "pytest"),
+            ("pytest-xdist", "xdist"),
             ("hypothesis", "hypothesis"),
+            ("openai", "openai"),
             ("ruff", "ruff"),
             ("pyright", "pyright"),
             ("import-linter", "importlinter"),

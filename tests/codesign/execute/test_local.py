@@ -14,10 +14,8 @@ from sparseflow.errors import InputError
 from sparseflow.pruning import compact
 from sparseflow.pruning.config import SELECTORS
 from sparseflow.pruning.steps import Steps
-from tests.codesign.test_rewrite import TOLERANCE, apart, one_thread
+from tests.codesign.test_rewrite import TOLERANCE, apart
 from tests.pruning.models import awake, clips
-
-__all__ = ["one_thread"]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -14,10 +14,8 @@ from sparseflow.codesign.rewrite import RewritePlan, plan_bytes, split_form
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning.steps import Steps
 from tests.codesign.execute import jobs
-from tests.codesign.test_rewrite import TOLERANCE, apart, one_thread
+from tests.codesign.test_rewrite import TOLERANCE, apart
 from tests.pruning.models import awake
-
-__all__ = ["one_thread"]
 
 
 def size(module: nn.Module) -> int:

@@ -15,7 +15,6 @@ from sparseflow.errors import DeviceError, InputError
 from tests.codesign.layout.problems import KINDS, chain, random_problem
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 

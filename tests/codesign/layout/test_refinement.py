@@ -13,8 +13,6 @@ from sparseflow.codesign.layout.sites import Wafer, grid_sites
 from sparseflow.codesign.layout.wafer import WaferLayout, Weights
 from sparseflow.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WAFER = Wafer(radius_mm=70.0)
 
 

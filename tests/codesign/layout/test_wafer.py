@@ -14,8 +14,6 @@ from sparseflow.codesign.layout.sites import Wafer, grid_sites
 from sparseflow.codesign.layout.wafer import WaferLayout, Weights
 from sparseflow.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WAFER = Wafer(radius_mm=60.0, margin_mm=1.0)
 SIZES = np.array([[12.0, 16.0], [9.0, 12.0], [18.0, 24.0], [6.0, 8.0]])
 HALF = [10.0, 7.5, 15.0, 5.0]

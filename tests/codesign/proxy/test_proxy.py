@@ -23,7 +23,6 @@ LAYERS = [node("embed", inner=16), node("attention", inner=12), node("mlp"), nod
 
 @pytest.fixture(scope="module")
 def fitted() -> LayerHwProxy:
-    torch.set_num_threads(1)
     return fit(points(160), environments={"here": {"device": "made up"}, "elsewhere": {}}, folds=0)
 
 

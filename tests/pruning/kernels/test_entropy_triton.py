@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 5e-6, torch.bfloat16: 5e-6}
 """Largest error in nats: features are widened to float32 first, whatever they come in."""
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty", "one_thread"),
+    pytest.mark.usefixtures("poisoned_empty"),
     # Triton's interpreter turns its one-element arrays into loop bounds this way; numpy below 2.4 allows it.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]

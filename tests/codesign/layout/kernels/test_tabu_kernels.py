@@ -21,7 +21,6 @@ from tests.codesign.layout.problems import KINDS, random_problem
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # Triton's interpreter turns its one-element arrays into loop bounds this way; numpy below 2.4 allows it.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
