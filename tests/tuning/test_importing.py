@@ -172,7 +172,13 @@ def test_the_columns_of_dense_operands_may_be_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", f"{SPMM_LINE} 4\n".encode(), b"\x1f\x8bnot gzip", gzip.compress(HEADER.encode(), mtime=0)[:-9], b"\xff\n"],
+    [
+        b"",
+        f"{SPMM_LINE} 4\n".encode(),
+        b"\x1f\x8bnot gzip",
+        gzip.compress(HEADER.encode(), mtime=0)[:-9],
+        b"\xff\n",
+    ],
 )
 def test_files_in_neither_form(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "labels.gz"
