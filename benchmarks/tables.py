@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check    write nothing; exit 1 when one is not up to date
 
 A table stands between `<!-- table:<wing> -->` and `<!-- /table -->`. Whatever is typed there is replaced.
-`<!-- table:<wing> targets -->` lists only the claims that had a target.
+`<!-- table:<wing> targets -->` lists only the claims that had a target, `<!-- table:wings -->` how many each
+wing had and met, and `<!-- table:ids <id> <id> ... -->` the claims of these ids, of any wing, in this order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from sparseflow.errors import FileFormatError, SparseFlowError
 ROOT = Path(__file__).resolve().parents[1]
 
 _BLOCK = re.compile(
-    r"(<!-- table:(?P<wing>[a-z]+)(?P<only> targets)? -->\n)(?P<body>.*?)(?P<end><!-- /table -->)", re.DOTALL
+    r"(<!-- table:(?P<what>[a-z]+)(?P<words>(?:\s[a-z0-9/-]+)*)\s-->\n)(?P<body>.*?)(?P<end><!-- /table -->)",
+    re.DOTALL,
 )
 _OPENING = re.compile(r"<!-- table:")
 
@@ -38,7 +40,16 @@ def render(text: str, results: Path) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}{table(found['wing'], results, targets=bool(found['only']))}{found['end']}"
+        what, words = found["what"], found["words"].split()
+        if what == "wings" and not words:
+            lines = wings(results)
+        elif what == "ids" and words:
+            lines = chosen(words, results)
+        elif words in ([], ["targets"]):
+            lines = table(what, results, targets=bool(words))
+        else:
+            raise FileFormatError(f"`{found[1].strip()}` is no table that is known here")
+        return f"{found[1]}{lines}{found['end']}"
 
     if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
         raise FileFormatError("every `<!-- table:wing -->` must be followed by a `<!-- /table -->`")
@@ -47,14 +58,42 @@ def render(text: str, results: Path) -> str:
 
 def table(wing: str, results: Path, *, targets: bool = False) -> str:
     """The Markdown table of one wing's claims, or of those with a target."""
-    if wing not in claims.WINGS:
-        raise FileFormatError(f"`<!-- table:{wing} -->` must name one of: {', '.join(claims.WINGS)}")
-    rows = claims.load(results / wing / "claims.json")
-    rows = [claim for claim in rows if claim.target is not None or not targets]
+    rows = [claim for claim in _claims(wing, results) if claim.target is not None or not targets]
     if not rows:
         return "\nNothing has been measured yet.\n\n"
-    for claim in rows:
+    source = f"Samples, commands and circumstances: `results/{wing}/claims.json`."
+    return "\n".join(["", *_lines(rows), "", source, "", ""])
+
+
+def chosen(ids: list[str], results: Path) -> str:
+    """The Markdown table of some claims."""
+    found = {claim.id: claim for wing in claims.WINGS for claim in _claims(wing, results)}
+    missing = [each for each in ids if each not in found]
+    if missing:
+        raise FileFormatError(f"no claims are called {', '.join(missing)}")
+    return "\n".join(["", *_lines([found[each] for each in ids]), "", ""])
+
+
+def wings(results: Path) -> str:
+    """The Markdown table of how many targets each wing had and met."""
+    lines = ["| | targets | met | not met |", "| --- | ---: | ---: | ---: |"]
+    for wing in claims.WINGS:
+        met = [claim.met for claim in _claims(wing, results) if claim.target is not None]
+        counts = f"{len(met)} | {sum(met)} | {len(met) - sum(met)}" if met else "– | – | –"
+        lines.append(f"| [{wing}](docs/{wing}.md) | {counts} |")
+    return "\n".join(["", *lines, "", ""])
+
+
+def _claims(wing: str, results: Path) -> list[claims.Claim]:
+    if wing not in claims.WINGS:
+        raise FileFormatError(f"`<!-- table:{wing} -->` must name one of: {', '.join(claims.WINGS)}")
+    found = claims.load(results / wing / "claims.json")
+    for claim in found:
         claims.check_samples(claim, results)
+    return found
+
+
+def _lines(rows: list[claims.Claim]) -> list[str]:
     lines = ["| | measured | target | against | on |", "| --- | ---: | ---: | --- | --- |"]
     for claim in rows:
         met = "" if claim.target is None else " ✓" if claim.met else " ✗ not met"
@@ -66,8 +105,7 @@ def table(wing: str, results: Path, *, targets: bool = False) -> str:
             claim.device,
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    source = f"Samples, commands and circumstances: `results/{wing}/claims.json`."
-    return "\n".join(["", *lines, "", source, "", ""])
+    return lines
 
 
 def shown(value: bool | float | str) -> str:

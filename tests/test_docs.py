@@ -68,6 +68,11 @@ def test_a_table_is_written_between_its_markers(tmp_path: Path) -> None:
         tmp_path,
         {"id": "spiking/1-b", "claim": "Slow.", "value": 0.9, "target": ">= 1", "met": False, **common},
     )
+    counts = tables.render("<!-- table:wings -->\n<!-- /table -->\n", tmp_path)
+    assert "| [spiking](docs/spiking.md) | 2 | 1 | 1 |\n" in counts
+    assert "| [adaptive](docs/adaptive.md) | – | – | – |\n" in counts
+    some = tables.render("<!-- table:ids\nspiking/2-a -->\n<!-- /table -->\n", tmp_path)
+    assert "quicker." in some and "Slow." not in some
     text = "before\n<!-- table:spiking -->\nold\n<!-- /table -->\nafter\n"
     written = tables.render(text, tmp_path)
     assert written.startswith("before\n<!-- table:spiking -->\n") and written.endswith(
@@ -84,7 +89,16 @@ def test_without_results_a_table_says_so(tmp_path: Path) -> None:
     assert "Nothing has been measured yet." in tables.render(text, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["<!-- table:spiking -->\n", "<!-- table:cooking -->\n<!-- /table -->"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table:spiking -->\n",
+        "<!-- table:cooking -->\n<!-- /table -->",
+        "<!-- table:spiking all -->\n<!-- /table -->",
+        "<!-- table:ids spiking/9-absent -->\n<!-- /table -->",
+        "<!-- table:ids -->\n<!-- /table -->",
+    ],
+)
 def test_a_marker_that_makes_no_sense_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(FileFormatError):
         tables.render(text, tmp_path)
