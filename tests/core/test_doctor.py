@@ -51,7 +51,3 @@ def test_triton_is_usable_only_with_a_gpu(
     check = doctor._triton(gpus)
     assert check.ok is ok and words in check.detail
     assert ok or gpus == 0 or check.fix
-
-
-def test_an_extra_of_a_wing_that_has_not_landed_is_not_called_ready() -> None:
-    assert not doctor._extra("adaptive").ok

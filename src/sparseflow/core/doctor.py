@@ -71,8 +71,6 @@ def diagnose() -> Diagnosis:
 
 def _extra(name: str) -> Check:
     packages = EXTRAS[name]
-    if not packages:
-        return Check(name=name, ok=False, detail="its wing has not landed yet")
     found = {package: version(package) for package, _ in packages}
     missing = [package for package, number in found.items() if number is None]
     here = ", ".join(f"{package} {number}" for package, number in found.items() if number is not None)
