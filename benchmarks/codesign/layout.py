@@ -13,7 +13,6 @@ did. `--warps` tries the batch with other numbers of warps a program.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,11 +21,11 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from frame import begun, ended, options
 from scipy.optimize import quadratic_assignment
 
 from sparseflow.codesign.layout import Assignment, Instance, assign, assign_batch, cost, read_qaplib
 from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 
 SAME = 4
 """Restarts of a batch whose permutations are compared with those of the core."""
@@ -115,9 +114,7 @@ def percent(value: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--qaplib", type=Path, required=True, help="folder with *.qap files")
     parser.add_argument("--only", nargs="*", help="names of instances; all by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -129,20 +126,14 @@ def main() -> int:
     parser.add_argument("--moves", type=int, default=20_000, help="of a restart of the batch")
     parser.add_argument("--rounds", type=int, default=3, help="of the batch against one core")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="also try these numbers of warps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file")
     asked = parser.parse_args()
     files = sorted(file for file in asked.qaplib.glob("*.qap") if not asked.only or file.stem in asked.only)
     if not files:
         parser.error(f"there is no such *.qap file in {asked.qaplib}")
-    told: dict[str, Any] = {
-        "environment": environment(asked.device, seed=asked.seed),
-        "settings": {name: value for name, value in vars(asked).items() if name not in ("out", "qaplib")},
-        "instances": {},
-    }
+    told = begun(asked, device=asked.device) | {"instances": {}}
     if asked.device != "cpu":
         told["core"] = environment("cpu", seed=asked.seed)
-    wrong = 0
+    wrong = []
     print(f"{'':10s} {'':14s} {'best':>10s} {'gap':>7s} {'mean gap':>8s} {'s/restart':>9s} {'M swaps/s':>9s}")
     for file in files:
         instance = read_qaplib(file)
@@ -159,19 +150,16 @@ def main() -> int:
         if asked.device != "cpu":
             row = told["instances"][instance.name]["batch"] = against_core(instance, asked)
             right = row["costs_right"] and row["same_permutations"]
-            wrong += not right
+            wrong += [] if right else [f"{instance.name}: other costs or permutations than on the core"]
             print(
                 f"{instance.name:10s} {'batch':14s} {row['batch_costs'][0][0]:10d} "
                 f"{percent(row['best_gap'])} {percent(row['mean_gap']):>8s} "
                 f"{median(row['batch_seconds']):9.3f} {median(row['batch_swaps_per_s']) / 1e6:9.1f}  "
                 f"{row['times']:.1f} cores"
-                + ("" if right else "  WRONG: other costs or permutations than on the core")
             )
             for trial in row["warps"]:
                 print(f"{'':10s} {trial['warps']:3d} warps {trial['swaps_per_s'] / 1e6:44.1f}")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(told) + "\n")
-    return int(wrong > 0)
+    return ended(asked, told, wrong)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Times are those of calls, compiling left out, but for the first in a new process
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -27,13 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from frame import begun, ended, options
 
 from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound, synthetic
 from sparseflow.codesign.mapping.reference import exhaust
-from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 SAME = 1e-9
@@ -199,32 +197,24 @@ def coarse(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--optimum", type=int, default=100, help="problems, each in both modes")
     parser.add_argument("--large", type=int, default=10, help="problems")
     parser.add_argument("--memory", type=int, default=1000, help="problems")
     parser.add_argument("--repeats", type=int, default=5, help="of each coarse plan")
     parser.add_argument("--seconds", type=float, default=20.0, help="for CP-SAT")
     parser.add_argument("--workers", type=int, default=2, help="threads of CP-SAT")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file")
     asked = parser.parse_args()
     MappingSolver().solve_mapping(synthetic(3, 2, seed=0))
-    settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
-    told: dict[str, Any] = {"environment": environment("cpu", seed=asked.seed), "settings": settings}
-    told["coarse"] = coarse(asked)
-    told["optimum"] = optimum(asked)
-    told["memory"] = memory(asked)
-    told["large"] = large(asked)
-    wrong = told["optimum"]["right"] < told["optimum"]["of"] or told["memory"]["violations"]
-    wrong = wrong or told["memory"]["bounds_too_high"]
-    if wrong:
-        told["failed"] = "an answer is not what it must be"
-    if asked.out:
-        write_atomic(asked.out, json.dumps(told) + "\n")
-    return int(bool(wrong))
+    told = begun(asked)
+    for part in (coarse, optimum, memory, large):
+        told[part.__name__] = part(asked)
+    missed = {
+        "mappings that are not the optimum": told["optimum"]["of"] - told["optimum"]["right"],
+        "mappings that break a slot's memory": told["memory"]["violations"],
+        "bounds above a mapping": told["memory"]["bounds_too_high"],
+    }
+    return ended(asked, told, [f"{count} {what}" for what, count in missed.items() if count])
 
 
 if __name__ == "__main__":

@@ -9,33 +9,29 @@ Transformers by their figures, on chips of the shipped library. First two cases 
 of equal blocks over a slow link, which must stay whole, and one with a giant perceptron over a fast link,
 which must be split. Then random ones: models, chips, empty slots, links from slow to fast, both modes. Each
 plan is priced anew, from its slots and splits alone, and must not be worth less than the coarse one. All that
-the planner says it considered is kept, with what it would have gained.
+the planner says it considered is kept, with what it would have gained; of the first two all that it tried.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from frame import begun, ended, options
 
 from sparseflow.codesign.chips import ChipType, Link, read_library
 from sparseflow.codesign.mapping import MappingSolver, Mode
 from sparseflow.codesign.network import Network
 from sparseflow.codesign.objective import evaluate, feasible
-from sparseflow.codesign.partition import PartitionPlanner, Plan
+from sparseflow.codesign.partition import PartitionPlanner, Plan, table_of
 from sparseflow.codesign.proxy import LayerConfig, LayerHwProxy
 from sparseflow.codesign.rewrite import plan_bytes
 from sparseflow.codesign.splits import PartitionConfig
-from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.timing import Samples, measure
 
@@ -48,10 +44,11 @@ LEAST = 1e-12
 
 COLUMNS = (
     "seed", "mode", "chips", "slots", "layers", "giant", "GB/s", "us", "coarse objective", "objective",
-    "gap", "split", "coarse ms", "plan ms", "considered",
+    "gap", "split", "coarse ms", "plan ms", "considered", "tried",
 )  # fmt: skip
 """Of instances: `coarse objective` and `objective` are of plans without and with splits, `gap` is that of the
-coarse plan's latency from its bound, `coarse ms` and `plan ms` are what the planner took."""
+coarse plan's latency from its bound, `coarse ms` and `plan ms` are what the planner took; `considered` holds
+the best split of each layer in each round, see `CONSIDERED`, and `tried` is how many were evaluated."""
 
 CONSIDERED = ("layer", "sizes", "slots", "objective before", "objective after", "gain", "accepted")
 
@@ -189,6 +186,12 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def rounded(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """With six digits of each figure."""
+    rows = [[short(each) if isinstance(each, float) else each for each in row] for row in table["rows"]]
+    return table | {"rows": rows}
+
+
 def considered(found: Plan) -> list[list[Any]]:
     """See `CONSIDERED`."""
     return [
@@ -210,6 +213,7 @@ def row(seed: int, given: Instance, found: Plan, coarse: Samples, fine: Samples)
         short(found.coarse_stats.objective), short(found.hw_stats.objective), short(found.gap),
         0 if found.rewrite_plan is None else len(found.rewrite_plan.splits),
         [round(each, 3) for each in coarse.times_ms], round(fine.times_ms[0], 3), considered(found),
+        len(found.tried),
     ]  # fmt: skip
 
 
@@ -228,8 +232,8 @@ def report(rows: list[list[Any]]) -> None:
     gains = [1.0 - after / before for (before, after), split in zip(pairs, at["split"], strict=True) if split]
     print(
         f"{len(rows)} random instances: {len(gains)} with splits, which gain "
-        f"{median(gains) if gains else 0.0:.1%} (median); {sum(map(len, at['considered']))} splits "
-        f"considered; worse than the coarse plan: {sum(after > before for before, after in pairs)}"
+        f"{median(gains) if gains else 0.0:.1%} (median); {sum(at['tried'])} splits "
+        f"tried; worse than the coarse plan: {sum(after > before for before, after in pairs)}"
     )
     times = [sample for samples in at["coarse ms"] for sample in samples]
     for what, values in (("a coarse plan", times), ("one with splits", at["plan ms"])):
@@ -237,20 +241,15 @@ def report(rows: list[list[Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, seed="the first random instance")
     parser.add_argument("--instances", type=int, default=200, help="random ones")
     parser.add_argument("--repeats", type=int, default=3, help="coarse plans that are timed of each")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--seed", type=int, default=0, help="of the first random instance")
-    parser.add_argument("--out", type=Path, help="JSON file")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    told: dict[str, Any] = {
-        "environment": environment("cpu", seed=asked.seed),
-        "settings": {name: getattr(asked, name) for name in vars(asked) if name != "out"},
+    told = begun(asked) | {
         "partition": vars(PartitionConfig()), "columns": COLUMNS, "considered": CONSIDERED, "plain": {},
+        "tried": {},
     }  # fmt: skip
     wrong: list[str] = []
     for name, slow in (("slow link", True), ("fast link, giant perceptron", False)):
@@ -259,6 +258,7 @@ def main() -> int:
         if (found.rewrite_plan is None) is not slow:
             problems.append("splits" if slow else "splits nothing")
         wrong += [f"{name}: {problem}" for problem in problems]
+        told["tried"][name] = rounded(table_of(found.tried))
         before, after = found.coarse_stats.objective, found.hw_stats.objective
         print(f"{name}: objective {before:.4g} -> {after:.4g}, {'no splits' if slow else 'split'} expected")
         for each in found.considered:
@@ -273,12 +273,7 @@ def main() -> int:
     told["instances"] = rows
     if rows:
         report(rows)
-    if wrong:
-        told["failed"] = "; ".join(wrong)
-        print(f"failed: {told['failed']}")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(told, separators=(",", ":")) + "\n")
-    return int(bool(wrong))
+    return ended(asked, told, wrong)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ measured once more at the end: no model can be nearer to a measurement than the 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -26,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frame import begun, ended, options
 
 from sparseflow.codesign.chips import read_library
 from sparseflow.codesign.profile import Measuring, profile_grid
 from sparseflow.codesign.proxy import DeviceSpec, Grid, Point, device_here, fit, judge, read_points
 from sparseflow.codesign.proxy.scores import median_error
-from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import measure
 
 TARGETS = {"median_error": 0.10, "spearman": 0.95}
@@ -48,11 +46,11 @@ def collected(asked: argparse.Namespace, file: Path) -> tuple[list[Point], dict[
         mode=asked.mode or ("graph" if cuda else "eager"), repeats=asked.repeats,
         power_every=asked.power_every if cuda else 0,
     )  # fmt: skip
-    begun = time.monotonic()
+    since = time.monotonic()
     # A file that is gone on with says what the device is: ceilings differ a little each time.
     there = read_points(file, missing_ok=True).points
     spec = there[0].device if there else device_here(asked.device, tdp_w=asked.tdp_w, idle_w=asked.idle_w)
-    ceilings_s = time.monotonic() - begun
+    ceilings_s = time.monotonic() - since
     shared = {"device": asked.device, "grid": grid, "how": how, "seed": asked.seed}
 
     def progress(done: int, of: int) -> None:
@@ -62,7 +60,7 @@ def collected(asked: argparse.Namespace, file: Path) -> tuple[list[Point], dict[
     found = profile_grid(
         file, spec, points=asked.points, budget_s=asked.budget_s, progress=progress, **shared
     )
-    took = {"ceilings_s": round(ceilings_s, 2), "points_s": round(time.monotonic() - begun - ceilings_s, 2)}
+    took = {"ceilings_s": round(ceilings_s, 2), "points_s": round(time.monotonic() - since - ceilings_s, 2)}
     told = {"mode": how.mode, "precisions": precisions, "took": took, "device_spec": spec.to_dict()}
     if asked.retest:
         with tempfile.TemporaryDirectory() as scratch:
@@ -81,9 +79,7 @@ def table_ms(asked: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, required=True)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--points", type=int, default=150, help="configurations")
     parser.add_argument("--precisions", nargs="*", help="all three on a GPU, float32 on a CPU by default")
@@ -96,26 +92,21 @@ def main() -> int:
     parser.add_argument("--retest", type=int, default=24, help="configurations to measure once more")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--keep", type=Path, help="Parquet file of points, gone on with if it is there")
     asked = parser.parse_args()
     if asked.threads:
         torch.set_num_threads(asked.threads)
     with tempfile.TemporaryDirectory() as scratch:
         points, told = collected(asked, asked.keep or Path(scratch) / "points.parquet")
-    begun = time.monotonic()
+    since = time.monotonic()
     judged = judge(points, folds=asked.folds, seed=asked.seed)
     proxy = fit(points, folds=0, seed=asked.seed)
-    told["took"]["fits_s"] = round(time.monotonic() - begun, 2)
+    told["took"]["fits_s"] = round(time.monotonic() - since, 2)
     summary = judged.summary()
-    settings = {name: getattr(asked, name) for name in vars(asked) if name not in ("out", "keep")}
-    settings["budget_s"] = None if math.isinf(asked.budget_s) else asked.budget_s
     met = summary["median_error"] <= TARGETS["median_error"] and summary["spearman"] >= TARGETS["spearman"]
     met = met and summary["median_error"] < summary["roofline_median_error"]
     record = {
-        "environment": environment(asked.device, seed=asked.seed),
-        "settings": settings,
+        **begun(asked, device=asked.device),
         **told,
         "held_out": summary,
         "met": met,
@@ -131,7 +122,6 @@ def main() -> int:
             )
         ],
     }  # fmt: skip
-    write_atomic(asked.out, json.dumps(record) + "\n")
     print(
         f"{summary['points']} points: median error {summary['median_error']:.1%} (roofline alone "
         f"{summary['roofline_median_error']:.1%}), Spearman {summary['spearman']:.4f} "
@@ -145,7 +135,7 @@ def main() -> int:
             )
     print(f"measured once more: median difference {told.get('retest_error', math.nan):.1%}")
     print(f"table of {LAYERS} x {DEVICES}: {record['table_ms']:.2f} ms; {told['took']}")
-    return 0
+    return ended(asked, record, [])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frame import begun, ended, logits_tolerance, options
 from torch import nn
 
 from sparseflow.codesign.execute import Measured, RankExecutor, launch
@@ -40,8 +40,6 @@ from sparseflow.codesign.splits import PartitionConfig
 from sparseflow.codesign.timeline import play
 from sparseflow.codesign.verification import error_of, whole
 from sparseflow.core.device import describe
-from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 from sparseflow.core.layers import LayerNode, Splittable
 from sparseflow.core.timing import measure
 from sparseflow.pruning import VideoViT, compact
@@ -178,7 +176,7 @@ def _parts(plan: Plan) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__, seed="weights and clips")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -191,8 +189,6 @@ def main() -> int:
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--batches", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     steps = made(asked)
     link, samples = launch(probe, asked.slots, device=asked.device)[0]
@@ -231,17 +227,20 @@ def main() -> int:
         print(f"{name:9s} {len(each['splits'])} splits, logits differ by {each['logits_error']:.1e}, bytes "
               f"{each['moved_bytes']} (planned {each['planned_bytes']})", flush=True)  # fmt: skip
     record = {
-        "environment": environment(asked.device, seed=asked.seed),
-        "settings": {name: value for name, value in vars(asked).items() if name != "out"},
+        **begun(asked, device=asked.device),
         "link": link.model_dump(), "link_samples_ms": {str(size): values for size, values in samples.items()},
         "layers_ms": {
             layer.name: float(took) for layer, took in zip(costs.layers, costs.latency_ms[:, 0], strict=True)
         },
         "one_device_ms": {"layers": float(alone), "measured": alone_ms}, "cases": found,
     }  # fmt: skip
-    if asked.out is not None:
-        write_atomic(asked.out, json.dumps(record) + "\n")
-    return 0 if all(each["planned_bytes"] == each["moved_bytes"] for each in found) else 1
+    wrong = []
+    for each in found:
+        if each["planned_bytes"] != each["moved_bytes"]:
+            wrong.append(f"{each['case']}: other bytes were moved than planned")
+        if each["logits_error"] > logits_tolerance(asked.dtype, split=bool(each["splits"])):
+            wrong.append(f"{each['case']}: logits differ by {each['logits_error']:.1e}")
+    return ended(asked, record, wrong)
 
 
 if __name__ == "__main__":

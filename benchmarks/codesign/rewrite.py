@@ -12,23 +12,19 @@ then undone, and by an executor in one process; some are run by as many processe
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from frame import begun, ended, options
 from torch import Tensor
 
 from sparseflow.codesign.execute import LocalExecutor, RankExecutor, launch
 from sparseflow.codesign.random_plan import random_plan
 from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
-from sparseflow.core.environment import environment
-from sparseflow.core.files import write_atomic
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.steps import Steps
 
@@ -138,21 +134,15 @@ def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, seed="weights")
     parser.add_argument("--plans", type=int, default=200, help="of each model and dtype")
     parser.add_argument("--rank-plans", type=int, default=8, help="of each number of processes and dtype")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3], help="processes")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--seed", type=int, default=0, help="of weights")
-    parser.add_argument("--out", type=Path, help="JSON file")
     asked = parser.parse_args()
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    told: dict[str, Any] = {
-        "environment": environment("cpu", seed=asked.seed),
-        "settings": {name: getattr(asked, name) for name in vars(asked) if name != "out"},
+    told = begun(asked) | {
         "tolerance": TOLERANCE, "columns": COLUMNS, "rank_columns": RANK_COLUMNS, "cases": [], "ranks": [],
     }  # fmt: skip
     wrong = []
@@ -181,12 +171,7 @@ def main() -> int:
             told["ranks"].append({"processes": slots, "dtype": dtype, "samples": rows})
             if worst > limit or same < len(rows):
                 wrong.append(f"{slots} processes, {dtype}")
-    if wrong:
-        told["failed"] = f"out of limits: {'; '.join(wrong)}"
-        print(told["failed"])
-    if asked.out:
-        write_atomic(asked.out, json.dumps(told) + "\n")
-    return int(bool(wrong))
+    return ended(asked, told, [f"{each}: out of limits" for each in wrong])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("numba")
 
 from sparseflow.cli.root import run
+from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.saved import load_plan
 from sparseflow.pruning import save
 from sparseflow.pruning.settings import settings_of
@@ -92,6 +95,103 @@ def test_plan_verify_and_layout(config: str, capsys: pytest.CaptureFixture[str])
     assert "layout before: " in capsys.readouterr().out
 
 
+def test_a_plan_that_is_placed_anew_stays_where_it_is(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["codesign", "plan", "--config", config, "--no-search", "--out", "plan", *SPLIT]) == 0
+    capsys.readouterr()
+    before, told_before = Path("plan/plan.json").read_bytes(), load_plan("plan/plan.json").extra
+    assert set(told_before) == {"considered", "lower_bound_ms", "gap", "finished"}
+    # The folder stands for the plan in it.
+    for source in ("plan/plan.json", "plan"):
+        assert run(["codesign", "layout", source, "--json"]) == 0
+        found = told(capsys)
+        assert found["plan"] == "plan/layout/plan.json" and found["page"] == "plan/layout/report.html"
+        assert Path("plan/plan.json").read_bytes() == before
+    laid, old = load_plan("plan/layout/plan.json"), load_plan("plan/plan.json")
+    assert laid.decision.positions_mm != old.decision.positions_mm and laid.layers == old.layers
+    # What was told of the plan is told of it still, but for bounds at places that it has left.
+    assert laid.extra == {"considered": told_before["considered"]} and told_before["considered"]
+    assert "No bound of this mapping was computed" in Path("plan/layout/report.html").read_text()
+    # Placed again nothing moves, and nothing is lost.
+    assert run(["codesign", "layout", "plan/layout", "--out", "again"]) == 0
+    assert load_plan("again/plan.json").extra == laid.extra
+
+
+def test_a_layout_is_searched_as_it_is_told(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseflow.codesign import places
+
+    asked: list[Any] = []
+    original = places.assign
+
+    def asking(*args: Any, **named: Any) -> Any:
+        asked.append({name: named[name] for name in ("method", "restarts", "seconds", "seed")})
+        return original(*args, **named)
+
+    assert run(["codesign", "plan", "--config", config, "--no-search", "--out", "plan"]) == 0
+    monkeypatch.setattr(places, "assign", asking)
+    command = ["codesign", "layout", "plan/plan.json", "--method", "tabu", "--restarts", "3",
+               "--seconds", "60.0", "--seed", "5"]  # fmt: skip
+    assert run(command) == 0
+    assert asked == [{"method": "tabu", "restarts": 3, "seconds": 60.0, "seed": 5}]
+    assert shlex.join(["sparseflow", *command]) in Path("plan/layout/report.html").read_text()
+    capsys.readouterr()
+    assert run(["codesign", "layout", "plan/plan.json", "--method", "luck"]) == 2
+    assert "must be one of" in said(capsys)
+
+
+def test_commands_on_pages_can_be_run_again(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "codesign", "plan", "--config", config, "--set", "task.ast.keep={channel: 0.25}",
+        "--model", made("deep.safetensors", depth=3), "--no-search", "--seed", "4", "--out", "a plan",
+    ]  # fmt: skip
+    assert run(command) == 0
+    page = html.unescape(Path("a plan/report.html").read_text())
+    (line,) = {line for line in re.findall(r"sparseflow codesign plan [^<\n]*", page)}
+    again = shlex.split(line)[1:]
+    assert sorted(again) == sorted(command)
+    before = Path("a plan/plan.json").read_bytes()
+    Path("a plan/plan.json").unlink()
+    assert run(again) == 0 and Path("a plan/plan.json").read_bytes() == before
+    capsys.readouterr()
+
+
+def test_a_plan_is_verified_with_the_model_that_it_was_made_for(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Two models whose layers have the same names, and a plan that splits nothing.
+    wide = made("wide.safetensors", mlp_ratio=4)
+    assert run(["codesign", "plan", "--config", config, "--no-search", "--out", "plan"]) == 0
+    assert load_plan("plan/plan.json").decision.rewrite_plan is None
+    capsys.readouterr()
+    assert run(["codesign", "verify", "plan", "--model", wide]) == 2
+    message = said(capsys)
+    assert "another model: blocks.0.perceptron has `flops`" in message
+    assert "`units` 64 (planned: 32)" in message and "name the model that was planned for" in message
+    assert run(["codesign", "verify", "plan"]) == 0
+
+
+def test_classes_are_those_of_the_lists(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = Path("lists")
+    lists.mkdir()
+    (lists / "classInd.txt").write_text("1 Archery\n2 Biking\n3 Diving\n")
+    (lists / "trainlist01.txt").write_text("Archery/v_Archery_g08_c01.avi 1\n")
+    (lists / "testlist01.txt").write_text("Biking/v_Biking_g01_c01.avi\n")
+    data = "task.data={kind: ucf101, lists: lists, videos: nowhere}"
+    command = ["codesign", "plan", "--config", config, "--no-search", "--set", data]
+    assert run([*command, "--out", "plan", "--json"]) == 0
+    told(capsys)
+    head = load_plan("plan/plan.json").layers[-1]
+    assert head.layer_type == "head" and head.units == 3
+    assert run(["codesign", "verify", "plan", "--json"]) == 0
+    told(capsys)
+    (lists / "classInd.txt").unlink()
+    assert run([*command, "--out", "other"]) == 2
+    assert "classInd.txt" in said(capsys) and not Path("other").exists()
+
+
 def test_a_plan_of_a_model_is_verified_with_that_model(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,9 +239,18 @@ def test_train_verify_and_report(config: str, capsys: pytest.CaptureFixture[str]
     assert run([*command, "--set", "loss.lambda_T=2.0"]) == 2
     assert "settings.loss.lambda_T" in said(capsys)
 
+    # A page is of the run's own design, not of the baselines that came with it.
+    page = Path("runs/two-stage-0/report.html").read_text()
+    own, *others = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
+    assert own["mode"] == "two-stage" and f"{own['energy_delay']:.4g} mJ ms" in page
+    assert all(f"{each['energy_delay']:.4g} mJ ms" not in page for each in others)
+    assert run(["codesign", "verify", "runs/joint-0/trace.jsonl", "--json"]) == 0
+    assert {"replayed", "error"} <= set(told(capsys))
+
     (Path("runs/joint-0") / "report.html").unlink()
     assert run(["codesign", "report", "runs/joint-0", "--json"]) == 0
-    assert told(capsys)["page"] == "runs/joint-0/report.html" and Path("runs/joint-0/report.html").is_file()
+    assert told(capsys)["page"] == "runs/joint-0/report.html"
+    assert "sparseflow codesign report runs/joint-0" in Path("runs/joint-0/report.html").read_text()
     assert run(["codesign", "report", "runs/joint-0"]) == 0
     assert capsys.readouterr().out.startswith("page: ")
 
@@ -182,6 +291,11 @@ def test_quadratic_assignments(config: str, capsys: pytest.CaptureFixture[str]) 
         assert found["lower_bound"] <= found["cost"] and found["best_known"] == 5 and len(found["costs"]) == 2
     assert run(["codesign", "layout", "three.qap"]) == 0
     assert "cost: " in capsys.readouterr().out
+    # Of a cost of 0 a bound below it is no share.
+    Path("zero.qap").write_text("3\n3 -3 2 0 0 -1 2 -2 1\n1 0 1 -2 1 -1 -2 -1 -1\n")
+    assert run(["codesign", "layout", "zero.qap", "--json"]) == 0
+    found = told(capsys)
+    assert found["cost"] == 0 > found["lower_bound"] and found["gap_to_bound"] is None
 
 
 def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +307,16 @@ def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
             "--set", f"hardware.proxy={found['proxy']}"]  # fmt: skip
     assert run(plan) == 0
     assert told(capsys)["chips"] == 3
+
+    # What was stopped goes on, though no two measurements of what the device can do are alike.
+    held = LayerHwProxy.load(found["proxy"])
+    assert found["device"] == held.devices[0].to_dict() and held.provenance["held_out"]["folds"] == 5
+    assert list(held.provenance["environments"]) and found["median_error"] >= 0.0
+    assert run(["codesign", "profile", "--out", "profile", "--points", "9", "--json"]) == 0
+    more = told(capsys)
+    assert more["points"] == 9 and more["device"] == found["device"] and more["device"]["tdp_w"] == 65.0
+    assert run(["codesign", "profile", "--out", "profile", "--points", "9", "--tdp-w", "90"]) == 2
+    assert "points.parquet says 65 W; leave it out, or name another" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +342,9 @@ def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["layout", "quick.yaml"], "expected `n`"),
         (["layout", "none.json"], "there is no plan none.json"),
         (["layout", "three.qap", "--method", "luck"], "must be one of"),
+        (["layout", "three.qap", "--out", "x"], "the answer to an assignment is printed"),
+        (["layout", "three.qap", "--seconds", "0"], "seconds"),
+        (["layout", "."], "there is no plan plan.json"),
         (["profile", "--out", "x", "--points", "1"], "points"),
         (["profile", "--out", "x", "--precision", "int3"], "int3"),
         (["solve"], "solve"),

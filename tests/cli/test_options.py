@@ -109,6 +109,15 @@ def test_cuda_is_refused_where_there_is_none(name: str, monkeypatch: pytest.Monk
         device_of(name)
 
 
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "no CUDA device"), (1, "1 CUDA device"), (2, "2 CUDA devices")]
+)
+def test_how_many_there_are_is_said(count: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(DeviceError, match=f"`--device cuda:7`: torch sees {said} here; name another"):
+        device_of("cuda:7")
+
+
 def test_cuda_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

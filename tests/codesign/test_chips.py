@@ -333,3 +333,17 @@ def test_any_damage_to_a_file_leaves_a_library_or_is_refused(
         assert "damaged.yaml" in str(error)
     else:
         usable(library)
+
+
+def test_an_entry_is_told_by_its_name_where_it_has_one() -> None:
+    content = read_library().model_dump(mode="json")
+    content["chips"][2]["tdp_w"] = -1.0
+    with pytest.raises(FileFormatError, match=r"chips\.2\.tdp_w: .* \(chips: npu-l\)$"):
+        library_of(content)
+    content = read_library().model_dump(mode="json")
+    del content["links"][1]["bandwidth"]
+    with pytest.raises(FileFormatError, match=r"links\.1\.bandwidth: Field required \(links: interposer\)$"):
+        library_of(content)
+    content["links"][1] = 3
+    with pytest.raises(FileFormatError, match=r"links\.1: [^(]*$"):
+        library_of(content)

@@ -14,6 +14,7 @@ import pytest
 from sparseflow.codesign.compare import compare, results, write_results
 from sparseflow.codesign.joint import BASELINES, Designed
 from sparseflow.codesign.trace import TRACE, replay
+from sparseflow.errors import InputError
 from tests.codesign.toys import chain, hardware, make_toy, quick
 
 COMPARING = import_module("sparseflow.codesign.compare")
@@ -146,6 +147,47 @@ def test_neither_wins_where_seeds_differ_or_all_is_equal(joint: list[float]) -> 
 def test_accuracies_that_differ_are_told(joint: float, said: str) -> None:
     found = told(both([0.7, 0.75], [1.0, 1.0], accuracy=joint))
     assert said in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("joint", "accuracy", "said"),
+    [
+        (
+            [0.7, 0.75],
+            0.88,
+            "Neither wins, since what is less costs accuracy: accuracies are not equal (-2.00",
+        ),
+        ([0.7, 0.75], 0.92, "Joint training wins: accuracies are not equal (+2.00 points)"),
+        (
+            [2.0, 2.2],
+            0.92,
+            "Neither wins, since what is less costs accuracy: accuracies are not equal (+2.00",
+        ),
+        ([2.0, 2.2], 0.88, "The two-stage baseline wins: accuracies are not equal (-2.00 points)"),
+        ([0.7, 0.75], 0.896, "Joint training wins: accuracies are equal (-0.40 points)"),
+    ],
+)
+def test_who_wins_does_not_pay_with_accuracy(joint: list[float], accuracy: float, said: str) -> None:
+    found = both(joint, [1.0, 1.0])
+    for designs in found.values():
+        designs[0] = replace(designs[0], accuracy=accuracy)
+    assert told(found)["verdict"].startswith(said)
+
+
+def test_designs_are_in_the_order_of_modes_whichever_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_first(function: Any, items: Sequence[Any], **_: Any) -> Any:
+        return ((at, function(items[at])) for at in reversed(range(len(items))))
+
+    monkeypatch.setattr(COMPARING, "run_each", last_first)
+    found = compare(quick(), make_toy, tmp_path, seeds=2)
+    assert [[each.mode for each in designs] for designs in found.values()] == [["joint", *BASELINES]] * 2
+
+
+def test_a_comparison_needs_a_seed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"`seeds` \(=0\) must be at least 1"):
+        compare(quick(), make_toy, tmp_path, seeds=0)
 
 
 def test_of_one_seed_nothing_follows() -> None:

@@ -129,3 +129,42 @@ def test_every_part_is_needed(name: str) -> None:
     for whole in (None, [], "decision", 3):
         with pytest.raises(InputError, match="no decision"):
             Decision.from_dict(whole)  # pyright: ignore[reportArgumentType]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"mapping": (0, 2)}, "3 segments with 2 slots"),
+    ({"positions_mm": ((0.0, 0.0),)}, "3 chips at 1 places"),
+    ({"mapping": (0, 3, 0)}, r"`mapping` \(=\[0, 3, 0\]\) must name slots from 0 to 2"),
+    ({"mapping": (0, -1, 0)}, "must name slots from 0 to 2"),
+    ({"rewrite_plan": RewritePlan(splits=(split(6),))}, "layer 6 is split, and there are 6 layers"),
+    (
+        {"rewrite_plan": RewritePlan(splits=(split(2, (2, 5)),))},
+        "part of layer 2 is on slot 5; there are slots 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_a_decision_that_cannot_be_is_refused_wherever_it_is_made(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        decision(**changes)
+
+
+def test_a_decision_without_segments_places_nothing() -> None:
+    with pytest.raises(InputError, match="no segments"):
+        decision(segments=(), mapping=(), rewrite_plan=None).homes(LAYERS)
+
+
+def test_what_is_left_of_a_decision() -> None:
+    found = decision(rewrite_plan=None)
+    assert found.left(LAYERS) is found
+    gone = found.left(without(1, 2))
+    assert gone.segments == ((NAMES[0], *NAMES[3:]),) and gone.mapping == (0,)
+    # Splits of other units are dropped; those of three units are of no layer here.
+    assert decision().left(LAYERS) == found
+    assert decision().splits(LAYERS, same_units=True) == {}
+    narrow = [replace(layer, units=3) for layer in LAYERS]
+    assert decision().left(narrow) == decision()
+    assert set(decision().splits(narrow, same_units=True)) == {2, 4}

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sparseflow.codesign.chips import ChipLibrary, library_of, read_library
-from sparseflow.codesign.decision import Decision
-from sparseflow.codesign.hardware import Hardware, figures
+from sparseflow.codesign.decision import Decision, figures
+from sparseflow.codesign.hardware import Hardware
 from sparseflow.codesign.hw_loss import Reference
-from sparseflow.codesign.proxy import LayerHwProxy
+from sparseflow.codesign.places import Search
+from sparseflow.codesign.proxy import DeviceSpec, LayerHwProxy
 from sparseflow.codesign.rewrite import RewritePlan, Split, check, plan_bytes
 from sparseflow.codesign.segments import number
 from sparseflow.core.layers import LayerNode
@@ -382,3 +383,84 @@ def test_a_reference_must_be_one(told: dict[str, Any]) -> None:
     assert hw.reference is None
     hw.fix_reference({"latency_ms": 1.0, "energy_mj": 2.0, "area_mm2": 3.0})
     assert hw.reference == Reference(latency_ms=1.0, energy_mj=2.0, area_mm2=3.0)
+
+
+def test_costs_need_a_reference() -> None:
+    hw, layers = hardware(), chain()
+    first = hw.begin(layers)
+    hw.reference = None
+    for call in (
+        lambda: hw.price(layers, first),
+        lambda: hw.better(layers, first, replace(first, chips=("npu-s",) * 3)),
+        lambda: hw.fitted(layers, first),
+    ):
+        with pytest.raises(InputError, match="call `begin` or `fix_reference` before"):
+            call()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    hw, layers = hardware(), chain()
+    hw.begin(layers)
+    empty = decided(hw, layers, ("npu-m", None, "npu-m"), (0, 0, 1, 1, 2, 2))
+    with pytest.raises(InputError, match=r"blocks\.0\.mlp is on slot 1, which is empty"):
+        hw.price(layers, empty)
+    fat = [replace(layer, memory_bytes=400 * 10**6) for layer in layers]
+    small = decided(hw, layers, ("npu-m", "npu-m", "npu-s"), (0, 0, 0, 2, 2, 2))
+    with pytest.raises(InputError, match="slot 2 is given 1200 MB and holds 1000 MB"):
+        hw.price(fat, small)
+    # Of parts the slot is told, not their place in the split.
+    part = decided(hw, layers, (None, "npu-m", "npu-m"), (2,) * 6, halves(layers, 2, (2, 0)))
+    with pytest.raises(InputError, match=r"a part of blocks\.0\.mlp is on slot 0, which is empty"):
+        hw.price(layers, part)
+
+
+def test_layers_in_another_order_are_other_layers() -> None:
+    hw, layers = hardware(), chain()
+    hw.begin(layers)
+    decision = decided(hw, layers, ("npu-m",) * 3, (0,) * 6)
+    swapped = replace(decision, segments=(*decision.segments[:2], decision.segments[3], decision.segments[2],
+                                          *decision.segments[4:]))  # fmt: skip
+    with pytest.raises(FileFormatError, match="see their order"):
+        hw.check(layers, swapped)
+    with pytest.raises(FileFormatError, match=r"of 6 layers and there are 5, or others; see blocks\.0\.mlp"):
+        hw.check([replace(each, id=at) for at, each in enumerate([*layers[:2], *layers[3:]])], decision)
+
+
+def test_a_proxy_that_knows_none_of_the_chips_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    spec = DeviceSpec.of(read_library().chip("npu-m"))
+    proxy = LayerHwProxy.analytic()
+    rows = {name: torch.cat([getattr(proxy, name)] * 2) for name in ("power", "workspace")}
+    roofline = replace(proxy.roofline, values=proxy.roofline.values.repeat(2, 1, 1, 1),
+                       fitted=proxy.roofline.fitted.repeat(2, 1, 1))  # fmt: skip
+    for name, told in (("npu-m", 0), ("a GPU", 1)):
+        caplog.clear()
+        Hardware(quick(), replace(proxy, **rows, roofline=roofline, devices=(replace(spec, name=name),)))
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == told and all("the proxy knows a GPU" in line for line in lines)
+    Hardware(quick(), proxy)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_what_is_concluded_is_no_worse_and_tells_of_a_bound(fine: bool) -> None:
+    hw, layers = hardware(**CHEAP_LINKS, partition={"min_split_gain_ratio": 0.0}), chain(seed=2)
+    first = hw.begin(layers)
+    poor = decided(hw, layers, ("npu-m",) * 3, (2, 0, 1, 0, 2, 1))
+    for decision in (first, poor):
+        found, told = hw.concluded(layers, decision, fine=fine)
+        assert objective(hw, layers, found) <= objective(hw, layers, decision)
+        assert (found.chips, found.positions_mm) == (decision.chips, decision.positions_mm)
+        assert bool(told["considered"]) is fine and told["finished"] is True
+        whole = hw.price(layers, replace(found, rewrite_plan=None)).stats.total_latency_ms
+        assert told["lower_bound_ms"] <= whole
+        assert told["gap"] == pytest.approx((whole - told["lower_bound_ms"]) / whole)
+
+
+def test_places_are_searched_as_told() -> None:
+    hw, layers = hardware(), chain(seed=1)
+    hw.begin(layers)
+    decision = decided(hw, layers, ("npu-s", "memory-m", "npu-m"), (0, 2, 2, 0, 0, 2))
+    with pytest.raises(InputError, match="`method`"):
+        hw.replaced(layers, decision, Search(method="luck"))
+    found = hw.replaced(layers, decision, Search(method="annealing", restarts=2, seed=3))
+    assert objective(hw, layers, found) <= objective(hw, layers, decision)

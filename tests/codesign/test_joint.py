@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.joint import BASELINES, JointTrainer
 from sparseflow.codesign.rewrite import RewritePlan, check
 from sparseflow.codesign.saved import PLAN, load_plan
+from sparseflow.codesign.slots import ChipSlotConfig
 from sparseflow.codesign.trace import TRACE, layers_of, opened, replay
-from sparseflow.errors import InputError
-from tests.codesign.toys import PAYS, Toy, rows_of, trained, wrong_with
+from sparseflow.errors import InputError, RunError
+from tests.codesign.toys import PAYS, Sized, Toy, hardware, quick, rows_of, trained, wrong_with
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:
@@ -253,3 +255,104 @@ def test_seeds_draw_other_chips(tmp_path: Path) -> None:
 def test_an_accuracy_that_is_none_ends_the_run(accuracies: Sequence[float], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"accuracy \(=(nan|1\.5)\) must be from 0 to 1"):
         trained(tmp_path, Toy(2, accuracies=accuracies))
+
+
+def test_what_is_drawn_is_told_beside_what_is_most_likely(tmp_path: Path) -> None:
+    trained(tmp_path, Toy(4), joint={"alpha_rate": 1.0})
+    rows = rows_of(tmp_path)[1:]
+    for row in rows:
+        alpha, likely = torch.tensor(row["alpha"]), torch.tensor(row["probabilities"])
+        assert alpha.shape == likely.shape == (3, 4) and set(alpha.flatten().tolist()) == {0.0, 1.0}
+        torch.testing.assert_close(likely.sum(1), torch.ones(3))
+        assert likely.min() > 0.0 and likely.max() < 1.0 and torch.equal(alpha.argmax(1), likely.argmax(1))
+    # Before the hardware counts slots lean to the first chip, by 2 in logits; temperatures change nothing.
+    first = torch.softmax(torch.tensor([0.0, 2.0, 0.0, 0.0]), 0)
+    torch.testing.assert_close(torch.tensor(rows[0]["probabilities"]), first.expand(3, 4))
+    assert rows[0]["probabilities"] != rows[-1]["probabilities"]
+
+
+def messages(caplog: pytest.LogCaptureFixture, least: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= least]
+
+
+@pytest.mark.parametrize(("mode", "rounds"), [("joint", 4), ("two-stage", 4)])
+def test_a_round_is_a_line_and_its_splits_are_details(
+    mode: Any, rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="sparseflow"):
+        trained(tmp_path, Toy(5, accuracies=[0.5] * 5), mode=mode, **PAYS, joint={"plan_every": 1})
+    told, details = messages(caplog, logging.INFO), messages(caplog, logging.DEBUG)
+    of_rounds = [line for line in told if line.startswith("round ")]
+    assert len(of_rounds) == rounds
+    rows = [row for row in rows_of(tmp_path) if row["kind"] == ("epoch" if mode == "joint" else "round")]
+    for number, (line, row) in enumerate(zip(of_rounds, rows[-rounds:], strict=True), start=1):
+        held = [name for name in row["decision"]["chips"] if name is not None]
+        assert line.startswith(f"round {number}, epoch {row['epoch']}: objective ")
+        assert f"-> {row['priced']['objective']:.6g}; " in line
+        assert all(f"{held.count(name)} {name}" in line for name in held)
+        assert ("rewrite_plan is None" in line) is (row["decision"]["rewrite_plan"] is None)
+    # What the planner says of the last plan of the design stays.
+    last = json.loads((tmp_path / PLAN).read_text())["considered"]
+    splits = [line for line in told if "split of " in line]
+    assert len(splits) == len(last) > 0
+    # One more says what follows.
+    assert sum("rewrite_plan is None: " in line or "layers split: " in line for line in told) == 1
+    for line, each in zip(splits, last, strict=True):
+        assert f"split of {each['name']} into {tuple(each['sizes'])} on slots {tuple(each['slots'])}" in line
+    assert sum("split of " in line for line in details) > 3 * len(last)
+
+
+def test_details_are_for_whoever_asks_for_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sparseflow"):
+        trained(tmp_path, Toy(5, accuracies=[0.5] * 5), **PAYS)
+    assert not [record for record in caplog.records if record.levelno < logging.INFO]
+    assert not joint.planner_log.filters
+
+
+@pytest.mark.parametrize("mode", ["joint", "two-stage"])
+def test_what_the_first_chips_cannot_hold_is_told_at_the_start(mode: Any, tmp_path: Path) -> None:
+    # As it begins the model needs 60 MB; at its most 15 GB, and the chips hold 12.
+    task = Sized([10, 10, 10, 10], 2500)
+    message = r"not with all of its gates open: .*needs 15000 MB and all 3 chips hold 12000 MB: 3000 MB"
+    with pytest.raises(InputError, match=message):
+        trained(tmp_path, task, mode=mode)
+    assert task.done == 0 and not (tmp_path / TRACE).read_bytes()
+
+
+def test_a_model_that_outgrows_the_chips_that_were_chosen_gets_the_first_ones_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ChipSlotConfig, "decode", lambda slots: [slots.chips[0]] * 3)  # 1 GB each
+    task = Sized([10, 10, 10, 10, 1100, 1100, 1100], 1200)
+    with caplog.at_level(logging.WARNING):
+        _, (found,) = trained(tmp_path, task, loss={"lambda_area": 100.0})
+    chips = [set(row["decision"]["chips"]) for row in epochs_of(tmp_path)]
+    assert chips == [{"npu-m"}, {"npu-s"}, {"npu-s"}, {"npu-m"}, {"npu-m"}, {"npu-m"}]
+    (told,) = [line for line in messages(caplog, logging.WARNING) if "outgrown" in line]
+    assert told.startswith("epoch 4: the model has outgrown its chips, back to the first: ")
+    assert "6600 MB" in told and all(each.same for each in replay(tmp_path / TRACE))
+    assert found.priced.stats.memory_mb and max(found.priced.stats.memory_mb) <= 4000.0
+
+
+@pytest.mark.parametrize("mode", ["joint", "two-stage"])
+def test_a_model_that_grows_beyond_what_it_said_ends_the_run(mode: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"after epoch 2 the model is larger than .*needs 15000 MB"):
+        trained(tmp_path, Sized([10, 10, 2500, 2500], 20), mode=mode)
+
+
+def test_the_hardware_is_of_the_same_settings(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="`settings` are not those that `hardware` was made with"):
+        JointTrainer(Toy(), hardware(), quick(loss={"lambda_T": 2.0}), tmp_path)
+
+
+def test_the_plan_of_a_run_tells_of_splits_and_of_a_bound(tmp_path: Path) -> None:
+    _, (found,) = trained(tmp_path, **PAYS)
+    told = load_plan(tmp_path / PLAN).extra
+    assert set(told) == {"considered", "lower_bound_ms", "gap", "finished", "designs"}
+    assert told["considered"] and told["finished"] is True and 0.0 <= told["gap"] < 1.0
+    # Of the design without its splits.
+    coarse = hardware(**PAYS)
+    plan = load_plan(tmp_path / PLAN)
+    coarse.fix_reference(vars(plan.hardware.zeros))
+    whole = coarse.price(plan.layers, replace(found.decision, rewrite_plan=None)).stats.total_latency_ms
+    assert told["gap"] == pytest.approx((whole - told["lower_bound_ms"]) / whole)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 import torch
 
 from sparseflow.codesign import joint
+from sparseflow.codesign.chips import read_library
 from sparseflow.codesign.joint import Designed, Mode
+from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.saved import PLAN
-from sparseflow.codesign.trace import TRACE, Trace
+from sparseflow.codesign.trace import TRACE, Trace, replay
 from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.toys import PAYS, Toy, rows_of, trained
@@ -189,3 +193,44 @@ def test_two_runs_in_one_folder_at_the_same_time(tmp_path: Path) -> None:
     found = trained(tmp_path, Toy(4), progress=meanwhile, **PAYS)
     assert refused and len(rows_of(tmp_path)) == 6
     same_run(found, trained(tmp_path / "alone", Toy(4), **PAYS))
+
+
+def slower(proxy: LayerHwProxy) -> LayerHwProxy:
+    values = proxy.roofline.values * torch.tensor([0.5, 0.5, 1.0])
+    return replace(proxy, roofline=replace(proxy.roofline, values=values))
+
+
+@pytest.mark.parametrize("mode", ["joint", "two-stage"])
+def test_a_run_does_not_go_on_by_another_proxy(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The settings name the same file all the time, and what is in it is fitted anew.
+    file, run = tmp_path / "proxy.safetensors", tmp_path / "run"
+    LayerHwProxy.analytic().save(file)
+    by_file: dict[str, Any] = {"hardware": {"proxy": str(file)}}
+    stop_at(monkeypatch, Trace, "write", 3, after=True)
+    with pytest.raises(Stopped):
+        trained(run, Toy(4), mode=mode, **by_file)
+    monkeypatch.undo()
+    before = (run / TRACE).read_bytes()
+    slower(LayerHwProxy.analytic()).save(file)
+    with pytest.raises(InputError, match="another training, with other proxy; name another folder"):
+        trained(run, Toy(4), mode=mode, **by_file)
+    assert (run / TRACE).read_bytes() == before
+    LayerHwProxy.analytic().save(file)
+    assert trained(run, Toy(4), mode=mode, **by_file)[1]
+    assert all(each.same for each in replay(run / TRACE))
+    # A replay goes by the run's own copy.
+    file.unlink()
+    assert all(each.same for each in replay(run / TRACE))
+
+
+def test_a_run_does_not_go_on_by_another_library(tmp_path: Path) -> None:
+    file, run = tmp_path / "chips.yaml", tmp_path / "run"
+    library = read_library().model_dump(mode="json")
+    file.write_text(json.dumps(library))
+    trained(run, Toy(2), hardware={"library": str(file)})
+    library["chips"][0]["tdp_w"] += 1.0
+    file.write_text(json.dumps(library))
+    with pytest.raises(InputError, match=r"another training, with other library\.chips;"):
+        trained(run, Toy(2), hardware={"library": str(file)})

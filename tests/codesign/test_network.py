@@ -242,16 +242,6 @@ def test_of_links_with_all_links_is_all_to_all() -> None:
         np.testing.assert_allclose(getattr(some, name), getattr(whole, name), rtol=1e-12)
 
 
-def test_only_some_slots_in_the_order_given() -> None:
-    network = Network.of_links(6, random_links(6, 0.3, np.random.default_rng(5)), places(6, seed=5))
-    chosen = [4, 0, 5]
-    few = network.only(chosen)
-    assert few.slots == 3
-    for (i, s), (j, t) in itertools.product(enumerate(chosen), repeat=2):
-        assert few.time_ms(i, j, 1e5) == network.time_ms(s, t, 1e5)
-        assert few.energy_mj(i, j, 1e5) == network.energy_mj(s, t, 1e5)
-
-
 def test_scipy_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"`scipy`.*sparseflow\[codesign\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,7 @@ def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weig
         return float(net.fixed_ms[source, target] + size * net.ms_per_byte[source, target])
 
     busy: dict[int, list[float]] = {slot: [] for slot in slots}
+    computed: dict[int, list[float]] = {slot: [] for slot in slots}
     held: dict[int, list[float]] = {slot: [] for slot in slots}
     elapsed, active, used = [], [], set(homes)
     for at, home in enumerate(homes):
@@ -109,6 +111,7 @@ def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weig
             latency, watts = costs.latency_ms[at, home], costs.power_w[at, home]
             active.append(latency * watts)
             held[home].append(costs.memory_mb[at])
+            computed[home].append(latency)
             ways = [latency]
         else:
             sent = iter(messages(costs, homes, {at: splits[at]})[-2 * (len(split.slots) - 1) :])
@@ -119,7 +122,8 @@ def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weig
                 busy[slot] += [there, latency]
                 ways.append(there + latency + back)
             active += [a * b for a, b in zip(told.latency_ms, told.power_w, strict=True)]
-            for slot, size in zip(split.slots, told.memory_mb, strict=True):
+            for slot, latency, size in zip(split.slots, told.latency_ms, told.memory_mb, strict=True):
+                computed[slot].append(latency)
                 held[slot].append(size)
         busy[home].append(max(ways))
         elapsed.append(max(ways))
@@ -129,14 +133,16 @@ def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weig
     total = period if weights.mode == "balanced" else serial
     comm = math.fsum(map(ms, sent_all))
     wires = math.fsum(size * net.mj_per_byte[source, target] for source, target, size in sent_all)
-    idle = math.fsum(max(0.0, total - each[s]) * costs.idle_w[s] for s in slots if costs.limit_mb[s] > 0.0)
+    works = {slot: math.fsum(computed[slot]) for slot in slots}
+    idle = math.fsum(max(0.0, total - works[s]) * costs.idle_w[s] for s in slots if costs.limit_mb[s] > 0.0)
     imbalance = period - math.fsum(each[slot] for slot in used) / len(used)
     return {
         "serial_ms": serial, "period_ms": period, "total_latency_ms": total, "comm_ms": comm,
         "comm_bytes": sum(size for *_, size in sent_all), "comm_energy_mj": wires,
         "energy_mj": math.fsum(active) + wires + idle, "imbalance_ms": imbalance,
         "objective": weights.w_latency * total + weights.w_comm * comm + weights.w_balance * imbalance,
-        "busy_ms": [each[slot] for slot in slots], "memory_mb": [math.fsum(held[slot]) for slot in slots],
+        "busy_ms": [each[slot] for slot in slots], "compute_ms": [works[slot] for slot in slots],
+        "memory_mb": [math.fsum(held[slot]) for slot in slots],
     }  # fmt: skip
 
 
@@ -209,14 +215,15 @@ def test_a_sum_by_hand() -> None:
     assert found.busy_ms == pytest.approx((12.0, 12.5, 0.0))
     assert (found.serial_ms, found.period_ms, found.total_latency_ms) == pytest.approx((19.5, 12.5, 12.5))
     assert (found.comm_ms, found.comm_bytes, found.comm_energy_mj) == pytest.approx((6.5, 3500, 3.5))
-    # Layers and parts 40 + 10 + 24 + 120 mJ, what is sent 3.5, slot 0 waits half a millisecond at 2 W.
-    assert found.energy_mj == pytest.approx(198.5)
+    assert found.compute_ms == pytest.approx((4.0 + 2.0, 3.0 + 6.0, 0.0))
+    # Layers and parts 40 + 10 + 24 + 120 mJ, what is sent 3.5; slot 0 waits 6.5 ms at 2 W, slot 1 3.5 at 3 W.
+    assert found.energy_mj == pytest.approx(197.5 + 6.5 * 2.0 + 3.5 * 3.0)
     assert found.imbalance_ms == pytest.approx(0.25)
     assert found.objective == pytest.approx(12.5 + 0.65 + 0.025)
     assert found.memory_mb == pytest.approx((1.5, 5.5, 0.0))
     serial = evaluate(costs, homes, splits, Weights(mode="serial"))
     assert serial.total_latency_ms == serial.serial_ms == found.serial_ms
-    assert serial.energy_mj == pytest.approx(197.5 + 7.5 * 2.0 + 7.0 * 3.0)
+    assert serial.energy_mj == pytest.approx(197.5 + 13.5 * 2.0 + 10.5 * 3.0)
 
 
 def test_joined_columns_by_hand() -> None:
@@ -225,7 +232,7 @@ def test_joined_columns_by_hand() -> None:
     found = evaluate(costs, homes, splits, Weights())
     assert found.busy_ms == pytest.approx((11.5, 12.5, 0.0))
     assert (found.serial_ms, found.comm_ms, found.comm_bytes) == pytest.approx((19.0, 6.0, 3000))
-    assert found.energy_mj == pytest.approx(194.0 + 3.0 + 1.0 * 2.0)
+    assert found.energy_mj == pytest.approx(194.0 + 3.0 + 6.5 * 2.0 + 3.5 * 3.0)
 
 
 def test_home_does_not_wait_for_what_is_done_before_its_own_part() -> None:
@@ -284,6 +291,53 @@ def test_nothing_runs_on_an_empty_slot() -> None:
     split, parts = splits[1]
     assert feasible(costs, homes, splits)
     assert not feasible(costs, homes, {1: (replace(split, slots=(0, 2)), parts)})
+
+
+@pytest.mark.parametrize("cost", ["fixed_ms", "ms_per_byte"])
+def test_what_is_sent_must_get_there(cost: str) -> None:
+    costs, homes, splits = by_hand(joins=False)
+    for source, target, whole, cut in ((0, 1, False, False), (1, 0, True, False), (0, 2, True, True)):
+        there = getattr(costs.network, cost).copy()
+        there[source, target] = np.inf
+        apart = replace(costs, network=replace(costs.network, **{cost: there}))
+        # The state goes from slot 0 to slot 1, and what the part computed comes back.
+        assert feasible(apart, homes, {}) is whole
+        assert feasible(apart, homes, splits) is cut
+
+
+def test_a_part_that_cannot_run() -> None:
+    costs, homes, splits = by_hand(joins=False)
+    split, parts = splits[1]
+    assert not feasible(costs, homes, {1: (split, replace(parts, latency_ms=(2.0, np.inf)))})
+
+
+@pytest.mark.parametrize(
+    ("figures", "match"),
+    [
+        ({"latency_ms": (1.0, np.nan)}, "`latency_ms` is nan for part 1; costs must be at least 0"),
+        ({"power_w": (-1.0, 1.0)}, "`power_w` is -1.0 for part 0"),
+        ({"memory_mb": (1.0, np.nan)}, "`memory_mb` is nan for part 1"),
+        ({"power_w": (1.0,)}, "`power_w` is of 1 parts, `latency_ms` of 2"),
+    ],
+)
+def test_costs_of_parts_that_make_no_sense(figures: dict[str, Any], match: str) -> None:
+    told: dict[str, Any] = {name: (1.0, 1.0) for name in ("latency_ms", "power_w", "memory_mb")}
+    with pytest.raises(InputError, match=match):
+        PartCosts(**(told | figures))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mode": "quick"}, "`mode` (='quick') must be one of: balanced, serial"),
+        ({"w_latency": math.nan}, "`w_latency` (=nan) must be finite and not negative"),
+        ({"w_comm": -1.0}, "`w_comm` (=-1.0)"),
+        ({"w_balance": math.inf}, "`w_balance` (=inf)"),
+    ],
+)
+def test_weights_that_make_no_sense(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=re.escape(match)):
+        Weights(**changes)
 
 
 @pytest.mark.parametrize("homes", [[0, 0], [0, 0, 1, 1], []])

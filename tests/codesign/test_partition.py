@@ -22,7 +22,7 @@ from sparseflow.codesign.chips import ChipType, Link
 from sparseflow.codesign.mapping import MappingSolver, Mode
 from sparseflow.codesign.mapping import evaluate as evaluate_mapping
 from sparseflow.codesign.network import Network
-from sparseflow.codesign.objective import HwStats, evaluate, feasible, part_layer
+from sparseflow.codesign.objective import Costs, HwStats, PartCosts, evaluate, feasible, part_layer
 from sparseflow.codesign.partition import PartitionPlanner, Plan, problem_of
 from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.rewrite import RewritePlan, check, plan_bytes
@@ -247,6 +247,13 @@ def test_bounds_against_every_mapping(mode: Mode) -> None:
     assert below > 0 or mode == "serial"
 
 
+def test_a_single_segment_has_no_gap() -> None:
+    layers = made_layers(2, seed=0)
+    plan = a_planner().plan(layers, [chip()] * 4, wires(4), graph=chain(layers, [0]), use_fine_split=False)
+    assert plan.lower_bound_ms == pytest.approx(plan.coarse_stats.period_ms, rel=1e-9)
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
 def test_slow_links_split_nothing_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     layers = with_giant()
     with caplog.at_level(logging.INFO, logger=LOG):
@@ -282,6 +289,39 @@ def test_fast_links_and_a_giant_layer_split(mode: Mode, caplog: pytest.LogCaptur
     )
     assert f"{len(plan.rewrite_plan.splits)} layers split" in lines[-1] and "None" not in lines[-1]
     assert f"{plan.hw_stats.objective:.6g}" in lines[-1] and f"{plan.coarse_stats.objective:.6g}" in lines[-1]
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e12])
+def test_the_log_has_all_that_was_tried(bandwidth: float, caplog: pytest.LogCaptureFixture) -> None:
+    layers = with_giant()
+    with caplog.at_level(logging.DEBUG, logger=LOG):
+        plan = a_planner().plan(layers, [chip()] * 3, wires(3, bandwidth))
+    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.DEBUG]
+    assert len(lines) == len(plan.tried) > 3 * len(plan.considered)
+    for line, each in zip(lines, plan.tried, strict=True):
+        moved = ", segments moved" if each.moved else ""
+        assert f"round {each.round}: {each.name} into {each.sizes} on slots {each.slots}{moved}: " in line
+        assert each.objective_after is not None and each.gain_ratio is not None
+        assert f"objective {each.objective_after:.6g}, gain {100.0 * each.gain_ratio:.2f} %" in line
+    last = caplog.records[-1].getMessage()
+    assert f"{len(plan.tried)} splits tried" in last
+    told = plan.to_dict()["tried"]
+    assert len(told["rows"]) == len(plan.tried)
+    for row, each in zip(told["rows"], plan.tried, strict=True):
+        assert row == [getattr(each, name) for name in told["columns"]]
+    assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(told["columns"])
+
+
+def test_where_no_split_fits_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    # There is room for the model, and for none of the states that a part is sent and sends back.
+    layers = sized(100, 100, 100, 100)
+    chips = [chip(mem_gb=0.4), chip(mem_gb=1e-6)]
+    with caplog.at_level(logging.DEBUG, logger=LOG):
+        plan = a_planner().plan(layers, chips, wires(2, 1e12, 0.0))
+    assert plan.rewrite_plan is None and plan.considered == () and plan.tried
+    assert all(each.objective_after is None for each in plan.tried)
+    assert "cannot run, or does not fit" in caplog.text
+    assert "rewrite_plan is None: no split fits" in caplog.text
 
 
 def test_where_no_layer_can_be_split_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -343,6 +383,26 @@ def test_memory_may_be_used_up(count: int) -> None:
     assert plan.homes == ((0, 0) if count == 1 else (0, 0, 1))
 
 
+def test_fractions_of_bytes_do_not_add_up_to_too_much() -> None:
+    # Each layer's memory is a whole number of bytes and a little less than a thousandth of one.
+    layers = made_layers(4, seed=0)
+    whole = np.arange(1000, 1000 + len(layers))
+    costs = Costs(
+        layers=tuple(layers), latency_ms=np.ones((len(layers), 1)), power_w=np.ones((len(layers), 1)),
+        memory_mb=(whole + 0.0009) / 1e6, limit_mb=np.array([whole.sum() / 1e6]), idle_w=np.zeros(1),
+        network=wires(1),
+    )  # fmt: skip
+    planner = a_planner()
+    assert planner.decide(costs, no_parts, use_fine_split=False).homes == (0,) * len(layers)
+    short = replace(costs, limit_mb=np.array([(whole.sum() - 1) / 1e6]))
+    with pytest.raises(InputError, match="1e-06 MB too little"):
+        planner.decide(short, no_parts, use_fine_split=False)
+
+
+def no_parts(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
+    raise AssertionError("a coarse plan has no parts")
+
+
 def test_empty_slots_stay_empty() -> None:
     layers = with_giant()
     chips = [None, chip("a"), None, chip("b"), chip("c"), None]
@@ -359,6 +419,10 @@ def test_segments_of_ones_own_and_a_start() -> None:
     plan = planner.plan(layers, [chip()] * 3, wires(3), graph=graph, start=[0, 1, 2])
     assert plan.segments is graph and len(plan.mapping) == 3
     assert len(planner.plan(layers, [chip()] * 3, wires(3)).mapping) == 8
+    for others, match in ((4, "hold 10 layers .the highest is 9."), (2, "hold 6 layers .the highest is 5.")):
+        other = coarse(made_layers(others, seed=1), 3)
+        with pytest.raises(InputError, match=match):
+            planner.plan(layers, [chip()] * 3, wires(3), graph=other)
     assert len(a_planner(segments=4).plan(layers, [chip()] * 3, wires(3)).mapping) == 4
     with pytest.raises(InputError, match="expected the number of a slot for each of 3 segments"):
         planner.plan(layers, [chip()] * 3, wires(3), graph=graph, start=[0, 1])

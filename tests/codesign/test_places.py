@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from sparseflow.codesign import places as module
 from sparseflow.codesign.chips import ChipType, read_library
 from sparseflow.codesign.layout import Wafer, WaferLayout
-from sparseflow.codesign.places import Drawn, Places, Positions
+from sparseflow.codesign.places import Drawn, Places, Positions, Search
 from sparseflow.codesign.segments import number
 from sparseflow.codesign.settings import WaferSettings
 from sparseflow.errors import InputError
@@ -208,3 +209,61 @@ def test_a_front_begins_with_short_ways_and_ends_with_cool_chips() -> None:
         (therm for _, therm in costs), reverse=True
     )
     assert front.grid.comm == front.grid.therm == 1.0
+
+
+@pytest.mark.parametrize("refine_steps", [0, 5])
+@pytest.mark.parametrize(("w_comm", "w_therm"), [(1.0, 0.5), (3.0, 0.1), (0.0, 1.0)])
+def test_where_nothing_is_sent_only_heat_counts(w_comm: float, w_therm: float, refine_steps: int) -> None:
+    found = places(4, w_comm=w_comm, w_therm=w_therm, refine_steps=refine_steps)
+    heat, what = places(4, w_comm=0.0, w_therm=1.0), drawn(4, silent=True)
+    assert found.score(found.grid(), what) == pytest.approx(1.0)
+    where = found.best(what)
+    assert found.score(where, what) == pytest.approx(heat.score(where, what)) and not wrong(where, what)
+    assert found.score(where, what) < 1.0
+    for at in (found.grid(), where):
+        loss = number(found.loss(at, what, torch.ones(4)))
+        assert loss == pytest.approx(found.score(at, what), rel=1e-5)
+
+
+def test_where_nothing_is_warm_only_ways_count() -> None:
+    found, ways, what = places(3, w_therm=2.0), places(3, w_therm=0.0), drawn(3)
+    cold = Drawn(
+        traffic_bytes=what.traffic_bytes, sizes_mm=what.sizes_mm, tdp_w=np.zeros(3), names=what.names
+    )
+    where = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
+    assert found.score(found.grid(), cold) == pytest.approx(1.0)
+    assert found.score(where, cold) == pytest.approx(ways.score(where, what))
+
+
+def test_weights_that_do_not_count_cost_nothing() -> None:
+    # Heat alone is asked for, and there is one chip: no place is better than another.
+    found, what = places(3, w_comm=0.0), drawn(3, empty=(0, 2))
+    assert found.score(found.grid(), what) == 0.0
+    assert number(found.loss(found.grid(), what, torch.ones(3))) == 0.0
+
+
+def test_what_is_drawn_of_chips() -> None:
+    found = Drawn.of([CHIPS[1], None, CHIPS[0]])
+    assert found.names == ("npu-m", None, "npu-s") and found.tdp_w.tolist() == [22.0, 0.0, 6.0]
+    assert found.sizes_mm.tolist() == [[10.0, 8.0], [0.0, 0.0], [5.0, 5.0]] and not found.traffic_bytes.any()
+    traffic = np.ones((3, 3))
+    assert Drawn.of([None] * 3, traffic).traffic_bytes is traffic
+
+
+def test_how_sites_are_searched_is_told_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    original = module.assign
+
+    def asking(*args: Any, **named: Any) -> Any:
+        asked.append(named)
+        return original(*args, **named)
+
+    monkeypatch.setattr(module, "assign", asking)
+    found = Places(WaferSettings(**QUICK), 4, CHIPS, seed=7)
+    found.best(drawn(4))
+    found.best(drawn(4), Search(method="annealing", restarts=3, seconds=9.0, seed=2))
+    told = [tuple(each[name] for name in ("method", "restarts", "seconds", "seed")) for each in asked]
+    assert told == [("auto", 1, None, 7), ("annealing", 3, 9.0, 2)]
+    for wrong_search in (Search(method="luck"), Search(restarts=0), Search(seconds=0.0), Search(seed=-1)):
+        with pytest.raises(InputError):
+            found.best(drawn(4), wrong_search)

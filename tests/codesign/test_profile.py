@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.codesign import profile
-from sparseflow.codesign.profile import Measuring, profile_grid, profile_model
+from sparseflow.codesign.profile import Measuring, device_held, profile_grid, profile_model
 from sparseflow.codesign.proxy import DeviceSpec, Grid, fit, read_points
+from sparseflow.core.device import describe
 from sparseflow.core.layers import LAYER_TYPES, LayeredModel, LayerNode
-from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 
 HERE = DeviceSpec(name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2)
 QUICK = Measuring(repeats=3, warmup=1, sample_ms=0.0)
@@ -103,6 +104,19 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(InputError, match="another device named here"):
         profile_grid(file, replace(HERE, tdp_w=60.0), points=9, grid=SMALL, how=QUICK)
+
+
+def test_a_device_is_what_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "points.parquet"
+    assert device_held(file) is None
+    profile_grid(file, HERE, points=2, grid=SMALL, how=QUICK)
+    assert device_held(file) is None  # points of a device of another name
+    mine = replace(HERE, name=describe("cpu").name)
+    profile_grid(file, mine, points=2, grid=SMALL, how=QUICK)
+    assert device_held(file) == mine
+    file.write_bytes(b"no points")
+    with pytest.raises(FileFormatError):
+        device_held(file)
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -32,6 +33,13 @@ def test_they_fit(slots: int, back: bool) -> None:
 def test_all_that_can_be_split() -> None:
     _, plan = random_plan(LAYERS, 2, seed=0, share=1.0)
     assert [split.layer for split in plan.splits] == [layer.id for layer in LAYERS if layer.splittable]
+
+
+def test_a_single_unit_is_not_split() -> None:
+    layers = [replace(each, units=1) if each.id == 2 else each for each in LAYERS]
+    homes, plan = random_plan(layers, 3, seed=0, share=1.0)
+    check(layers, plan, homes)
+    assert 2 not in {split.layer for split in plan.splits} and len(plan.splits) > 5
 
 
 @pytest.mark.parametrize("slots", [0, 15])

@@ -158,3 +158,48 @@ def test_a_plan_is_priced_by_what_it_was_made_with(whole: Whole, tmp_path: Path)
 def twice_as_slow() -> LayerHwProxy:
     analytic, ideal = LayerHwProxy.analytic(), Roofline.ideal()
     return replace(analytic, roofline=replace(ideal, values=ideal.values * torch.tensor([0.5, 0.5, 1.0])))
+
+
+def test_what_else_a_plan_tells_comes_back(whole: Whole, tmp_path: Path) -> None:
+    told = {"considered": [{"name": "a"}], "gap": 0.5, "note": None}
+    assert load_plan(save_plan(tmp_path, *whole, extra=told)).extra == told
+    assert load_plan(save_plan(tmp_path, *whole)).extra == {}
+
+
+def priced_by_proxy(folder: Path, layers: list[LayerNode]) -> tuple[Path, Path]:
+    """A plan and the copy of its proxy."""
+    hw = Hardware(hardware().settings, twice_as_slow())
+    path = save_plan(folder, hw, layers, hw.begin(layers))
+    (copy,) = folder.glob("proxy-*.safetensors")
+    return path, copy
+
+
+def test_a_fit_in_the_same_folder_is_left_alone(whole: Whole, tmp_path: Path) -> None:
+    # `profile` and `plan` may be told the same folder.
+    fitted = tmp_path / "proxy.safetensors"
+    LayerHwProxy.analytic().save(fitted)
+    before = fitted.read_bytes()
+    path, _ = priced_by_proxy(tmp_path, whole[1])
+    assert fitted.read_bytes() == before
+    assert load_plan(path).hardware.proxy.digest == twice_as_slow().digest
+
+
+def test_another_proxy_in_its_place_is_refused(whole: Whole, tmp_path: Path) -> None:
+    path, copy = priced_by_proxy(tmp_path, whole[1])
+    LayerHwProxy.analytic().save(copy)
+    with pytest.raises(FileFormatError, match=r"plan\.json is not a plan: it is priced by another proxy"):
+        load_plan(path)
+    copy.write_bytes(b"no")
+    with pytest.raises(FileFormatError, match="layer proxy"):
+        load_plan(path)
+    copy.unlink()
+    with pytest.raises(FileFormatError, match=r"there is no file .*: keep the two together"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("value", [True, 3, "x", "../../proxy", ["a"]])
+def test_a_digest_that_is_none_is_refused(value: Any, whole: Whole, tmp_path: Path) -> None:
+    path, _ = priced_by_proxy(tmp_path, whole[1])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"proxy": value}))
+    with pytest.raises(FileFormatError, match="must be a digest"):
+        load_plan(path)

@@ -142,6 +142,26 @@ def test_what_is_wrong_is_named_and_where(content: dict[str, Any], message: str)
         settings_of({"task": {}} | content, "mine.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ({"partition": {"max_split_layers": 2.5}}, "partition"), ({"loss": {"lambda_T": -1.0}}, "loss"),
+        ({"schedule": {"ramp": 1.5}}, "schedule"), ({"schedule": {"rise": 3}}, "schedule"),
+        ({"hardware": {"chips": ["npu-s", "npu-m", "npu-s"]}}, "hardware.chips"),
+        ({"hardware": {"slots": 2.5}}, "hardware.slots"),
+        ({"joint": {"plan_every": 1.5}}, "joint.plan_every"),
+    ],
+)  # fmt: skip
+def test_where_something_is_wrong_is_told(content: dict[str, Any], where: str) -> None:
+    with pytest.raises(InputError, match=rf"^mine\.yaml cannot be used: {where}: "):
+        settings_of({"task": {}} | content, "mine.yaml")
+
+
+def test_a_chip_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="npu-s stands there more than once"):
+        settings_of({"task": {}, "hardware": {"chips": ["npu-s", "npu-m", "npu-s"]}})
+
+
 def test_a_task_is_needed() -> None:
     with pytest.raises(InputError, match="task: Field required"):
         settings_of({})

@@ -289,3 +289,11 @@ def test_no_type_no_slot_and_an_unknown_first_are_refused() -> None:
         InputError, match=r"`first` \(='a100'\) must be one of: type-0, type-1, type-2, empty"
     ):
         ChipSlotConfig(chips(), 2, first="a100")
+
+
+@pytest.mark.parametrize("tau", [0.2, 5.0])
+def test_probabilities_are_those_of_a_draw(tau: float) -> None:
+    config = leaning([[0.0, 1.0, 2.0, -1.0]] * 4000, tau=tau)
+    alpha, _ = config(drawn(0))
+    assert config.probabilities.shape == (4000, 4)
+    torch.testing.assert_close(alpha.mean(0), config.probabilities[0], atol=0.03, rtol=0.0)

@@ -215,6 +215,14 @@ def test_who_is_a_candidate() -> None:
     assert candidates(flops_ratio_thresh=0.0, traffic_ratio_thresh=0.0) == [0, 3, 4, 5]
 
 
+def test_nothing_has_no_share_of_nothing() -> None:
+    layers = [
+        replace(each, flops=0.0, traffic_out_bytes=0, splittable=True, units=2)
+        for each in made_layers(1, seed=0)
+    ]
+    assert a_search(a_cost(layers, [1.0, 1.0]))[0].candidates() == []
+
+
 def is_honest(
     search: SplitSearch,
     costs: Costs,
@@ -266,6 +274,83 @@ def is_honest(
             accepted.append(each)
             before = each.objective_after
     assert before == found.stats.objective and len(accepted) == len(splits)
+    all_is_told(search, found)
+
+
+def all_is_told(search: SplitSearch, found: Found) -> None:
+    """What was tried, against what was considered, and evaluated once more."""
+    assert [each.round for each in found.tried] == sorted(each.round for each in found.tried)
+    for number, tried in enumerate(rounds(found), start=1):
+        evaluated = [each for each in found.tried if each.round == number]
+        assert {each.objective_before for each in evaluated} == {tried[0].objective_before}
+        for best in tried:
+            of_layer = [each for each in evaluated if each.layer == best.layer]
+            here = [each for each in of_layer if not each.moved]
+            moved = [each for each in of_layer if each.moved]
+            assert len({(each.sizes, each.slots) for each in here}) == len(here)
+            # For each number of parts the best is tried again with segments moved, and the best of these ...
+            for count in {len(each.slots) for each in here if each.objective_after is not None}:
+                worth = [each.objective_after for each in here if len(each.slots) == count]
+                least = min(each for each in worth if each is not None)
+                (again,) = [each for each in moved if len(each.slots) == count]
+                assert again.objective_after is not None and again.objective_after <= least
+                assert (again.sizes, again.slots, least) in [
+                    (each.sizes, each.slots, each.objective_after) for each in here
+                ]
+            # ... is what was considered.
+            assert best.objective_after == min(each.objective_after or np.inf for each in moved)
+            assert (best.sizes, best.slots, best.name) in [
+                (each.sizes, each.slots, each.name)
+                for each in moved
+                if each.objective_after == best.objective_after
+            ]
+    for each in found.tried:
+        before, after = each.objective_before, each.objective_after
+        if after is None:
+            assert each.gain_ratio is None
+        else:
+            assert each.gain_ratio == pytest.approx((before - after) / before, abs=1e-12)
+
+
+def test_what_was_tried_is_worth_what_it_says() -> None:
+    """All slots and sizes of the first round, and some of them do not fit."""
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0, 3.0, 0.7, 1.0], bandwidth=1e9, room=20.0)
+    room = costs.limit_mb.copy()
+    room[1] = 0.5 * costs.memory_mb[1]
+    costs = replace(costs, limit_mb=room)
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = search.split(base, None)
+    here = [each for each in found.tried if not each.moved]
+    assert {each.slots for each in here} == {
+        (0, *others) for count in (1, 2, 3) for others in itertools.combinations((1, 2, 3), count)
+    }
+    lacking = 0
+    for each in here:
+        split = Split(layer=1, permutation=tuple(range(24)), sizes=each.sizes, slots=each.slots)
+        splits = {1: (split, linear(costs)(layers[1], each.sizes, each.slots))}
+        assert each.objective_before == base.stats.objective and each.name == layers[1].name
+        if not feasible(costs, [0] * 3, splits):
+            lacking += 1
+            assert each.objective_after is None and each.gain_ratio is None
+        else:
+            assert each.objective_after == evaluate(costs, [0] * 3, splits, weights).objective
+    assert 0 < lacking < len(here)
+
+
+@pytest.mark.parametrize("cost", ["fixed_ms", "ms_per_byte"])
+def test_slots_that_cannot_be_reached_get_no_part(cost: str) -> None:
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0, 3.0, 3.0], bandwidth=1e12, room=20.0)
+    there = getattr(costs.network, cost).copy()
+    there[2, 0] = np.inf
+    costs = replace(costs, network=replace(costs.network, **{cost: there}))
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = within(50_000, lambda: search.split(base, None))
+    assert found.splits[1][0].slots == (0, 1)
+    assert all(2 not in each.slots for each in found.tried)
 
 
 def rounds(found: Found) -> list[list[Considered]]:

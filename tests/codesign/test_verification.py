@@ -17,7 +17,7 @@ from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.execute import LocalExecutor
 from sparseflow.codesign.random_plan import random_plan
 from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
-from sparseflow.codesign.verification import TOLERANCES, error_of, verify, whole
+from sparseflow.codesign.verification import TOLERANCES, check_model, error_of, verify, whole
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning import compact
 from sparseflow.pruning.steps import Steps
@@ -204,3 +204,38 @@ def test_the_wings_name_for_it_is_the_function_whatever_was_imported_before() ->
 
 def test_tolerances_are_of_every_precision() -> None:
     assert isinstance(TOLERANCES, Mapping) and list(TOLERANCES.values()) == sorted(TOLERANCES.values())
+
+
+def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
+    # Names are the same, and nothing is split: only what layers cost tells them apart.
+    steps, other = made(), made(mlp_ratio=4.0)
+    decision, samples = planned(steps, share=0.0), clips(other.model)
+    verify(other, decision, samples)
+    told = r"another model: blocks\.0\.perceptron has `flops` .* \(planned: .*`units` 64 \(planned: 32\)"
+    with pytest.raises(InputError, match=told + r".*, and 3 other layers differ; name the model"):
+        verify(other, decision, samples, planned=steps.layers(8))
+    # Batches of another size are no other model, and neither are other weights.
+    verify(made(seed=5), decision, samples, planned=steps.layers(8))
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (made(num_heads=2), "num_heads"), (made(num_classes=9), "flops"),
+        (made(dtype=torch.float64), "precision"), (made(num_frames=8), "seq_len"),
+    ],
+)  # fmt: skip
+def test_whatever_differs_is_named(other: Steps, field: str) -> None:
+    with pytest.raises(InputError, match=rf"`{field}` \S+ \(planned: "):
+        check_model(other, made().layers(4))
+
+
+def test_layers_that_are_missing_are_told() -> None:
+    with pytest.raises(InputError, match="is of 10 layers and the model has 8"):
+        check_model(made(depth=3), made().layers(1))
+    with pytest.raises(InputError, match="is of 0 layers"):
+        check_model(made(), ())
+    # Figures with gradients are figures.
+    layers = [replace(layer, flops=torch.tensor(float(layer.flops), requires_grad=True))
+              for layer in made().layers(2)]  # fmt: skip
+    check_model(made(), layers)

@@ -168,6 +168,27 @@ class Toy:
         self.done, self.pulled, self.pulls = state["done"], list(state["pulled"]), list(state["pulls"])
 
 
+class Sized(Toy):
+    """A toy whose layers take as much memory as is told.
+
+    Args:
+        sizes_mb: Of each layer, before the first epoch and after each.
+        largest_mb: What it says that a layer may come to.
+        accuracies: Of each epoch; by default the same of all.
+    """
+
+    def __init__(self, sizes_mb: Sequence[int], largest_mb: int, *, accuracies: Sequence[float] = ()) -> None:
+        super().__init__(len(sizes_mb) - 1, accuracies=accuracies or [0.5] * len(sizes_mb))
+        self._sizes_mb, self._largest_mb = sizes_mb, largest_mb
+
+    def soft_layers(self, batch: int) -> list[LayerNode]:
+        return [replace(each, memory_bytes=self._largest_mb * 10**6) for each in super().soft_layers(batch)]
+
+    def finished(self) -> Any:
+        size, layers = self._sizes_mb[self.done] * 10**6, super().finished().layers(8)
+        return Listed([replace(layer, memory_bytes=size) for layer in layers])
+
+
 def wrong_with(hw: Hardware, decision: Decision) -> tuple[str, ...]:
     """What is wrong with a decision's places."""
     told = hw.settings.wafer

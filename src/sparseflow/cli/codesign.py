@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sparseflow.codesign.places import Search
+    from sparseflow.pruning.settings import MovingDigitsSettings, UCF101Settings
     from sparseflow.pruning.steps import Steps
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -27,6 +29,7 @@ Model = Annotated[
     typer.Option(help="A model.safetensors of `sparseflow pruning`; random weights of the task by default."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="What is drawn from.")]
+WeightSeed = Annotated[int, typer.Option(min=0, help="What weights are drawn from, where no model is given.")]
 
 
 @app.callback()
@@ -41,7 +44,10 @@ def profile(
     precision: Annotated[list[str] | None, typer.Option(help="May be repeated; float32 by default.")] = None,
     device: Device = "cpu",
     tdp_w: Annotated[
-        float | None, typer.Option(help="Watts at full load; a GPU's power limit, 65 for a CPU, by default.")
+        float | None,
+        typer.Option(
+            help="Watts at full load; what the folder says, a GPU's power limit or 65 for a CPU by default."
+        ),
     ] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -49,31 +55,37 @@ def profile(
     """Measure layers here, fit the hardware proxy to them, and judge it on others."""
     from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
-    from sparseflow.codesign.profile import Measuring, device_here, profile_grid
-    from sparseflow.codesign.proxy import Grid, fit, judge
+    from sparseflow.codesign.profile import Measuring, device_held, device_here, profile_grid
+    from sparseflow.codesign.proxy import Grid, fit, read_points
+    from sparseflow.errors import InputError
 
     chosen = device_of(device)
-    tdp_w = 65.0 if tdp_w is None and chosen.type == "cpu" else tdp_w
     kinds = tuple(precision or ["float32"])
     grid = Grid.small(kinds) if chosen.type == "cpu" else Grid(precisions=kinds)
     out.mkdir(parents=True, exist_ok=True)
+    file = out / "points.parquet"
     how = Measuring(mode="graph" if chosen.type == "cuda" else "eager")
     with bar() as tell:
-        tell("what the device can do at best", 0.0)
-        spec = device_here(chosen, tdp_w=tdp_w)
+        spec = device_held(file, chosen)
+        if spec is None:
+            tell("what the device can do at best", 0.0)
+            watts = 65.0 if tdp_w is None and chosen.type == "cpu" else tdp_w
+            spec = device_here(chosen, tdp_w=watts)
+        elif tdp_w not in (None, spec.tdp_w):
+            raise InputError(
+                f"`--tdp-w {tdp_w:g}`: {file} says {spec.tdp_w:g} W; leave it out, or name another"
+            )
         found = profile_grid(
-            out / "points.parquet", spec, points=points, grid=grid, device=chosen, how=how, seed=seed,
+            file, spec, points=points, grid=grid, device=chosen, how=how, seed=seed,
             progress=lambda done, of: tell(f"layer {done} of {of}", done / of),
         )  # fmt: skip
-        tell("judging on held-out layers", 1.0)
-        told = judge(found, seed=seed).summary()
-        fit(found, seed=seed).save(out / "proxy.safetensors")
-    told = {"points": len(found), "proxy": str(out / "proxy.safetensors"), **told}
-    if as_json:
-        typer.echo(json.dumps(told))
-        return
-    for name, value in told.items():
-        typer.echo(f"{name}: {value}")
+        proxy = fit(
+            found, environments=read_points(file).environments, seed=seed,
+            progress=lambda done, of: tell(f"fit {done} of {of}", done / of),
+        )  # fmt: skip
+    proxy.save(out / "proxy.safetensors")
+    told = {"proxy": str(out / "proxy.safetensors"), "device": spec.to_dict()}
+    _tell(proxy.provenance["held_out"] | told, as_json)
 
 
 @app.command()
@@ -83,15 +95,14 @@ def plan(
     model: Model = None,
     changes: Set = None,
     search: Annotated[bool, typer.Option(help="Also change chips, slot by slot, and their places.")] = True,
-    seed: Seed = 0,
+    seed: WeightSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Decide chips, mapping, splits and places for a model, and draw them."""
-    from dataclasses import asdict
-
     from sparseflow.cli.progress import bar
-    from sparseflow.codesign.hardware import Hardware, figures
-    from sparseflow.codesign.page import write_page
+    from sparseflow.codesign.decision import figures
+    from sparseflow.codesign.hardware import Hardware
+    from sparseflow.codesign.page import BOUNDS, write_page
     from sparseflow.codesign.saved import save_plan
     from sparseflow.core.environment import environment
 
@@ -104,68 +115,49 @@ def plan(
         decision = hardware.begin(layers)
         if search:
             decision = hardware.polish(layers, decision, fine=fine, orders=orders, progress=tell)
-        last = hardware.planned(layers, decision, fine=fine, orders=orders)
-        decision = hardware.better(layers, decision, hardware.decision_of(layers, decision, last))
+        decision, extra = hardware.concluded(layers, decision, fine=fine, orders=orders)
     out.mkdir(parents=True, exist_ok=True)
-    considered = [asdict(each) for each in last.considered]
-    bounds = {"lower_bound_ms": last.lower_bound_ms, "gap": last.gap, "finished": last.finished}
-    priced = hardware.price(layers, decision)
-    save_plan(out, hardware, layers, decision, extra={"considered": considered, **bounds})
+    saved = save_plan(out, hardware, layers, decision, extra=extra)
+    command = _command("plan", config=config, set=changes, model=model, search=search, seed=seed, out=out)
     page = write_page(
-        out, hardware, layers, decision, considered=considered, bounds=bounds, environment=environment("cpu"),
-        command=f"sparseflow codesign plan --config {config} --out …",
-    )  # fmt: skip
-    told = figures(priced) | bounds | {"plan": str(out / "plan.json"), "page": str(page)}
-    if as_json:
-        typer.echo(json.dumps(told))
-        return
-    _echo(told)
-    splits = 0 if decision.rewrite_plan is None else len(decision.rewrite_plan.splits)
-    typer.echo(f"layers split: {splits} (of {len(considered)} splits that were looked at)")
+        out, hardware, layers, decision, told=extra, environment=environment("cpu"), command=command
+    )
+    told = figures(hardware.price(layers, decision)) | {name: extra[name] for name in BOUNDS}
+    told |= {"plan": str(saved), "page": str(page), "layers_split": len(decision.splits(layers))}
+    _tell(told | {"splits_considered": len(extra["considered"])}, as_json)
 
 
 @app.command()
 def layout(
     source: Annotated[
-        Path, typer.Argument(help="A plan.json, or a quadratic assignment in QAPLIB's format.")
+        Path, typer.Argument(help="A plan.json, its folder, or a quadratic assignment in QAPLIB's format.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder of the new plan and its page.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the new plan and its page; `layout` beside the plan by default."),
+    ] = None,
     method: Annotated[str, typer.Option(help="auto, tabu or annealing.")] = "auto",
-    restarts: Annotated[int, typer.Option(min=1)] = 5,
+    restarts: Annotated[
+        int | None, typer.Option(min=1, help="What the plan's settings say by default; 5 of an assignment.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="Time for all restarts.")] = None,
-    seed: Seed = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="What the search draws from; the plan's, or 0, by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Place a plan's chips on the wafer, or solve a quadratic assignment."""
-    if source.suffix != ".json":
-        from sparseflow.codesign.layout import assign, read_qaplib
+    """Place a plan's chips on the wafer anew, or solve a quadratic assignment."""
+    from sparseflow.codesign.places import Search
+    from sparseflow.errors import InputError
 
-        instance = read_qaplib(source)
-        found = assign(
-            instance.flow, instance.distance, method=method, restarts=restarts, seconds=seconds, seed=seed
-        )
-        told = {
-            "cost": found.cost, "best_known": instance.best_known, "lower_bound": found.lower_bound,
-            "gap_to_bound": found.gap, "costs": list(found.costs), "seconds": found.seconds,
-            "finished": found.finished, "permutation": found.permutation.tolist(),
-        }  # fmt: skip
-        typer.echo(json.dumps(told)) if as_json else _echo(told)
-        return
-    from sparseflow.codesign.hardware import figures
-    from sparseflow.codesign.page import write_page
-    from sparseflow.codesign.saved import load_plan, save_plan
-    from sparseflow.core.environment import environment
-
-    saved = load_plan(source)
-    hardware, layers = saved.hardware, saved.layers
-    decision = hardware.better(layers, saved.decision, hardware.replaced(layers, saved.decision))
-    folder = source.parent if out is None else out
-    folder.mkdir(parents=True, exist_ok=True)
-    save_plan(folder, hardware, layers, decision)
-    page = write_page(folder, hardware, layers, decision, environment=environment("cpu"))
-    before, after = (hardware.price(layers, each) for each in (saved.decision, decision))
-    told = {"layout_before": before.layout, **figures(after), "layout": after.layout, "page": str(page)}
-    typer.echo(json.dumps(told)) if as_json else _echo(told)
+    search = Search(method=method, restarts=restarts, seconds=seconds, seed=seed)
+    if source.is_dir() or source.suffix == ".json":
+        told = _placed(source, out, search)
+    elif out is not None:
+        raise InputError(f"`--out {out}` is for a plan: the answer to an assignment is printed")
+    else:
+        told = _assigned(source, search)
+    _tell(told, as_json)
 
 
 @app.command()
@@ -196,10 +188,9 @@ def train(
         found = comparing.compare(
             settings, make_task, out, seeds=seeds, modes=modes, device=device, workers=workers, progress=tell
         )
-    chosen = [part for change in changes or [] for part in ("--set", change)]
-    command = "sparseflow codesign train " + shlex.join(
-        ["--config", config, *chosen, "--mode", mode, "--seeds", str(seeds), "--workers", str(workers),
-         "--device", device, "--out", "runs"]
+    command = _command(
+        "train", config=config, set=changes, mode=mode, seeds=seeds, workers=workers, device=device,
+        out="runs",
     )  # fmt: skip
     for seed in range(seeds):
         for each in modes:
@@ -222,12 +213,12 @@ def train(
 
 @app.command()
 def verify(
-    source: Annotated[Path, typer.Argument(help="A plan.json, or a run's folder with its trace.jsonl.")],
+    source: Annotated[Path, typer.Argument(help="A plan.json, or the folder of a plan or a run.")],
     model: Model = None,
     clips: Annotated[int, typer.Option(min=1, help="Random clips to run.")] = 4,
     ranks: Annotated[bool, typer.Option(help="Run with a process for each slot.")] = False,
     device: Device = "cpu",
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, help="What clips, and weights without a model, are.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run the partitioned model: same logits, bytes as planned, undone whole; and replay a trace."""
@@ -241,6 +232,8 @@ def verify(
     told: dict[str, Any] = {}
     if not source.exists():
         raise InputError(f"there is no plan {source}; `sparseflow codesign plan` makes one")
+    if source.name == TRACE:
+        source = source.parent
     folder = source if source.is_dir() else source.parent
     if model is None and (folder / MODEL).is_file():
         model = folder / MODEL  # as it was trained
@@ -256,12 +249,11 @@ def verify(
     if plan_file.is_file():
         saved = load_plan(plan_file)
         steps = _steps(saved.hardware.settings.task, model, seed)
-        found = run(steps, saved.decision, _clips(steps, clips, seed), device=device_of(device), ranks=ranks)
-        told |= found
-    if as_json:
-        typer.echo(json.dumps(told))
-    else:
-        _echo(told)
+        told |= run(
+            steps, saved.decision, _clips(steps, clips, seed), planned=saved.layers,
+            device=device_of(device), ranks=ranks,
+        )  # fmt: skip
+    _tell(told, as_json)
 
 
 @app.command()
@@ -272,8 +264,7 @@ def report(
     """Write the page of a run anew."""
     from sparseflow.codesign.page import page_of_run
 
-    page = page_of_run(folder, command=f"sparseflow codesign report {folder.name}")
-    typer.echo(json.dumps({"page": str(page)}) if as_json else f"page: {page}")
+    _tell({"page": str(page_of_run(folder, command=_command("report", folder)))}, as_json)
 
 
 def make_task(settings: Mapping[str, Any], seed: int, device: str) -> Any:
@@ -283,6 +274,53 @@ def make_task(settings: Mapping[str, Any], seed: int, device: str) -> Any:
 
     train = {**settings.get("train", {}), "seed": seed}
     return VideoTask(settings_of({**settings, "train": train}, "`task`"), device=device)
+
+
+def _placed(source: Path, out: Path | None, search: Search) -> dict[str, Any]:
+    """A plan with its chips at better places, beside the plan unless told otherwise."""
+    from sparseflow.codesign.decision import figures
+    from sparseflow.codesign.page import BOUNDS, write_page
+    from sparseflow.codesign.saved import PLAN, load_plan, save_plan
+    from sparseflow.core.environment import environment
+
+    file = source / PLAN if source.is_dir() else source
+    saved = load_plan(file)
+    hardware, layers = saved.hardware, saved.layers
+    tried = hardware.replaced(layers, saved.decision, search)
+    decision = hardware.better(layers, saved.decision, tried)
+    folder = file.parent / "layout" if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    # Bounds of a mapping are of the places that it was made for.
+    stale = BOUNDS if decision != saved.decision else ()
+    extra = {name: value for name, value in saved.extra.items() if name not in stale}
+    plan = save_plan(folder, hardware, layers, decision, extra=extra)
+    command = _command("layout", file, **vars(search), out=folder)
+    page = write_page(
+        folder, hardware, layers, decision, told=extra, environment=environment("cpu"), command=command
+    )
+    before, after = (hardware.price(layers, each) for each in (saved.decision, decision))
+    return {
+        "layout_before": before.layout, **figures(after), "layout": after.layout, "plan": str(plan),
+        "page": str(page),
+    }  # fmt: skip
+
+
+def _assigned(source: Path, search: Search) -> dict[str, Any]:
+    """The answer to a quadratic assignment."""
+    import math
+
+    from sparseflow.codesign.layout import assign, read_qaplib
+
+    instance = read_qaplib(source)
+    found = assign(
+        instance.flow, instance.distance, method=search.method, restarts=search.restarts or 5,
+        seconds=search.seconds, seed=search.seed or 0,
+    )  # fmt: skip
+    return {
+        "cost": found.cost, "best_known": instance.best_known, "lower_bound": found.lower_bound,
+        "gap_to_bound": found.gap if math.isfinite(found.gap) else None, "costs": list(found.costs),
+        "seconds": found.seconds, "finished": found.finished, "permutation": found.permutation.tolist(),
+    }  # fmt: skip
 
 
 def _settings(config: str, changes: list[str] | None) -> Any:
@@ -307,10 +345,21 @@ def _steps(task: Mapping[str, Any], model: Path | None, seed: int) -> Steps:
     if model is not None:
         return Steps(compact(load(model)))
     settings = settings_of(task, "`task`")
+    classes, channels = _shown(settings.data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        classes, channels = (8, 1) if settings.data.kind == "moving_digits" else (101, 3)
         return Steps(compact(settings.make(classes, channels).eval()))
+
+
+def _shown(data: MovingDigitsSettings | UCF101Settings) -> tuple[int, int]:
+    """Classes of some data, and channels of its frames; no video is looked for."""
+    if data.kind == "moving_digits":
+        from sparseflow.pruning.data.moving_digits import MovingDigits
+
+        return len(MovingDigits.classes), 1
+    from sparseflow.pruning.data.lists import read_split
+
+    return len(read_split(data.lists, data.split).classes), 3
 
 
 def _clips(steps: Steps, count: int, seed: int) -> Any:
@@ -321,7 +370,23 @@ def _clips(steps: Steps, count: int, seed: int) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _echo(told: Mapping[str, Any]) -> None:
+def _command(name: str, *arguments: object, **options: object) -> str:
+    """A command line that can be pasted into a shell; options that are None or on by default are left out."""
+    words = ["sparseflow", "codesign", name, *map(str, arguments)]
+    for option, value in options.items():
+        if value is False:
+            words.append(f"--no-{option}")
+        elif value is not None and value is not True:
+            words += [part for each in (value if isinstance(value, list) else [value])
+                      for part in (f"--{option}", str(each))]  # fmt: skip
+    return shlex.join(words)
+
+
+def _tell(told: Mapping[str, Any], as_json: bool) -> None:
+    """Print for scripts, or for readers."""
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
     for name, value in told.items():
         shown = f"{value:.6g}" if isinstance(value, float) else value
         typer.echo(f"{name.replace('_', ' ')}: {shown}")

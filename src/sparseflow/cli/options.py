@@ -52,9 +52,8 @@ def device_of(name: str) -> torch.device:
         found = None
     if found is None:
         raise InputError(f"`--device {name}` must be cpu or cuda, or a GPU by number: cuda:0")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"`--device {name}`: torch sees {torch.cuda.device_count() or 'no'} CUDA device here; name "
-            "another, or use cpu"
-        )
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = "no CUDA device" if not count else "1 CUDA device" if count == 1 else f"{count} CUDA devices"
+        raise DeviceError(f"`--device {name}`: torch sees {there} here; name another, or use cpu")
     return found

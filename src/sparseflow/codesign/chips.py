@@ -154,4 +154,13 @@ def library_of(content: Mapping[str, Any], source: str = "the library") -> ChipL
     try:
         return ChipLibrary.model_validate(content)
     except ValidationError as error:
-        raise FileFormatError(f"{source} cannot be used: {first_problem(error)}") from error
+        whose = _whose(content, error.errors()[0]["loc"])
+        raise FileFormatError(f"{source} cannot be used: {first_problem(error)}{whose}") from error
+
+
+def _whose(content: Mapping[str, Any], where: tuple[int | str, ...]) -> str:
+    """The name of the entry that something is wrong with, as far as there is one."""
+    if len(where) < 2 or not isinstance(where[1], int):
+        return ""
+    entry = content[str(where[0])][where[1]]
+    return f" ({where[0]}: {entry['name']})" if isinstance(entry, Mapping) and "name" in entry else ""

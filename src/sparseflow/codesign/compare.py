@@ -19,6 +19,7 @@ from sparseflow.core.files import write_atomic
 from sparseflow.core.parallel import run_each
 from sparseflow.core.training.ranks import in_turn
 from sparseflow.core.training.task import Task
+from sparseflow.errors import InputError
 
 RESULTS = "designs.json"
 EQUAL_POINTS = 0.5
@@ -64,8 +65,15 @@ def compare(
         progress: Called with (what was done, fraction done).
 
     Returns:
-        Seed -> its designs.
+        Seed -> its designs, in the order of `modes`.
+
+    Raises:
+        InputError: `seeds` or `workers` is not positive, a setting cannot be used, or a folder holds another
+            run.
+        RunError: A run failed; those that ended are not done again by the next call.
     """
+    if seeds < 1:
+        raise InputError(f"`seeds` (={seeds}) must be at least 1")
     root = Path(folder)
     wanted: list[tuple[int, Mode]] = [(seed, mode) for seed in range(seeds) for mode in modes]
     jobs = [
@@ -75,14 +83,17 @@ def compare(
         )
         for number, (seed, mode) in enumerate(wanted)
     ]  # fmt: skip
-    found: dict[int, list[Designed]] = {seed: [] for seed in range(seeds)}
-    for number, (at, designs) in enumerate(run_each(_run, jobs, workers=workers), start=1):
-        job = jobs[at]
-        found[job.seed] += designs
+    found: dict[int, list[Designed]] = {}
+    for at, designs in run_each(_run, jobs, workers=workers):
+        found[at] = designs
         if progress is not None:
             told = ", ".join(f"{each.mode} {each.priced.energy_delay:.4g} mJ ms" for each in designs)
-            progress(f"seed {job.seed}: {told}", number / len(jobs))
-    return found
+            progress(f"seed {jobs[at].seed}: {told}", len(found) / len(jobs))
+    # In the order of the jobs, whichever of them ended first.
+    return {
+        seed: [each for at, job in enumerate(jobs) if job.seed == seed for each in found[at]]
+        for seed in range(seeds)
+    }
 
 
 def _run(job: _Job) -> list[Designed]:
@@ -107,7 +118,8 @@ def results(
     Returns:
         `modes`, a line for each way to a design: its accuracy and energy-delay product, means over seeds, and
         the ratio of the latter to the two-stage baseline's, geometric mean over seeds with its interval;
-        `verdict`, a sentence; `runs`, every design.
+        `verdict`, a sentence, which names a winner only where its accuracy is not lower by more than
+        `EQUAL_POINTS`; `runs`, every design. Energy-delay products are in mJ ms.
     """
     lines = []
     of = {
@@ -160,11 +172,13 @@ def _verdict(lines: Mapping[str, Mapping[str, Any]]) -> str:
     )
     if joint["low"] is None:
         return f"Of one seed nothing follows: {what}."
-    interval = f"({joint['low']:.3f} to {joint['high']:.3f})"
+    what = f"{what} ({joint['low']:.3f} to {joint['high']:.3f})"
     if joint["low"] <= 1.0 <= joint["high"]:
-        return f"Neither wins: {what} {interval}."
-    who = "Joint training" if joint["high"] < 1.0 else "The two-stage baseline"
-    return f"{who} wins: {what} {interval}."
+        return f"Neither wins: {what}."
+    ahead = joint["high"] < 1.0
+    if (points if ahead else -points) < -EQUAL_POINTS:
+        return f"Neither wins, since what is less costs accuracy: {what}."
+    return f"{'Joint training' if ahead else 'The two-stage baseline'} wins: {what}."
 
 
 def write_results(folder: Path | str, told: Mapping[str, Any]) -> Path:

@@ -10,29 +10,32 @@ which is L_hw with nothing soft left in it. A new decision is taken only where J
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from sparseflow.codesign.chips import ChipLibrary, ChipType
-from sparseflow.codesign.decision import Decision, Priced
+from sparseflow.codesign.decision import Decision, Priced, begins_of, rewrite_of
 from sparseflow.codesign.hw_loss import Reference
 from sparseflow.codesign.mapping import MappingSolver
 from sparseflow.codesign.network import Network
-from sparseflow.codesign.objective import Costs, PartCosts, evaluate, feasible
+from sparseflow.codesign.objective import Costs, PartCosts, evaluate, feasible, memory
 from sparseflow.codesign.partition import PartitionPlanner, Plan
-from sparseflow.codesign.places import Drawn, Places
+from sparseflow.codesign.places import Drawn, Places, Search
 from sparseflow.codesign.proxy import LayerHwProxy
-from sparseflow.codesign.rewrite import RewritePlan, Split, check
+from sparseflow.codesign.rewrite import RewritePlan, Split, check, plan_bytes
 from sparseflow.codesign.segments import chain
 from sparseflow.codesign.settings import Settings
 from sparseflow.codesign.splits import Orders
 from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.errors import FileFormatError, InputError
+
+log = logging.getLogger(__name__)
 
 _LEAST = 1e-12
 """Relative; an objective that falls by less has not fallen."""
@@ -75,6 +78,12 @@ class Hardware:
         if proxy is None:
             proxy = LayerHwProxy.analytic() if told.proxy is None else LayerHwProxy.load(told.proxy)
         self.proxy = proxy
+        if proxy.devices and all(proxy.known(chip) == "analytic" for chip in self.chips):
+            log.warning(
+                "no chip is priced by measurements: the proxy knows %s, and a chip is one of those if name, "
+                "`peak_flops` and `peak_bw` are the same; there are %s",
+                ", ".join(each.name for each in proxy.devices), ", ".join(names),
+            )  # fmt: skip
         self.lambdas = settings.lambdas()
         mapped = settings.mapping
         solver = MappingSolver(
@@ -90,7 +99,19 @@ class Hardware:
 
     @property
     def slots(self) -> int:
+        """How many there are."""
         return self.settings.hardware.slots
+
+    @property
+    def zeros(self) -> Reference:
+        """The reference.
+
+        Raises:
+            InputError: There is none yet.
+        """
+        if self.reference is None:
+            raise InputError("costs are relative to a first decision: call `begin` or `fix_reference` before")
+        return self.reference
 
     def network(self, positions_mm: Sequence[tuple[float, float]]) -> Network:
         """Between slots whose chips are there."""
@@ -113,10 +134,9 @@ class Hardware:
         found = self.decision_of(layers, empty, plan)
         stats = plan.hw_stats
         self.reference = Reference(
-            latency_ms=stats.total_latency_ms,
-            energy_mj=stats.energy_mj,
+            latency_ms=stats.total_latency_ms, energy_mj=stats.energy_mj,
             area_mm2=self.slots * self.first.area_mm2,
-        )
+        )  # fmt: skip
         return found
 
     def fix_reference(self, told: Mapping[str, float]) -> None:
@@ -136,17 +156,18 @@ class Hardware:
         Splits of layers that have other units by now do not count.
 
         Raises:
-            InputError: Memory does not fit, or a layer is on an empty slot.
+            InputError: Memory does not fit, or a layer is on an empty slot (says which); or there is no
+                reference.
         """
+        zero = self.zeros
         costs, homes, splits = self._opened(layers, decision)
         if not feasible(costs, homes, splits):
-            raise InputError("a decision that was taken for another model does not fit this one")
+            raise InputError(f"the decision does not fit the model: {_misfit(costs, homes, splits)}")
         stats = evaluate(costs, homes, splits, self.planner.weights)
         held = [self.library.chip(name) for name in decision.chips if name is not None]
         area = sum(chip.area_mm2 for chip in held)
         layout = self.places.score(decision.positions_mm, self.drawn(layers, decision))
-        told, zero = self.lambdas, self.reference
-        assert zero is not None
+        told = self.lambdas
         objective = (
             told.lambda_T * stats.total_latency_ms / zero.latency_ms
             + told.lambda_E * stats.energy_mj / zero.energy_mj
@@ -178,13 +199,10 @@ class Hardware:
         Raises:
             InputError: The model does not fit; says by how much.
         """
+        network = self.network(decision.positions_mm)
         return self.planner.plan(
-            layers,
-            self.held(decision),
-            self.network(decision.positions_mm),
-            use_fine_split=fine,
-            orders=orders,
-        )
+            layers, self.held(decision), network, use_fine_split=fine, orders=orders
+        )  # fmt: skip
 
     def remap(
         self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
@@ -205,16 +223,18 @@ class Hardware:
         fine: bool,
         orders: Orders | None = None,
     ) -> Decision | None:
-        """Other chips at the same places, mapped anew; None where the model does not fit them."""
+        """Other chips at the same places, mapped anew; None where there is none or they do not hold it."""
         if not any(chips):
             return None
         held = replace(decision, chips=tuple(chips))
-        places = self.places.with_room(held.positions_mm, self.drawn_chips(held))
+        places = self.places.with_room(held.positions_mm, Drawn.of(self.held(held)))
         return self.remap(layers, replace(held, positions_mm=places), fine=fine, orders=orders)
 
-    def replaced(self, layers: Sequence[LayerNode], decision: Decision) -> Decision:
-        """The same chips and mapping at better places."""
-        return replace(decision, positions_mm=self.places.best(self.drawn(layers, decision)))
+    def replaced(
+        self, layers: Sequence[LayerNode], decision: Decision, search: Search | None = None
+    ) -> Decision:
+        """The same chips and mapping at the best places that are found; see `Places.best`."""
+        return replace(decision, positions_mm=self.places.best(self.drawn(layers, decision), search))
 
     def polish(
         self,
@@ -229,9 +249,9 @@ class Hardware:
         now = self.fitted(layers, decision)
         now = self.better(layers, now, self.remap(layers, now, fine=False))
         names: list[str | None] = [*(chip.name for chip in self.chips), None]
-        falls = True
+        falls, passes = True, 0
         while falls:
-            falls = False
+            falls, passes = False, passes + 1
             for slot in range(self.slots):
                 for name in names:
                     chips = (*now.chips[:slot], name, *now.chips[slot + 1 :])
@@ -239,26 +259,46 @@ class Hardware:
                     if tried is not now:
                         now, falls = tried, True
                 if progress is not None:
-                    progress(f"chip of slot {slot}", slot / self.slots)
+                    progress(f"pass {passes}, chip of slot {slot}", slot / self.slots)
         now = self.better(layers, now, self.replaced(layers, now))
         if fine:
             now = self.better(layers, now, self.remap(layers, now, fine=True, orders=orders))
         return self.better(layers, now, self.replaced(layers, now))
 
-    def check(self, layers: Sequence[LayerNode], decision: Decision) -> None:
-        """Whether a decision is one for these slots and layers.
+    def concluded(
+        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
+    ) -> tuple[Decision, dict[str, Any]]:
+        """A last plan for a decision's chips at its places, taken if it is better; and what to tell of it.
+
+        Returns:
+            The decision; and in JSON's types `considered`, the splits that the last plan looked at,
+            `lower_bound_ms` of the latency without splits, `gap`, how much of that latency lies above the
+            bound, and `finished`, whether the solver ended before its time was up.
 
         Raises:
-            FileFormatError: It is not; says why.
+            InputError: The model does not fit; says by how much.
         """
-        names = [name for segment in decision.segments for name in segment]
+        last = self.planned(layers, decision, fine=fine, orders=orders)
+        decision = self.better(layers, decision, self.decision_of(layers, decision, last))
+        latency_ms = self.plan_of(layers, decision)[1].coarse_stats.total_latency_ms
+        bound_ms = min(last.lower_bound_ms, latency_ms)
+        return decision, {
+            "considered": [asdict(each) for each in last.considered],
+            "lower_bound_ms": bound_ms,
+            "gap": (latency_ms - bound_ms) / latency_ms if latency_ms > 0.0 else 0.0,
+            "finished": last.finished,
+        }
+
+    def check(self, layers: Sequence[LayerNode], decision: Decision) -> None:
+        """Whether a decision is one for these slots and layers; raises FileFormatError where it is not."""
+        names, there = decision.names, [layer.name for layer in layers]
         if len(decision.chips) != self.slots:
             raise FileFormatError(f"the decision is of {len(decision.chips)} slots; there are {self.slots}")
-        if not names or sorted(names) != sorted(layer.name for layer in layers):
-            raise FileFormatError("the decision is of other layers")
-        splits = () if decision.rewrite_plan is None else decision.rewrite_plan.splits
-        if any(slot >= self.slots for split in splits for slot in split.slots):
-            raise FileFormatError(f"a part is on a slot beyond the {self.slots} that there are")
+        if not names or names != there:
+            other = ", ".join(sorted({*names} ^ {*there})[:5]) or "their order"
+            raise FileFormatError(
+                f"the decision is of {len(names)} layers and there are {len(there)}, or others; see {other}"
+            )
         try:
             check(layers, decision.rewrite_plan or RewritePlan(splits=()), decision.homes(layers))
             if not any(self.held(decision)):
@@ -273,18 +313,7 @@ class Hardware:
         Raises:
             InputError: The model does not fit these chips; says by how much.
         """
-        homes, splits = decision.homes(layers), self._splits(layers, decision)
-        begins = [at for at in range(len(layers)) if at == 0 or homes[at] != homes[at - 1]]
-        ends = [*begins[1:], len(layers)]
-        names = [layer.name for layer in layers]
-        now = decision
-        if names != [name for segment in decision.segments for name in segment]:
-            now = replace(
-                decision, segments=tuple(tuple(names[a:b]) for a, b in zip(begins, ends, strict=True)),
-                mapping=tuple(homes[at] for at in begins),
-            )  # fmt: skip
-        plan = RewritePlan(splits=tuple(splits[at] for at in sorted(splits))) if splits else None
-        now = replace(now, rewrite_plan=plan) if plan != now.rewrite_plan else now
+        now = decision.left(layers)
         if math.isfinite(self._worth(layers, now)):
             return now
         return self.decision_of(layers, now, self.planned(layers, now, fine=False))
@@ -302,11 +331,11 @@ class Hardware:
     def plan_of(self, layers: Sequence[LayerNode], decision: Decision) -> tuple[Costs, Plan]:
         """A decision as a plan, for a picture of it."""
         costs, homes, splits = self._opened(layers, decision)
-        begins = [at for at in range(len(layers)) if at == 0 or homes[at] != homes[at - 1]]
+        begins = begins_of(homes)
         stats = evaluate(costs, homes, splits, self.planner.weights)
         return costs, Plan(
             segments=chain(layers, begins), mapping=tuple(homes[at] for at in begins), homes=homes,
-            rewrite_plan=RewritePlan(splits=tuple(split for split, _ in splits.values())) if splits else None,
+            rewrite_plan=rewrite_of({at: split for at, (split, _) in splits.items()}),
             hw_stats=stats, coarse_stats=evaluate(costs, homes, {}, self.planner.weights), considered=(),
             lower_bound_ms=0.0, gap=1.0, finished=True, weights=self.planner.weights,
             part_costs={layer: parts for layer, (_, parts) in splits.items()},
@@ -318,10 +347,13 @@ class Hardware:
         return lambda layer: model.importance(layer).argsort(descending=True).tolist()
 
     def _worth(self, layers: Sequence[LayerNode], decision: Decision) -> float:
+        """The objective; infinite where the decision does not fit."""
         try:
             return self.price(layers, decision).objective
         except InputError:
-            return float("inf")
+            if self.reference is None:
+                raise
+            return math.inf
 
     def held(self, decision: Decision) -> list[ChipType | None]:
         """What each slot holds."""
@@ -341,51 +373,28 @@ class Hardware:
         held = self.held(decision)
         costs = self.planner.costs(layers, held, self.network(decision.positions_mm))
         splits = {}
-        for layer, split in self._splits(layers, decision).items():
+        for layer, split in decision.splits(layers, same_units=True).items():
             chips = [held[slot] for slot in split.slots]
             if None in chips:
-                raise InputError(
-                    f"a part of {layers[layer].name} is on slot {chips.index(None)}, which is empty"
-                )
+                empty = split.slots[chips.index(None)]
+                raise InputError(f"a part of {layers[layer].name} is on slot {empty}, which is empty")
             splits[layer] = split, self.planner.part_costs(layers[layer], split.sizes, chips)
         return costs, decision.homes(layers), splits
 
     def drawn(self, layers: Sequence[LayerNode], decision: Decision) -> Drawn:
         """What a layout is made for."""
-        homes, splits = decision.homes(layers), self._splits(layers, decision)
         traffic = np.zeros((self.slots, self.slots))
-        for at, layer in enumerate(layers):
-            if at and homes[at] != homes[at - 1]:
-                traffic[homes[at - 1], homes[at]] += layer.traffic_in_bytes
-            split = splits.get(at)
-            for slot in () if split is None else split.slots[1:]:
-                traffic[homes[at], slot] += layer.split_in_bytes
-                back = layer.split_out_bytes
-                if split is not None and layer.split_joins:
-                    back = back * split.sizes[split.slots.index(slot)] // layer.units
-                traffic[slot, homes[at]] += back
-        return replace(self.drawn_chips(decision), traffic_bytes=traffic)
-
-    def drawn_chips(self, decision: Decision) -> Drawn:
-        """The same without traffic."""
-        held = self.held(decision)
-        return Drawn(
-            traffic_bytes=np.zeros((self.slots, self.slots)),
-            sizes_mm=np.array([(0.0, 0.0) if chip is None else chip.size_mm for chip in held]),
-            tdp_w=np.array([0.0 if chip is None else chip.tdp_w for chip in held]),
-            names=decision.chips,
-        )
-
-    def _splits(self, layers: Sequence[LayerNode], decision: Decision) -> dict[int, Split]:
-        """Splits of layers that have as many units as when they were split."""
-        found = decision.splits(layers)
-        return {at: split for at, split in found.items() if sum(split.sizes) == layers[at].units}
+        plan = rewrite_of(decision.splits(layers, same_units=True))
+        for pair, size_bytes in plan_bytes(layers, decision.homes(layers), plan).items():
+            traffic[pair] = size_bytes
+        return Drawn.of(self.held(decision), traffic)
 
 
-def figures(priced: Priced) -> dict[str, Any]:
-    """The numbers that people ask for first."""
-    return {
-        "latency_ms": priced.stats.total_latency_ms, "energy_mj": priced.stats.energy_mj,
-        "energy_delay_mj_ms": priced.energy_delay, "area_mm2": priced.area_mm2, "chips": priced.chips,
-        "objective": priced.objective,
-    }  # fmt: skip
+def _misfit(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Split, PartCosts]]) -> str:
+    """Why a decision is not feasible."""
+    for at, slot in enumerate(homes):
+        if not math.isfinite(costs.latency_ms[at, slot]):
+            return f"{costs.layers[at].name} is on slot {slot}, which is empty"
+    held = memory(costs, homes, splits)
+    worst = int((held - costs.limit_mb).argmax())
+    return f"slot {worst} is given {held[worst]:.6g} MB and holds {costs.limit_mb[worst]:.6g} MB"

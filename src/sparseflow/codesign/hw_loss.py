@@ -7,7 +7,8 @@ The zeros are the first plan's figures, frozen, so that the lambdas are pure num
 discrete (which slot a layer is on, what is split) are taken from a plan and change between steps, never in
 one. What a layer costs on a slot is the expectation over what the slot may hold; a slot that may be empty
 would have to send its layers elsewhere, which is taken to cost `EMPTY_COST` times what they cost on the
-slowest chip. The latency of a pipeline is a smooth maximum over slots, so that all of them get gradients.
+slowest chip. A part of a layer costs its share of the layer: how many units gates leave changes from step to
+step. The latency of a pipeline is a smooth maximum over slots, so that all of them get gradients.
 """
 
 from __future__ import annotations
@@ -27,13 +28,27 @@ from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError, RunError
 
 EMPTY_COST = 2.0
+"""Latency and energy of a layer on an empty slot, over those on the slowest and the hungriest chip."""
+
 SMOOTHNESS = 0.05
 """Of the maximum over slots, as a share of the largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lambdas:
-    """Weights of the terms; the names are those of configurations."""
+    """Weights of the terms, without units; the names are those of configurations.
+
+    Attributes:
+        lambda_T: Of latency over the first plan's.
+        lambda_E: Of energy, likewise.
+        lambda_mem: Of what layers need beyond a slot's memory: the square of its share, summed over slots.
+        lambda_area: Of area over the first plan's.
+        lambda_chip: Of the share of slots that hold a chip.
+        lambda_layout: Of L_layout; see `places`.
+
+    Raises:
+        InputError: One is not finite, or negative.
+    """
 
     lambda_T: float = 1.0
     lambda_E: float = 1.0
@@ -50,7 +65,16 @@ class Lambdas:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Frozen figures that terms are taken relative to."""
+    """Frozen figures that terms are taken relative to.
+
+    Attributes:
+        latency_ms: Of a batch.
+        energy_mj: Of a batch.
+        area_mm2: Of all chips.
+
+    Raises:
+        InputError: One is not finite and above 0.
+    """
 
     latency_ms: float
     energy_mj: float
@@ -99,11 +123,12 @@ def compute_hw_loss(
         proxy: What a layer costs on a chip.
         lambdas: Weights.
         reference: What terms are relative to.
-        generator: What slots are drawn from; without one they are probabilities.
-        layout: L_layout, if positions are learnt.
+        generator: What slots are drawn from; without one there is no noise.
+        layout: L_layout of what slots hold; 0 by default.
 
     Returns:
-        L_hw, and `latency_ms`, `energy_mj`, `mem_over`, `area_mm2`, `chips`, `layout`: scalars.
+        L_hw, and its terms before they are weighed, `latency_ms` and `energy_mj` of a batch, `mem_over`,
+        `area_mm2`, `chips` and `layout`: float64 scalars.
 
     Raises:
         InputError: Placement, slots and network are of other sizes.
@@ -126,7 +151,8 @@ def compute_hw_loss(
     held = table["mem_mb"].amax(1)  # [L]
     homes, splits = placement.homes, placement.splits
     busy = [torch.zeros((), dtype=torch.float64) for _ in range(slots.slots)]
-    memory = [torch.zeros((), dtype=torch.float64) for _ in range(slots.slots)]
+    compute = list(busy)
+    memory = list(busy)
     total_energy = serial = torch.zeros((), dtype=torch.float64)
 
     def send(source: int, target: int, size: int) -> float:
@@ -148,17 +174,15 @@ def compute_hw_loss(
             shares, places = [size / whole for size in split.sizes], split.slots
             ways = [(0.0, 0.0)]
             for slot, size in zip(places[1:], split.sizes[1:], strict=True):
-                back = layer.split_out_bytes * size // whole if layer.split_joins else None
-                ways.append(
-                    (
-                        send(home, slot, layer.split_in_bytes),
-                        send(slot, home, layer.split_out_bytes if back is None else back),
-                    )
-                )
+                back = layer.split_out_bytes
+                if layer.split_joins:
+                    back = back * size // whole
+                ways.append((send(home, slot, layer.split_in_bytes), send(slot, home, back)))
         took = []
         for share, slot, (there, back) in zip(shares, places, ways, strict=True):
             took.append(there + share * latency[at, slot] + back)
             total_energy = total_energy + share * energy[at, slot]
+            compute[slot] = compute[slot] + share * latency[at, slot]
             memory[slot] = memory[slot] + share * held[at]
             if slot != home:
                 busy[slot] = busy[slot] + there + share * latency[at, slot]
@@ -168,7 +192,7 @@ def compute_hw_loss(
     every = torch.stack(busy)
     total = serial if placement.mode == "serial" else _smooth_max(every)
     idle = alpha[:, :-1] @ torch.tensor([chip.idle_w for chip in slots.chips], dtype=torch.float64)
-    total_energy = total_energy + (torch.relu(total - every) * idle).sum()
+    total_energy = total_energy + (torch.relu(total - torch.stack(compute)) * idle).sum()
     limits = torch.tensor([1e3 * chip.mem_gb for chip in slots.chips], dtype=torch.float64)
     # What an empty slot would hold is elsewhere, and paid for in latency.
     over = (alpha[:, :-1] * torch.relu(torch.stack(memory)[:, None] / limits - 1.0).square()).sum()

@@ -8,18 +8,24 @@ An epoch of joint training: the model's weights and gates take their steps with
 off alpha, segments are mapped, chips are placed, and, every few epochs, layers may be split. Each discrete
 step is kept only if the objective falls. The guard (`guard.py`) decides whether the hardware counts at all.
 
+The first chips must hold the model with all of its gates open, so that whatever training makes of it runs on
+them: when gates open again, and it outgrows chips that were chosen since, the first ones are taken back.
+
 A two-stage run trains the model first, without L_hw; the hardware then gets as many rounds as it would have
 had. On the model that it trained stand two more baselines: `mapping-only` keeps the first chips and places
 and decides mapping and splits; `layout-only` keeps the first chips and mapping and decides places.
 
 A run has a folder: `trace.jsonl`, a row for each epoch (and each round, and each design at the end), a
-checkpoint, and at the end `plan.json`. The same call goes on where one was stopped.
+checkpoint, and at the end `plan.json`. The same call goes on where one was stopped; with other settings, or
+another chip library or proxy behind them, it is refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +38,9 @@ from sparseflow.codesign.decision import Decision, Priced
 from sparseflow.codesign.guard import AccuracyGuard
 from sparseflow.codesign.hardware import Hardware
 from sparseflow.codesign.hw_loss import Placement, compute_hw_loss
+from sparseflow.codesign.partition import log as planner_log
 from sparseflow.codesign.saved import save_plan
+from sparseflow.codesign.segments import number
 from sparseflow.codesign.settings import Settings
 from sparseflow.codesign.slots import ChipSlotConfig
 from sparseflow.codesign.trace import TRACE, Trace, hardware_record, layer_records
@@ -40,7 +48,7 @@ from sparseflow.core.environment import environment
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.training import checkpoint
 from sparseflow.core.training.task import Task
-from sparseflow.errors import InputError
+from sparseflow.errors import InputError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +58,7 @@ MODEL = "model.safetensors"
 """What the task saves of itself in a run's folder."""
 
 BASELINES = ("two-stage", "mapping-only", "layout-only")
+"""Designs of a two-stage run, itself first."""
 
 Progress = Callable[[str, float], None]
 
@@ -84,7 +93,7 @@ class JointTrainer:
         mode: Joint, or a baseline.
 
     Raises:
-        InputError: An unknown mode, or the folder holds another run.
+        InputError: An unknown mode, or the hardware was made with other settings.
     """
 
     def __init__(
@@ -92,11 +101,12 @@ class JointTrainer:
     ) -> None:
         if mode not in MODES:
             raise InputError(f"`mode` (={mode!r}) must be one of: {', '.join(MODES)}")
+        if settings != hardware.settings:
+            raise InputError("`settings` are not those that `hardware` was made with")
         self.task, self.hardware, self.settings, self.mode = task, hardware, settings, mode
         self.folder = Path(folder)
-        told = settings.hardware
         self.slots = ChipSlotConfig(
-            hardware.chips, told.slots, tau=settings.joint.tau[0], first=hardware.first.name
+            hardware.chips, hardware.slots, tau=settings.joint.tau[0], first=hardware.first.name
         )
         self.guard = AccuracyGuard(settings.guard_schedule())
         self._optimizer = torch.optim.Adam(self.slots.parameters(), lr=settings.joint.alpha_rate)
@@ -115,12 +125,16 @@ class JointTrainer:
             The design; a two-stage run adds those of the other two baselines.
 
         Raises:
-            InputError: The folder holds another run.
+            InputError: The folder holds another run, or one by another chip library or proxy; or the first
+                chips do not hold the model (says by how much).
             FileFormatError: Its checkpoint or trace is damaged.
-            RunError: A loss is not finite.
+            RunError: A loss is not finite, or the model grew beyond what it said it could be.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        of = {"settings": self.settings.model_dump(mode="json"), "mode": self.mode}
+        of = {
+            "settings": self.settings.model_dump(mode="json"), "mode": self.mode,
+            "library": self.hardware.library.model_dump(mode="json"), "proxy": self.hardware.proxy.digest,
+        }  # fmt: skip
         state = checkpoint.read(self.folder, of)
         with Trace(self.folder / TRACE, rows=0 if state is None else state["rows"]) as trace:
             if state is None:
@@ -147,6 +161,12 @@ class JointTrainer:
     def _begin(self, trace: Trace) -> None:
         layers = self.task.finished().layers(self.hardware.batch)
         self._first = self._decision = self.hardware.begin(layers)
+        try:
+            self.hardware.planned(self._in_training(), self._first, fine=False)
+        except InputError as error:
+            raise InputError(
+                f"the first chips hold the model as it is, but not with all of its gates open: {error}"
+            ) from error
         trace.write(
             {
                 "kind": "begin", "mode": self.mode, **hardware_record(self.hardware, self.folder),
@@ -199,7 +219,7 @@ class JointTrainer:
         return weight * loss
 
     def _hw_loss(self, layers: Any, layout: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        assert self._decision is not None and self.hardware.reference is not None
+        assert self._decision is not None
         self._draws += 1
         random = np.random.default_rng([self.settings.joint.seed, self._draws])
         generator = torch.Generator().manual_seed(int(random.integers(2**31)))
@@ -209,13 +229,13 @@ class JointTrainer:
         )  # fmt: skip
         return compute_hw_loss(
             layers, self.slots, placement, self.hardware.network(self._decision.positions_mm),
-            self.hardware.proxy, self.hardware.lambdas, self.hardware.reference, generator=generator,
+            self.hardware.proxy, self.hardware.lambdas, self.hardware.zeros, generator=generator,
             layout=layout,
         )  # fmt: skip
 
     def _alpha_round(self) -> None:
         """Steps of the slots' logits, the model and all that is discrete held still."""
-        layers = [_still(layer) for layer in self.task.soft_layers(self.hardware.batch)]
+        layers = self._in_training()
         for _ in range(self.settings.joint.alpha_steps):
             assert self._decision is not None
             self._optimizer.zero_grad()
@@ -228,29 +248,68 @@ class JointTrainer:
     def _decide(self, *, fine: bool) -> None:
         """Chips off alpha, then mapping, splits and places; each kept only if the objective falls."""
         hardware, model = self.hardware, self.task.finished()
-        layers = model.layers(hardware.batch)
-        assert self._decision is not None
-        before = hardware.fitted(layers, self._decision)
+        layers, orders = model.layers(hardware.batch), hardware.orders(model)
+        before = self._fitted(layers)
         chips = tuple(None if chip is None else chip.name for chip in self.slots.decode())
         fine = fine and self.settings.joint.use_fine_split
-        now = hardware.remap(layers, before, fine=fine, orders=hardware.orders(model))
-        now = hardware.better(layers, before, now)
-        if any(chips):
-            tried = hardware.with_chips(layers, now, chips, fine=fine, orders=hardware.orders(model))
+        with _as_details():
+            now = hardware.better(layers, before, hardware.remap(layers, before, fine=fine, orders=orders))
+            tried = hardware.with_chips(layers, now, chips, fine=fine, orders=orders)
             now = hardware.better(layers, now, tried)
-        self._decision = hardware.better(layers, now, hardware.replaced(layers, now))
+            now = self._decision = hardware.better(layers, now, hardware.replaced(layers, now))
+        held = Counter(chip for chip in now.chips if chip is not None)
+        split = [layers[at].name for at in now.splits(layers)]
+        log.info(
+            "round %d, epoch %d: objective %.6g -> %.6g; %s; %s", self._rounds, self._epoch,
+            hardware.price(layers, before).objective, hardware.price(layers, now).objective,
+            ", ".join(f"{count} {name}" for name, count in sorted(held.items())),
+            f"split: {', '.join(split)}" if split else "rewrite_plan is None",
+        )  # fmt: skip
+
+    def _fitted(self, layers: Sequence[LayerNode]) -> Decision:
+        """The decision for layers as they are now; on the first chips where it holds them no longer."""
+        hardware = self.hardware
+        assert self._first is not None and self._decision is not None
+        try:
+            return hardware.fitted(layers, self._decision)
+        except InputError as error:
+            log.warning(
+                "epoch %d: the model has outgrown its chips, back to the first: %s", self._epoch, error
+            )
+        return self._on_first(layers)
+
+    def _on_first(self, layers: Sequence[LayerNode]) -> Decision:
+        """The first decision for layers as they are now."""
+        assert self._first is not None
+        try:
+            return self.hardware.fitted(layers, self._first)
+        except InputError as error:
+            raise RunError(
+                f"after epoch {self._epoch} the model is larger than with all of its gates open, and the "
+                f"first chips do not hold it: {error}"
+            ) from error
+
+    def _in_training(self) -> list[LayerNode]:
+        """Layers with the operations that gates leave now, and the memory of open ones; in plain numbers."""
+        return [
+            replace(layer, flops=number(layer.flops), bytes=number(layer.bytes))
+            for layer in self.task.soft_layers(self.hardware.batch)
+        ]
 
     def _end(self, trace: Trace, progress: Progress | None) -> list[Designed]:
         hardware, model = self.hardware, self.task.finished()
         layers = model.layers(hardware.batch)
-        assert self._first is not None and self._decision is not None
-        first, decided = (hardware.fitted(layers, each) for each in (self._first, self._decision))
         if progress is not None:
             progress("deciding the hardware", 1.0)
         orders, fine = hardware.orders(model), self.settings.joint.use_fine_split
-        ends = {self.mode: hardware.polish(layers, decided, fine=fine, orders=orders)}
+        with _as_details():
+            polished = hardware.polish(layers, self._fitted(layers), fine=fine, orders=orders)
+        polished, extra = hardware.concluded(layers, polished, fine=fine, orders=orders)
+        ends = {self.mode: polished}
         if self.mode == "two-stage":
-            mapped = hardware.remap(layers, first, fine=fine, orders=orders)
+            first = self._on_first(layers)
+            with _as_details():
+                mapped = hardware.remap(layers, first, fine=fine, orders=orders)
             ends["mapping-only"] = hardware.better(layers, first, mapped)
             ends["layout-only"] = hardware.better(layers, first, hardware.replaced(layers, first))
         found = []
@@ -267,7 +326,7 @@ class JointTrainer:
             asdict(each) | {"decision": each.decision.to_dict(), "energy_delay": each.priced.energy_delay}
             for each in found
         ]
-        save_plan(self.folder, hardware, layers, found[0].decision, extra={"designs": designs})
+        save_plan(self.folder, hardware, layers, found[0].decision, extra=extra | {"designs": designs})
         self.task.save(self.folder / MODEL)
         return found
 
@@ -280,9 +339,8 @@ class JointTrainer:
         weight: float = 0.0,
         mode: str | None = None,
     ) -> Priced:
-        assert self._decision is not None
         layers = self.task.finished().layers(self.hardware.batch)
-        self._decision = self.hardware.fitted(layers, self._decision)
+        self._decision = self._fitted(layers)
         priced = self.hardware.price(layers, self._decision)
         with torch.no_grad():
             alpha, _ = self.slots()
@@ -291,7 +349,8 @@ class JointTrainer:
                 "kind": kind, "mode": mode or self.mode, "epoch": self._epoch, "round": self._rounds,
                 "accuracy": self._accuracy, "lambda_hw": weight, "guard": self.guard.state(),
                 "numbers": dict(numbers or {}),
-                "alpha": alpha.tolist(), "layers": layer_records(layers),
+                "alpha": alpha.tolist(), "probabilities": self.slots.probabilities.tolist(),
+                "layers": layer_records(layers),
                 "decision": self._decision.to_dict(), "priced": asdict(priced),
             }
         )  # fmt: skip
@@ -299,12 +358,11 @@ class JointTrainer:
 
     def _state(self, trace: Trace) -> dict[str, Any]:
         assert self._first is not None and self._decision is not None
-        assert self.hardware.reference is not None
         return {
             "rows": trace.rows, "task": self.task.state(), "slots": self.slots.state_dict(),
             "optimizer": self._optimizer.state_dict(), "guard": self.guard.state(),
             "first": self._first.to_dict(), "decision": self._decision.to_dict(),
-            "reference": asdict(self.hardware.reference),
+            "reference": asdict(self.hardware.zeros),
             "counts": [self._epoch, self._rounds, self._steps, self._draws, self._violations],
             "accuracy": self._accuracy, "tau": self.slots.tau,
         }  # fmt: skip
@@ -322,11 +380,20 @@ class JointTrainer:
         self._accuracy = state["accuracy"]
 
 
-def _still(layer: LayerNode) -> LayerNode:
-    """The same layer with plain numbers."""
-    plain = {
-        name: float(value.detach())
-        for name in ("flops", "bytes")
-        if isinstance(value := getattr(layer, name), Tensor)
-    }
-    return replace(layer, **plain)
+class _Detail(logging.Filter):
+    """Makes messages details."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
+        return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
+@contextmanager
+def _as_details() -> Iterator[None]:
+    """Meanwhile what the planner tells of splits is for the debug log: there is a plan or two each epoch."""
+    detail = _Detail()
+    planner_log.addFilter(detail)
+    try:
+        yield
+    finally:
+        planner_log.removeFilter(detail)

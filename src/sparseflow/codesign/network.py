@@ -133,13 +133,6 @@ class Network:
                     at = last
         return cls(fixed_ms=found[0], ms_per_byte=found[1], mj_per_byte=found[2])
 
-    def only(self, slots: Sequence[int]) -> Network:
-        """The same between some slots, in the order given."""
-        at = np.ix_(slots, slots)
-        return Network(
-            fixed_ms=self.fixed_ms[at], ms_per_byte=self.ms_per_byte[at], mj_per_byte=self.mj_per_byte[at]
-        )
-
 
 def _time(told: tuple[float, float, float], size_bytes: float) -> float:
     return told[0] + size_bytes * told[1]

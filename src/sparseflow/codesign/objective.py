@@ -10,8 +10,9 @@ same time, and home waits for all of them:
 - `busy_ms[s]`, what a slot is taken up with for each batch: its layers, the transfers that come in, and
   what it waits for as a home. `period_ms` is the largest: with many batches in flight a pipeline gives one
   result each period.
-- `energy_mj`: power times time for each layer, transfers, and the idle power of slots for what is left of the
-  period (of `serial_ms` in serial mode).
+- `compute_ms[s]`, what a slot computes for each batch: its layers and parts, and nothing that it waits for.
+- `energy_mj`: power times time for each layer, transfers, and the idle power of slots while they do not
+  compute, over the period (over `serial_ms` in serial mode).
 - `imbalance_ms`: the largest busy time less the mean over slots that are used.
 
     objective = w_latency * total_latency_ms + w_comm * comm_ms + w_balance * imbalance_ms
@@ -21,19 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
+from sparseflow.codesign.mapping.objective import MODES, Mode
 from sparseflow.codesign.network import Network
 from sparseflow.codesign.rewrite import Split
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
-Mode = Literal["balanced", "serial"]
-
 ROUNDING_MB = 1e-9
-"""A thousandth of a byte: what sums of MB are off by."""
+"""A thousandth of a byte: what each MB figure of a sum may be off by."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,26 +90,71 @@ class PartCosts:
         latency_ms: Of each part.
         power_w: Of each part, while it runs.
         memory_mb: Of each part.
+
+    Raises:
+        InputError: There are not as many of each, or one is NaN or negative; says which.
     """
 
     latency_ms: tuple[float, ...]
     power_w: tuple[float, ...]
     memory_mb: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if len(values) != len(self.latency_ms):
+                raise InputError(
+                    f"`{name}` is of {len(values)} parts, `latency_ms` of {len(self.latency_ms)}"
+                )
+            for part, value in enumerate(values):
+                if not value >= 0.0:
+                    raise InputError(f"`{name}` is {value} for part {part}; costs must be at least 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What counts in the objective, and whether latency is a pipeline's period or one batch's way."""
+    """What counts in the objective, and whether latency is a pipeline's period or one batch's way.
+
+    Attributes:
+        mode: `"balanced"` for the period, `"serial"` for one batch's way.
+        w_latency: Of `total_latency_ms`.
+        w_comm: Of `comm_ms`.
+        w_balance: Of `imbalance_ms`.
+
+    Raises:
+        InputError: The mode is unknown, or a weight negative or not finite.
+    """
 
     mode: Mode = "balanced"
     w_latency: float = 1.0
     w_comm: float = 0.1
     w_balance: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InputError(f"`mode` (={self.mode!r}) must be one of: {', '.join(MODES)}")
+        for name in ("w_latency", "w_comm", "w_balance"):
+            if not 0.0 <= getattr(self, name) < np.inf:
+                raise InputError(f"`{name}` (={getattr(self, name)}) must be finite and not negative")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HwStats:
-    """What a plan costs for each batch; see the module's notation."""
+    """What a plan costs for each batch; see the module's notation.
+
+    Attributes:
+        objective: Weighted sum of what counts, ms.
+        total_latency_ms: `period_ms` in the mode `"balanced"`, `serial_ms` in the mode `"serial"`.
+        serial_ms: One batch alone.
+        period_ms: From one result to the next with many batches in flight.
+        comm_ms: Sum over all transfers, those at the same time as others included.
+        comm_bytes: Sent from slot to slot.
+        energy_mj: Of layers, transfers and waiting, mJ.
+        comm_energy_mj: Of transfers alone, part of `energy_mj`.
+        imbalance_ms: The largest of `busy_ms` less their mean over slots that are used.
+        busy_ms: Of each slot.
+        compute_ms: Of each slot; at most `busy_ms`.
+        memory_mb: On each slot, MB (1e6 bytes).
+    """
 
     objective: float
     total_latency_ms: float
@@ -122,6 +166,7 @@ class HwStats:
     comm_energy_mj: float
     imbalance_ms: float
     busy_ms: tuple[float, ...]
+    compute_ms: tuple[float, ...]
     memory_mb: tuple[float, ...]
 
     @property
@@ -152,10 +197,21 @@ def part_layer(layer: LayerNode, units: int) -> LayerNode:
 
 
 def feasible(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Split, PartCosts]]) -> bool:
-    """Whether every layer is on a slot that can run it, and memory fits on every slot."""
-    if not all(np.isfinite(costs.latency_ms[layer, slot]) for layer, slot in enumerate(homes)):
+    """Whether layers and parts can run where they are, what they send can get there, and memory fits."""
+    at = np.asarray(homes)
+    runs = np.isfinite(costs.latency_ms)
+    joined = np.isfinite(costs.network.fixed_ms) & np.isfinite(costs.network.ms_per_byte)
+    if not (runs[range(len(at)), at].all() and joined[at[:-1], at[1:]].all()):
         return False
-    return bool((memory(costs, homes, splits) <= costs.limit_mb + ROUNDING_MB).all())
+    for layer, (split, parts) in splits.items():
+        home, *others = split.slots
+        if not (runs[layer, others].all() and np.isfinite(parts.latency_ms).all()):
+            return False
+        if not (joined[home, others].all() and joined[others, home].all()):
+            return False
+    # Each layer's memory may be off by as much as the mapping allows for.
+    room = costs.limit_mb + (len(at) + 1) * ROUNDING_MB
+    return bool((memory(costs, homes, splits) <= room).all())
 
 
 def memory(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Split, PartCosts]]) -> np.ndarray:
@@ -191,7 +247,7 @@ def evaluate(
     if len(homes) != len(costs.layers):
         raise InputError(f"`homes` has {len(homes)} slots; there are {len(costs.layers)} layers")
     network = costs.network
-    busy = np.zeros(costs.slots)
+    busy, compute = np.zeros(costs.slots), np.zeros(costs.slots)
     serial = comm_ms = energy = comm_energy = 0.0
     comm_bytes = 0
 
@@ -214,6 +270,7 @@ def evaluate(
         if at not in splits:
             took = float(costs.latency_ms[at, home])
             busy[home] += took
+            compute[home] += took
             energy += took * float(costs.power_w[at, home])
             serial += took
             continue
@@ -221,6 +278,7 @@ def evaluate(
         if split.slots[0] != home:
             raise InputError(f"the split of {layer.name} begins at slot {split.slots[0]}; its home is {home}")
         elapsed = parts.latency_ms[0]
+        compute[home] += elapsed
         energy += parts.latency_ms[0] * parts.power_w[0]
         for number in range(1, len(split.slots)):
             slot, took = split.slots[number], parts.latency_ms[number]
@@ -230,6 +288,7 @@ def evaluate(
             there = send(home, slot, layer.split_in_bytes)
             back = send(slot, home, back_bytes)
             busy[slot] += there + took
+            compute[slot] += took
             energy += took * parts.power_w[number]
             elapsed = max(elapsed, there + took + back)
         busy[home] += elapsed
@@ -238,11 +297,12 @@ def evaluate(
     period = float(busy.max())
     total = period if weights.mode == "balanced" else serial
     there = costs.limit_mb > 0.0
-    energy += float((np.maximum(total - busy, 0.0) * costs.idle_w)[there].sum())
+    energy += float((np.maximum(total - compute, 0.0) * costs.idle_w)[there].sum())
     imbalance = period - float(busy[used].mean())
     return HwStats(
         objective=weights.w_latency * total + weights.w_comm * comm_ms + weights.w_balance * imbalance,
         total_latency_ms=total, serial_ms=serial, period_ms=period, comm_ms=comm_ms, comm_bytes=comm_bytes,
         energy_mj=energy + comm_energy, comm_energy_mj=comm_energy, imbalance_ms=imbalance,
-        busy_ms=tuple(busy.tolist()), memory_mb=tuple(memory(costs, homes, splits).tolist()),
+        busy_ms=tuple(busy.tolist()), compute_ms=tuple(compute.tolist()),
+        memory_mb=tuple(memory(costs, homes, splits).tolist()),
     )  # fmt: skip

@@ -13,12 +13,19 @@ from sparseflow.codesign.hardware import Hardware
 from sparseflow.codesign.layout import front_picture
 from sparseflow.codesign.objective import Costs, HwStats
 from sparseflow.codesign.partition import Plan
+from sparseflow.codesign.saved import PLAN, load_plan
 from sparseflow.codesign.timeline import gantt, play
-from sparseflow.codesign.trace import layers_of
+from sparseflow.codesign.trace import TRACE, layers_of, opened
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, curves, stacked
+from sparseflow.errors import FileFormatError
 
 PAGE = "report.html"
+BOUNDS = ("lower_bound_ms", "gap", "finished")
+"""What `Hardware.concluded` tells of a mapping at its places."""
+
+_ROW = {"mode", "accuracy", "lambda_hw", "guard", "layers", "decision", "priced"}
+"""What is shown of each row of a trace but the first."""
 
 
 def write_page(
@@ -28,8 +35,7 @@ def write_page(
     decision: Decision,
     *,
     rows: Sequence[Mapping[str, Any]] = (),
-    considered: Sequence[Mapping[str, Any]] = (),
-    bounds: Mapping[str, Any] | None = None,
+    told: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> Path:
@@ -40,9 +46,8 @@ def write_page(
         hardware: What a decision is priced by.
         layers: Of the model.
         decision: What was decided.
-        rows: Of the trace, where there is one.
-        considered: Splits that were looked at.
-        bounds: `"lower_bound_ms"`, `"gap"` and `"finished"` of the mapping.
+        rows: Epochs, rounds and the end of a run, as its trace holds them; none for a plan without training.
+        told: What `Hardware.concluded` told, as far as it is known: splits that were considered, and bounds.
         environment: Circumstances, as `core.environment` writes them.
         command: What makes this page again.
     """
@@ -50,45 +55,22 @@ def write_page(
     costs, plan = hardware.plan_of(layers, decision)
     stats, played = priced.stats, play(costs, plan)
     names = [f"{slot}: {chip or 'empty'}" for slot, chip in enumerate(decision.chips)]
-    used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
-    homes, splits = decision.homes(layers), plan.splits
-    chips = [
-        {
-            "slot": slot, "chip": decision.chips[slot], "layers": sum(home == slot for home in homes),
-            "parts": sum(slot in split.slots[1:] for split, _ in splits.values()),
-            "busy": stats.busy_ms[slot], "memory": stats.memory_mb[slot],
-            "limit": float(costs.limit_mb[slot]),
-            "x": decision.positions_mm[slot][0], "y": decision.positions_mm[slot][1],
-        }
-        for slot in used
-    ]  # fmt: skip
-    chosen = Table(
-        title="Chips",
-        columns=[
-            Column(key="slot", title="slot"), Column(key="chip", title="type"),
-            Column(key="layers", title="layers"), Column(key="parts", title="parts of split layers"),
-            Column(key="busy", title="taken up, ms a batch", digits=4),
-            Column(key="memory", title="memory, MB", digits=1), Column(key="limit", title="of, MB", digits=0),
-            Column(key="x", title="x, mm", digits=1), Column(key="y", title="y, mm", digits=1),
-        ],
-        rows=chips,
-    )  # fmt: skip
     sections = [
-        Section(title="What was chosen", items=[chosen]),
+        Section(title="What was chosen", items=[_chips(hardware, decision, costs, plan)]),
         Section(
             title="The pipeline",
             text=[
                 f"One batch of {hardware.batch} alone takes {stats.serial_ms:.4g} ms. With many in flight, "
                 f"each slot does its own work in a fixed order; played through, one comes out every "
                 f"{played.period_ms:.4g} ms.",
-                _bound(stats.total_latency_ms, bounds),
+                _bound(stats.total_latency_ms, told or {}),
             ],
-            items=[gantt(played, names), *_where(hardware, layers, decision, names)],
+            items=[gantt(played, names), *_where(decision, costs, plan, names)],
         ),
-        Section(title="The wafer", items=_wafer(hardware, layers, decision)),
+        Section(title="The wafer", items=_wafer(hardware, layers, decision, costs, plan)),
     ]
-    if considered:
-        sections.append(Section(title="Splits that were considered", items=[_considered(considered)]))
+    if told and told.get("considered"):
+        sections.append(Section(title="Splits that were considered", items=[_considered(told["considered"])]))
     if rows:
         sections.append(Section(title="The way there", items=_way(rows)))
     page = Report(
@@ -108,6 +90,34 @@ def write_page(
     return page.write(Path(folder) / PAGE)
 
 
+def _chips(hardware: Hardware, decision: Decision, costs: Costs, plan: Plan) -> Table:
+    """What slots hold and have to do."""
+    rows = [
+        {
+            "slot": slot, "chip": chip.name, "priced": hardware.proxy.known(chip),
+            "layers": sum(home == slot for home in plan.homes),
+            "parts": sum(slot in split.slots[1:] for split, _ in plan.splits.values()),
+            "busy": plan.hw_stats.busy_ms[slot], "memory": plan.hw_stats.memory_mb[slot],
+            "limit": float(costs.limit_mb[slot]),
+            "x": decision.positions_mm[slot][0], "y": decision.positions_mm[slot][1],
+        }
+        for slot, chip in enumerate(hardware.held(decision))
+        if chip is not None
+    ]  # fmt: skip
+    return Table(
+        title="Chips",
+        columns=[
+            Column(key="slot", title="slot"), Column(key="chip", title="type"),
+            Column(key="priced", title="latencies are"), Column(key="layers", title="layers"),
+            Column(key="parts", title="parts of split layers"),
+            Column(key="busy", title="taken up, ms a batch"),
+            Column(key="memory", title="memory, MB", digits=1), Column(key="limit", title="of, MB", digits=0),
+            Column(key="x", title="x, mm", digits=1), Column(key="y", title="y, mm", digits=1),
+        ],
+        rows=rows,
+    )  # fmt: skip
+
+
 def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
     """Write `report.html` for several ways to a design; gives its path.
 
@@ -116,7 +126,7 @@ def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
         told: What `compare.results` gave.
     """
     titles = {
-        "mode": "found by", "seeds": "seeds", "accuracy": "accuracy", "energy_delay": "mJ ms",
+        "mode": "found by", "seeds": "seeds", "accuracy": "accuracy, 0 to 1", "energy_delay": "mJ ms",
         "ratio": "over two-stage", "low": "from", "high": "to", "violations": "epochs frozen",
     }  # fmt: skip
     table = Table(
@@ -136,33 +146,27 @@ def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
     return page.write(Path(folder) / PAGE)
 
 
-def _bound(latency_ms: float, bounds: Mapping[str, Any] | None) -> str:
-    if bounds is None:
-        return "No bound was asked for: `sparseflow codesign plan` gives one."
-    how = "" if bounds["finished"] else " The solver ran out of time; this is its best answer so far."
+def _bound(latency_ms: float, told: Mapping[str, Any]) -> str:
+    if not set(BOUNDS) <= set(told):
+        return "No bound of this mapping was computed."
+    how = "" if told["finished"] else " The solver ran out of time: a better mapping may be there."
     return (
-        f"No mapping of these segments to these chips, without splits, takes less than "
-        f"{bounds['lower_bound_ms']:.4g} ms; the mapping is within {100.0 * bounds['gap']:.2g} % of "
-        f"that, and the plan with its splits takes {latency_ms:.4g} ms.{how}"
+        f"Without splits, no mapping of coarse segments to these chips takes less than "
+        f"{told['lower_bound_ms']:.4g} ms. Of what this one takes without splits, "
+        f"{100.0 * told['gap']:.2g} % lie above that; with them it takes {latency_ms:.4g} ms.{how}"
     )
 
 
-def _where(
-    hardware: Hardware, layers: Sequence[LayerNode], decision: Decision, names: Sequence[str]
-) -> list[Figure]:
+def _where(decision: Decision, costs: Costs, plan: Plan, names: Sequence[str]) -> list[Figure]:
     """Where latency and energy go, slot by slot."""
-    costs, plan = hardware.plan_of(layers, decision)
     stats = plan.hw_stats
     used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
-    compute = np.zeros(costs.slots)
-    for slot, took, _ in _work(costs, plan):
-        compute[slot] += took
     energy, idle = _energy_mj(costs, plan), _idle_mj(costs, stats)
     labels = [names[slot] for slot in used]
     time = {
-        "computes": [float(compute[slot]) for slot in used],
-        "receives or waits": [max(0.0, stats.busy_ms[slot] - float(compute[slot])) for slot in used],
-        "idle": [max(0.0, stats.period_ms - stats.busy_ms[slot]) for slot in used],
+        "computes": [stats.compute_ms[slot] for slot in used],
+        "receives or waits": [max(0.0, stats.busy_ms[slot] - stats.compute_ms[slot]) for slot in used],
+        "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
     }
     return [
         stacked("Where time goes", labels, time, unit="ms a batch"),
@@ -178,9 +182,11 @@ def _where(
     ]  # fmt: skip
 
 
-def _wafer(hardware: Hardware, layers: Sequence[LayerNode], decision: Decision) -> list[Figure]:
-    drawn, stats = hardware.drawn(layers, decision), hardware.price(layers, decision).stats
-    costs, plan = hardware.plan_of(layers, decision)
+def _wafer(
+    hardware: Hardware, layers: Sequence[LayerNode], decision: Decision, costs: Costs, plan: Plan
+) -> list[Figure]:
+    """The wafer with its traffic and heat, and what else it could be."""
+    drawn, stats = hardware.drawn(layers, decision), plan.hw_stats
     power = (_energy_mj(costs, plan) + _idle_mj(costs, stats)) / stats.total_latency_ms
     return [
         hardware.places.picture(decision.positions_mm, drawn, power),
@@ -198,7 +204,7 @@ def _energy_mj(costs: Costs, plan: Plan) -> np.ndarray:
 
 def _idle_mj(costs: Costs, stats: HwStats) -> np.ndarray:
     """What waiting takes on each slot for a batch, [S]."""
-    return np.maximum(stats.total_latency_ms - np.array(stats.busy_ms), 0.0) * costs.idle_w
+    return np.maximum(stats.total_latency_ms - np.array(stats.compute_ms), 0.0) * costs.idle_w
 
 
 def _work(costs: Costs, plan: Plan) -> Iterator[tuple[int, float, float]]:
@@ -228,39 +234,49 @@ def _considered(considered: Sequence[Mapping[str, Any]]) -> Table:
 
 def _way(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Accuracy, weight and figures over the rows of a trace."""
-    told = [row for row in rows if "priced" in row]
-    at = [float(place) for place in range(1, len(told) + 1)]
-    first = told[0]["priced"]
+    at = [float(place) for place in range(1, len(rows) + 1)]
+    first = rows[0]["priced"]
     series = {
-        "objective": [row["priced"]["objective"] / first["objective"] for row in told],
+        "objective": [row["priced"]["objective"] / first["objective"] for row in rows],
         "latency": [
-            row["priced"]["stats"]["total_latency_ms"] / first["stats"]["total_latency_ms"] for row in told
+            row["priced"]["stats"]["total_latency_ms"] / first["stats"]["total_latency_ms"] for row in rows
         ],
-        "energy": [row["priced"]["stats"]["energy_mj"] / first["stats"]["energy_mj"] for row in told],
+        "energy": [row["priced"]["stats"]["energy_mj"] / first["stats"]["energy_mj"] for row in rows],
     }
+    training = {"accuracy": [row["accuracy"] for row in rows]}
+    if rows[0]["mode"] == "joint":
+        training["weight of the hardware"] = [row["lambda_hw"] for row in rows]
+        training["frozen"] = [float(row["guard"]["frozen"]) for row in rows]
     return [
-        curves("Accuracy", {
-            "accuracy": (at, [row["accuracy"] for row in told]),
-            "weight of the hardware": (at, [row["lambda_hw"] for row in told]),
-            "frozen": (at, [float(row["guard"]["frozen"]) for row in told]),
-        }, x="epochs, then rounds", y="share"),
+        curves("Accuracy", {name: (at, values) for name, values in training.items()},
+               x="epochs, then rounds", y="share"),
         curves("The hardware", {name: (at, values) for name, values in series.items()},
                x="epochs, then rounds", y="over the first"),
     ]  # fmt: skip
 
 
 def page_of_run(folder: Path | str, *, command: str = "") -> Path:
-    """Write the page of a run's folder from its trace; gives its path.
+    """Write the page of a run's folder from its trace and, once it has ended, its plan; gives its path.
 
     Raises:
         InputError: There is no trace.
-        FileFormatError: It is damaged.
+        FileFormatError: It is damaged, or the plan is.
     """
-    from sparseflow.codesign.trace import TRACE, opened
-
-    hardware, rows = opened(Path(folder) / TRACE)
-    last = [row for row in rows if "decision" in row][-1]
+    trace, plan = Path(folder) / TRACE, Path(folder) / PLAN
+    hardware, rows = opened(trace)
+    for place, row in enumerate(rows[1:], start=1):
+        missing = sorted(_ROW - set(row))
+        if missing:
+            raise FileFormatError(f"{trace}, row {place}, holds no {', '.join(missing)}")
+    # The last rows of a two-stage run are of other baselines.
+    own = [row for row in rows[1:] if row["mode"] == rows[0].get("mode")]
+    if not own:
+        raise FileFormatError(f"{trace} holds no row of the run that it begins with, {rows[0].get('mode')}")
+    layers, decision = layers_of(own[-1]["layers"]), Decision.from_dict(own[-1]["decision"])
+    hardware.check(layers, decision)
+    saved = load_plan(plan) if plan.is_file() else None
     return write_page(
-        folder, hardware, layers_of(last["layers"]), Decision.from_dict(last["decision"]), rows=rows,
-        environment=rows[0]["environment"], command=command,
+        folder, hardware, layers, decision, rows=own,
+        told=saved.extra if saved is not None and saved.decision == decision else None,
+        environment=rows[0].get("environment"), command=command,
     )  # fmt: skip

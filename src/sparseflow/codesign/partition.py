@@ -9,7 +9,8 @@
    least `min_split_gain_ratio`; then the others are tried on top of it. Where none is left, that is the plan;
    `rewrite_plan` is None where none was accepted.
 
-All that was considered is kept with its objective and gain, and goes to the log.
+All that was tried is kept with its objective and gain. The log has the best of each layer in each round at
+INFO and everything else at DEBUG.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from sparseflow.codesign.objective import (
 from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.rewrite import RewritePlan, Split
 from sparseflow.codesign.segments import SegmentGraph, coarse
-from sparseflow.codesign.splits import Considered, Found, Orders, PartitionConfig, PricesParts, SplitSearch
+from sparseflow.codesign.splits import (
+    Considered,
+    Found,
+    Orders,
+    PartitionConfig,
+    PricesParts,
+    SplitSearch,
+    Tried,
+)
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
@@ -53,7 +62,8 @@ class Plan:
         rewrite_plan: What is split; None where nothing is.
         hw_stats: Of the whole plan.
         coarse_stats: Without splits.
-        considered: All splits that were looked at, in order.
+        considered: The best split of each layer in each round.
+        tried: All splits that were evaluated, in order.
         lower_bound_ms: No mapping of these segments without splits has a lower `total_latency_ms`.
         gap: (coarse latency - bound) / coarse latency.
         finished: Whether the solver ended before its time was up.
@@ -73,6 +83,7 @@ class Plan:
     finished: bool
     weights: Weights
     part_costs: Mapping[int, PartCosts] = field(default_factory=dict)
+    tried: tuple[Tried, ...] = ()
 
     @property
     def splits(self) -> dict[int, tuple[Split, PartCosts]]:
@@ -89,6 +100,7 @@ class Plan:
             "hw_stats": asdict(self.hw_stats),
             "coarse_stats": asdict(self.coarse_stats),
             "considered": [asdict(each) for each in self.considered],
+            "tried": table_of(self.tried),
             "lower_bound_ms": self.lower_bound_ms,
             "gap": self.gap,
             "finished": self.finished,
@@ -179,7 +191,7 @@ class PartitionPlanner:
             start: A mapping to begin from.
 
         Raises:
-            InputError: The model does not fit; says by how much.
+            InputError: The model does not fit (says by how much), or `graph` is of other layers.
         """
         costs = self.costs(layers, chips, network)
 
@@ -211,9 +223,15 @@ class PartitionPlanner:
             start: As in `plan`.
 
         Raises:
-            InputError: The model does not fit; says by how much.
+            InputError: The model does not fit (says by how much), or `graph` is of other layers.
         """
         graph = coarse(costs.layers, self.config.segments) if graph is None else graph
+        held = [layer for segment in graph.segments for layer in segment.layer_ids]
+        if held != list(range(len(costs.layers))):
+            raise InputError(
+                f"the segments hold {len(held)} layers (the highest is {max(held, default='none')}), and not "
+                f"each of 0 to {len(costs.layers) - 1} once and in order: they are of another model"
+            )
         solved = self.solver.solve_mapping(problem_of(costs, graph), start=start)
         search = SplitSearch(costs, graph, self.weights, self.config, part_costs)
         mapping, base = search.descend(solved.mapping, {})
@@ -223,9 +241,10 @@ class PartitionPlanner:
         splits = found.splits
         rewrite = RewritePlan(splits=tuple(splits[layer][0] for layer in sorted(splits))) if splits else None
         coarse_ms = base.total_latency_ms
-        # The solver's bound is on the period and a little of the way, which all slots' periods are not below.
+        # The solver's bound is on the period and a little of the way, which is no more than a period for each
+        # slot that is used.
         if self.weights.mode == "balanced":
-            used = int((costs.limit_mb > 0.0).sum())
+            used = min(int((costs.limit_mb > 0.0).sum()), len(graph.segments))
             bound = solved.lower_bound_ms / (1.0 + self.solver.goal.tie_weight * used)
         else:
             bound = solved.lower_bound_ms
@@ -235,6 +254,7 @@ class PartitionPlanner:
             hw_stats=found.stats, coarse_stats=base, considered=found.considered, lower_bound_ms=bound,
             gap=(coarse_ms - bound) / coarse_ms if coarse_ms > 0.0 else 0.0, finished=solved.finished,
             weights=self.weights, part_costs={layer: parts for layer, (_, parts) in splits.items()},
+            tried=found.tried,
         )  # fmt: skip
         if use_fine_split:
             _tell(plan)
@@ -275,8 +295,22 @@ def problem_of(costs: Costs, graph: SegmentGraph) -> Problem:
     )
 
 
+def table_of(tried: Sequence[Tried]) -> dict[str, list[Any]]:
+    """Splits that were tried, in JSON's types: `columns`, and a row for each."""
+    columns = ["round", "layer", "sizes", "slots", "moved", "objective_after", "gain_ratio"]
+    return {"columns": columns, "rows": [[getattr(each, name) for name in columns] for each in tried]}
+
+
 def _tell(plan: Plan) -> None:
     """Log what was decided and why."""
+    for each in plan.tried if log.isEnabledFor(logging.DEBUG) else ():
+        found = "cannot run, or does not fit"
+        if each.objective_after is not None and each.gain_ratio is not None:
+            found = f"objective {each.objective_after:.6g}, gain {100.0 * each.gain_ratio:.2f} %"
+        log.debug(
+            "round %d: %s into %s on slots %s%s: %s", each.round, each.name, each.sizes, each.slots,
+            ", segments moved" if each.moved else "", found,
+        )  # fmt: skip
     for each in plan.considered:
         log.info(
             "%s of %s into %s on slots %s: objective %.6g -> %.6g, gain %.2f %%",
@@ -284,13 +318,16 @@ def _tell(plan: Plan) -> None:
             each.objective_before, each.objective_after, 100.0 * each.gain_ratio,
         )  # fmt: skip
     if plan.rewrite_plan is None:
+        why = "no split gained enough" if plan.considered else "no split was looked at"
+        if plan.tried and not plan.considered:
+            why = "no split fits"
         log.info(
-            "rewrite_plan is None: %s; the coarse plan stands (objective %.6g)",
-            "no split gained enough" if plan.considered else "no split was looked at",
-            plan.coarse_stats.objective,
-        )
+            "rewrite_plan is None: %s; the coarse plan stands (objective %.6g, %d splits tried)",
+            why, plan.coarse_stats.objective, len(plan.tried),
+        )  # fmt: skip
     else:
         log.info(
-            "%d layers split: objective %.6g, coarse %.6g",
+            "%d layers split: objective %.6g, coarse %.6g; %d splits tried",
             len(plan.rewrite_plan.splits), plan.hw_stats.objective, plan.coarse_stats.objective,
+            len(plan.tried),
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +36,26 @@ _ROOM = 4
 _PASSES = 200
 """Of a search, for each site."""
 
+_NOTHING = float(np.finfo(np.float64).tiny)
+"""A term that costs no more on the plain grid is not there: nothing is sent, or no two chips are warm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How sites are searched; see `layout.assign`. None is what the wafer's settings, or the run, say.
+
+    Attributes:
+        method: `"auto"`, `"tabu"` or `"annealing"`.
+        restarts: How many.
+        seconds: For all of them; by default as long as they take.
+        seed: What they draw from.
+    """
+
+    method: str = "auto"
+    restarts: int | None = None
+    seconds: float | None = None
+    seed: int | None = None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
@@ -54,11 +73,25 @@ class Drawn:
     tdp_w: np.ndarray
     names: tuple[str | None, ...]
 
+    @classmethod
+    def of(cls, chips: Sequence[ChipType | None], traffic_bytes: np.ndarray | None = None) -> Drawn:
+        """What slots hold, None where they are empty, and what they send each other; nothing by default."""
+        return cls(
+            traffic_bytes=np.zeros((len(chips), len(chips))) if traffic_bytes is None else traffic_bytes,
+            sizes_mm=np.array([(0.0, 0.0) if chip is None else chip.size_mm for chip in chips]),
+            tdp_w=np.array([0.0 if chip is None else chip.tdp_w for chip in chips]),
+            names=tuple(None if chip is None else chip.name for chip in chips),
+        )
+
 
 class Places:
     """Sites of a wafer for slots that may hold any of some chips.
 
-    L_layout = (w_comm L_comm + w_therm L_therm) / (w_comm + w_therm), both over those of a plain grid.
+        L_layout = (w_comm L_comm + w_therm L_therm) / (w_comm + w_therm)
+
+    with both terms over what they are on a plain grid (see `layout.pareto`). A term that is 0 there (L_comm
+    where nothing is sent, L_therm where there is one chip) is left out, and its weight with it: L_layout is 1
+    for the plain grid whatever is placed, and 0 where no place is better than another.
 
     Args:
         settings: The wafer, and what counts.
@@ -84,18 +117,17 @@ class Places:
         return self._positions(self.sites.middle(self._slots))
 
     def score(self, positions_mm: Sequence[tuple[float, float]], drawn: Drawn) -> float:
-        """L_layout; 1 for the plain grid.
+        """L_layout.
 
         Args:
             positions_mm: Of each slot.
             drawn: What there is to place.
         """
-        terms = [
-            _cost(flow, apart) / scale for (flow, scale), apart in zip(
-                self._flows(drawn), self._distances(np.asarray(positions_mm)), strict=True
-            )
-        ]  # fmt: skip
-        return self._weighed(terms[0], terms[1])
+        apart = self._distances(np.asarray(positions_mm))
+        return sum(
+            factor * _cost(flow, each)
+            for (flow, factor), each in zip(self._flows(drawn), apart, strict=True)
+        )  # fmt: skip
 
     def loss(self, positions_mm: Sequence[tuple[float, float]], drawn: Drawn, there: Tensor) -> Tensor:
         """L_layout with chips that may be there, a scalar; what is off the wafer or overlaps costs more.
@@ -109,24 +141,26 @@ class Places:
         traffic, tdp = (torch.from_numpy(each).float() for each in (drawn.traffic_bytes, drawn.tdp_w))
         return layout(traffic, tdp, present=there)[0]
 
-    def best(self, drawn: Drawn) -> Positions:
+    def best(self, drawn: Drawn, search: Search | None = None) -> Positions:
         """The best places that a search over sites finds, and a refinement from there.
 
         The plain grid where nothing is better.
+
+        Raises:
+            InputError: `search` names no method, or a figure of it is out of range.
         """
-        told, grid = self._settings, self.grid()
+        told, grid, how = self._settings, self.grid(), search or Search()
         pairs = objectives(self.sites, drawn.traffic_bytes, drawn.tdp_w, told.sigma_mm)
-        flow = np.stack([
-            weight * pair[0] / scale for pair, weight, (_, scale) in zip(
-                pairs, (told.w_comm, told.w_therm), self._flows(drawn), strict=True
-            )
-        ])  # fmt: skip
+        flow = np.stack(
+            [factor * pair[0] for pair, (_, factor) in zip(pairs, self._flows(drawn), strict=True)]
+        )
         count = len(self.sites)
         plain = self.sites.middle(self._slots)
         start = np.concatenate([plain, np.setdiff1d(np.arange(count), plain)])
         found = assign(
-            flow, np.stack([pair[1] for pair in pairs]), restarts=told.restarts,
-            iterations=_PASSES * count, seed=self._seed, start=start,
+            flow, np.stack([pair[1] for pair in pairs]), method=how.method,
+            restarts=told.restarts if how.restarts is None else how.restarts, iterations=_PASSES * count,
+            seconds=how.seconds, seed=self._seed if how.seed is None else how.seed, start=start,
         )  # fmt: skip
         tried = [grid, self._positions(found.permutation[: self._slots])]
         if told.refine_steps:
@@ -146,11 +180,7 @@ class Places:
         """The layout as one that can be differentiated, its loss L_layout."""
         told, traffic, tdp = self._settings, float(drawn.traffic_bytes.sum()), float(drawn.tdp_w.sum())
         (_, comm), (_, therm) = self._flows(drawn)
-        whole = (told.w_comm + told.w_therm) or 1.0
-        weights = Weights(
-            comm=told.w_comm * 2.0 * (traffic or 1.0) * self.wafer.radius_mm / (comm * whole),
-            therm=told.w_therm * (tdp or 1.0) ** 2 / (therm * whole),
-        )
+        weights = Weights(comm=comm * 2.0 * traffic * self.wafer.radius_mm, therm=therm * tdp**2)
         return WaferLayout(
             self.wafer, np.where(drawn.sizes_mm > 0.0, drawn.sizes_mm, self._largest), positions_mm=positions,
             sigma_mm=told.sigma_mm, weights=weights, traffic_total_bytes=traffic or 1.0,
@@ -195,20 +225,29 @@ class Places:
         )  # fmt: skip
 
     def _flows(self, drawn: Drawn) -> list[tuple[np.ndarray, float]]:
-        """Who should be near to whom, [S, S], and what that costs on the plain grid."""
+        """Of communication and heat: who should be near to or far from whom, [S, S], and how much it counts.
+
+        What it counts is its share of the weights over what it costs on the plain grid; 0 where that is 0.
+        """
+        told = self._settings
         flows = (drawn.traffic_bytes + drawn.traffic_bytes.T, np.outer(drawn.tdp_w, drawn.tdp_w))
         plain = self._distances(np.asarray(self.grid()))
-        return [(flow, _cost(flow, apart) or 1.0) for flow, apart in zip(flows, plain, strict=True)]
+        costs = [_cost(flow, apart) for flow, apart in zip(flows, plain, strict=True)]
+        weights = [
+            weight if cost > _NOTHING else 0.0
+            for weight, cost in zip((told.w_comm, told.w_therm), costs, strict=True)
+        ]
+        whole = sum(weights)
+        return [
+            (flow, weight / (whole * cost) if weight else 0.0)
+            for flow, weight, cost in zip(flows, weights, costs, strict=True)
+        ]
 
     def _distances(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         apart = distances_mm(positions)
         warm = np.exp(-apart / self._settings.sigma_mm)
         np.fill_diagonal(warm, 0.0)
         return apart, warm
-
-    def _weighed(self, comm: Any, therm: Any) -> Any:
-        told = self._settings
-        return (told.w_comm * comm + told.w_therm * therm) / ((told.w_comm + told.w_therm) or 1.0)
 
     def _positions(self, sites: np.ndarray) -> Positions:
         return tuple((float(x), float(y)) for x, y in self.sites.positions_mm[sites])

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sparseflow.codesign.proxy.device import DeviceSpec
 from sparseflow.codesign.proxy.here import device_here, mean_power_w
-from sparseflow.codesign.proxy.points import MODES, Point, PointFile
+from sparseflow.codesign.proxy.points import MODES, Point, PointFile, read_points
 from sparseflow.codesign.proxy.synthetic import Grid, Pool
 from sparseflow.codesign.segments import number
 from sparseflow.core.device import describe
@@ -36,7 +36,7 @@ from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.core.timing import measure
 from sparseflow.errors import InputError, RunError
 
-__all__ = ["Measuring", "device_here", "profile_grid", "profile_model"]
+__all__ = ["Measuring", "device_held", "device_here", "profile_grid", "profile_model"]
 
 Progress = Callable[[int, int], None]
 
@@ -80,6 +80,19 @@ class Measuring:
                 f"`power_every` (={self.power_every}) and `sample_ms` (={self.sample_ms}) must not be "
                 f"negative, `power_s` (={self.power_s}) must be above 0"
             )
+
+
+def device_held(path: Path | str, device: torch.device | str = "cpu") -> DeviceSpec | None:
+    """What a file's points say of the device at hand, None where it holds none of it.
+
+    Points of one file are of one device, and ceilings differ a little whenever they are measured: whoever
+    goes on with a file takes this in place of `device_here`.
+
+    Raises:
+        DeviceError: The device is not there.
+        FileFormatError: The file holds something else.
+    """
+    return read_points(path, missing_ok=True).devices.get(describe(device).name)
 
 
 def profile_grid(

@@ -41,7 +41,7 @@ def random_plan(
         homes = [order[at] for at in np.searchsorted(begins, np.arange(len(layers)), side="right")]
     splits = []
     for layer, home in zip(layers, homes, strict=True):
-        if slots == 1 or not layer.splittable or random.random() >= share:
+        if slots == 1 or not layer.splittable or layer.units < 2 or random.random() >= share:
             continue
         groups = int(random.integers(2, min(slots, layer.units) + 1))
         cuts = np.sort(random.choice(np.arange(1, layer.units), groups - 1, replace=False))

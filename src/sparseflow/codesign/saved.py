@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from sparseflow.errors import FileFormatError, InputError
 
 PLAN = "plan.json"
 
+_OWN = ("settings", "library", "reference", "proxy", "layers", "decision", "priced")
+"""What a plan is; everything else in the file is extra."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
@@ -26,11 +29,13 @@ class Saved:
         hardware: What the decision is priced by.
         layers: Of the model.
         decision: What was decided.
+        extra: What else the file tells.
     """
 
     hardware: Hardware
     layers: list[LayerNode]
     decision: Decision
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_plan(
@@ -41,14 +46,18 @@ def save_plan(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `plan.json` into a folder; gives its path.
+    """Write `plan.json` into a folder, in place of what is there; gives its path.
 
     Args:
         folder: Must exist.
         hardware: What the decision is priced by.
-        layers: Of the model.
+        layers: Of the model. By them a plan is known to be of another model; see `verify`.
         decision: What was decided.
         extra: More to tell, in JSON's types.
+
+    Raises:
+        InputError: The decision has no price: it does not fit, or there is no reference.
+        OSError: The file cannot be written; the one before is still there.
     """
     told = hardware_record(hardware, Path(folder)) | {
         "layers": layer_records(layers),
@@ -66,7 +75,7 @@ def load_plan(path: Path | str) -> Saved:
 
     Raises:
         InputError: There is no such file.
-        FileFormatError: It is something else.
+        FileFormatError: It is something else, or the proxy that belongs to it is gone.
     """
     file = Path(path)
     if not file.is_file():
@@ -83,4 +92,5 @@ def load_plan(path: Path | str) -> Saved:
         hardware.check(layers, decision)
     except FileFormatError as error:
         raise FileFormatError(f"{file} is not a plan: {error}") from error
-    return Saved(hardware=hardware, layers=layers, decision=decision)
+    extra = {name: value for name, value in told.items() if name not in _OWN}
+    return Saved(hardware=hardware, layers=layers, decision=decision, extra=extra)

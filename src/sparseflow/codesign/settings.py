@@ -7,7 +7,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from sparseflow.codesign.chips import ChipLibrary, read_library
 from sparseflow.codesign.guard import Schedule
@@ -28,7 +36,7 @@ class HardwareSettings(_Part):
     """What there is to build from."""
 
     library: Path | None = None
-    """A chip library in YAML; the shipped one by default."""
+    """A chip library in YAML, from where the command runs; the shipped one by default."""
     chips: tuple[str, ...] = ()
     """Names of the types that slots may hold; all of the library by default."""
     slots: int = Field(default=8, ge=1)
@@ -41,7 +49,15 @@ class HardwareSettings(_Part):
     batch: int = Field(default=8, ge=1)
     """Samples of the batches that run through the pipeline."""
     proxy: Path | None = None
-    """What `sparseflow codesign profile` fitted; an analytic roofline by default."""
+    """What `sparseflow codesign profile` fitted, likewise; an analytic roofline by default."""
+
+    @field_validator("chips")
+    @classmethod
+    def _differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)} stands there more than once")
+        return names
 
 
 class MappingSettings(_Part):
@@ -82,6 +98,10 @@ class JointSettings(_Part):
     seed: int = Field(default=0, ge=0)
 
 
+_PARTS: Mapping[str, Any] = {"partition": PartitionConfig, "loss": Lambdas, "schedule": Schedule}
+"""Settings that are fields of a dataclass."""
+
+
 class Settings(_Part):
     """All of it.
 
@@ -101,15 +121,16 @@ class Settings(_Part):
     """Fields of `Schedule`."""
     joint: JointSettings = Field(default_factory=JointSettings)
 
-    @model_validator(mode="after")
-    def _parts_are_known(self) -> Settings:
-        for name, kind in (("partition", PartitionConfig), ("loss", Lambdas), ("schedule", Schedule)):
-            there = {each.name: each.type for each in fields(kind)}
-            unknown = sorted(set(getattr(self, name)) - set(there))
-            if unknown:
-                raise ValueError(f"{name} has no {', '.join(unknown)}; it has: {', '.join(there)}")
-            _made(kind, getattr(self, name))
-        return self
+    @field_validator(*_PARTS)
+    @classmethod
+    def _is_known(cls, values: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        name = str(info.field_name)
+        there = [each.name for each in fields(_PARTS[name])]
+        unknown = sorted(set(values) - set(there))
+        if unknown:
+            raise ValueError(f"{name} has no {', '.join(unknown)}; it has: {', '.join(there)}")
+        _made(_PARTS[name], values)
+        return values
 
     def partition_config(self) -> PartitionConfig:
         """When layers are split."""

@@ -86,10 +86,11 @@ class ChipSlotConfig(nn.Module):
         """Draw what slots hold.
 
         Args:
-            generator: What noise is drawn from; without one there is none, and alpha is the probabilities.
+            generator: What noise is drawn from; without one there is none, and alpha follows from the logits.
 
         Returns:
-            alpha [S, T + 1], and the specifications that slots have on average, empty ones counted as 0.
+            alpha [S, T + 1] (one type each with `hard`, whether or not there is noise; see `probabilities`),
+            and the specifications that slots have on average, empty ones counted as 0.
         """
         logits = self.logits
         if generator is not None:
@@ -113,6 +114,12 @@ class ChipSlotConfig(nn.Module):
             peak_flops=mean("peak_flops"), peak_bw=mean("peak_bw"), mem_gb=mean("mem_gb"),
             area_mm2=mean("area_mm2"), tdp_w=mean("tdp_w"),
         )  # fmt: skip
+
+    @property
+    def probabilities(self) -> Tensor:
+        """How likely a hard draw gives each slot each type, whatever the temperature, [S, T + 1]."""
+        # The largest of logits with Gumbel noise, divided by whatever, is distributed as their softmax.
+        return torch.softmax(self.logits, dim=-1)
 
     def decode(self) -> list[ChipType | None]:
         """The type that each slot most likely holds; None where that is to be empty."""

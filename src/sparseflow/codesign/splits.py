@@ -65,8 +65,39 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A split that the whole plan was evaluated with.
+
+    Attributes:
+        round: From 1 on; each begins with what was accepted before it.
+        layer: Its place among the layers.
+        name: What the model calls it.
+        sizes: Units of each part.
+        slots: Of each part.
+        moved: Whether segments were moved again to make room; that is done for the best of each number of
+            parts. Where it is False they are where they were.
+        objective_before: Of the plan without it.
+        objective_after: Of the plan with it; None where it cannot run or does not fit.
+    """
+
+    round: int
+    layer: int
+    name: str
+    sizes: tuple[int, ...]
+    slots: tuple[int, ...]
+    moved: bool
+    objective_before: float
+    objective_after: float | None
+
+    @property
+    def gain_ratio(self) -> float | None:
+        """(before - after) / before; None where it cannot run or does not fit."""
+        return None if self.objective_after is None else _gain(self.objective_before, self.objective_after)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Considered:
-    """A split that was looked at.
+    """The best split of a layer in a round.
 
     Attributes:
         layer: Its place among the layers.
@@ -97,13 +128,15 @@ class Found:
         mapping: Slot of each segment.
         stats: What it costs.
         splits: Layer -> its split and what its parts cost.
-        considered: What was looked at for it.
+        considered: What was looked at for it: the best split of each layer in each round.
+        tried: All splits that were evaluated for it, in order.
     """
 
     mapping: tuple[int, ...]
     stats: HwStats
     splits: Splits = field(default_factory=dict)
     considered: tuple[Considered, ...] = ()
+    tried: tuple[Tried, ...] = ()
 
 
 class SplitSearch:
@@ -163,13 +196,14 @@ class SplitSearch:
 
     def split(self, found: Found, orders: Orders | None) -> Found:
         """Accept splits one by one, the best first, as long as one gains enough."""
-        config, considered = self._config, list(found.considered)
+        config, considered, tried = self._config, list(found.considered), list(found.tried)
         candidates = self.candidates()
         while candidates and len(found.splits) < config.max_split_layers:
             added = sum(len(split.slots) - 1 for split, _ in found.splits.values())
             looked_at = []
             for layer in candidates:
-                best = self._best(layer, found, config.max_new_segments - added, orders)
+                best, evaluated = self._best(layer, found, config.max_new_segments - added, orders)
+                tried += evaluated
                 if best is not None:
                     looked_at.append((best.stats.objective, layer, best))
             if not looked_at:
@@ -190,31 +224,53 @@ class SplitSearch:
             found = best
             candidates.remove(chosen)
         return Found(
-            mapping=found.mapping, stats=found.stats, splits=found.splits, considered=tuple(considered)
-        )
+            mapping=found.mapping, stats=found.stats, splits=found.splits, considered=tuple(considered),
+            tried=tuple(tried),
+        )  # fmt: skip
 
     def candidates(self) -> list[int]:
         """Layers that hold enough of the work or of the traffic, and can be split."""
         layers, config = self._costs.layers, self._config
         work = sum(number(layer.flops) for layer in layers)
         traffic = sum(layer.traffic_out_bytes for layer in layers)
+
+        def holds(part: float, whole: float, least: float) -> bool:
+            # Nothing has no share of nothing.
+            return whole > 0.0 and part >= least * whole
+
         return [
             layer.id
             for layer in layers
             if layer.splittable
             and layer.units >= 2
             and (
-                number(layer.flops) >= config.flops_ratio_thresh * work
-                or layer.traffic_out_bytes >= config.traffic_ratio_thresh * traffic
+                holds(number(layer.flops), work, config.flops_ratio_thresh)
+                or holds(layer.traffic_out_bytes, traffic, config.traffic_ratio_thresh)
             )
         ]
 
-    def _best(self, layer: int, found: Found, room: int, orders: Orders | None) -> Found | None:
-        """The best plan that also splits this layer, its segments moved again; None where there is none."""
+    def _best(
+        self, layer: int, found: Found, room: int, orders: Orders | None
+    ) -> tuple[Found | None, list[Tried]]:
+        """The best plan that also splits this layer, its segments moved again, and all that was tried for it.
+
+        None in place of the plan where no split of the layer can run.
+        """
         node, config = self._costs.layers[layer], self._config
         home = self.homes(found.mapping)[layer]
         order = list(range(node.units)) if orders is None else list(orders(layer))
-        tried: dict[int, tuple[HwStats, Splits]] = {}
+        evaluated: list[Tried] = []
+        best: dict[int, tuple[HwStats, Splits]] = {}
+
+        def note(split: Split, stats: HwStats | None, *, moved: bool) -> None:
+            evaluated.append(
+                Tried(
+                    round=1 + len(found.splits), layer=layer, name=node.name, sizes=split.sizes,
+                    slots=split.slots, moved=moved, objective_before=found.stats.objective,
+                    objective_after=None if stats is None else stats.objective,
+                )
+            )  # fmt: skip
+
         for slots in self._slot_choices(
             home, found, min(config.max_groups_per_layer - 1, room, node.units - 1)
         ):
@@ -222,16 +278,17 @@ class SplitSearch:
                 split = Split(layer=layer, permutation=tuple(order), sizes=sizes, slots=slots)
                 splits = {**found.splits, layer: (split, self._part_costs(node, sizes, slots))}
                 stats = self.stats(found.mapping, splits)
-                best = tried.get(len(slots))
-                if stats is not None and (best is None or stats.objective < best[0].objective):
-                    tried[len(slots)] = stats, splits
+                note(split, stats, moved=False)
+                so_far = best.get(len(slots))
+                if stats is not None and (so_far is None or stats.objective < so_far[0].objective):
+                    best[len(slots)] = stats, splits
         # Segments make room for parts: the best number of groups is known only then.
-        moved = [
-            Found(mapping=mapping, stats=stats, splits=splits)
-            for _, splits in tried.values()
-            for mapping, stats in (self.descend(found.mapping, splits),)
-        ]
-        return min(moved, key=lambda each: each.stats.objective, default=None)
+        plans = []
+        for _, splits in best.values():
+            mapping, stats = self.descend(found.mapping, splits)
+            note(splits[layer][0], stats, moved=True)
+            plans.append(Found(mapping=mapping, stats=stats, splits=splits))
+        return min(plans, key=lambda each: each.stats.objective, default=None), evaluated
 
     def _slot_choices(self, home: int, found: Found, most: int) -> Iterator[tuple[int, ...]]:
         """Home, and up to `most` others among those that are least taken up."""
@@ -247,15 +304,19 @@ class SplitSearch:
         share = costs.latency_ms[node.id, list(slots)]
         if not np.isfinite(share).all() or node.units < len(slots):
             return []
-        way = [
-            network.time_ms(slots[0], slot, node.split_in_bytes)
-            + network.time_ms(slot, slots[0], node.split_out_bytes)
-            for slot in slots
-        ]
+        way = np.array(
+            [
+                network.time_ms(slots[0], slot, node.split_in_bytes)
+                + network.time_ms(slot, slots[0], node.split_out_bytes)
+                for slot in slots
+            ]
+        )
+        if not np.isfinite(way).all():
+            return []
         rate = 1.0 / np.maximum(share, 1e-12)  # wholes of the layer in a millisecond
         # All end at T: sum over parts of (T - way) * rate = 1.
-        end = (1.0 + float(rate @ np.array(way))) / float(rate.sum())
-        wished = np.maximum((end - np.array(way)) * rate, 0.0) * node.units
+        end = (1.0 + float(rate @ way)) / float(rate.sum())
+        wished = np.maximum((end - way) * rate, 0.0) * node.units
         even = np.full(len(slots), node.units / len(slots))
         return list(dict.fromkeys((_whole(wished, node.units), _whole(even, node.units))))
 

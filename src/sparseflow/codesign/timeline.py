@@ -24,8 +24,8 @@ class Event:
     Attributes:
         slot: Which.
         batch: For which batch, from 0.
-        name: The layer's, or the first and last layer's of a run.
-        kind: Runs layers, runs a part of one, receives, or waits for parts elsewhere.
+        name: The layer's.
+        kind: Runs it, runs a part of it, receives what it takes, or waits for its parts elsewhere.
         begin_ms: From the start of all.
         end_ms: Its end.
     """
@@ -43,7 +43,7 @@ class Played:
     """A pipeline that was played through.
 
     Attributes:
-        events: In the order of their batches and layers.
+        events: Turn by turn, as slots do them; see `execute/schedule.py`.
         latency_ms: Of one batch alone.
         period_ms: From the end of one batch to that of the next, while the pipeline is full.
     """
@@ -144,7 +144,7 @@ def gantt(played: Played, names: list[str], *, batches: int = 4) -> Figure:
         return from_matplotlib(
             figure,
             title="The pipeline",
-            alt=f"{len(slots)} slots, {batches} batches: the first takes {played.latency_ms:.3g} ms, one "
+            alt=f"{len(slots)} slots, {batches} batches: one alone takes {played.latency_ms:.3g} ms, one "
             f"more comes every {played.period_ms:.3g} ms.",
             caption="Wide bars run layers, a colour a batch (paler: parts of a split layer); narrow red ones "
             "receive or wait for parts.",

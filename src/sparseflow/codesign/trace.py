@@ -1,11 +1,25 @@
 """The trace of a co-design: a JSON line for each epoch and round, from which objectives can be priced again.
 
-A row holds the model's layers, the decision and what it was priced at. `replay` prices every decision again
-and compares: the same numbers must come out, to the last bit.
+The first row says what the run is of: settings, chip library, reference, and the digest of a proxy of which a
+copy lies beside the trace. Each of the others holds
+
+    kind, mode        "epoch", "round" of hardware after the last epoch, or "end"; and whose
+    epoch, round      how many there have been
+    accuracy          of the model, 0 to 1
+    lambda_hw         weight of L_hw in that epoch
+    guard, numbers    state of the guard; means over the steps of the epoch
+    alpha             what slots hold in a draw without noise, one type each, [S, T + 1]; types are in the
+                      order of the settings' chips, the last is empty
+    probabilities     how likely a draw gives each slot each type, likewise
+    layers            of the model
+    decision, priced  what was decided, and what that costs
+
+`replay` prices every decision again and compares: the same numbers must come out, to the last bit.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +40,6 @@ from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 TRACE = "trace.jsonl"
-PROXY = "proxy.safetensors"
 
 
 class Trace:
@@ -137,17 +150,17 @@ def hardware_of(told: Mapping[str, Any], file: Path) -> Hardware:
     """The hardware that a file's decisions are priced by.
 
     Args:
-        told: `"settings"`, `"library"`, `"reference"`, and whether there is a `"proxy"` beside the file.
+        told: `"settings"`, `"library"`, `"reference"`, and the digest of the `"proxy"` that lies beside the
+            file; None for a plain roofline.
         file: The file.
 
     Raises:
-        InputError: The proxy beside it is gone.
-        FileFormatError: One of them is missing or damaged.
+        FileFormatError: One of them is missing or damaged, or the proxy is another one.
     """
     missing = [name for name in ("settings", "library", "reference", "proxy") if name not in told]
     if missing:
         raise FileFormatError(f"it holds no {', '.join(missing)}")
-    proxy = LayerHwProxy.load(file.parent / PROXY) if told["proxy"] else None
+    proxy = _proxy_beside(file, told["proxy"]) if told["proxy"] else None
     try:
         settings = settings_of(told["settings"], "its settings")
         hardware = Hardware(settings, proxy, library_of(told["library"], "its library"))
@@ -158,16 +171,41 @@ def hardware_of(told: Mapping[str, Any], file: Path) -> Hardware:
 
 
 def hardware_record(hardware: Hardware, folder: Path) -> dict[str, Any]:
-    """What `hardware_of` reads; a proxy that was given goes to a file of its own."""
-    assert hardware.reference is not None
-    if hardware.proxy_given:
-        hardware.proxy.save(folder / PROXY)
+    """What `hardware_of` reads; of a proxy that was given a copy goes into the folder.
+
+    Raises:
+        InputError: There is no reference yet: see `Hardware.begin`.
+    """
+    reference = hardware.zeros
+    proxy = hardware.proxy.digest if hardware.proxy_given else None
+    if proxy is not None:
+        hardware.proxy.save(_proxy_file(folder, proxy))
     return {
         "settings": hardware.settings.model_dump(mode="json"),
         "library": hardware.library.model_dump(mode="json"),
-        "reference": asdict(hardware.reference),
-        "proxy": hardware.proxy_given,
+        "reference": asdict(reference),
+        "proxy": proxy,
     }
+
+
+def _proxy_file(folder: Path, digest: str) -> Path:
+    # A name of its own: what was fitted anew must not take the place of what a plan was priced by.
+    return folder / f"proxy-{digest[:12]}.safetensors"
+
+
+def _proxy_beside(file: Path, digest: Any) -> LayerHwProxy:
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise FileFormatError(f"its `proxy` (={digest!r}) must be a digest, or none")
+    path = _proxy_file(file.parent, digest)
+    try:
+        found = LayerHwProxy.load(path)
+    except FileFormatError:
+        raise
+    except InputError as error:
+        raise FileFormatError(f"it is priced by a proxy, and {error}: keep the two together") from error
+    if found.digest != digest:
+        raise FileFormatError(f"it is priced by another proxy than what {path} holds now: restore that")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from sparseflow.codesign.decision import Decision
 from sparseflow.codesign.execute import LocalExecutor, RankExecutor, launch
 from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
-from sparseflow.core.layers import LayeredModel
+from sparseflow.codesign.segments import number
+from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.errors import InputError, RunError
 
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -37,11 +39,46 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
     return float((other - wide).abs().max() / wide.abs().max().clamp_min(1.0))
 
 
+def check_model(model: LayeredModel, planned: Sequence[LayerNode]) -> None:
+    """Whether a model is one that layers were listed of; weights are not looked at.
+
+    Args:
+        model: The model.
+        planned: Its layers, for batches of some size.
+
+    Raises:
+        InputError: It is another one; says what differs.
+    """
+    there = model.layers(planned[0].batch if planned else 1)
+    if len(there) != len(planned):
+        raise InputError(f"the plan is of {len(planned)} layers and the model has {len(there)}")
+    wrong = [
+        (own, f"`{field.name}` {found} (planned: {wanted})")
+        for own, other in zip(there, planned, strict=True)
+        for field in fields(LayerNode)
+        if (found := _plain(getattr(own, field.name))) != (wanted := _plain(getattr(other, field.name)))
+    ]
+    if wrong:
+        first = wrong[0][0]
+        told = ", ".join(what for layer, what in wrong if layer is first)
+        others = len({layer.id for layer, _ in wrong}) - 1
+        raise InputError(
+            f"the plan is of another model: {first.name} has {told}"
+            f"{f', and {others} other layers differ' if others else ''}; name the model that was planned for"
+        )
+
+
+def _plain(value: object) -> object:
+    """A layer's figure, without gradients where it has some."""
+    return number(value) if isinstance(value, Tensor) else value
+
+
 def verify(
     model: LayeredModel,
     decision: Decision,
     samples: Tensor,
     *,
+    planned: Sequence[LayerNode] | None = None,
     device: torch.device | str = "cpu",
     ranks: bool = False,
 ) -> dict[str, Any]:
@@ -51,6 +88,8 @@ def verify(
         model: Any precision; left as it is.
         decision: What runs where.
         samples: A batch.
+        planned: Layers that the decision was taken for, such as those of `load_plan`: a model whose layers
+            have other shapes, operations or bytes is refused, even where the plan could run it.
         device: Of all slots, or, with `ranks`, of each process: `"cuda"` is each its own GPU.
         ranks: Whether each slot is a process of its own, too.
 
@@ -64,16 +103,19 @@ def verify(
             rewrite left something behind.
     """
     layers = model.layers(len(samples))
-    names = [name for segment in decision.segments for name in segment]
-    if names != [layer.name for layer in layers]:
+    names, there = decision.names, [layer.name for layer in layers]
+    if names != there:
+        differ = ", ".join(sorted({*names} ^ {*there})[:3]) or "the order"
         raise InputError(
             f"the plan is of {len(names)} layers ({', '.join(names[:3])}, …) and the model has "
-            f"{len(layers)}, or others: name the model that was planned for"
+            f"{len(layers)}, or others; see {differ}: name the model that was planned for"
         )
+    if planned is not None:
+        check_model(model, planned)
     homes, plan = list(decision.homes(layers)), decision.rewrite_plan
-    planned = plan_bytes(layers, homes, plan)
+    due = plan_bytes(layers, homes, plan)
     wanted = whole(model, samples)
-    errors, moved = {}, {"planned": sum(planned.values())}
+    errors, moved = {}, {"planned": sum(due.values())}
     before = [copy.deepcopy(model.module(layer.id).state_dict()) for layer in layers if layer.splittable]
     with apply(model, plan or RewritePlan(splits=())):
         errors["rewritten"] = error_of(whole(model, samples), wanted)
@@ -97,8 +139,8 @@ def verify(
             raise RunError(f"{name}: logits differ by {error:.3g} (relative), more than {tolerance:g}")
     for name, pairs in counted.items():
         moved[name] = sum(pairs.values())
-        if pairs != planned:
-            raise RunError(f"{name}: moved {pairs} bytes between slots; planned were {planned}")
+        if pairs != due:
+            raise RunError(f"{name}: moved {pairs} bytes between slots; planned were {due}")
     return {
         "error": errors, "moved_bytes": moved, "splits": 0 if plan is None else len(plan.splits),
         "slots": len(local.schedule.slots),

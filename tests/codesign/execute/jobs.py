@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflow.codesign.execute import Measured, RankExecutor
+from sparseflow.codesign.execute.probe import probe
 from sparseflow.codesign.random_plan import random_plan
 from sparseflow.errors import InputError
 from sparseflow.pruning import compact
@@ -102,5 +103,10 @@ def refused(device: torch.device) -> list[str]:
     return told
 
 
-def two(device: torch.device, *, cases: int) -> tuple[list[Ran], list[str]]:
-    return run_all(device, slots=2, cases=cases), refused(device)
+Link = tuple[dict[str, Any], dict[int, list[float]]]
+
+
+def two(device: torch.device, *, cases: int) -> tuple[list[Ran], list[str], Link]:
+    """All that two processes are good for; to start them takes longer."""
+    link, samples = probe(device, sizes=(1 << 10, 1 << 16), repeats=3, trips=2)
+    return run_all(device, slots=2, cases=cases), refused(device), (link.model_dump(), samples)

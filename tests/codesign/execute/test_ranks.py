@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from sparseflow.codesign.execute import LocalExecutor, RankExecutor, joined, launch
+from sparseflow.codesign.execute.probe import probe
 from sparseflow.codesign.rewrite import RewritePlan, plan_bytes, split_form
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning.steps import Steps
@@ -66,11 +68,16 @@ def check(ran: list[list[jobs.Ran]], slots: int, cases: int, timer: str = "perf_
 
 def test_two_processes() -> None:
     told = launch(partial(jobs.two, cases=4), 2, timeout_s=60.0)
-    check([ran for ran, _ in told], 2, 4)
-    one, other = (refused for _, refused in told)
+    check([ran for ran, *_ in told], 2, 4)
+    one, other = (refused for _, refused, _ in told)
     assert one == other and len(one) == 3
     assert "expected one" in one[0] and "`batches` (=1)" in one[1]
     assert "2 processes, and the plan uses 3 slots (0, 1, 2)" in one[2]
+    (link, samples), same = (found for *_, found in told)
+    assert same == (link, samples)
+    assert link["name"] == link["source"] == "measured" and link["bandwidth"] > 0.0 <= link["latency_us"]
+    assert {size: len(times) for size, times in samples.items()} == {1 << 10: 3, 1 << 16: 3}
+    assert min(min(times) for times in samples.values()) > 0.0
 
 
 @pytest.mark.slow
@@ -82,7 +89,7 @@ def test_three_processes() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus() -> None:
     told = launch(partial(jobs.two, cases=8), 2, device="cuda", timeout_s=60.0)
-    check([ran for ran, _ in told], 2, 8, "cuda_event")
+    check([ran for ran, *_ in told], 2, 8, "cuda_event")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,16 @@ def test_two_gpus() -> None:
 def test_one_that_fails_ends_all(how: str, match: str) -> None:
     with pytest.raises(RunError, match=match):
         launch(partial(jobs.broken, how=how), 2, timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sizes": (1024,)}, {"sizes": (64, 64)}, {"sizes": (0, 1)}, {"repeats": 0}, {"trips": 0}]
+)
+def test_what_tells_nothing_of_a_link(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"`sizes` .* must be two or more different ones"):
+        probe("cpu", **wrong)
+    with pytest.raises(InputError, match="a link needs two processes"):
+        probe("cpu")
 
 
 def test_processes_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

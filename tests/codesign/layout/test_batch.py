@@ -105,6 +105,13 @@ def test_more_sites_than_a_program_holds_are_refused() -> None:
         assign_batch(flow, distance, device="cpu", backend="triton")
 
 
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceError, match=r"'cuda:2'.* is none of the 2 CUDA devices here"):
+        assign_batch(np.eye(3), np.eye(3), device="cuda:2")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device here")
 def test_without_a_gpu_the_message_names_the_way_out() -> None:
     with pytest.raises(DeviceError, match=r"`device='cpu'`, or call `assign`"):

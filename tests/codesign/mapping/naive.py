@@ -36,7 +36,10 @@ def fits(problem: Problem, mapping: Sequence[int]) -> bool:
             return False
         if math.fsum(problem.memory_mb[k, s] for k in here) > problem.limit_mb[s]:
             return False
-    return all(math.isfinite(problem.latency_ms[k, s]) for k, s in enumerate(mapping))
+    return all(
+        math.isfinite(problem.latency_ms[k, s]) and math.isfinite(problem.memory_mb[k, s])
+        for k, s in enumerate(mapping)
+    )
 
 
 def objective(problem: Problem, goal: Goal, mapping: Sequence[int]) -> float:
@@ -106,6 +109,44 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem
             fixed_ms=problem.fixed_ms * rng.uniform(0.5, 2.0, problem.fixed_ms.shape),
         )
     return problem
+
+
+def wild(seed: int) -> Problem:
+    """A tiny problem of any sort, which may have no mapping at all.
+
+    Times of any magnitude, or none; more slots than segments; segments that run in few places; limits that
+    nothing meets, or none; edges twice; links that cost nothing, lead one way only or are not there.
+    """
+    rng = np.random.default_rng([seed, 99])
+    segments, slots = ((1, 4), (4, 4), (2, 5))[seed % 3]
+    segments, slots = int(rng.integers(1, segments + 1)), int(rng.integers(1, slots + 1))
+    scale = 10.0 ** rng.integers(-6, 7)
+    latency = rng.lognormal(0.0, rng.choice([0.1, 1.0, 4.0]), (segments, slots)) * scale
+    if rng.random() < 0.4:
+        latency = rng.integers(0, 3, latency.shape) * scale
+    latency[rng.random(latency.shape) < rng.choice([0.0, 0.3])] = np.inf
+    # Eighths: sums of them are exact.
+    memory = rng.integers(0, 10, latency.shape if rng.random() < 0.3 else segments) / 8.0
+    memory[rng.random(memory.shape) < rng.choice([0.0, 0.1])] = np.inf
+    needed = float(memory[np.isfinite(memory)].sum()) / (memory.size / segments)
+    limit = np.round(rng.uniform(0.2, 1.5, slots) * needed * 8.0) / 8.0
+    limit[rng.random(slots) < rng.choice([0.0, 0.3, 1.0])] = rng.choice([0.0, np.inf])
+    src = np.sort(rng.integers(0, segments - 1, segments)) if segments > 1 else np.array([], dtype=np.int64)
+    dst = src + 1 + (rng.random(len(src)) * (segments - src - 1)).astype(np.int64)
+    fixed, each = (rng.random((slots, slots)) * rng.choice([0.0, top]) * scale for top in (1.0, 1e-5))
+    fixed[rng.random(fixed.shape) < rng.choice([0.0, 0.3, 1.0], p=[0.5, 0.4, 0.1])] = np.inf
+    for costs in (fixed, each):
+        np.fill_diagonal(costs, 0.0)
+    return Problem(
+        latency_ms=latency,
+        memory_mb=memory,
+        limit_mb=limit,
+        src=src,
+        dst=dst,
+        traffic_bytes=rng.lognormal(11.0, 1.0, len(src)) * rng.choice([0.0, 1.0], p=[0.2, 0.8]),
+        fixed_ms=fixed,
+        ms_per_byte=each,
+    )
 
 
 def value(problem: Problem, goal: Goal, mapping: np.ndarray | None) -> float:

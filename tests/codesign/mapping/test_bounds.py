@@ -36,6 +36,27 @@ def test_the_multipliers_make_a_bound_for_any_mapping(seed: int) -> None:
         assert (found.busy_weights * busy).sum() <= goal.period_weight * busy.max() * CLOSE
 
 
+@pytest.mark.parametrize("dear", [1.0, 1e6, 1e12, 1e15])
+def test_multipliers_of_any_size_make_a_bound(dear: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is used up to the last byte, and dear: what is added and what is taken off are alike."""
+
+    def multipliers(problem: Problem, *_: object) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(problem.slots), np.full(problem.slots, dear)
+
+    monkeypatch.setattr(bounds, "_multipliers", multipliers)
+    goal = Goal(mode="serial")
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        memory = rng.integers(1, 10**9, 6) / 1e6
+        problem = Problem.chain(
+            latency_ms=rng.lognormal(0.0, 1e-3, (6, 1)), memory_mb=memory, limit_mb=[memory.sum()],
+            traffic_bytes=np.zeros(5), fixed_ms=np.zeros((1, 1)), ms_per_byte=np.zeros((1, 1)),
+        )  # fmt: skip
+        ((best, _),) = exhaust(problem, [goal])
+        found = lower_bound(problem, goal).value_ms
+        assert 0.99 * best < found <= best * (1.0 + 1e-15), f"{seed}: {found} > {best}"
+
+
 def test_what_is_known_makes_the_bound_better() -> None:
     better = 0
     for seed in range(10):

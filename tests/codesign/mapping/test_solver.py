@@ -144,8 +144,24 @@ def short_of(**others: Any) -> Problem:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({}, "segment 0 needs 3000 MB and the largest slot that can run it has 2048 MB"),
-        ({"memory_mb": [1300.0] * 4}, "4 segments need 5200 MB and all 2 slots with a chip have 4096 MB"),
+        (
+            {},
+            "segment 0 needs 3000 MB and the largest slot that can run it has 2048 MB: 952 MB too little",
+        ),
+        (
+            {"memory_mb": [1300.0] * 4},
+            "4 segments need 5200 MB and all 2 slots with a chip have 4096 MB: 1104 MB too little",
+        ),
+        # By a byte: rounded figures would say that they need what there is.
+        (
+            {"memory_mb": [1024.0, 1024.0, 1024.0, 1024.000001]},
+            "4 segments need 4096 MB and all 2 slots with a chip have 4096 MB: 1e-06 MB too little",
+        ),
+        (
+            {"memory_mb": [2048.000001, 1.0, 1.0, 1.0]},
+            "segment 0 needs 2048 MB and the largest slot that can run it has 2048 MB: 1e-06 MB too little",
+        ),
+        ({"memory_mb": [np.inf, 1.0, 1.0, 1.0]}, "segment 0 fits on none of the 2 slots that can run it"),
         ({"limit_mb": [0.0, 0.0]}, "none of the 2 slots holds a chip"),
         (
             {"latency_ms": [[1.0, 1.0], [np.inf, np.inf], [1.0, 1.0], [1.0, 1.0]], "memory_mb": [1.0] * 4},

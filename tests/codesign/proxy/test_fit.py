@@ -118,3 +118,12 @@ def test_fitting_works_without_gradients_around_it() -> None:
     with torch.no_grad():
         proxy = fit(points(12), folds=0, training=QUICK)
     assert proxy.table([node()], [GPU])["lat_ms"].item() > 0.0
+
+
+def test_progress_ends_when_the_work_does() -> None:
+    measured, told = points(12), []
+    judge(measured, folds=3, training=QUICK, progress=lambda *one: told.append(one))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    told.clear()
+    fit(measured, folds=3, training=QUICK, progress=lambda *one: told.append(one))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]

@@ -177,3 +177,28 @@ def test_many_layers_on_many_devices_at_once(fitted: LayerHwProxy) -> None:
     found = fitted.table(layers, [GPU, *read_library().chips, GPU])
     assert all(each.shape == (30, 8) and bool(np.isfinite(each).all()) for each in found.values())
     np.testing.assert_allclose(found["lat_ms"][:, 0], found["lat_ms"][:, -1])
+
+
+def test_a_digest_is_of_what_is_predicted(fitted: LayerHwProxy, tmp_path: Path) -> None:
+    file = tmp_path / "proxy.safetensors"
+    for proxy in (fitted, LayerHwProxy.analytic()):
+        proxy.save(file)
+        assert LayerHwProxy.load(file).digest == proxy.digest and len(proxy.digest) == 64
+    # Where it came from is another matter.
+    assert replace(fitted, provenance={"measured": 1}).digest == fitted.digest
+    weights = copy.deepcopy(fitted.model)
+    assert weights is not None
+    weights.weights[0].view(-1)[0] += 1e-12
+    others = [
+        replace(fitted, model=None), replace(fitted, model=weights), replace(fitted, mode="eager"),
+        replace(fitted, roofline=fitted.roofline.alike()), replace(fitted, power=fitted.power * 2.0),
+        replace(fitted, workspace=fitted.workspace + 1.0), replace(fitted, devices=(replace(GPU, cores=1),)),
+    ]  # fmt: skip
+    assert len({fitted.digest, *(each.digest for each in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("wrong", [{"weight_bytes": -1}, {"num_heads": -1}, {"mlp_ratio": float("nan")}])
+def test_a_layer_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
+    layer = replace(LAYERS[2], **wrong)
+    with pytest.raises(InputError, match=rf"`{next(iter(wrong))}` .* of layer {layer.name} must be finite"):
+        LayerHwProxy.analytic().table([layer], [GPU])

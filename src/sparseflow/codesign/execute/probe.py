@@ -42,9 +42,15 @@ def probe(
         The link, and size in bytes -> all samples, ms one way.
 
     Raises:
-        InputError: Fewer than two processes were joined.
+        InputError: Fewer than two processes were joined, there are fewer than two sizes (latency and
+            bandwidth cannot be told apart by one), or a number is below 1.
         LinkError: The other one cannot be reached.
     """
+    if len(set(sizes)) < 2 or min(*sizes, repeats, trips) < 1:
+        raise InputError(
+            f"`sizes` (={list(sizes)}) must be two or more different ones, and they, `repeats` (={repeats}) "
+            f"and `trips` (={trips}) at least 1"
+        )
     if not distributed.is_initialized() or distributed.get_world_size() < 2:
         raise InputError("a link needs two processes: run this within `joined`, or by `launch`")
     where, rank = torch.device(device), distributed.get_rank()

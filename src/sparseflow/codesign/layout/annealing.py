@@ -12,13 +12,11 @@ It is worth a try where few pairs make up most of the flow. Numba is imported wh
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from sparseflow.codesign.layout.terms import Terms
-from sparseflow.core.extras import require
+from sparseflow.codesign.layout.search import Search
 
 DEFAULT_PASSES = 200
 """Times the number of places: passes of a restart by default. A trial costs about ten times what judging a
@@ -34,65 +32,36 @@ _WORK = 8_000_000
 """Trials times places between two looks at the clock: about a twentieth of a second."""
 
 
-class Annealing:
-    """Searches a problem; compiled when made.
+class Annealing(Search):
+    """Simulated annealing; a pass tries every swap once."""
 
-    Args:
-        terms: The problem, of at least two places.
+    default_passes = DEFAULT_PASSES
 
-    Raises:
-        MissingExtraError: Numba is not installed.
-    """
-
-    def __init__(self, terms: Terms) -> None:
-        require("numba", "codesign")
+    def _passes(self, here: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
         from sparseflow.codesign.layout.kernels.annealing import cpu
 
-        self._walk: Any = cpu.walk
-        self._change_of: Any = cpu.change_of
-        self._terms = terms
-        self._working = terms.working()
-        self.run(np.arange(terms.n), iterations=0, seed=0)
-
-    def default_iterations(self) -> int:
-        return DEFAULT_PASSES * self._terms.n
-
-    def run(
-        self, start: np.ndarray, *, iterations: int, seed: int, deadline: float | None = None
-    ) -> tuple[np.ndarray, int]:
-        """Search from one permutation.
-
-        Args:
-            start: Where each is at first, int64, [n].
-            iterations: Passes over all swaps.
-            seed: Of the acceptance, 32 bits.
-            deadline: `time.perf_counter()` at which to stop; None for no limit.
-
-        Returns:
-            The best permutation, and how many passes were made, the last of them perhaps in part.
-        """
         a, b, _ = self._working
-        n = self._terms.n
-        here = self._terms.inside(start)
-        best = here.copy()
+        movers, swaps = self._terms.movers, self._terms.swaps
         ordered = self._terms.ordered(b, here)
-        swaps = self._terms.swaps
         worth, counts = np.zeros(2, a.dtype), np.array([0, 0, 0, 1])
         heat = self._heat(a, ordered, swaps * iterations, seed)
-        most = max(1, _WORK // n)
+        done, most = 0, max(1, _WORK // self._terms.n)
         while True:
-            trials = min(most, swaps * iterations - int(counts[0]))
-            self._walk(a, ordered, here, best, worth, heat, counts, self._terms.movers, trials, seed)
-            done = int(counts[0])
-            if done >= swaps * iterations or (deadline is not None and time.perf_counter() >= deadline):
-                return self._terms.outside(best), -(-done // swaps)
+            trials = min(most, swaps * iterations - done)
+            cpu.walk(a, ordered, here, best, worth, heat, counts, movers, trials, seed)
+            done = int(counts[cpu.TRIED])
+            yield -(-done // swaps)
+            if done >= swaps * iterations:
+                return
 
     def _heat(self, a: np.ndarray, ordered: np.ndarray, trials: int, seed: int) -> np.ndarray:
         """Temperature now and at the best, and beta, float64, [3]."""
+        from sparseflow.codesign.layout.kernels.annealing import cpu
+
         rng = np.random.default_rng(seed)
         r = rng.integers(self._terms.movers, size=_PROBES)
         s = (r + rng.integers(1, self._terms.n, size=_PROBES)) % self._terms.n
-        changes = np.abs([float(self._change_of(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
+        changes = np.abs([float(cpu.change_of(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
         # Swaps of two dummies change nothing, or next to nothing by rounding.
         changes = changes[changes > 1e-9 * changes.max()]
         usual = float(np.median(changes)) if len(changes) else 1.0

@@ -31,8 +31,8 @@ class Assignment:
         gap: Share of the cost by which a better permutation could at most be cheaper,
             (cost - lower_bound) / |cost|; 0 where the permutation is proven to be the best.
         evaluations: Swaps whose change was known or computed, in all restarts.
-        costs: The best of each restart.
-        permutations: Likewise, int64, [restarts, n].
+        costs: The best of each restart that was begun.
+        permutations: Likewise, int64, [restarts begun, n].
         seconds: Wall clock of the restarts, without compiling.
         finished: Whether every restart made all of its iterations; False where time ran out.
     """

@@ -159,6 +159,8 @@ def _checked_device(device: str | torch.device) -> torch.device:
         raise InputError(f"`device` (={device!r}) is no device of torch: {error}") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("torch sees no CUDA device here; hand in `device='cpu'`, or call `assign`")
+    if found.type == "cuda" and (found.index or 0) >= (there := torch.cuda.device_count()):
+        raise DeviceError(f"`device` (={device!r}) is none of the {there} CUDA devices here, from cuda:0 on")
     return found
 
 

@@ -6,14 +6,12 @@ move costs a few operations for each of them. Numba is imported when a search is
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from sparseflow.codesign.layout.kernels.tabu.rule import Rule, untouched
-from sparseflow.codesign.layout.terms import Terms
-from sparseflow.core.extras import require
+from sparseflow.codesign.layout.search import Search
 
 DEFAULT_MOVES = 2000
 """Times the number of places: moves of a restart by default."""
@@ -26,61 +24,30 @@ _FRESH = 50
 much as n moves, so that rounding cannot pile up."""
 
 
-class Tabu:
-    """Searches a problem; compiled when made.
+class Tabu(Search):
+    """Tabu search; a pass is one move."""
 
-    Args:
-        terms: The problem, of at least two places.
+    default_passes = DEFAULT_MOVES
 
-    Raises:
-        MissingExtraError: Numba is not installed.
-    """
-
-    def __init__(self, terms: Terms) -> None:
-        require("numba", "codesign")
+    def _passes(self, here: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
         from sparseflow.codesign.layout.kernels.tabu import cpu
 
-        self._fill: Any = cpu.fill
-        self._advance: Any = cpu.advance
-        self._terms = terms
-        self._rule = Rule.of(terms.n)
-        self._working = terms.working()
-        self.run(np.arange(terms.n), iterations=0, seed=0)
-
-    def default_iterations(self) -> int:
-        return DEFAULT_MOVES * self._terms.n
-
-    def run(
-        self, start: np.ndarray, *, iterations: int, seed: int, deadline: float | None = None
-    ) -> tuple[np.ndarray, int]:
-        """Search from one permutation.
-
-        Args:
-            start: Where each is at first, int64, [n].
-            iterations: Moves to make.
-            seed: Of the tenures, 32 bits.
-            deadline: `time.perf_counter()` at which to stop; None for no limit.
-
-        Returns:
-            The best permutation, and how many moves were made.
-        """
         a, b, wall = self._working
-        n, rule = self._terms.n, self._rule
-        here = self._terms.inside(start)
-        best = here.copy()
-        worth, until = np.zeros(2, a.dtype), untouched(n, self._terms.movers)
+        n, movers, rule = self._terms.n, self._terms.movers, Rule.of(self._terms.n)
+        worth, until = np.zeros(2, a.dtype), untouched(n, movers)
         ordered = self._terms.ordered(b, here)
         delta, gate = np.empty((n, n), a.dtype), np.empty((n, n), np.int64)
         done, most, fresh = 0, max(1, _WORK // n**2), 0
         while True:
             if done >= fresh:
-                self._fill(a, ordered, here, until, delta, gate)
+                cpu.fill(a, ordered, here, until, delta, gate)
                 fresh = done + _FRESH * n
             moves = min(most, iterations - done)
-            self._advance(
-                a, ordered, here, best, worth, until, delta, gate, self._terms.movers, done + 1, moves,
+            cpu.advance(
+                a, ordered, here, best, worth, until, delta, gate, movers, done + 1, moves,
                 rule.low, rule.span, rule.patience, wall, seed,
             )  # fmt: skip
             done += moves
-            if done >= iterations or (deadline is not None and time.perf_counter() >= deadline):
-                return self._terms.outside(best), done
+            yield done
+            if done >= iterations:
+                return

@@ -29,8 +29,9 @@ from sparseflow.core.extras import require
 MOST_PAIRS = 100_000
 """(Segment, slot) pairs, for which the linear program takes a second or so; with more, all u are the same."""
 
-SAFE = 1.0 - 1e-10
-"""Bounds are lowered by what sums of floats may be off by."""
+ROUNDING = 1e-12
+"""Bounds are lowered by what sums of floats may be off by: this share of all that was added and taken off,
+for each of the things that were; where memory is dear a bound is a small difference of large sums."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,12 +74,14 @@ def lower_bound(problem: Problem, goal: Goal, *, known_ms: float = inf) -> Bound
     memory = problem.memory_bytes / BYTES_PER_MB
     limit = problem.limit_bytes / BYTES_PER_MB
     c0 = unavoidable_ms(problem)
+    rounding = ROUNDING * (problem.segments + problem.slots + problem.edges)
 
     def value(u: np.ndarray, v: np.ndarray) -> float:
         # An infinite latency must stay so where its weight is 0.
         each = np.where(usable, (w + u) * np.where(usable, latency, 0.0) + v * memory, inf).min(axis=1)
         rest = max(p - float(u.sum()), 0.0) * z0 + (w + float(u.min())) * c0
-        return float(each.sum() - (v * limit).sum() + rest)
+        added, taken = float(each.sum()) + rest, float((v * limit).sum())
+        return added - taken - rounding * (added + taken)
 
     none = np.zeros(problem.slots)
     even = np.full(problem.slots, p / problem.slots)
@@ -86,7 +89,7 @@ def lower_bound(problem: Problem, goal: Goal, *, known_ms: float = inf) -> Bound
     values = [value(*choice) for choice in choices]
     best = int(np.argmax(values))
     u, v = choices[best]
-    return Bound(value_ms=min(max(values[best] * SAFE, 0.0), known_ms), busy_weights=u, memory_weights=v)
+    return Bound(value_ms=min(max(values[best], 0.0), known_ms), busy_weights=u, memory_weights=v)
 
 
 def _multipliers(
@@ -135,8 +138,7 @@ def unavoidable_ms(problem: Problem) -> float:
     """Communication that no mapping avoids: c0 above."""
     if problem.edges == 0 or problem.slots == 1:
         return 0.0
-    allowed = problem.allowed
-    needed = np.where(allowed, problem.memory_bytes, np.iinfo(np.int64).max).min(axis=1).sum()
+    needed = problem.least_bytes.sum()
     room = np.cumsum(np.sort(problem.limit_bytes)[::-1])
     least_slots = int(np.searchsorted(room, needed)) + 1
     pieces, find = problem.segments, list(range(problem.segments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.problem import BYTES_PER_MB, NEVER, Problem
 from sparseflow.errors import InputError
 
 
@@ -20,17 +20,25 @@ def check_possible(problem: Problem) -> None:
                 f"segment {k} can run on none of the {int(usable.sum())} slots with a chip: its `latency_ms` "
                 "is infinite on all of them"
             )
-        needed, room = problem.memory_mb[k, runs[k]].min(), problem.limit_mb[runs[k]].max()
+        sizes = np.where(np.isfinite(problem.memory_mb[k]), problem.memory_bytes[k], NEVER)[runs[k]]
+        if sizes.min() == NEVER:
+            raise InputError(
+                f"segment {k} fits on none of the {int(runs[k].sum())} slots that can run it: its "
+                "`memory_mb` is infinite on all of them"
+            )
+        short = sizes - problem.limit_bytes[runs[k]]
+        at = int(short.argmin())
+        needed, room = problem.memory_mb[k, runs[k]][at], problem.limit_mb[runs[k]][at]
         raise InputError(
-            f"segment {k} needs {needed:g} MB and the largest slot that can run it has {room:g} MB: split "
-            "the segment, or choose a larger chip"
+            f"segment {k} needs {needed:g} MB and the largest slot that can run it has {room:g} MB: "
+            f"{_mb(int(short[at]))} too little; split the segment, or choose a larger chip"
         )
-    needed, room = _least_mb(problem).sum(), problem.limit_mb[usable].sum()
-    least_bytes = np.where(problem.allowed, problem.memory_bytes, np.iinfo(np.int64).max).min(axis=1)
-    if least_bytes.sum() > problem.limit_bytes[usable].sum():
+    short = int(problem.least_bytes.sum() - problem.limit_bytes[usable].sum())
+    if short > 0:
+        needed, room = _least_mb(problem).sum(), problem.limit_mb[usable].sum()
         raise InputError(
             f"{problem.segments} segments need {needed:g} MB and all {int(usable.sum())} slots with a chip "
-            f"have {room:g} MB: choose more or larger chips"
+            f"have {room:g} MB: {_mb(short)} too little; choose more or larger chips"
         )
 
 
@@ -47,6 +55,10 @@ def impossible(problem: Problem) -> InputError:
         f"{problem.limit_mb.sum():g} MB in all, the largest of {problem.limit_mb.max():g} MB{network}; cut "
         "segments smaller, or choose larger chips"
     )
+
+
+def _mb(lacking_bytes: int) -> str:
+    return f"{lacking_bytes / BYTES_PER_MB:.6g} MB"
 
 
 def _least_mb(problem: Problem) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from sparseflow.codesign.mapping.objective import evaluate
 from sparseflow.codesign.mapping.problem import Problem
-from sparseflow.codesign.mapping.refine import refine
+from sparseflow.codesign.mapping.refine import NODES, refine
 from sparseflow.codesign.mapping.strategy import Answer, Request
 from sparseflow.codesign.mapping.tables import tables
 from sparseflow.core.extras import require
@@ -31,11 +31,13 @@ class Effort:
         rounds: How many.
         steps: Of annealing, in each.
         tries: Neighbourhoods of `refine`, in each.
+        nodes: Of the search of a neighbourhood, at most.
     """
 
     rounds: int
     steps: int
     tries: int
+    nodes: int = NODES
 
     @classmethod
     def of(cls, problem: Problem) -> Effort:
@@ -86,7 +88,7 @@ def local(request: Request, *, starts: Sequence[np.ndarray] = (), effort: Effort
             break
         found = walker.anneal(tried[number % len(tried)], effort.steps, number)
         if found is not None:
-            found = refine(request, found, tries=effort.tries, seed=number)
+            found = refine(request, found, tries=effort.tries, nodes=effort.nodes, seed=number)
             value = goal.objective_ms(evaluate(problem, found))
             if value < best_ms:
                 best, best_ms = found, value

@@ -16,6 +16,8 @@ from sparseflow.errors import InputError
 
 BYTES_PER_MB = 1e6
 MOST_MB = 2**53 / BYTES_PER_MB
+NEVER = 2**63 - 1
+"""Bytes that nothing has."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +26,8 @@ class Problem:
 
     Attributes:
         latency_ms: How long each segment takes on each slot, float64 [K, S]; inf where it cannot run.
-        memory_mb: What it holds there, MB (1e6 bytes), float64 [K, S]; or [K], the same on all slots.
+        memory_mb: What it holds there, MB (1e6 bytes), float64 [K, S]; or [K], the same on all slots. inf
+            where it cannot be, whatever the limit.
         limit_mb: What each slot can hold, float64 [S]; 0 where there is no chip, inf for no limit.
         src: The segment that each edge leaves, int64 [E].
         dst: The segment that it enters, int64 [E]; above `src`.
@@ -136,6 +139,11 @@ class Problem:
         """Whether a segment can be on a slot if nothing else is, bool [K, S]."""
         fits = np.isfinite(self.memory_mb) & (self.memory_bytes <= self.limit_bytes)
         return np.isfinite(self.latency_ms) & fits & (self.limit_mb > 0.0)
+
+    @cached_property
+    def least_bytes(self) -> np.ndarray:
+        """Memory of each segment on the allowed slot where it needs least, int64 [K]; `NEVER` without one."""
+        return np.where(self.allowed, self.memory_bytes, NEVER).min(axis=1)
 
     @cached_property
     def connected(self) -> np.ndarray:

@@ -20,10 +20,10 @@ SLOTS, SEGMENTS = 4, 16
 """Of a neighbourhood."""
 
 NODES = 2_000
-"""In each: some milliseconds."""
+"""In each: a millisecond or two."""
 
 
-def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.ndarray:
+def refine(request: Request, start: np.ndarray, *, tries: int, seed: int, nodes: int = NODES) -> np.ndarray:
     """A mapping that is no worse.
 
     Args:
@@ -31,6 +31,7 @@ def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.
         start: A mapping that can run, int64 [K].
         tries: Neighbourhoods to look at, time permitting.
         seed: Beside that of the request.
+        nodes: To expand in each, at most.
 
     Raises:
         MissingExtraError: Numba is missing.
@@ -39,30 +40,44 @@ def refine(request: Request, start: np.ndarray, *, tries: int, seed: int) -> np.
     if problem.slots == 1:
         return start
     arrays = tables(problem)
-    branching, best, best_ms = Branching(arrays, goal), start, goal.objective_ms(evaluate(problem, start))
+    branching, best = Branching(arrays, goal), start
+    now = evaluate(problem, best)
     rng = np.random.default_rng([request.seed, 2, seed])
-    # The faster a slot, the more its time weighs, so that segments cost about the same everywhere.
-    latency = np.where(np.isfinite(arrays.latency), arrays.latency, np.nan)
-    speed = 1.0 / np.maximum(np.nanmean(latency, axis=0), np.finfo(np.float64).tiny)
+    speed = _speeds(arrays.latency)
     none = np.zeros(problem.slots)
+    # Neighbourhoods of the mapping as it is: to look at one again would find nothing again.
+    seen: set[bytes] = set()
     for _ in range(tries):
         if request.seconds_left <= 0.0:
             break
         order = rng.permutation(problem.slots)
         if goal.period_weight > 0.0:
-            fullest = int(np.argmax(evaluate(problem, best).busy_ms))
+            fullest = int(np.argmax(now.busy_ms))
             order = np.concatenate([[fullest], order[order != fullest]])
         allowed = np.zeros(problem.slots, dtype=bool)
         allowed[order[:SLOTS]] = True
         there = rng.permutation(np.flatnonzero(allowed[best]))[:SEGMENTS]
-        if len(there) == 0:
-            continue
         free = np.zeros(problem.segments, dtype=bool)
         free[there] = True
-        weights = np.where(allowed, speed, 0.0)
+        name = allowed.tobytes() + free.tobytes()
+        if len(there) == 0 or name in seen:
+            continue
+        seen.add(name)
+        weights, best_ms = np.where(allowed, speed, 0.0), goal.objective_ms(now)
         branching.begin(best_ms, best, free, goal.period_weight * weights / weights.sum(), none, allowed)
-        branching.go_on(NODES)
+        branching.go_on(nodes)
         if branching.best_ms < best_ms and branching.best is not None:
-            best = branching.best
-            best_ms = goal.objective_ms(evaluate(problem, best))
+            best, seen = branching.best, set()
+            now = evaluate(problem, best)
     return best
+
+
+def _speeds(latency: np.ndarray) -> np.ndarray:
+    """How fast each slot is, float64 [S], from times [K, S]; inf where a segment cannot run.
+
+    The faster a slot, the more its time weighs, so that segments cost about the same everywhere.
+    """
+    usable = np.isfinite(latency)
+    mean = np.where(usable, latency, 0.0).sum(axis=0) / np.maximum(usable.sum(axis=0), 1)
+    # A slot that takes no time at all is taken as fast, not as all that counts.
+    return 1.0 / np.maximum(mean, 1e-3 * mean.max() or 1.0)

@@ -27,7 +27,8 @@ class Mapping:
         memory_mb: On each slot, [S].
         objective_ms: What was made small: `total_latency_ms`, and in the mode `"balanced"` the weighted
             `serial_ms` besides.
-        lower_bound_ms: No mapping has a lower `objective_ms` than this.
+        lower_bound_ms: No mapping has a lower `objective_ms` than this (by more than a share of 1e-10, which
+            is what sums of floats may be off by).
         gap: How far the objective may be from the best, as a share of it; 0 where it is proven.
         strategy: What found it.
         finished: False where the time ran out first: the best so far.

@@ -28,7 +28,7 @@ SMALL_BITS = 24.0
 COARSE_SEGMENTS, COARSE_SLOTS = 16, 8
 """Of a coarse plan, at most: it is made in some ten milliseconds, with a short try at the proof."""
 
-COARSE, COARSE_NODES = Effort(rounds=2, steps=10_000, tries=10), 3_000
+COARSE, COARSE_NODES = Effort(rounds=2, steps=10_000, tries=10, nodes=500), 3_000
 """Local search for it, and nodes of that try."""
 
 DP_STEPS = 2e7
@@ -93,7 +93,8 @@ class MappingSolver:
         Args:
             problem: Segments, edges and slots.
             strategy: Instead of that of the solver.
-            start: A mapping to begin with; the answer is no worse. One that cannot run is left out.
+            start: A mapping to begin with; the answer is no worse (but for `"dp"`). One that cannot run
+                is left out.
 
         Raises:
             InputError: No mapping can run; says by how much. Or the strategy does not take such a problem, or

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -93,9 +92,3 @@ class Answer:
     lower_bound_ms: float = 0.0
     finished: bool = True
     none_exists: bool = False
-
-
-class Strategy(Protocol):
-    """A way to map."""
-
-    def __call__(self, request: Request, /) -> Answer: ...

@@ -137,7 +137,12 @@ def fit(
     training = training or Training()
     held_out = None
     if folds:
-        judged = judge(points, folds=folds, training=training, seed=seed, progress=progress)
+
+        def judging(done: int, of: int) -> None:
+            if progress is not None:
+                progress(done, of + 1)
+
+        judged = judge(points, folds=folds, training=training, seed=seed, progress=judging)
         held_out = {"folds": folds, **judged.summary()}
     found = _fitted(measured, training, seed)
     if progress is not None:
@@ -171,7 +176,7 @@ def judge(
         folds: Parts, at least 2.
         training: How the residual is learned.
         seed: What weights and parts are drawn from.
-        progress: Called with (fits done, fits + 1).
+        progress: Called with (fits done, fits).
 
     Raises:
         InputError: As for `fit`, or there are fewer configurations than parts.
@@ -190,7 +195,7 @@ def judge(
         for name, value in told.items():
             found[name][held] = value.numpy()
         if progress is not None:
-            progress(number + 1, folds + 1)
+            progress(number + 1, folds)
     return Judged(
         points=tuple(measured), predicted_ms=found["lat_ms"], roofline_ms=found["roofline_ms"],
         mem_mb=found["mem_mb"], power_w=found["power_w"],

@@ -9,6 +9,7 @@ Factors are what `LayerProxyModel` learned on devices that were measured. On any
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,21 +156,34 @@ class LayerHwProxy:
         Raises:
             OSError: The file cannot be written.
         """
+        told, tensors = self._parts()
+        proxy = json.dumps(told | {"provenance": dict(self.provenance)}, allow_nan=False)
+        write_weights(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that predictions follow from, in hexadecimal; `provenance` does not count."""
+        told, tensors = self._parts()
+        found = hashlib.sha256(json.dumps([FEATURES, told], sort_keys=True).encode())
+        for name, value in sorted(tensors.items()):
+            array = value.detach().cpu().contiguous().numpy()
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(array.tobytes())
+        return found.hexdigest()
+
+    def _parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What predictions follow from: JSON's types, and tensors by name."""
         tensors = {
             "roofline": self.roofline.values, "fitted": self.roofline.fitted, "power": self.power,
             "workspace": self.workspace,
         }  # fmt: skip
         told: dict[str, Any] = {
-            "devices": [device.to_dict() for device in self.devices],
-            "mode": self.mode,
-            "provenance": dict(self.provenance),
-            "model": None,
-        }
+            "devices": [device.to_dict() for device in self.devices], "mode": self.mode, "model": None,
+        }  # fmt: skip
         if self.model is not None:
             told["model"] = {"members": self.model.members, "hidden": self.model.hidden}
             tensors |= {_MODEL + name: value for name, value in self.model.state_dict().items()}
-        proxy = json.dumps(told, allow_nan=False)
-        write_weights(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
+        return told, tensors
 
     @classmethod
     def load(cls, path: Path | str) -> LayerHwProxy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,9 @@ from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import InputError
 
 _COUNTS = ("weight_bytes", "memory_bytes", "seq_len", "embed_dim", "num_heads", "mlp_ratio", "batch")
+
+_AT_LEAST_1 = ("memory_bytes", "seq_len", "embed_dim", "batch")
+"""The others may be 0: gates may leave no operations of a layer, and not all have heads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +89,14 @@ class Work:
         return cls._of(layers, list(places), which, lambda column: column)
 
     @classmethod
-    def _of(cls, layers, devices, device, shaped) -> Work:
+    def _of(
+        cls,
+        layers: Sequence[LayerNode],
+        devices: Sequence[DeviceSpec],
+        device: Tensor,
+        shaped: Callable[[Tensor], Tensor],
+    ) -> Work:
+        """Columns of layers in some shape, [L, 1] or [N], beside those of devices that `device` names."""
         if not layers or not devices:
             raise InputError(
                 f"{len(layers)} layers on {len(devices)} devices: at least one of both is needed"
@@ -140,10 +150,9 @@ def _check(layer: LayerNode) -> None:
             f"layer {layer.name} is of the type {layer.layer_type!r} in {layer.precision!r}; expected one of "
             f"{', '.join(LAYER_TYPES)} in one of {', '.join(PRECISIONS)}"
         )
-    for name in ("flops", "bytes", "memory_bytes", "seq_len", "embed_dim", "batch"):
+    for name in ("flops", "bytes", *_COUNTS):
         value = number(getattr(layer, name))
-        # Gates may leave no operations of a layer.
-        least = 0.0 if name in ("flops", "bytes") else 1.0
+        least = 1.0 if name in _AT_LEAST_1 else 0.0
         if not (math.isfinite(value) and value >= least):
             raise InputError(
                 f"`{name}` (={value}) of layer {layer.name} must be finite and at least {least:g}"

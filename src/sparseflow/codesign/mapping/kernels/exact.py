@@ -111,12 +111,13 @@ def bound(tables: Tables, search: Search, d: int, k: int) -> float:
                 least_own = min(least_own, own[v, s])
                 least_top = min(least_top, busy[s] + own[v, s])
                 least_memory = min(least_memory, tables.memory[v, s])
-        if least_cost == np.inf:
-            return np.inf
         weighted += least_cost
         summed += least_own
         top = max(top, least_top)
         needed += least_memory
+        # Each segment adds to it: what is too much already need not be known more exactly.
+        if weighted >= search.best[0] or period * top + total * summed >= search.best[0]:
+            return np.inf
     if needed > room:
         return np.inf
     return max(weighted, period * top + total * summed)
@@ -155,9 +156,9 @@ def expand(tables: Tables, search: Search, d: int) -> None:
     for s in range(slots):
         if tables.memory[k, s] > search.left[d, s] or search.own[d, k, s] == np.inf:
             continue
-        # Of slots that are alike and empty, only the first is tried.
+        # Of slots that are alike and empty, only the first is tried, if it may be.
         twin = tables.twin[s]
-        if twin >= 0:
+        if twin >= 0 and search.own[d, k, twin] < np.inf:
             used_s, used_twin = False, False
             for v in range(len(search.slot)):
                 used_s = used_s or search.slot[v] == s

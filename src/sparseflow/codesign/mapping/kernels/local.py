@@ -85,6 +85,7 @@ def refresh(tables: Tables, state: State) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def shift(tables: Tables, state: State, k: int, t: int) -> None:
     """Move a segment, whatever fits."""
+    # Edges are written out: a function for one would make annealing a third slower.
     s = state.slot[k]
     busy, fixed, per_byte = state.busy, tables.fixed, tables.per_byte
     state.left[s] += tables.memory[k, s]

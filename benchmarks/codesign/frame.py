@@ -1,0 +1,68 @@
+"""What every benchmark here does first and last: its options, its circumstances, its record.
+
+A benchmark is a script: it prints what it finds, keeps all samples in the file that `--out` names, and ends
+with 1 where something is wrong. The record then says so under `failed`, and no claim is made of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+
+def options(doc: str | None, *, seed: str | None = None, required: bool = False) -> argparse.ArgumentParser:
+    """A parser that knows `--seed` and `--out`.
+
+    Args:
+        doc: The benchmark's docstring.
+        seed: What the seed is of; everything by default.
+        required: Whether there must be a file.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help=seed and f"of {seed}")
+    parser.add_argument("--out", type=Path, required=required, help="JSON file")
+    return parser
+
+
+def begun(asked: argparse.Namespace, *, device: str = "cpu") -> dict[str, Any]:
+    """What a record begins with: where and how it is measured. Files and folders are nobody's business."""
+    settings = {name: value for name, value in vars(asked).items() if not isinstance(value, Path)}
+    settings.pop("out", None)
+    # JSON knows no infinity.
+    settings = {name: None if value == math.inf else value for name, value in settings.items()}
+    return {"environment": environment(device, seed=asked.seed), "settings": settings}
+
+
+def logits_tolerance(dtype: str, *, split: bool) -> float:
+    """How far logits of a plan may be from the model's, over max(1, the largest), for a dtype of torch.
+
+    Sums in another order differ by rounding; without splits nothing is summed anew.
+    """
+    import torch
+
+    from sparseflow.codesign.verification import TOLERANCES
+
+    return TOLERANCES[getattr(torch, dtype)] if split else 0.0
+
+
+def ended(asked: argparse.Namespace, record: dict[str, Any], wrong: Sequence[str]) -> int:
+    """Keep a record where that was asked for; the status to end with.
+
+    Args:
+        asked: The options.
+        record: To be kept.
+        wrong: What is not as it must be, in words.
+    """
+    if wrong:
+        record = record | {"failed": "; ".join(wrong)}
+        print(f"failed: {record['failed']}")
+    if asked.out:
+        write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+    return int(bool(wrong))

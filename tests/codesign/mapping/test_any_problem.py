@@ -1,0 +1,59 @@
+"""Problems of any sort, every strategy: answers fit, are worth what they say and not less than the bound."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+pytest.importorskip("ortools")
+
+from sparseflow.codesign.mapping import Goal, MappingSolver, Mode, lower_bound
+from sparseflow.errors import InputError
+from tests.codesign.mapping.naive import fits, objective, wild
+
+CLOSE = 1.0 + 1e-12
+PROVES = {"auto": 1e-9, "exact": 1e-9, "best": 1e-9, "cpsat": 1e-5}
+"""How far from the best, as a share, a strategy that ends may be; CP-SAT counts in ticks."""
+
+
+@pytest.mark.parametrize("mode", ["balanced", "serial"])
+@pytest.mark.parametrize("seed", range(120))
+def test_against_all_mappings(seed: int, mode: Mode) -> None:
+    problem = wild(seed)
+    goal = Goal(mode=mode, tie_weight=(0.0, 1e-3, 0.4, 10.0)[seed % 4])
+    every = product(range(problem.slots), repeat=problem.segments)
+    best = min(objective(problem, goal, mapping) for mapping in every)
+    assert lower_bound(problem, goal).value_ms <= best * CLOSE
+    for strategy in ("auto", "exact", "local", "dp", "best", "cpsat"):
+        solver = MappingSolver(strategy=strategy, mode=mode, serial_weight=goal.tie_weight, workers=1)
+        if math.isinf(best):
+            with pytest.raises(InputError):
+                solver.solve_mapping(problem)
+            continue
+        try:
+            found = solver.solve_mapping(problem)
+        except InputError:
+            # A slot cannot have two runs of segments there.
+            assert strategy == "dp"
+            continue
+        assert fits(problem, found.mapping) and found.finished
+        assert found.objective_ms == pytest.approx(objective(problem, goal, found.mapping), rel=1e-12)
+        assert found.lower_bound_ms <= best * CLOSE and best <= found.objective_ms * CLOSE
+        if strategy in PROVES:
+            assert found.objective_ms <= best * (1.0 + PROVES[strategy])
+            assert found.optimal or strategy == "cpsat"
+
+
+def test_the_problems_are_of_all_sorts() -> None:
+    none = zero = apart = alone = 0
+    for seed in range(120):
+        problem = wild(seed)
+        every = product(range(problem.slots), repeat=problem.segments)
+        best = min(objective(problem, Goal(), mapping) for mapping in every)
+        none += math.isinf(best)
+        zero += best == 0.0
+        apart += not problem.connected.all()
+        alone += problem.segments < problem.slots
+    assert min(none, zero, apart, alone) > 5
