@@ -6,6 +6,7 @@
     ├── InputError (ValueError)        what was handed in cannot be used; the CLI exits with 2
     │   ├── ModelError                 the model: not a module, no spiking neuron, NaN weights, on `meta`, …
     │   ├── SampleError                the sample input: wrong shape, dtype or device
+    │   ├── PlanError                  a plan that the model cannot run, or that changed within a request
     │   └── FileFormatError            a file on disk is not what it should be
     ├── MissingExtraError (ImportError)  an optional dependency is absent; the message names the extra
     ├── DeviceError (RuntimeError)     the hardware asked for is not there or not able
@@ -31,6 +32,10 @@ class ModelError(InputError):
 
 class SampleError(InputError):
     """The sample input handed in does not fit the model."""
+
+
+class PlanError(InputError):
+    """A plan that the model cannot run, or another one than what was begun with."""
 
 
 class FileFormatError(InputError):

@@ -36,6 +36,10 @@ class Lazy:
 
 
 LAZY = {
+    "adaptive": Lazy(
+        target="sparseflow.cli.adaptive:app",
+        help="Adaptive: a multimodal mixture of experts that keeps latency budgets.",
+    ),
     "codesign": Lazy(
         target="sparseflow.cli.codesign:app",
         help="Co-design: choose chips, partition a model over them, and run it.",

@@ -1,0 +1,23 @@
+"""Adapters: what the knobs of an architecture are, and how its images become fewer tokens."""
+
+from __future__ import annotations
+
+from sparseflow.adaptive.adapters.base import Adapter, Inputs, adapter_of, register
+from sparseflow.adaptive.adapters.decoders import ROUTERS, DecoderAdapter
+from sparseflow.adaptive.adapters.llava import LlavaAdapter
+from sparseflow.adaptive.adapters.qwen3_vl import Qwen3VLMoeAdapter
+
+for _model_type in ROUTERS:
+    register(_model_type, DecoderAdapter)
+register("llava", LlavaAdapter)
+register("qwen3_vl_moe", Qwen3VLMoeAdapter)
+
+__all__ = [
+    "Adapter",
+    "DecoderAdapter",
+    "Inputs",
+    "LlavaAdapter",
+    "Qwen3VLMoeAdapter",
+    "adapter_of",
+    "register",
+]

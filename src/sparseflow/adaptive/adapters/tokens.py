@@ -1,0 +1,106 @@
+"""Placeholders of images in a prompt: where they stand, and a prompt without some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparseflow.adaptive.adapters.base import Inputs
+from sparseflow.adaptive.plan import TIERS, Tier
+from sparseflow.errors import PlanError
+
+Span = tuple[int, int, int]
+"""A run of placeholders that stand side by side: row, first token, how many."""
+
+_FIXED = ("position_ids", "cache_position", "inputs_embeds", "past_key_values")
+"""Arguments that would no longer fit tokens of which some are gone."""
+_OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes")
+
+
+def ids_of(inputs: Inputs) -> Tensor:
+    """The prompt of inputs, [batch, tokens].
+
+    Raises:
+        PlanError: There is none.
+    """
+    input_ids = inputs.get("input_ids")
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else None
+        raise PlanError(f"a tier needs `input_ids` [batch, tokens], to find images in; they are {shape}")
+    return input_ids
+
+
+def spans(input_ids: Tensor, token: int) -> list[Span]:
+    """Runs of a placeholder in a prompt [batch, tokens], in reading order."""
+    edges = functional.pad((input_ids == token).int(), (1, 1)).diff()
+    starts, ends = ((edges == edge).nonzero().tolist() for edge in (1, -1))
+    return [(row, start, end - start) for (row, start), (_, end) in zip(starts, ends, strict=True)]
+
+
+def check_presence(inputs: Inputs, images: Sequence[Span], tier: Tier | None) -> None:
+    """That inputs have images where there is a tier, and none where there is none.
+
+    Args:
+        inputs: With pixels, or with what the vision tower made of them.
+        images: Placeholders in the prompt.
+        tier: That of the plan.
+
+    Raises:
+        PlanError: They have not.
+    """
+    encoded = (inputs.get("mm_encoder_outputs") or {}).get("image")
+    pictures = inputs.get("pixel_values") is not None or encoded is not None
+    if tier is None:
+        if images or pictures:
+            raise PlanError(f"`tier` is None, but the request has images; give one of {', '.join(TIERS)}")
+    elif not images or not pictures:
+        missing = "no `pixel_values`" if images else "no placeholder of an image"
+        raise PlanError(f"`tier` is {tier!r}, but the request has {missing}; a text alone has tier None")
+
+
+def shortened(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> dict[str, Any]:
+    """Inputs in which runs of placeholders have fewer tokens; the first of each stay.
+
+    Everything with an entry for each token is shortened: `input_ids`, `attention_mask` and the like.
+
+    Args:
+        inputs: Those to shorten; they stay as they are.
+        runs: Runs of placeholders.
+        lengths: How many tokens are to stay of each.
+
+    Raises:
+        PlanError: An argument would no longer fit, or rows would come to differ in length.
+    """
+    fixed = [name for name in _FIXED if inputs.get(name) is not None]
+    if fixed:
+        raise PlanError(
+            f"{', '.join(fixed)} would not fit a prompt of fewer vision tokens; leave them to the model"
+        )
+    input_ids = ids_of(inputs)
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise PlanError(
+            f"`attention_mask` {list(mask.shape)} must have the shape of `input_ids`, {list(input_ids.shape)}"
+        )
+    keep = torch.ones(input_ids.shape, dtype=torch.bool)
+    for (row, start, length), kept in zip(runs, lengths, strict=True):
+        keep[row, start + kept : start + length] = False
+    counts = keep.sum(1)
+    if len(counts.unique()) > 1:
+        raise PlanError(
+            f"rows would have {counts.tolist()} tokens, as their images shrink by unlike counts; run them "
+            "alone"
+        )
+    keep = keep.to(input_ids.device)
+
+    def cut(name: str, value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == input_ids.shape
+        if not per_token or name in _OF_IMAGES:
+            return value
+        return value[keep.to(value.device)].view(len(input_ids), -1, *value.shape[2:])
+
+    return {name: cut(name, value) for name, value in inputs.items()}

@@ -1,0 +1,99 @@
+"""A model's folder, as transformers writes it: the model, its words, and how images get into its prompts.
+
+Nothing is fetched, no code of the folder runs, and weights are read from safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters.llava import LlavaAdapter
+from sparseflow.core.extras import require
+from sparseflow.errors import FileFormatError, InputError, ModelError
+
+_PROCESSOR = "preprocessor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """What a model's folder holds.
+
+    Attributes:
+        model: In evaluation mode, on its device.
+        tokenizer: Its words.
+        sight: How images get into prompts (`serve.chat.Sight`); None for a model that takes none.
+        context: Most tokens of a prompt and its answer together.
+    """
+
+    model: Any
+    tokenizer: Any
+    sight: Any
+    context: int
+
+
+def open_folder(
+    folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Opened:
+    """Read a model.
+
+    Args:
+        folder: With `config.json`, weights and tokenizer.
+        device: Where to put it.
+        dtype: Of its weights; by default float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        InputError: There is no such folder.
+        FileFormatError: It holds something that cannot be read.
+        ModelError: Its architecture has no adapter.
+        MissingExtraError: transformers is missing.
+    """
+    transformers = require("transformers", "adaptive")
+    root, where = Path(folder), torch.device(device)
+    if not (root / "config.json").is_file():
+        raise InputError(
+            f"{root} holds no model: there is no config.json; give a folder that transformers wrote"
+        )
+    wanted = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
+    try:
+        config = transformers.AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        seeing = getattr(config, "vision_config", None) is not None
+        kind = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(
+            root, dtype=wanted, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            root, local_files_only=True, trust_remote_code=False
+        )
+        sight = _sight(root, model, tokenizer, transformers) if seeing else None
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        text = next(iter(str(error).splitlines()), repr(error))
+        raise FileFormatError(f"{root} holds no model that can be read: {text}") from error
+    text_config = config.get_text_config()
+    return Opened(
+        model=model.to(where).eval(), tokenizer=tokenizer, sight=sight,
+        context=int(text_config.max_position_embeddings),
+    )  # fmt: skip
+
+
+def _sight(root: Path, model: Any, tokenizer: Any, transformers: Any) -> Any:
+    # Of the server, but what makes prompts needs no server.
+    from sparseflow.adaptive.serve.chat import Crops, Patches
+
+    adapter, config = adapter_of(model), model.config
+    if isinstance(adapter, LlavaAdapter):
+        told = json.loads((root / _PROCESSOR).read_text("utf-8"))
+        return Crops(
+            tokenizer, image_token=config.image_token_id, size=config.vision_config.image_size,
+            tokens_per_crop=adapter.tokens_per_crop, mean=told["image_mean"], std=told["image_std"],
+        )  # fmt: skip
+    processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(root, local_files_only=True)
+    merge = config.vision_config.spatial_merge_size
+    return Patches(tokenizer, processor, image_token=config.image_token_id, merge=merge)

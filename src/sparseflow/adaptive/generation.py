@@ -1,0 +1,265 @@
+"""Generate tokens with a plan, or with a decider and a budget, by the model's own forward.
+
+This is the plain way: any model of transformers that has an adapter, one call after the other, keys and
+values in a cache that grows. Greedy tokens are those of the model's own `generate` under the same plan. The
+runtime does the same for many requests at a time, in static shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.adaptive.adapters.base import Adapter, Inputs
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime.asking import Asking
+from sparseflow.adaptive.runtime.marks import Marks
+from sparseflow.adaptive.runtime.requests import Decider, Fixed, Request, check_inputs, check_limits
+from sparseflow.adaptive.runtime.sampling import Draws, Sampling, pick
+from sparseflow.adaptive.runtime.steps import last_logits
+from sparseflow.adaptive.runtime.vision import at_decoder
+from sparseflow.core.extras import require
+from sparseflow.errors import InputError, RunError
+
+OnTokens = Callable[[list[int]], None]
+"""Called with each new token of all rows, as they come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Where the time of a call went. On a GPU, phases lie between CUDA events, so nothing waits.
+
+    Attributes:
+        first_ms: Deciding before the vision encoder, and reducing the inputs; by the host's clock.
+        vision_ms: Vision encoder and embedding.
+        prefill_ms: From the first block to the first token, decisions included.
+        second_ms: Deciding after the vision encoder and at the insertion; by the host's clock.
+        decode_ms: From the first token to the last.
+        total_ms: All of it from receipt on, by the host's clock.
+    """
+
+    first_ms: float
+    vision_ms: float
+    prefill_ms: float
+    second_ms: float
+    decode_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What a call gave.
+
+    Attributes:
+        sequences: Prompt, as it was run, and answer: [batch, tokens] int64. Behind its stop token a row is
+            padded.
+        prompt_tokens: Tokens of the prompt.
+        plan: What was run.
+        feasible: Whether the decider thought that the budget would be met.
+        predicted_ms: What it thought that the call would take.
+        budget_ms: What was asked for.
+        timings: Where the time went.
+    """
+
+    sequences: Tensor
+    prompt_tokens: int
+    plan: Plan
+    feasible: bool
+    predicted_ms: float | None
+    budget_ms: float | None
+    timings: Timings
+
+    @property
+    def new_tokens(self) -> Tensor:
+        """The answer: [batch, tokens] int64."""
+        return self.sequences[:, self.prompt_tokens :]
+
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the last token came in time; None without a budget."""
+        return None if self.budget_ms is None else self.timings.total_ms <= self.budget_ms
+
+
+def generate(
+    adapter: Adapter,
+    knobs: Knobs,
+    inputs: Inputs,
+    plan: Plan | Decider,
+    *,
+    max_new_tokens: int = 64,
+    budget_ms: float | None = None,
+    received_s: float | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    stop: Collection[int] = (),
+    pad_id: int | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Generated:
+    """Generate tokens.
+
+    Args:
+        adapter: The model.
+        knobs: The knobs on it.
+        inputs: Those of the highest tier, on the model's device. Rows of a batch are padded on their left.
+        plan: What to run, or who decides it; a decider takes one row.
+        max_new_tokens: Most tokens to generate, > 0.
+        budget_ms: From receipt to the last token, for the decider.
+        received_s: When the request was received, by `time.perf_counter`; by default now.
+        sampling: How tokens are drawn, for all rows or for each; greedy by default.
+        stop: Tokens that end a row.
+        pad_id: What follows a stop token in a row while others go on; by default the model's own, or the stop
+            token.
+        on_tokens: Called with each new token of all rows, as they come.
+
+    Raises:
+        InputError: Something is out of range, or does not fit.
+        PlanError: The model cannot run what was decided.
+        Refused: The decider refuses.
+    """
+    received = time.perf_counter() if received_s is None else received_s
+    check_inputs(inputs)
+    check_limits(max_new_tokens, budget_ms)
+    rows = len(inputs["input_ids"])
+    decide: Any = Fixed(plan=plan) if isinstance(plan, Plan) else plan
+    if rows > 1 and not isinstance(decide, Fixed):
+        raise InputError(
+            f"a decider decides for one row, not {rows}: rows of a batch share a plan, so give a Plan"
+        )
+    asked: Any = None
+    if rows == 1:
+        asked = Request(
+            inputs=inputs,
+            decide=decide,
+            max_new_tokens=max_new_tokens,
+            budget_ms=budget_ms,
+            received_s=received,
+        )
+    asking = Asking(
+        decide, asked, lambda: math.inf if asked is None else asked.remaining_ms(time.perf_counter())
+    )
+    draws = [Draws(each) for each in _for_rows(sampling, rows)]
+    answer = _Answer(draws, frozenset(stop), _padding(adapter, pad_id, stop), on_tokens)
+    with torch.no_grad():
+        prompt, running_plan, times = _run(adapter, knobs, inputs, asking, answer, max_new_tokens)
+    total_ms = (time.perf_counter() - received) * 1e3
+    return Generated(
+        sequences=torch.cat([prompt, *(each[:, None] for each in answer.tokens)], dim=1),
+        prompt_tokens=prompt.shape[1], plan=running_plan, feasible=asking.feasible,
+        predicted_ms=asking.predicted_ms, budget_ms=budget_ms, timings=Timings(**times, total_ms=total_ms),
+    )  # fmt: skip
+
+
+class _Answer:
+    """New tokens of all rows.
+
+    Attributes:
+        tokens: Step by step: [rows] int64.
+        done: Whether every row has met a stop token.
+    """
+
+    def __init__(
+        self, draws: Sequence[Draws], stop: frozenset[int], pad_id: int, on_tokens: OnTokens | None
+    ) -> None:
+        self._draws, self._stop, self._pad_id, self._on_tokens = draws, stop, pad_id, on_tokens
+        self._over = [False] * len(draws)
+        self.tokens: list[Tensor] = []
+
+    @property
+    def done(self) -> bool:
+        return all(self._over)
+
+    def take(self, logits: Tensor) -> Tensor:
+        """Draw the next token of each row from logits [rows, vocabulary].
+
+        Raises:
+            RunError: Logits are NaN.
+        """
+        samplings = [draws.sampling for draws in self._draws]
+        found = pick(logits, samplings, [draws.next() for draws in self._draws]).tolist()
+        if min(found) < 0:
+            raise RunError("the model's logits are NaN; look at its weights and inputs")
+        told = [self._pad_id if over else token for token, over in zip(found, self._over, strict=True)]
+        self._over = [over or token in self._stop for token, over in zip(found, self._over, strict=True)]
+        self.tokens.append(torch.tensor(told, device=logits.device))
+        if self._on_tokens is not None:
+            self._on_tokens(told)
+        return self.tokens[-1]
+
+
+def _run(
+    adapter: Adapter, knobs: Knobs, inputs: Inputs, asking: Asking, answer: _Answer, max_new_tokens: int
+) -> tuple[Tensor, Plan, dict[str, float]]:
+    """Fill an answer; gives the prompt as it was run, the plan, and times."""
+    marks, began = Marks(inputs["input_ids"].device), time.perf_counter()
+    choice = asking.first()
+    given = adapter.at_tier(inputs, choice.tier)
+    places, after = adapter.positions(given)
+    mask = given.get("attention_mask")
+    if mask is not None and bool(mask.bool().all()):
+        # Without padding there is nothing to mask, and a mask would cost the fastest attention.
+        mask = None
+    cache = require("transformers.cache_utils", "adaptive").DynamicCache()
+    few = last_logits(adapter.model)
+    first_ms = (time.perf_counter() - began) * 1e3
+    marks.mark("start")
+    images = adapter.vision_tokens(given) > 0
+    with knobs.deciding(
+        choice.tier, choice.insertion_position, lambda hidden: asking.second(hidden[0, -1])
+    ) as running:
+
+        def entered(named: dict[str, Any]) -> None:
+            marks.mark("blocks")
+            if asking.again_wanted:
+                if images:
+                    marks.wait()
+                running.insertion_position = asking.again(choice.insertion_position)
+
+        before_s = asking.spent_s
+        with at_decoder(adapter, entered):
+            found: Any = adapter.model(
+                **{**given, "attention_mask": mask, "position_ids": places}, past_key_values=cache,
+                use_cache=True, **few,
+            )  # fmt: skip
+    assert running.plan is not None
+    last = answer.take(found.logits[:, -1])
+    marks.mark("first")
+    limit = asking.limit(max_new_tokens)
+    with knobs.running(running.plan):
+        while len(answer.tokens) < limit and not answer.done:
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            found = adapter.model(
+                input_ids=last[:, None], attention_mask=mask, position_ids=after[:, None],
+                past_key_values=cache, use_cache=True, **few,
+            )  # fmt: skip
+            after, last = after + 1, answer.take(found.logits[:, -1])
+    marks.mark("last")
+    marks.wait()
+    return given["input_ids"], running.plan, {
+        "first_ms": first_ms, "vision_ms": marks.between_ms("start", "blocks"),
+        "prefill_ms": marks.between_ms("blocks", "first"), "second_ms": (asking.spent_s - before_s) * 1e3,
+        "decode_ms": marks.between_ms("first", "last"),
+    }  # fmt: skip
+
+
+def _for_rows(sampling: Sampling | Sequence[Sampling] | None, rows: int) -> list[Sampling]:
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * rows
+    if len(sampling) != rows:
+        raise InputError(
+            f"`sampling` has {len(sampling)} entries; give one for each of {rows} rows, or one for all"
+        )
+    return list(sampling)
+
+
+def _padding(adapter: Adapter, pad_id: int | None, stop: Collection[int]) -> int:
+    config = getattr(adapter.model, "generation_config", None)
+    for found in (pad_id, getattr(config, "pad_token_id", None)):
+        if found is not None:
+            return int(found)
+    return min(stop, default=0)

@@ -1,0 +1,266 @@
+"""The steps of a training: a model, its optimizer, what a step does, and how often the model answers right.
+
+First the vision tower learns alone to name what lies in cells. Then everything learns to answer: every step
+runs the full plan, which learns from the answers, and some drawn plans, which learn from the answers and from
+the full plan's own logits (the sandwich rule of Yu & Huang, "Universally slimmable networks", ICCV 2019): one
+of the least plans at a tier by chance, the others wholly by chance.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from sparseflow.adaptive.grid_vqa.dataset import Batch, Data, Named
+from sparseflow.adaptive.grid_vqa.evaluate import accuracy
+from sparseflow.adaptive.grid_vqa.model import build
+from sparseflow.adaptive.grid_vqa.naming import Naming, naming_loss, right
+from sparseflow.adaptive.grid_vqa.settings import Settings
+from sparseflow.adaptive.grid_vqa.stack import Stack
+from sparseflow.adaptive.plan import TIERS, Geometry, Plan
+from sparseflow.core.training.ranks import Ranks
+from sparseflow.errors import RunError
+
+_PLANS = 3
+"""Tells the generator of plans from those of data."""
+
+
+class Learning:
+    """A model, its optimizer and how far they are.
+
+    Args:
+        settings: Task, model, and how to train.
+        data: What is learnt from.
+        mine: This process among all that train.
+
+    Attributes:
+        model: What is being trained.
+        average: A running average of it, which is judged and kept.
+    """
+
+    def __init__(self, settings: Settings, data: Data, mine: Ranks) -> None:
+        self.settings, self.data, self._mine = settings, data, mine
+        told = settings.train
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(told.seed)
+            model = build(settings, data.vocabulary)
+            naming = Naming(settings.model.vision_width, data.labels, settings.scene.grid)
+        self.model, self.naming = model.to(mine.device), naming.to(mine.device)
+        self.average = copy.deepcopy(self.model)
+        self.stack = Stack(self.model)
+        self.geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
+        self.full = self.geometry.full()
+        self.steps, self.step = told.vision_steps + told.steps, 0
+        inner: Any = self.model.model
+        self._vision = [*inner.vision_tower.parameters(), *self.naming.parameters()]
+        known = set(map(id, self._vision))
+        self._text = [each for each in self.model.parameters() if id(each) not in known]
+        groups = [
+            {"params": part, "weight_decay": decay, "part": name}
+            for name, params in (("vision", self._vision), ("text", self._text))
+            for part, decay in _by_decay(params, told.weight_decay)
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=told.rate, fused=mine.device.type == "cuda")
+        self._ahead: tuple[int, Batch | Named] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "naming": self.naming.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.naming.load_state_dict(state["naming"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def advance(self) -> dict[str, float]:
+        """One step.
+
+        Returns:
+            The step's numbers.
+
+        Raises:
+            RunError: The loss or the gradient is no longer finite; nothing of the step is kept.
+        """
+        told = self.settings.train
+        alone = self.step < told.vision_steps
+        random = np.random.default_rng([told.seed, _PLANS, self.step])
+        torch.manual_seed(int(random.integers(2**62)))  # for what is dropped
+        batch = self._batch(self.step)
+        for each in (*self._vision, *self._text):
+            each.grad = None
+        self.model.train()
+        found = self._name(batch) if isinstance(batch, Named) else self._answer(batch, self._plans(random))
+        learning = self._vision if alone else [*self._vision, *self._text]
+        self._mine.average(learning)
+        found["gradient"] = nn.utils.clip_grad_norm_(learning, told.clip)
+        found["loss"] = self._mine.mean(found["loss"])
+        # The CPU draws the next batch while a GPU computes; only then is it waited for.
+        if self.step + 1 < self.steps:
+            self._ahead = (self.step + 1, self._draw(self.step + 1))
+        values = torch.stack([each.detach().float() for each in found.values()]).tolist()
+        numbers = dict(zip(found, values, strict=True)) | self._set_rates()
+        if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["gradient"])):
+            raise RunError(
+                f"the training failed in step {self.step + 1}: its loss is {numbers['loss']} and the norm of "
+                f"its gradient {numbers['gradient']}. The checkpoint before is kept; lower "
+                f"`{'vision_rate' if alone else 'rate'}`"
+            )
+        self.optimizer.step()
+        self.step += 1
+        decay = min(told.ema, self.step / (self.step + 10.0))
+        with torch.no_grad():
+            # All weights in a few kernels; how many steps there were does not matter to it.
+            follow = get_ema_multi_avg_fn(decay)
+            follow(list(self.average.parameters()), list(self.model.parameters()), self.step)
+        return numbers
+
+    def judge(self) -> dict[str, float]:
+        """How often validation samples are answered right, by the full plan and by the least of each tier."""
+        plans = [self.full, *(self._least(tier) for tier in range(len(TIERS)))]
+        with self._amp():
+            found = accuracy(
+                self.average, self.data, plans, split="val", count=self.settings.train.judge_samples
+            )  # fmt: skip
+        names = ("full", *(f"least_{tier}" for tier in TIERS))
+        return dict(zip(names, found.mean(0).tolist(), strict=True))
+
+    def _amp(self) -> AbstractContextManager[Any]:
+        return torch.autocast(
+            self._mine.device.type, torch.bfloat16, enabled=self.settings.train.amp == "bf16"
+        )  # fmt: skip
+
+    def _batch(self, step: int) -> Batch | Named:
+        if self._ahead is None or self._ahead[0] != step:
+            return self._draw(step)
+        return self._ahead[1]
+
+    def _draw(self, step: int) -> Batch | Named:
+        first = self.settings.train.vision_steps
+        return (
+            self.data.named(step, self._mine.rank) if step < first else self.data.train(step, self._mine.rank)
+        )
+
+    def _name(self, batch: Named) -> dict[str, Tensor]:
+        """Gradients of naming cells."""
+        with self._amp():
+            logits = self.naming(self.stack.see(batch.crops))
+        loss = naming_loss(logits, batch.cells, batch.blends, batch.shares)
+        loss.backward()
+        rights = right(logits.detach(), batch.cells, self.data.labels - 1)
+        return {"loss": loss, "naming": loss} | {
+            f"named_{tier}": each for tier, each in zip(TIERS, rights, strict=True)
+        }
+
+    def _answer(self, batch: Batch, plans: Iterable[Plan]) -> dict[str, Tensor]:
+        """Gradients of answering, by the full plan and by drawn ones."""
+        told = self.settings.train
+        where, wanted = batch.answered, batch.text[:, 1:]
+        with self._amp():
+            seen = self.stack.see(batch.crops)
+            naming = naming_loss(self.naming(seen), batch.cells)
+            vision = self.stack.project(seen)
+        # Plans go backward one by one, to hold one plan's activations at a time; what they share waits.
+        shared = vision.detach().requires_grad_()
+        balance: list[Tensor] = []
+        with self._amp():
+            logits = self.stack.answers(self.full, shared, batch.text, balance)
+        teacher = logits[where].float()
+        task = functional.cross_entropy(teacher, wanted[where])
+        spread = torch.stack(balance).mean()
+        (task + told.balance_weight * spread).backward()
+        teacher = teacher.detach()
+        drawn = task.new_zeros(())
+        for plan in plans:
+            with self._amp():
+                student = self.stack.answers(plan, shared, batch.text)[where]
+            student = student.float().log_softmax(-1)
+            apart = functional.kl_div(
+                student, teacher.log_softmax(-1), reduction="batchmean", log_target=True
+            )
+            loss = told.distill * apart + (1.0 - told.distill) * functional.nll_loss(student, wanted[where])
+            loss.backward()
+            drawn = drawn + loss.detach() / max(1, told.drawn_plans)
+        torch.autograd.backward([vision, told.name_weight * naming], [shared.grad, None])
+        wrong = (logits.detach().argmax(-1) != wanted) & where
+        extra = told.balance_weight * spread + told.name_weight * naming
+        return {
+            "loss": task + drawn * told.drawn_plans + extra,
+            "full": task, "drawn": drawn, "naming": naming, "balance": spread,
+            "right": (~wrong.any(1)).float().mean(),
+        }  # fmt: skip
+
+    def _plans(self, random: np.random.Generator) -> list[Plan]:
+        """The drawn plans of a step; the same in all processes, so that none waits for another."""
+        count = self.settings.train.drawn_plans
+        return [self._least(int(random.integers(len(TIERS))), random)][:count] + [
+            draw_plan(self.geometry, random) for _ in range(count - 1)
+        ]
+
+    def _least(self, tier: int, random: np.random.Generator | None = None) -> Plan:
+        """A plan with the fewest blocks and experts; the last blocks are skipped, or some by chance."""
+        position = self.geometry.positions[0]
+        total = self.geometry.totals(position)[0]
+        after = np.arange(position, self.geometry.depth)
+        kept = after[: total - position] if random is None else random.permutation(after)[: total - position]
+        return Plan(
+            tier=TIERS[tier], insertion_position=position, top_k=self.geometry.top_ks[0],
+            blocks=(*range(position), *sorted(kept.tolist())),
+        )  # fmt: skip
+
+    def _set_rates(self) -> dict[str, float]:
+        """Give each group its rate of this step."""
+        told = self.settings.train
+        if self.step < told.vision_steps:
+            share = _share(self.step / told.vision_steps, told.warm_up)
+            rates = {"vision": told.vision_rate * share, "text": 0.0}
+        else:
+            share = _share((self.step - told.vision_steps) / told.steps, told.warm_up)
+            rates = {"vision": told.rate * told.vision_scale * share, "text": told.rate * share}
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates[group["part"]]
+        return {f"rate_{name}": rate for name, rate in rates.items()}
+
+
+def draw_plan(geometry: Geometry, random: np.random.Generator) -> Plan:
+    """A plan by chance: each knob's values are as likely, and of blocks any set of the size."""
+    position = int(random.choice(geometry.positions))
+    total = int(random.choice(geometry.totals(position)))
+    after = random.permutation(np.arange(position, geometry.depth))[: total - position]
+    return Plan(
+        tier=TIERS[int(random.integers(len(TIERS)))], insertion_position=position,
+        top_k=int(random.choice(geometry.top_ks)), blocks=(*range(position), *sorted(after.tolist())),
+    )  # fmt: skip
+
+
+def _share(done: float, warm_up: float) -> float:
+    """Of the highest rate, after a share of the steps."""
+    if done < warm_up:
+        return done / warm_up * 0.99 + 0.01
+    return 0.5 * (1.0 + math.cos(math.pi * (done - warm_up) / max(1e-9, 1.0 - warm_up)))
+
+
+def _by_decay(params: Iterable[nn.Parameter], decay: float) -> list[tuple[list[nn.Parameter], float]]:
+    """Matrices, which decay, and the rest, which does not."""
+    every = list(params)
+    return [
+        ([each for each in every if each.ndim > 1], decay),
+        ([each for each in every if each.ndim <= 1], 0.0),
+    ]

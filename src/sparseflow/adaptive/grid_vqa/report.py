@@ -1,0 +1,119 @@
+"""What a trained model is worth: accuracy of every plan and of answers without looking, and at what work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparseflow.adaptive.adapters.crops import CROPS
+from sparseflow.adaptive.grid_vqa.blind import blindly
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
+from sparseflow.adaptive.grid_vqa.evaluate import Judged, Progress, importance, outcomes
+from sparseflow.adaptive.grid_vqa.settings import ModelSettings
+from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError
+
+REPORT = "report.json"
+
+
+def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Judge a model on test samples, by all plans of the space that blocks' importance one by one gives.
+
+    Args:
+        model: The model, on the device of `data`.
+        data: Where samples come from; its settings say how many.
+        progress: Called with (what was done, fraction done).
+    """
+    settings = data.settings
+    geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
+    lost = importance(model, data, count=settings.train.judge_samples)
+    space = PlanSpace.of(geometry, lost)
+    judged = outcomes(model, data, space, count=settings.test_samples, progress=progress)
+    text_tokens = round(float(next(data.questions("val", CHUNK)).prompts.mean()))
+    full = space.plans.index(_full(space))
+    rows = _plans(judged, settings.model, text_tokens)
+    return {
+        "samples": settings.test_samples,
+        "accuracy": rows[full]["accuracy"],
+        "by_kind": judged.by_kind(full),
+        "blind": asdict(blindly(data, count=settings.test_samples)),
+        "importance": list(lost),
+        "text_tokens": text_tokens,
+        "pareto_plans": sum(row["pareto"] for row in rows),
+        "plans": rows,
+    }
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Put a report into a training's folder."""
+    write_atomic(folder / REPORT, json.dumps(report, indent=1) + "\n")
+
+
+def read_report(folder: Path | str) -> dict[str, Any] | None:
+    """The report of a training's folder; None where there is none yet.
+
+    Raises:
+        FileFormatError: It is damaged.
+    """
+    path = Path(folder) / REPORT
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise FileFormatError(f"{path} is no report that can be read: {error}; remove it") from error
+    if not isinstance(found, dict) or "accuracy" not in found:
+        raise FileFormatError(f"{path} is no report of a training; remove it")
+    return found
+
+
+def work_of(settings: ModelSettings, plan: Plan, text_tokens: int) -> int:
+    """Multiply-adds of reading a prompt with its image: products of vision, attention and chosen experts.
+
+    Args:
+        settings: Sizes of the model.
+        plan: How much of it runs.
+        text_tokens: Of the prompt, beside the image's.
+    """
+    assert plan.tier is not None
+    crops, tokens = CROPS[plan.tier], settings.crop_tokens
+    wide = settings.vision_width
+    layer = wide * (4 * wide + 2 * round(wide * settings.vision_mlp)) + 2 * tokens * wide
+    patch = 3 * settings.patch_px**2 * wide
+    project = wide * settings.width + settings.width**2
+    vision = crops * tokens * (patch + settings.vision_depth * layer + project)
+    length = 1 + crops * tokens + text_tokens
+    attention = 4 * settings.width**2 + length * settings.width
+    expert = 3 * settings.width * settings.expert_width
+    blocks = 0
+    for block in plan.blocks:
+        top_k = settings.top_k if block < plan.insertion_position else plan.top_k
+        blocks += length * (attention + settings.experts * settings.width + top_k * expert)
+    return vision + blocks
+
+
+def pareto(costs: Sequence[float], scores: Sequence[float]) -> list[bool]:
+    """Which points no other one beats: none is both cheaper and as good, or as cheap and better."""
+    order = sorted(range(len(costs)), key=lambda at: (costs[at], -scores[at]))
+    found, best = [False] * len(costs), float("-inf")
+    for at in order:
+        if scores[at] > best:
+            found[at], best = True, scores[at]
+    return found
+
+
+def _full(space: PlanSpace) -> Plan:
+    return space.geometry.full()
+
+
+def _plans(judged: Judged, settings: ModelSettings, text_tokens: int) -> list[dict[str, Any]]:
+    scores = judged.correct.mean(0).tolist()
+    work = [work_of(settings, plan, text_tokens) for plan in judged.plans]
+    return [
+        {"plan": plan.id, "accuracy": score, "multiply_adds": cost, "pareto": best}
+        for plan, score, cost, best in zip(judged.plans, scores, work, pareto(work, scores), strict=True)
+    ]

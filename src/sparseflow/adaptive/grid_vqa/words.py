@@ -1,0 +1,92 @@
+"""The words of questions and answers, each a token, and the tokenizer that transformers and servers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sparseflow.core.extras import require
+from sparseflow.errors import InputError
+
+PAD, BOS, EOS, UNKNOWN, IMAGE, ANSWER = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<image>", "<answer>")
+"""`<image>` stands for a vision token, `<answer>` ends a question."""
+
+CHAT_TEMPLATE = """\
+{{- '<bos>' -}}
+{%- for message in messages -%}
+  {%- if message['role'] == 'assistant' -%}{{- '<answer> ' -}}{%- endif -%}
+  {%- if message['content'] is string -%}
+    {{- message['content'] -}}
+  {%- else -%}
+    {%- for part in message['content'] if part['type'] == 'image' -%}{{- '<image>' -}}{%- endfor -%}
+    {%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+  {%- endif -%}
+  {%- if message['role'] == 'assistant' -%}{{- '<eos>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<answer>' -}}{%- endif -%}
+"""
+"""Images go before the text of their message; each `<image>` becomes as many as there are vision tokens."""
+
+
+class Vocabulary:
+    """Words and their numbers.
+
+    Args:
+        words: Lower-case words and single signs, in any order; twice is once.
+
+    Raises:
+        InputError: One is no single word or sign, or one of the special ones.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        rest = sorted(set(words))
+        for word in rest:
+            if (
+                word in SPECIALS
+                or word != word.lower()
+                or not (word.isalnum() or (len(word) == 1 and word.strip()))
+            ):
+                raise InputError(f"{word!r} is not a lower-case word or a single sign")
+        self.words: tuple[str, ...] = (*SPECIALS, *rest)
+        self._ids = {word: at for at, word in enumerate(self.words)}
+        self.pad, self.bos, self.eos, self.unknown, self.image, self.answer = range(len(SPECIALS))
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def ids(self, text: str | Sequence[str]) -> np.ndarray:
+        """Words apart by blanks, or one by one, as int64.
+
+        Raises:
+            InputError: A word is not there.
+        """
+        words = text.split() if isinstance(text, str) else text
+        unknown = [word for word in words if word not in self._ids]
+        if unknown:
+            raise InputError(f"{unknown[0]!r} is not among the {len(self)} words")
+        return np.array([self._ids[word] for word in words], np.int64)
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Words apart by blanks; special ones left out."""
+        return " ".join(self.words[at] for at in ids if at >= len(SPECIALS))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The same as a `PreTrainedTokenizerFast`, with a chat template.
+
+        Raises:
+            MissingExtraError: transformers is missing.
+        """
+        transformers, tokenizers = require("transformers", "adaptive"), require("tokenizers", "adaptive")
+        model = tokenizers.models.WordLevel(dict(self._ids), unk_token=UNKNOWN)
+        made = tokenizers.Tokenizer(model)
+        made.normalizer = tokenizers.normalizers.Lowercase()
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=made, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,
+            extra_special_tokens={"image_token": IMAGE, "answer_token": ANSWER},
+            chat_template=CHAT_TEMPLATE, padding_side="left", clean_up_tokenization_spaces=False,
+        )  # fmt: skip

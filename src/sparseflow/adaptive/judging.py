@@ -1,0 +1,180 @@
+"""How good a policy is: right, in time, both, and how far from the oracle; with intervals over images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.adaptive.budget import checked
+from sparseflow.adaptive.environment import Outcomes
+from sparseflow.adaptive.policies import Oracle, Policy, WithMargin, in_time
+from sparseflow.core.costmodel.ranking import bootstrap
+from sparseflow.errors import InputError
+
+MARGINS = tuple(round(1.2 - 0.05 * step, 2) for step in range(17))
+"""Shares of the budget that a policy may be shown: first these, then hundredths around the best of them."""
+
+MEASURES = ("accuracy", "attainment", "goodput", "regret")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over requests, with a 95 % bootstrap interval over images."""
+
+    mean: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """As JSON keeps it."""
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judged:
+    """A policy's results on a table of outcomes, each request with each budget.
+
+    Attributes:
+        name: The policy's.
+        accuracy: Score of its answers, late or not.
+        attainment: Share of answers in time.
+        goodput: Score of answers in time; those that are late count 0.
+        regret: How much more goodput the oracle has.
+        latency_ms: Mean latency.
+        curve: For each budget, ascending, its `budget_ms`, `accuracy`, `attainment` and `goodput`.
+        margin: Mean share of the budget that it was shown.
+        met: Whether it attained what was asked for on the validation split; None where nothing was asked.
+        per_sample: The four measures of each sample: name -> [samples].
+        images: Of each sample.
+    """
+
+    name: str
+    accuracy: Estimate
+    attainment: Estimate
+    goodput: Estimate
+    regret: Estimate
+    latency_ms: float
+    curve: Sequence[Mapping[str, float]]
+    margin: float
+    met: bool | None
+    per_sample: Mapping[str, Tensor]
+    images: Sequence[int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it, without what each sample had."""
+        estimates = {name: getattr(self, name).to_dict() for name in MEASURES}
+        rest = {"latency_ms": self.latency_ms, "margin": self.margin, "met": self.met}
+        return {"name": self.name, **estimates, **rest, "curve": [dict(row) for row in self.curve]}
+
+
+def judge(policy: Policy | Sequence[Policy], outcomes: Outcomes, budgets_ms: Tensor) -> Judged:
+    """Try a policy on every sample with every budget.
+
+    A choice is judged by all measured repeats of its latency, which is the mean over draws of them.
+
+    Args:
+        policy: The policy; or several of one kind, as trained or drawing by different seeds, whose mean is
+            judged.
+        outcomes: Of a split that the policy was not made from.
+        budgets_ms: [budgets]; `budget_grid` gives some.
+
+    Raises:
+        InputError: A budget is NaN, 0 or less, or there is no policy, or several of different kinds.
+    """
+    policies = list(policy) if isinstance(policy, Sequence) else [policy]
+    if len({each.name for each in policies}) != 1:
+        raise InputError(
+            "policies judged together must be of one kind, one at least; these are "
+            f"{[each.name for each in policies]}"
+        )
+    budgets = checked(budgets_ms).sort().values
+    ideal = _tried(Oracle(), outcomes, budgets)
+    tried = [_tried(each, outcomes, budgets) for each in policies]
+    found = {name: torch.stack([each[name] for each in tried]).mean(0) for name in ideal}
+    found["regret"] = ideal["goodput"] - found["goodput"]
+    per_sample = {name: found[name].mean(1) for name in MEASURES}
+    curve = [
+        {"budget_ms": float(budget)} | {name: float(found[name][:, at].mean()) for name in MEASURES[:3]}
+        for at, budget in enumerate(budgets)
+    ]
+    margins = [each for each in policies if isinstance(each, WithMargin)]
+    estimates = {name: _estimate(values, outcomes.groups) for name, values in per_sample.items()}
+    return Judged(
+        name=policies[0].name, latency_ms=float(found["latency_ms"].mean()), curve=curve,
+        margin=sum(each.margin for each in margins) / len(margins) if margins else 1.0,
+        met=all(each.met for each in margins) if margins else None,
+        per_sample=per_sample, images=outcomes.groups, **estimates,
+    )  # fmt: skip
+
+
+def versus(one: Judged, other: Judged) -> dict[str, Estimate]:
+    """How much better `one` is than `other` in accuracy, attainment and goodput, request by request.
+
+    Raises:
+        InputError: They were judged on different samples.
+    """
+    if list(one.images) != list(other.images):
+        raise InputError(
+            f"{one.name} and {other.name} were judged on different samples; judge both on one table"
+        )
+    return {
+        name: _estimate(one.per_sample[name] - other.per_sample[name], one.images) for name in MEASURES[:3]
+    }
+
+
+def matched(policy: Policy, validation: Outcomes, budgets_ms: Tensor, attainment: float) -> WithMargin:
+    """A policy with the safety margin that keeps an attainment on the validation split.
+
+    Of the margins that keep it, the one of the highest accuracy is taken; so a policy that is more careful
+    than asked becomes bolder. Where none keeps it, the one that comes nearest is taken, and `met` is false.
+
+    Args:
+        policy: The policy.
+        validation: A split that it was not made from, and that it is not judged on.
+        budgets_ms: [budgets].
+        attainment: Share of answers that must be in time.
+
+    Raises:
+        InputError: `attainment` is not from 0 to 1.
+    """
+    if not 0.0 <= attainment <= 1.0:
+        raise InputError(f"`attainment` (={attainment}) must be a share from 0 to 1")
+    budgets = checked(budgets_ms)
+    tried: dict[float, tuple[float, float]] = {}
+
+    def best(margins: Sequence[float]) -> float:
+        for margin in margins:
+            found = _tried(WithMargin(policy=policy, margin=margin), validation, budgets)
+            tried[margin] = float(found["attainment"].mean()), float(found["accuracy"].mean())
+        asked = min(attainment, max(attained for attained, _ in tried.values()))
+        return max((one for one in tried if tried[one][0] >= asked), key=lambda one: tried[one][1])
+
+    coarse = best(MARGINS)
+    margin = best([round(coarse + 0.01 * step, 2) for step in range(-4, 5) if step])
+    return WithMargin(policy=policy, margin=margin, met=tried[margin][0] >= attainment)
+
+
+def _tried(policy: Policy, outcomes: Outcomes, budgets_ms: Tensor) -> dict[str, Tensor]:
+    """Accuracy, attainment, goodput and latency of each sample at each budget: [samples, budgets]."""
+    count, each = len(outcomes), len(budgets_ms)
+    samples = torch.arange(count).repeat_interleave(each)
+    budgets = budgets_ms.repeat(count)
+    plans = policy.choose(outcomes, samples, budgets)
+    latency_ms = outcomes.latency_ms[samples, plans]
+    right, timely = outcomes.correct[samples, plans], in_time(latency_ms, budgets[:, None])
+    found = {
+        "accuracy": right,
+        "attainment": timely,
+        "goodput": right * timely,
+        "latency_ms": latency_ms.mean(1),
+    }
+    return {name: values.view(count, each) for name, values in found.items()}
+
+
+def _estimate(values: Tensor, images: Sequence[int]) -> Estimate:
+    low, high = bootstrap(values.double().numpy(), images)
+    return Estimate(mean=float(values.double().mean()), low=low, high=high)

@@ -1,0 +1,3 @@
+"""Root-mean-square normalisation in one kernel; see `reference.py` for what it is."""
+
+from __future__ import annotations

@@ -1,0 +1,173 @@
+"""From a profile to tables, spreads and scores.
+
+Spreads and scores are of requests that the tables they are held against have not seen: plans and lengths are
+divided into folds, and each fold's requests are predicted by tables that were fitted to the others
+(cross-conformal prediction, Vovk 2015). So a margin holds what a new plan or a new length is missed by, and
+not only how times scatter. The tables in the end are fitted to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparseflow.adaptive.predictor.fitting import Measured, fit_table
+from sparseflow.adaptive.predictor.margins import fit_scatter, scatter
+from sparseflow.adaptive.predictor.ramps import thinned
+from sparseflow.adaptive.predictor.table import Table
+from sparseflow.adaptive.predictor.terms import terms
+from sparseflow.adaptive.profile.saved import Profile
+from sparseflow.adaptive.profile.visits import Visit
+from sparseflow.core.costmodel.splits import grouped_folds
+from sparseflow.errors import InputError
+
+LEVELS = 4
+"""Most loads that a table tells apart."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """Both phases.
+
+    Attributes:
+        prefill: Of the prompt; its batch is always 1.
+        step: Of one token after the first.
+    """
+
+    prefill: Table
+    step: Table
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibrated:
+    """What a profile tells.
+
+    Attributes:
+        tables: Times.
+        spreads: [L, 4], of `margins.scatter`, at each load.
+        scores: Of whole requests, at each load.
+        step_scores: Of single steps, at each load.
+        held_out: Predicted and measured median of each plan, length, batch and load that the tables had not
+            seen, of requests as long as the profile's: [cells, 2].
+    """
+
+    tables: Tables
+    spreads: np.ndarray
+    scores: list[np.ndarray]
+    step_scores: list[np.ndarray]
+    held_out: np.ndarray
+
+
+def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
+    """Fit tables, spreads and scores.
+
+    Raises:
+        InputError: The profile has too few plans or lengths.
+        MissingExtraError: SciPy is missing.
+    """
+    visits = profile.timed
+    groups = [(visit.plan.id, visit.text_tokens) for visit in visits]
+    if len(set(groups)) < folds or not any(visit.steps_ms for visit in visits):
+        raise InputError(
+            f"the profile has {len(set(groups))} plans and lengths that could be run, and a predictor needs "
+            f"at least {folds}, with steps: profile more"
+        )
+    loads = thinned(np.array([visit.load for visit in visits]), LEVELS)
+    prefill, step = _columns(profile, visits)
+    whole = _fit(prefill, step, np.arange(len(visits)), loads, profile)
+    P, D = np.empty(len(visits)), np.empty(len(visits))
+    for learnt, judged in grouped_folds(groups, folds, seed):
+        tables = _fit(prefill, step, np.array(learnt), loads, profile)
+        P[judged], D[judged] = _times(tables, prefill, step, np.array(judged))
+    return _scored(whole, visits, loads, P, D)
+
+
+def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measured]:
+    """What a prefill and a mean step of each visit took; a visit without steps has a step of NaN."""
+    geometry, vision = profile.space.geometry, profile.about.vision_tokens
+    at = {tier: place for place, tier in enumerate(geometry.tiers)}
+    prompt = np.array(
+        [v.text_tokens + (vision[v.plan.tier] if v.plan.tier else 0) for v in visits], dtype=float
+    )
+    steps = np.array([len(visit.steps_ms) for visit in visits], dtype=float)
+    shared = {
+        "load": np.array([visit.load for visit in visits]),
+        "terms": terms([visit.plan for visit in visits], geometry),
+        "tier": np.array([at[v.plan.tier] if v.plan.tier else 0 for v in visits]),
+    }
+    prefill = Measured(
+        ms=np.array([visit.prefill_ms for visit in visits], dtype=float),
+        batch=np.ones(len(visits)), tokens=prompt,
+        images=np.array([float(visit.plan.tier is not None) for visit in visits]), **shared,
+    )  # fmt: skip
+    step = Measured(
+        ms=np.array([np.mean(visit.steps_ms) if visit.steps_ms else np.nan for visit in visits]),
+        batch=np.array([visit.batch for visit in visits], dtype=float), tokens=prompt + (steps + 1.0) / 2.0,
+        images=np.zeros(len(visits)), **shared,
+    )  # fmt: skip
+    return prefill, step
+
+
+def _fit(prefill: Measured, step: Measured, rows: np.ndarray, loads: np.ndarray, profile: Profile) -> Tables:
+    tiers = len(profile.space.geometry.tiers) if profile.about.vision_tokens else 0
+    stepped = rows[np.isfinite(step.ms[rows])]
+    return Tables(prefill=fit_table(prefill[rows], loads, tiers), step=fit_table(step[stepped], loads, 0))
+
+
+def _times(
+    tables: Tables, prefill: Measured, step: Measured, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted prefill and step, at each row's own load."""
+    found = []
+    for table, phase in ((tables.prefill, prefill[rows]), (tables.step, step[rows])):
+        at = table.at(phase.tokens, phase.batch, phase.terms, phase.images, phase.tier)
+        found.append(
+            np.array([np.interp(load, table.loads, row) for load, row in zip(phase.load, at, strict=True)])
+        )
+    return found[0], found[1]
+
+
+def _scored(
+    whole: Tables, visits: Sequence[Visit], loads: np.ndarray, P: np.ndarray, D: np.ndarray
+) -> Calibrated:
+    """Hold requests against predictions that had not seen them."""
+    nearest = np.abs(np.array([visit.load for visit in visits])[:, None] - loads).argmin(axis=1)
+    spreads, scores, step_scores = [], [], []
+    for level in range(len(loads)):
+        here = np.flatnonzero(nearest == level)
+        # A visit is also each shorter request that it begins with; powers of two weigh short and long alike.
+        cuts = [(at, n) for at in here for n in _lengths(visits[at])]
+        at, n = np.array([cut[0] for cut in cuts]), np.array([cut[1] for cut in cuts], dtype=float)
+        measured = np.array([visits[a].total_ms(count + 1) for a, count in cuts])
+        spreads.append(fit_scatter(P[at], D[at], n, measured))
+        scores.append((measured - P[at] - n * D[at]) / scatter(spreads[-1], P[at], D[at], n))
+        times = [(D[a], ms) for a in here for ms in visits[a].steps_ms] or [(1.0, 1.0)]
+        d, ms = np.array(times).T
+        step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, np.ones_like(d)))
+    return Calibrated(
+        tables=whole, spreads=np.array(spreads), scores=scores, step_scores=step_scores,
+        held_out=_held_out(visits, P, D),
+    )  # fmt: skip
+
+
+def _lengths(visit: Visit) -> list[int]:
+    """Steps of the requests that a visit begins with: 0, 1, 2, 4, ... and all."""
+    steps = len(visit.steps_ms)
+    return sorted({0, steps, *(1 << power for power in range(steps.bit_length()) if 1 << power <= steps)})
+
+
+def _held_out(visits: Sequence[Visit], P: np.ndarray, D: np.ndarray) -> np.ndarray:
+    cells: dict[tuple[object, ...], list[int]] = {}
+    for at, visit in enumerate(visits):
+        cells.setdefault((*visit.key[:4], len(visit.steps_ms)), []).append(at)
+    return np.array(
+        [
+            (
+                np.median([P[at] + len(visits[at].steps_ms) * D[at] for at in cell]),
+                np.median([visits[at].total_ms(1 + len(visits[at].steps_ms)) for at in cell]),
+            )
+            for cell in cells.values()
+        ]
+    )

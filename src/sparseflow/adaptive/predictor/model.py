@@ -1,0 +1,366 @@
+"""How long a request will take: its median, and what 99 in 100 stay below.
+
+A request takes what it waited, its prefill, and a step for each token after the first. Both phases are tables
+(`table.py`) that were fitted to a profile; the margin between the median and the 99th percentile is of whole
+requests (`margins.py`). As requests end, `observe` moves both (`online.py`).
+
+Why no boosted trees: with the same monotone constraints they err more on lengths and plans that were not
+profiled, as `benchmarks/adaptive/predictor.py` shows, since a tree knows no straight line.
+
+Nothing predicted falls when text, images, new tokens, blocks, top-k, the batch or the load grow. Loads beyond
+the highest of the profile count as that one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparseflow.adaptive.plan import PlanSpace
+from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
+from sparseflow.adaptive.predictor.calibrating import Tables, calibrate
+from sparseflow.adaptive.predictor.margins import condensed, margin, scatter
+from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
+from sparseflow.adaptive.predictor.ramps import place
+from sparseflow.adaptive.predictor.requests import Describer, Requests
+from sparseflow.adaptive.predictor.table import Table
+from sparseflow.adaptive.predictor.terms import width
+from sparseflow.adaptive.profile.about import About
+from sparseflow.adaptive.profile.saved import Profile
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError, InputError
+
+if TYPE_CHECKING:
+    import torch
+
+LEVEL = 0.99
+"""Share of requests that shall take no longer than the higher prediction."""
+_FORMAT = "sparseflow-adaptive-predictor-1"
+_FOLDS = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Now:
+    """What observations have made of factors and margins; one is put in place of another, never changed.
+
+    Attributes:
+        prefill: Factor of the prefill at each load: [L].
+        step: Factor of a step: [L].
+        margins: Spreads to add: [L].
+    """
+
+    prefill: np.ndarray
+    step: np.ndarray
+    margins: np.ndarray
+
+
+class Predictor:
+    """Predicts latencies. Make one with `fit` or `load`; it may be used by several threads.
+
+    Attributes:
+        about: Of which model, and on which device.
+        space: The plans that `predict_all` is about.
+        level: Share of requests that shall take no longer than the higher prediction.
+        held_out: How far off medians were for plans and lengths that a fit had not seen: mean of relative
+            errors, a share.
+    """
+
+    def __init__(
+        self,
+        *,
+        about: About,
+        space: PlanSpace,
+        tables: Tables,
+        spreads: np.ndarray,
+        step_margins: np.ndarray,
+        margins: Sequence[Margin],
+        factors: tuple[Factors, Factors],
+        level: float = LEVEL,
+        held_out: float,
+    ) -> None:
+        self.about, self.space, self.level, self.held_out = about, space, level, held_out
+        self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
+        self._margins, self._factors = list(margins), factors
+        self._loads = tables.prefill.loads
+        self._describe = Describer(space.geometry, about.vision_tokens, space.plans)
+        self._lock = threading.Lock()
+        self._now = self._settled()
+
+    @classmethod
+    def fit(
+        cls, profile: Profile, space: PlanSpace | None = None, *, level: float = LEVEL, seed: int = 0
+    ) -> Predictor:
+        """Learn from a profile.
+
+        Args:
+            profile: At least five plans or lengths.
+            space: Plans to predict; by default those of the profile. Others of the same geometry will do.
+            level: Share of requests that shall take no longer than the higher prediction.
+            seed: What plans and lengths are held out is drawn from.
+
+        Raises:
+            InputError: The profile has too little, or is of another geometry.
+            MissingExtraError: SciPy is missing.
+        """
+        space = space or profile.space
+        if space.geometry != profile.space.geometry:
+            raise InputError(f"`space` is of {space.geometry}, the profile of {profile.space.geometry}")
+        if not 0.5 < level < 1.0:
+            raise InputError(f"`level` (={level}) must lie between 0.5 and 1")
+        found = calibrate(profile, folds=_FOLDS, seed=seed)
+        predicted, measured = found.held_out.T
+        return cls(
+            about=profile.about,
+            space=space,
+            tables=found.tables,
+            spreads=found.spreads,
+            step_margins=np.array([margin(scores, 1.0 - level) for scores in found.step_scores]),
+            margins=[Margin(1.0 - level, condensed(scores, WINDOW)) for scores in found.scores],
+            factors=(Factors(len(found.scores)), Factors(len(found.scores))),
+            level=level,
+            held_out=float(np.mean(np.abs(predicted / measured - 1.0))),
+        )
+
+    def check(self, model_id: str, device: torch.device | str) -> None:
+        """That it was made for this model on this device.
+
+        Raises:
+            InputError: It was not.
+        """
+        self.about.check(model_id, device)
+
+    def predict(self, asks: Sequence[Ask]) -> tuple[np.ndarray, np.ndarray]:
+        """Median and higher prediction of each: milliseconds, float64 [n].
+
+        Raises:
+            PlanError: The model cannot run a plan.
+            InputError: Nothing is asked, or images of a model that was profiled without.
+        """
+        return self._predicted(self._describe.of(asks), self._now)
+
+    def predict_all(
+        self,
+        *,
+        text_tokens: int,
+        images: int,
+        new_tokens: int,
+        batch: int = 1,
+        load: float = 0.0,
+        queued_ms: float = 0.0,
+        after: After = "receipt",
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `predict`, for one request by every plan of the space, in its order.
+
+        Arguments are those of `Ask`. Without images the tiers of plans do not matter.
+
+        Raises:
+            InputError: A figure is out of range.
+        """
+        check_sizes(text_tokens, images, new_tokens, batch, load, queued_ms)
+        if after not in AFTERS:
+            raise InputError(f"`after` (={after!r}) must be one of {', '.join(AFTERS)}")
+        requests = self._describe.all(
+            text_tokens=text_tokens, images=images, new_tokens=new_tokens, batch=batch, load=load,
+            queued_ms=queued_ms, after=after,
+        )  # fmt: skip
+        return self._predicted(requests, self._now)
+
+    def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """As `predict`, for `"prefill"` and one `"decode"` step of each; what was waited is not in it."""
+        now, requests = self._now, self._describe.of(asks)
+        prefill, step = self._times(requests)
+        prefill, step = prefill * now.prefill, step * now.step
+        none, one = np.zeros_like(prefill), np.ones((len(requests), 1))
+        found = {}
+        for name, parts, margins in (
+            ("prefill", (prefill, none, one - 1.0), now.margins),
+            ("decode", (none, step, one), self._step_margins),
+        ):  # fmt: skip
+            middle = parts[0] + parts[1] * parts[2]
+            found[name] = self._at_load(middle, margins * scatter(self._spreads, *parts), requests.load)
+        return found
+
+    def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
+        """Learn from a request that ended.
+
+        Args:
+            ask: What was asked of it, with what it really waited and how many tokens it really made; `after`
+                is `"receipt"`.
+            measured_ms: From receipt to the last token.
+            prefill_ms: From the end of its wait to the first token, where that is known: the phases are then
+                corrected each by its own error.
+
+        Raises:
+            InputError: A time is NaN, negative or contradicts another.
+        """
+        steps = ask.new_tokens - 1
+        worked = measured_ms - ask.queued_ms
+        if not (math.isfinite(measured_ms) and worked > 0.0):
+            raise InputError(
+                f"`measured_ms` (={measured_ms}) must be a finite time above the {ask.queued_ms} ms that the "
+                "request waited"
+            )
+        if prefill_ms is not None and not 0.0 < prefill_ms <= worked:
+            raise InputError(
+                f"`prefill_ms` (={prefill_ms}) must be above 0 and at most {worked} ms, the whole request"
+            )
+        if ask.after != "receipt":
+            raise InputError(f"`after` (={ask.after!r}) must be 'receipt': a measured request is a whole one")
+        requests = self._describe.of([ask])
+        weights = self._weights(requests.load)[0]
+        with self._lock:
+            now, raw = self._now, [weights @ each[0] for each in self._times(requests)]
+            (p50,), (p99,) = self._predicted(requests, now)
+            prefill, step = raw[0] * (weights @ now.prefill), raw[1] * (weights @ now.step)
+            scale = scatter(weights @ self._spreads, prefill, step, np.array(float(steps)))
+            self._margins[int(weights.argmax())].add(
+                float((measured_ms - p50) / scale), missed=measured_ms > p99
+            )
+            self._correct(weights, raw[0], raw[1] * steps, worked, prefill_ms)
+            self._now = self._settled()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it, with what was learnt from observations."""
+        with self._lock:
+            return {
+                "format": _FORMAT,
+                "about": self.about.to_dict(),
+                "space": self.space.to_dict(),
+                "level": self.level,
+                "held_out": self.held_out,
+                "prefill": self._tables.prefill.to_dict(),
+                "step": self._tables.step.to_dict(),
+                "spreads": self._spreads.tolist(),
+                "step_margins": self._step_margins.tolist(),
+                "margins": [each.to_dict() for each in self._margins],
+                "factors": [phase.to_dict() for phase in self._factors],
+            }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Predictor:
+        """What `to_dict` gave.
+
+        Raises:
+            FileFormatError: It is something else, or a figure of it is NaN, negative or out of range.
+        """
+        if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
+            raise FileFormatError("this is no predictor of this version of SparseFlow")
+        try:
+            about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
+            columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
+            tables = Tables(
+                prefill=Table.from_dict(record["prefill"], columns, tiers),
+                step=Table.from_dict(record["step"], columns, tiers),
+            )
+            spreads = np.asarray(record["spreads"], dtype=np.float64)
+            step_margins = np.asarray(record["step_margins"], dtype=np.float64)
+            held_out = float(record["held_out"])
+            margins = [Margin.from_dict(each, 1.0 - level) for each in record["margins"]]
+            first, later = map(Factors.from_dict, record["factors"])
+        except FileFormatError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"a predictor cannot be read: {error!r}") from error
+        loads = tables.prefill.loads.tolist()
+        parts = [len(spreads), len(step_margins), len(margins), len(first.values), len(later.values)]
+        if tables.step.loads.tolist() != loads or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
+            raise FileFormatError(
+                f"a predictor has tables for {len(loads)} loads, and other parts for others"
+            )
+        figures = np.concatenate([spreads.ravel(), step_margins, [held_out]])
+        if not (np.isfinite(figures).all() and (figures >= 0.0).all() and 0.5 < level < 1.0):
+            raise FileFormatError("a predictor's figures must be finite and not negative")
+        if space.geometry != about.space.geometry:
+            raise FileFormatError("a predictor's plans are of another geometry than its model")
+        return cls(
+            about=about, space=space, tables=tables, spreads=spreads, step_margins=step_margins,
+            margins=margins, factors=(first, later), level=level, held_out=held_out,
+        )  # fmt: skip
+
+    def save(self, path: Path | str) -> None:
+        """Write it as JSON, in place of what is there.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_atomic(Path(path), json.dumps(self.to_dict(), allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Predictor:
+        """What `save` wrote.
+
+        Raises:
+            InputError: There is no such file.
+            FileFormatError: It holds something else.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise InputError(f"there is no predictor {file}")
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FileFormatError(f"{file} is not JSON: {error}") from error
+        return cls.from_dict(record)
+
+    def _times(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+        """Prefill and step of the tables, at each load: [n, L], milliseconds."""
+        prefill = self._tables.prefill.at(
+            requests.prompt, np.ones(len(requests)), requests.prefill_terms, requests.images, requests.tier
+        )
+        step = self._tables.step.at(
+            requests.context, requests.batch, requests.step_terms, requests.images, requests.tier
+        )
+        return prefill, step
+
+    def _predicted(self, requests: Requests, now: Now) -> tuple[np.ndarray, np.ndarray]:
+        prefill, step = self._times(requests)
+        prefill, step, steps = prefill * now.prefill, step * now.step, requests.steps[:, None]
+        above = now.margins * scatter(self._spreads, prefill, step, steps)
+        middle, high = self._at_load(prefill + steps * step, above, requests.load)
+        return middle + requests.queued_ms, high + requests.queued_ms
+
+    def _at_load(
+        self, middle: np.ndarray, above: np.ndarray, load: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """From what it is at each load, [n, L], to each one's own load, [n]; more load is never less."""
+        middle, high = np.maximum.accumulate(middle, axis=1), np.maximum.accumulate(middle + above, axis=1)
+        weights = self._weights(load)
+        return (middle * weights).sum(axis=1), (high * weights).sum(axis=1)
+
+    def _weights(self, load: np.ndarray) -> np.ndarray:
+        """How much of each load's a time at another one is: [n] -> [n, L], rows sum to 1."""
+        loads, found = self._loads, np.zeros((len(load), len(self._loads)))
+        low, way = place(np.minimum(load, loads[-1]), loads)
+        rows = np.arange(len(load))
+        found[rows, low] = 1.0 - way
+        if len(loads) > 1:
+            found[rows, low + 1] = way
+        return found
+
+    def _correct(
+        self, weights: np.ndarray, prefill: float, rest: float, worked: float, prefill_ms: float | None
+    ) -> None:
+        """Move the factors by what the tables were off; `weights` says at which loads, [L]."""
+        first, later = self._factors
+        if prefill_ms is None:
+            # Nobody knows which phase it was: each is told in the share of it.
+            whole = prefill + rest
+            first.add(worked / whole, weights * (prefill / whole))
+            if rest:
+                later.add(worked / whole, weights * (rest / whole))
+            return
+        first.add(prefill_ms / prefill, weights)
+        if rest and worked > prefill_ms:
+            later.add((worked - prefill_ms) / rest, weights)
+
+    def _settled(self) -> Now:
+        first, later = self._factors
+        margins = np.array([each.value for each in self._margins])
+        return Now(prefill=first.values, step=later.values, margins=margins)

@@ -1,0 +1,170 @@
+"""Learning from requests as they end: factors for a machine that drifts, margins that keep their promise.
+
+Factors: of each phase, at each load, the exponentially weighted median of measured over table. A median,
+since what comes now and then must move margins and not the middle. A load of which little was seen follows
+all others.
+
+Margins: adaptive conformal inference (Gibbs & Candès 2021). With m the asked share of misses, the share asked
+for next, m_t, moves by ::
+
+    m_{t+1} = m_t + g (m - [request t missed])
+
+and the margin is the quantile 1 - m_t of the latest scores. Whatever the scores do, the share of misses comes
+to m. m_t is kept between m / 20 and 5 m: at the lower end the margin is far beyond every score seen, and what
+a machine once did shall not be paid for hours later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparseflow.adaptive.predictor.margins import margin
+from sparseflow.errors import FileFormatError
+
+WINDOW = 600
+"""Latest scores at one load that a margin is from."""
+_MEMORY = 64
+_FADE = 0.95
+"""What an observation weighs less with each later one: half of the weight is in the last 14."""
+_DOUBT = 2.0
+"""Weight, in observations, of what is assumed before there are any."""
+_LARGEST = math.log(20.0)
+_STEP = 0.005
+_LEAST, _MOST = 1.0 / 20.0, 5.0
+
+
+class Middle:
+    """An exponentially weighted median of logarithms."""
+
+    def __init__(self) -> None:
+        self._logs: deque[float] = deque(maxlen=_MEMORY)
+        self._weights: deque[float] = deque(maxlen=_MEMORY)
+
+    def add(self, log: float, weight: float) -> None:
+        """Take in one, with a weight in (0, 1]; older ones fade by as much."""
+        fade = _FADE**weight
+        self._weights = deque((old * fade for old in self._weights), maxlen=_MEMORY)
+        self._weights.append(weight)
+        self._logs.append(min(max(log, -_LARGEST), _LARGEST))
+
+    def value(self, assumed: float) -> float:
+        """The median, where `assumed` counts as some observations."""
+        logs, weights = np.array([*self._logs, assumed]), np.array([*self._weights, _DOUBT])
+        order = np.argsort(logs)
+        until = weights[order].cumsum()
+        return float(np.interp(until[-1] / 2.0, until - weights[order] / 2.0, logs[order]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {"logs": list(self._logs), "weights": list(self._weights)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Middle:
+        """What `to_dict` gave. Raises FileFormatError where it is something else."""
+        made = cls()
+        try:
+            made._logs.extend(map(float, record["logs"]))
+            made._weights.extend(map(float, record["weights"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"not what was observed: {error!r}") from error
+        finite = all(map(math.isfinite, (*made._logs, *made._weights)))
+        if not finite or min(made._weights, default=0.0) < 0.0 or len(made._logs) != len(made._weights):
+            raise FileFormatError("what was observed must be finite, each with a weight that is not negative")
+        return made
+
+
+class Factors:
+    """Factors of one phase, at each load.
+
+    Args:
+        loads: How many.
+
+    Attributes:
+        values: Multiply times of the table by them: [L].
+    """
+
+    def __init__(self, loads: int) -> None:
+        self._everywhere, self._at = Middle(), [Middle() for _ in range(loads)]
+        self.values = np.ones(loads)
+
+    def add(self, ratio: float, weights: np.ndarray) -> None:
+        """Take in measured over table, above 0, with a weight at each load: [L], in [0, 1]."""
+        self._everywhere.add(math.log(ratio), float(weights.sum()))
+        for middle, weight in zip(self._at, weights.tolist(), strict=True):
+            if weight > 0.0:
+                middle.add(math.log(ratio), weight)
+        self._settle()
+
+    def _settle(self) -> None:
+        all_over = self._everywhere.value(0.0)
+        self.values = np.exp([middle.value(all_over) for middle in self._at])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {"everywhere": self._everywhere.to_dict(), "at": [middle.to_dict() for middle in self._at]}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Factors:
+        """What `to_dict` gave. Raises FileFormatError where it is something else."""
+        try:
+            made = cls(len(record["at"]))
+            made._everywhere = Middle.from_dict(record["everywhere"])
+            made._at = [Middle.from_dict(each) for each in record["at"]]
+        except (KeyError, TypeError) as error:
+            raise FileFormatError(f"not factors: {error!r}") from error
+        made._settle()
+        return made
+
+
+class Margin:
+    """The margin at one load.
+
+    Args:
+        miss: Share of requests that may be above it.
+        scores: To begin with, at least one.
+
+    Attributes:
+        value: Spreads to add.
+    """
+
+    def __init__(self, miss: float, scores: np.ndarray) -> None:
+        self._miss = self._now = miss
+        self._scores: deque[float] = deque(map(float, scores), maxlen=WINDOW)
+        self.value = margin(np.array(self._scores), miss)
+
+    def add(self, score: float, *, missed: bool) -> None:
+        """Take in a request that ended.
+
+        Args:
+            score: (measured - predicted) / spread.
+            missed: Whether it took longer than was promised.
+        """
+        moved = self._now + _STEP * (self._miss - missed)
+        self._now = min(max(moved, self._miss * _LEAST), self._miss * _MOST)
+        self._scores.append(score)
+        self.value = margin(np.array(self._scores), self._now)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {"now": self._now, "scores": list(self._scores)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], miss: float) -> Margin:
+        """What `to_dict` gave. Raises FileFormatError where it is something else."""
+        try:
+            scores, now = np.array(record["scores"], dtype=np.float64), float(record["now"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"not a margin: {error!r}") from error
+        if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all() or not 0.0 < now < 1.0:
+            raise FileFormatError(
+                "a margin needs at least one score, all finite, and a share between 0 and 1"
+            )
+        made = cls(miss, scores)
+        made._now = now
+        made.value = margin(scores, now)
+        return made

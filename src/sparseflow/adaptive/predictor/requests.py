@@ -1,0 +1,143 @@
+"""Requests as columns of numbers, which is what tables are looked up with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparseflow.adaptive.plan import Geometry, Plan, Tier
+from sparseflow.adaptive.predictor.ask import After, Ask
+from sparseflow.adaptive.predictor.terms import terms, width
+from sparseflow.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requests:
+    """n requests; every array is float64 [n] unless it says otherwise.
+
+    Attributes:
+        prefill_terms: [n, K], of the blocks that the prefill has before it.
+        step_terms: [n, K], of all blocks.
+        prompt: Tokens of the prompt, those of images among them.
+        context: Mean number of tokens that a step looks back at.
+        steps: Tokens after the first.
+        images: To be seen.
+        tier: [n] int, index into the model's tiers; 0 without image.
+        batch: Requests that each step is for.
+        load: In [0, 1]; [1] where it is the same for all.
+        queued_ms: Waited; [1] where it is the same for all.
+    """
+
+    prefill_terms: np.ndarray
+    step_terms: np.ndarray
+    prompt: np.ndarray
+    context: np.ndarray
+    steps: np.ndarray
+    images: np.ndarray
+    tier: np.ndarray
+    batch: np.ndarray
+    load: np.ndarray
+    queued_ms: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+class Describer:
+    """Turns asks into columns, for one model.
+
+    Args:
+        geometry: The model's.
+        vision_tokens: Of one image, at each tier.
+        plans: Those that `all` describes.
+    """
+
+    def __init__(self, geometry: Geometry, vision_tokens: Mapping[Tier, int], plans: Sequence[Plan]) -> None:
+        self._geometry, self._vision, self._count = geometry, dict(vision_tokens), len(plans)
+        self._known: dict[Plan, int] = {}
+        self._whole = self._rest = np.empty((0, width(geometry)))
+        self._tokens = self._tier = np.empty(0, dtype=int)
+        self._learn(plans)
+        self._learn({replace(plan, tier=None): None for plan in plans})
+
+    def of(self, asks: Sequence[Ask]) -> Requests:
+        """One row an ask.
+
+        Raises:
+            PlanError: The model cannot run a plan.
+            InputError: Nothing is asked, or images of a model whose profile saw none.
+        """
+        if not asks:
+            raise InputError("`asks` is empty; ask about at least one request")
+        if not self._vision and any(ask.images for ask in asks):
+            raise InputError("the profile measured no images, so nothing is known of images")
+        known = self._known
+        try:
+            at = [known[ask.plan] for ask in asks]
+        except KeyError:
+            return self._with(asks).of(asks)
+        columns = zip(
+            *(
+                (ask.text_tokens, ask.images, ask.new_tokens, ask.batch, ask.load, ask.queued_ms)
+                for ask in asks
+            ),
+            strict=True,
+        )
+        text, images, new, batch, load, queued = (np.array(column, dtype=float) for column in columns)
+        prompt = text + images * self._tokens[at]
+        first, seen = self._whole[at], images
+        if any(ask.after != "receipt" for ask in asks):
+            inserted = np.array([ask.after == "insertion" for ask in asks])
+            first = np.where(inserted[:, None], self._rest[at], first)
+            seen = images * [ask.after == "receipt" for ask in asks]
+        return Requests(
+            prefill_terms=first, step_terms=self._whole[at], prompt=prompt, context=prompt + new / 2.0,
+            steps=new - 1.0, images=seen, tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
+        )  # fmt: skip
+
+    def all(
+        self, *, text_tokens: int, images: int, new_tokens: int, batch: int, load: float, queued_ms: float,
+        after: After,
+    ) -> Requests:  # fmt: skip
+        """One row a plan, for a request of this size.
+
+        Raises:
+            InputError: Images, for a model whose profile saw none.
+        """
+        if images and not self._vision:
+            raise InputError(f"the profile measured no images, so nothing is known of images (={images})")
+        own = slice(self._count)
+        prompt = text_tokens + images * self._tokens[own].astype(float)
+        return Requests(
+            prefill_terms=self._rest[own] if after == "insertion" else self._whole[own],
+            step_terms=self._whole[own],
+            prompt=prompt,
+            context=prompt + new_tokens / 2.0,
+            steps=np.full(self._count, new_tokens - 1.0),
+            images=np.full(self._count, float(images if after == "receipt" else 0)),
+            tier=self._tier[own],
+            batch=np.full(self._count, float(batch)),
+            load=np.array([load]),
+            queued_ms=np.array([queued_ms]),
+        )
+
+    def _with(self, asks: Sequence[Ask]) -> Describer:
+        """One that knows the plans of asks, too; this one may be in use by another thread."""
+        made = copy(self)
+        made._known = dict(self._known)
+        made._learn({ask.plan: None for ask in asks if ask.plan not in self._known})
+        return made
+
+    def _learn(self, plans: Collection[Plan]) -> None:
+        geometry, fresh = self._geometry, [plan for plan in plans if plan not in self._known]
+        self._known |= {plan: len(self._known) + at for at, plan in enumerate(fresh)}
+        self._whole = np.concatenate([self._whole, terms(fresh, geometry)])
+        self._rest = np.concatenate([self._rest, terms(fresh, geometry, inserted=True)])
+        place = {tier: at for at, tier in enumerate(geometry.tiers)}
+        tokens = [self._vision.get(plan.tier, 0) if plan.tier else 0 for plan in fresh]
+        tiers = [place[plan.tier] if plan.tier else 0 for plan in fresh]
+        self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=int)])
+        self._tier = np.concatenate([self._tier, np.array(tiers, dtype=int)])

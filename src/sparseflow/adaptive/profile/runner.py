@@ -1,0 +1,74 @@
+"""What a profile measures with: something that runs a request of a given size and says how long each part
+took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One request's times.
+
+    Attributes:
+        prefill_ms: From its inputs to its first token.
+        steps_ms: Each further token, in order.
+
+    Raises:
+        InputError: A time is not a finite number above 0.
+    """
+
+    prefill_ms: float
+    steps_ms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps_ms", tuple(self.steps_ms))
+        for name, value in [("prefill_ms", self.prefill_ms), *(("steps_ms", step) for step in self.steps_ms)]:
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0.0):
+                raise InputError(
+                    f"`{name}` (={value!r}) must be a finite time above 0 ms; the runner's timer is wrong"
+                )
+
+
+class Runner(Protocol):
+    """Runs requests of given sizes on one device. `EagerRunner` does for any model of transformers."""
+
+    @property
+    def model_id(self) -> str:
+        """Of the model; see `identity.model_id`."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it runs, as torch names it."""
+        ...
+
+    @property
+    def vision_tokens(self) -> Mapping[Tier, int]:
+        """Tokens that one image becomes at each tier; empty where the model takes none."""
+        ...
+
+    @property
+    def how(self) -> Mapping[str, Any]:
+        """What else times depend on, such as the implementation of attention; in JSON's types."""
+        ...
+
+    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
+        """Run a prompt, and then some steps of a batch of requests like it.
+
+        Args:
+            plan: With a tier, the prompt has one image.
+            text_tokens: Those of the prompt that are not of the image; at least 1.
+            steps: Tokens after the first; 0 or more.
+            batch: Requests that each step is for. The prefill is of one.
+
+        Raises:
+            RuntimeError: It cannot be run, as for want of memory. The profile notes it and goes on.
+        """
+        ...

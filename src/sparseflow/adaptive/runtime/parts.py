@@ -1,0 +1,168 @@
+"""A prompt in two parts, so that each can be recorded, with the second controller in between.
+
+(a) The blocks before the insertion: one recording for each position and size. (b) The other blocks of the
+plan: one for each plan and size. Prompts are filled up on their right, where a causal mask keeps that from
+being seen, and logits are taken at the last token's index. What lies between the parts is kept in buffers
+that never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseflow.adaptive.adapters.base import Adapter
+from sparseflow.adaptive.knobs import Knobs, Running
+from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.adaptive.runtime.cache import SlotCache
+from sparseflow.adaptive.runtime.fused import Fused
+from sparseflow.adaptive.runtime.graphs import Graphs
+from sparseflow.adaptive.runtime.steps import bucket, decode_plan, last_logits
+from sparseflow.errors import PlanError
+
+Place = Callable[[Plan], tuple[SlotCache, list[int]]]
+"""Where the rows of a plan go: a cache, and slots of it that were just taken."""
+
+Decided = Callable[[Tensor], Plan]
+"""From the latency token [d] to the plan."""
+
+
+@dataclass(kw_only=True)
+class _Rest(Running):
+    """A plan from some block on."""
+
+    after: int = 0
+
+    def runs(self, block: int) -> bool:
+        return block >= self.after and super().runs(block)
+
+
+class Parts:
+    """Prompts of one row, in parts.
+
+    Args:
+        adapter: The model.
+        knobs: The knobs on it.
+        graphs: Where parts are recorded.
+        fused: What is replaced while they are.
+        sizes: Sizes that prompts are filled up to, ascending; at least one.
+    """
+
+    def __init__(
+        self, adapter: Adapter, knobs: Knobs, graphs: Graphs, fused: Fused, sizes: Sequence[int]
+    ) -> None:
+        self.adapter, self.knobs, self.graphs, self.fused = adapter, knobs, graphs, fused
+        self.sizes = tuple(sizes)
+        weight = next(adapter.decoder.parameters())
+        self._last, self._slot, self._zero = torch.zeros(3, 1, dtype=torch.int64, device=weight.device)
+        with torch.no_grad():
+            width = adapter.embed(self._zero[None]).shape[2]
+        self._embedded = torch.zeros(1, self.sizes[-1], width, dtype=weight.dtype, device=weight.device)
+        self._hidden = torch.zeros_like(self._embedded)
+        self._token = torch.zeros_like(self._embedded[0, 0])
+        self._staging: dict[int, SlotCache] = {}
+        self._logits: Tensor | None = None
+
+    def run(
+        self, embedded: Tensor, tier: Tier | None, position: int, decide: Decided, place: Place
+    ) -> tuple[Plan, SlotCache, int, Tensor]:
+        """Run a prompt.
+
+        Args:
+            embedded: What enters the first block, [1, tokens, d].
+            tier: What was decided.
+            position: The insertion position that was decided; the model has it.
+            decide: Gives the plan.
+            place: Called when the plan is known.
+
+        Returns:
+            The plan; where the prompt is; and logits of the first new token, [1, vocabulary], which the next
+            prompt overwrites.
+
+        Raises:
+            PlanError: The decisions do not fit together, or the model cannot run them.
+        """
+        geometry = self.adapter.geometry
+        tokens = embedded.shape[1]
+        size = bucket(self.sizes, tokens)
+        self._embedded[:, :tokens].copy_(embedded)
+        self._embedded[:, tokens:size].zero_()
+        self._last.fill_(tokens - 1)
+        self.graphs.run(("prompt", position, size), partial(self._first, position, size))
+        plan = decide(self._token.clone())
+        if (plan.tier, plan.insertion_position) != (tier, position):
+            raise PlanError(
+                f"the second controller chose {plan.id}, but tier {tier!r} and position {position} were "
+                "decided before"
+            )
+        self.knobs.check(plan)
+        cache, slots = place(plan)
+        if cache.plan != decode_plan(plan, geometry):
+            raise PlanError(f"{plan.id} cannot go into a cache of {cache.plan.id}")
+        (slot,) = slots
+        self._slot.fill_(slot)
+        key = ("prompt", cache.plan.id, id(cache), position, size)
+        self.graphs.run(key, partial(self._second, cache, position, size))
+        cache.advance([slot], tokens)
+        assert self._logits is not None
+        return plan, cache, slot, self._logits[None]
+
+    def _first(self, position: int, size: int) -> None:
+        """From embeddings to what leaves the last block before the insertion."""
+        geometry = self.adapter.geometry
+        plan = Plan(
+            tier=None, insertion_position=position, top_k=geometry.top_k, blocks=tuple(range(position))
+        )
+        if position not in self._staging:
+            self._staging[position] = SlotCache(
+                plan, geometry.depth, slots=1, tokens=self.sizes[-1], state=len(self.adapter.state)
+            )
+        staging = self._staging[position]
+
+        def keep(module: nn.Module, given: Any, found: Any) -> None:
+            hidden = self.adapter.hidden(found)
+            self._hidden[:, :size].copy_(hidden)
+            self._token.copy_(hidden[0].index_select(0, self._last)[0])
+
+        hook = self.adapter.blocks[position - 1].register_forward_hook(keep)
+        try:
+            with self.knobs.running(plan), staging.prefilling(self._zero), self.fused.installed(size):
+                self.adapter.decoder(
+                    inputs_embeds=self._embedded[:, :size], position_ids=self._places(size),
+                    past_key_values=staging, use_cache=True,
+                )  # fmt: skip
+        finally:
+            hook.remove()
+
+    def _second(self, cache: SlotCache, position: int, size: int) -> None:
+        """From there to logits, with all keys and values in the slot."""
+        staging, plan = self._staging[position], cache.plan
+        for block in range(position):
+            keys, values = staging.blocks[block].keys, staging.blocks[block].values
+            assert keys is not None and values is not None
+            buffers = cache.blocks[block].buffers(keys, values)
+            for buffer, new in zip(buffers, (keys, values), strict=True):
+                buffer[:, :, :size].index_copy_(0, self._slot, new[:, :, :size])
+        kept = last_logits(self.adapter.model, self._last)
+        rest = _Rest(tier=None, insertion_position=plan.insertion_position, plan=plan, after=position)
+        with (
+            self.knobs._enter(rest),
+            cache.prefilling(self._slot, after=position),
+            self.fused.installed(size),
+        ):
+            found: Any = self.adapter.model(
+                inputs_embeds=self._hidden[:, :size], position_ids=self._places(size), past_key_values=cache,
+                use_cache=True, **kept,
+            )  # fmt: skip
+        logits = found.logits[0, -1] if kept else found.logits[0].index_select(0, self._last)[0]
+        if self._logits is None:
+            self._logits = torch.zeros_like(logits)
+        self._logits.copy_(logits)
+
+    def _places(self, size: int) -> Tensor:
+        return torch.arange(size, device=self._last.device)[None]

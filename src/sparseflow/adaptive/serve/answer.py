@@ -1,0 +1,279 @@
+"""One request that was let in: it waits, runs and ends, however that may be.
+
+It is fed by the events of its backend, on the event loop, and read by whoever writes the response. Its slot
+is free when its last event has come, so a slow reader keeps none, and the reader's slowness is not in the
+measured time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparseflow.adaptive.decide import OnInfeasible
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime.sampling import Sampling
+from sparseflow.adaptive.serve.backend import Backend, Ended, Event, Failed, Job, Prompt, Started, Tokens
+from sparseflow.adaptive.serve.metrics import Metrics, Outcome
+from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.serve.shedding import Place
+from sparseflow.adaptive.serve.text import Text
+
+_LOG = logging.getLogger(__name__)
+_CLOSING_S = 0.002
+"""What is left of a budget when an answer is cut short, for telling the client."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """What an answer is to be.
+
+    Attributes:
+        prompt: What it is to.
+        new_tokens: Most tokens of it.
+        shortened: It would have been longer, but for the budget.
+        sampling: How tokens are drawn.
+        received_s: When the request came in.
+        budget_ms: From then to the last token; None without.
+        on_infeasible: What to do where no plan keeps it.
+        promised: Whether it was let in with the promise to keep it.
+        stream: Whether it is sent while it comes.
+        include_usage: Whether a stream ends with numbers of tokens.
+    """
+
+    prompt: Prompt
+    new_tokens: int
+    shortened: bool
+    sampling: Sampling
+    received_s: float
+    budget_ms: float | None
+    on_infeasible: OnInfeasible
+    promised: bool
+    stream: bool = False
+    include_usage: bool = False
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the last token is due; None without a budget."""
+        return None if self.budget_ms is None else self.received_s + self.budget_ms / 1000.0
+
+
+class Answer:
+    """An answer that comes into being.
+
+    Args:
+        wanted: What it is to be.
+        text: Makes text of tokens.
+        place: In the line; its turn is told by `turn`.
+        backend: What runs it.
+        metrics: Where its end is counted.
+        over: Called once, when it needs its place no longer; the argument says whether it ran to its end.
+
+    Attributes:
+        id: Its name.
+        created_s: Seconds since 1970.
+        finish_reason: Why it ended, in OpenAI's words; None before.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        *,
+        text: Text,
+        place: Place,
+        backend: Backend,
+        metrics: Metrics,
+        over: Callable[[bool], None],
+    ) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.created_s = int(time.time())
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.wanted = wanted
+        self._text = text
+        self._place = place
+        self._backend = backend
+        self._metrics = metrics
+        self._over = over
+        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self._begun = asyncio.Event()
+        self._refusal: Refusal | None = None
+        self._ended = False
+        self._truncated = False
+        self._plan: Plan | None = None
+        self._predicted_ms: tuple[float, float] | None = None
+        self._queued_ms = 0.0
+        self._first_ms: float | None = None
+        self._measured_ms = 0.0
+        self._call_off: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first token, or for an end without one.
+
+        Raises:
+            Refusal: It went wrong.
+        """
+        await self._begun.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Its text as it comes, whole characters only.
+
+        Raises:
+            Refusal: It went wrong, perhaps after some of the text.
+        """
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+        if self._refusal is not None:
+            raise self._refusal
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens; those of the prompt are at the highest tier."""
+        prompt, made = self.wanted.prompt.tokens, self._text.tokens
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+    def report(self) -> dict[str, Any]:
+        """What there is to say about plan, time and budget, once it has ended."""
+        wanted, plan = self.wanted, self._plan
+        predicted = None
+        if self._predicted_ms is not None:
+            predicted = {
+                name: round(value, 3) for name, value in zip(("p50", "p99"), self._predicted_ms, strict=True)
+            }
+        return {
+            "plan": None if plan is None else {"id": plan.id, **plan.to_dict()},
+            "predicted_ms": predicted,
+            "measured_ms": round(self._measured_ms, 3),
+            "first_token_ms": None if self._first_ms is None else round(self._first_ms, 3),
+            "queued_ms": round(self._queued_ms, 3),
+            "budget_ms": wanted.budget_ms,
+            "budget_met": None if wanted.budget_ms is None else self._measured_ms <= wanted.budget_ms,
+            "truncated": self._truncated,
+        }
+
+    def turn(self, beside: int) -> None:
+        """Its turn has come: run.
+
+        Args:
+            beside: How many others run.
+        """
+        wanted, now = self.wanted, time.perf_counter()
+        self._queued_ms = (now - wanted.received_s) * 1000.0
+        deadline_s, until_s = wanted.deadline_s, self._place.until_s
+        if deadline_s is not None:
+            if now >= deadline_s and wanted.on_infeasible != "best_effort":
+                self._fail(
+                    Refusal(
+                        429, "the budget was used up in line; try again", code="overloaded", retry_after_s=1.0
+                    )
+                )
+                return
+            until_s = min(until_s, deadline_s)
+            if wanted.on_infeasible == "truncate":
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(max(deadline_s - _CLOSING_S - now, 0.0), self._out_of_time)
+        job = Job(
+            id=self.id, prompt=wanted.prompt, max_new_tokens=wanted.new_tokens, sampling=wanted.sampling,
+            received_s=wanted.received_s, budget_ms=wanted.budget_ms, until_s=until_s,
+            on_infeasible=wanted.on_infeasible, beside=beside,
+        )  # fmt: skip
+        try:
+            self._call_off = self._backend.submit(job, self._take)
+        except Exception:
+            _LOG.exception("request %s could not be run", self.id)
+            self._fail(Refusal(500, f"the model failed on this request (id {self.id})", code="engine_failed"))
+
+    def cut(self, refusal: Refusal) -> None:
+        """End it early, with an error."""
+        self._fail(refusal)
+
+    def leave(self) -> None:
+        """Nobody reads it any more; nothing is done to one that has ended."""
+        self._fail(Refusal(499, "the client went away", code="client_gone"))
+
+    def _take(self, event: Event) -> None:
+        if self._ended:
+            return
+        if isinstance(event, Started):
+            self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
+            self._place.ends_s = self.wanted.received_s + event.p99_ms / 1000.0
+        elif isinstance(event, Tokens):
+            if self._first_ms is None:
+                self._first_ms = self._since_ms()
+                self._begun.set()
+            self._put(self._text.push(event.ids))
+            if self._text.stopped:
+                self._finish("stop")
+        elif isinstance(event, Ended):
+            self._finish(event.reason)
+        else:
+            assert isinstance(event, Failed)
+            self._fail(event.refusal)
+
+    def _since_ms(self) -> float:
+        return (time.perf_counter() - self.wanted.received_s) * 1000.0
+
+    def _put(self, piece: str) -> None:
+        if piece:
+            self._pieces.put_nowait(piece)
+
+    def _out_of_time(self) -> None:
+        self._finish("truncated")
+
+    def _finish(self, reason: Literal["stop", "length", "truncated"]) -> None:
+        if self._ended:
+            return
+        wanted = self.wanted
+        self._measured_ms = self._since_ms()
+        self._put(self._text.close())
+        self.finish_reason = "stop" if reason == "stop" else "length"
+        self._truncated = reason == "truncated" or (reason == "length" and wanted.shortened)
+        self._metrics.answered(
+            plan=self._plan, prompt_tokens=wanted.prompt.tokens, new_tokens=self._text.tokens,
+            measured_ms=self._measured_ms, first_ms=self._first_ms, queued_ms=self._queued_ms,
+            predicted_ms=self._predicted_ms,
+        )  # fmt: skip
+        if wanted.promised and wanted.budget_ms is not None:
+            self._metrics.promised(kept=self._measured_ms <= wanted.budget_ms)
+        self._end(ran=True)
+
+    def _fail(self, refusal: Refusal) -> None:
+        if self._ended:
+            return
+        self._refusal = refusal
+        outcome = outcome_of(refusal)
+        self._metrics.ended(outcome, refusal.code)
+        if self.wanted.promised and outcome not in ("cancelled", "cut"):
+            self._metrics.promised(kept=False)
+        self._end(ran=False)
+
+    def _end(self, *, ran: bool) -> None:
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._call_off is not None:
+            # One that has ended by itself does not mind.
+            self._call_off()
+        self._pieces.put_nowait(None)
+        self._begun.set()
+        self._over(ran)
+
+
+def outcome_of(refusal: Refusal) -> Outcome:
+    """How a request that was refused counts."""
+    if refusal.code == "budget_infeasible":
+        return "infeasible"
+    if refusal.code in ("shutting_down", "starting"):
+        return "cut"
+    if refusal.code == "client_gone":
+        return "cancelled"
+    if refusal.status == 429:
+        return "shed"
+    return "failed" if refusal.status >= 500 else "refused"

@@ -1,0 +1,152 @@
+"""What the server needs of whatever runs a model: a forecast for admission, and events while a request runs.
+
+`bridge.py` makes it of the engine; tests make a fake. The server keeps the line of those who wait, so a
+backend gets no more requests at a time than it has slots, and is told of each by when it should end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from sparseflow.adaptive.decide import OnInfeasible
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime.sampling import Sampling
+from sparseflow.adaptive.serve.refusal import Refusal
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """A conversation as a model takes it.
+
+    Attributes:
+        inputs: Those of the highest tier, one row: `input_ids` [1, tokens] int64 and, with images, their
+            pixels.
+        tokens: Of all of it, at the highest tier.
+        text_tokens: Those that are not of images.
+        images: How many.
+    """
+
+    inputs: Mapping[str, Any]
+    tokens: int
+    text_tokens: int
+    images: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A request whose turn has come.
+
+    Attributes:
+        id: A name, for logs.
+        prompt: What the answer is to.
+        max_new_tokens: Most tokens of the answer.
+        sampling: How they are drawn.
+        received_s: When the request came in, by `time.perf_counter`.
+        budget_ms: From then to the last token; None without a budget.
+        until_s: By when the last token should be there, by the same clock: the deadline, or earlier for the
+            sake of those who wait, or where predictions turned out too short; infinite where nothing asks for
+            an end. Plans are to be chosen for this, not for the budget.
+        on_infeasible: What was asked for. Only budgets that can be kept get here with `"reject"`.
+        beside: How many requests ran when its turn came, without this one.
+    """
+
+    id: str
+    prompt: Prompt
+    max_new_tokens: int
+    sampling: Sampling
+    received_s: float
+    budget_ms: float | None = None
+    until_s: float = math.inf
+    on_infeasible: OnInfeasible = "reject"
+    beside: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The plan is decided; it comes before the first token.
+
+    Attributes:
+        plan: What is run, to the end.
+        p50_ms: Predicted from receipt to the last token.
+        p99_ms: What 99 of 100 such requests stay below.
+    """
+
+    plan: Plan
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of the answer; those that end it are left out."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nothing more comes: a stop token came, the answer is as long as asked for, or as the budget allows."""
+
+    reason: Literal["stop", "length", "truncated"]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing more comes: it went wrong."""
+
+    refusal: Refusal
+
+
+Event = Started | Tokens | Ended | Failed
+
+
+class Backend(Protocol):
+    """What runs requests.
+
+    Attributes:
+        slots: How many requests run at once.
+        context: Most tokens of a prompt at the highest tier and its answer together.
+        alive: Whether it can run requests; once False it stays so.
+    """
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        """p99 of the cheapest plan, from a request's turn to its last token.
+
+        Called on the event loop, so it is to take a millisecond at most.
+
+        Args:
+            prompt: Its prompt.
+            new_tokens: Tokens of the answer.
+            beside: How many other requests run.
+        """
+        ...
+
+    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+        """Run a request. Called on the event loop; returns at once.
+
+        Args:
+            job: The request.
+            emit: To be called on the event loop: `Started` once, `Tokens`, and in the end `Ended` or
+                `Failed`, which may come first.
+
+        Returns:
+            Calls the request off and frees its slot; events that come later are not looked at.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; called once, from any thread, when nothing runs any more. May take its
+        time."""
+        ...

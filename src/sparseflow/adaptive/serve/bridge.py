@@ -1,0 +1,330 @@
+"""The engine as the server's backend: its thread on one side, the event loop on the other.
+
+Nothing of the engine is waited for on the loop. What happens on its thread – the plan is decided, a token
+comes, the request ends – is handed over by `call_soon_threadsafe`, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sparseflow.adaptive.predictor.ask import Ask
+from sparseflow.adaptive.runtime.requests import (
+    Choice,
+    Decider,
+    Decision,
+    Finished,
+    OutOfMemory,
+    Refused,
+    Replanning,
+    Request,
+    Stopped,
+)
+from sparseflow.adaptive.runtime.requests import Refusal as Declined
+from sparseflow.adaptive.serve.backend import Ended, Event, Failed, Job, Prompt, Started, Tokens
+from sparseflow.adaptive.serve.refusal import Refusal, invalid
+from sparseflow.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparseflow.adaptive.decide import Chooser
+    from sparseflow.adaptive.plan import Plan
+    from sparseflow.adaptive.predictor.model import Predictor
+    from sparseflow.adaptive.runtime.engine import Engine
+    from sparseflow.adaptive.runtime.handle import Handle
+
+_LOG = logging.getLogger(__name__)
+
+
+def _alone() -> float:
+    return 0.0
+
+
+class Forecast(Protocol):
+    """How long requests take, from their turn to their last token. `beside` counts the others that run."""
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        """p99 of the cheapest plan."""
+        ...
+
+    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
+        """Median and p99 of a plan."""
+        ...
+
+    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
+        """Learn from a request that ended."""
+        ...
+
+
+class Predicted:
+    """A forecast by the predictor.
+
+    Args:
+        predictor: Of this model on this device.
+        plans: Those that the engine runs, with tiers.
+        load: Share of the device that others want now, 0 to 1; by default none.
+
+    Raises:
+        InputError: There are no plans.
+    """
+
+    def __init__(
+        self, predictor: Predictor, plans: Sequence[Plan], *, load: Callable[[], float] = _alone
+    ) -> None:
+        if not plans:
+            raise InputError("there are no plans to forecast; give those that the engine runs")
+        self._predictor = predictor
+        self._load = load
+        self._plans = tuple(plans)
+        self._text_plans = tuple(dict.fromkeys(replace(plan, tier=None) for plan in plans))
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        """As in `Forecast`."""
+        plans = self._plans if prompt.images else self._text_plans
+        asks = [self._ask(plan, prompt, new_tokens, beside) for plan in plans]
+        return float(self._predictor.predict(asks)[1].min())
+
+    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
+        """As in `Forecast`."""
+        p50, p99 = self._predictor.predict([self._ask(plan, prompt, new_tokens, beside)])
+        return float(p50[0]), float(p99[0])
+
+    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
+        """As in `Forecast`."""
+        asked = replace(
+            self._ask(finished.plan, prompt, max(len(finished.tokens), 1), beside),
+            queued_ms=finished.queued_ms,
+        )
+        begun_ms = finished.decide_ms + finished.vision_ms + finished.prefill_ms
+        self._predictor.observe(
+            asked, finished.total_ms, prefill_ms=min(begun_ms, finished.total_ms - finished.queued_ms)
+        )
+
+    def _ask(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> Ask:
+        return Ask(
+            plan=plan, text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=new_tokens,
+            batch=beside + 1, load=self._load(),
+        )  # fmt: skip
+
+
+def deciding(chooser: Chooser, *, load: Callable[[], float] = _alone) -> Callable[[Job], Decider]:
+    """Makes who decides about a job, of what chooses plans.
+
+    A job was let in, so it is not refused any more for a millisecond that was lost since.
+
+    Args:
+        chooser: Of the model, with the plans that the engine runs.
+        load: As of `Predicted`.
+    """
+
+    def of(job: Job) -> Decider:
+        return chooser.decider(
+            text_tokens=job.prompt.text_tokens,
+            images=job.prompt.images,
+            on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
+            batch=job.beside + 1,
+            load=load(),
+        )
+
+    return of
+
+
+class EngineBackend:
+    """Runs jobs on an engine.
+
+    Args:
+        engine: It is shut down by `close`; warm it up before.
+        decider: Makes who decides about a job, as `deciding` does. What it is told remains of the budget is
+            what remains until `job.until_s`.
+        forecast: For admission, and for what answers say was predicted.
+        stop: Tokens that end an answer.
+        slots: How many requests run at once; by default as many as the engine can. Fewer make each quicker.
+
+    Raises:
+        InputError: `slots` are more than the engine has.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        decider: Callable[[Job], Decider],
+        forecast: Forecast,
+        stop: Iterable[int],
+        slots: int | None = None,
+    ) -> None:
+        self.slots = engine.max_batch if slots is None else slots
+        if not 1 <= self.slots <= engine.max_batch:
+            raise InputError(
+                f"`slots` (={slots}) must be 1 to {engine.max_batch}, the engine's largest batch"
+            )
+        self.context = engine.max_tokens
+        self._engine = engine
+        self._decider = decider
+        self._forecast = forecast
+        self._stop = frozenset(stop)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can run requests."""
+        return self._engine.snapshot().healthy
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        """As in `Backend`."""
+        return self._forecast.least_ms(prompt, new_tokens, beside)
+
+    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+        """As in `Backend`."""
+        passage = _Passage(job=job, emit=emit, forecast=self._forecast, stop=self._stop)
+        try:
+            request = Request(
+                inputs=job.prompt.inputs,
+                decide=_watched(self._decider(job), passage),
+                max_new_tokens=job.max_new_tokens,
+                budget_ms=job.budget_ms,
+                received_s=job.received_s,
+                sampling=job.sampling,
+                stop=self._stop,
+                id=job.id,
+            )
+            handle = self._engine.submit(request)
+        except Exception as error:
+            refusal = _full(error) if isinstance(error, Refused) else _refusal(error, job)
+            # Events come after `submit` has returned, errors too.
+            passage.loop.call_soon(emit, Failed(refusal))
+            return lambda: None
+        passage.follow(handle)
+
+        def call_off() -> None:
+            if not passage.over:
+                passage.over = True
+                handle.cancel()
+
+        return call_off
+
+    def close(self) -> None:
+        """As in `Backend`."""
+        self._engine.shutdown(drain=False)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Passage:
+    """What of one job goes over from the engine's thread to the loop."""
+
+    job: Job
+    emit: Callable[[Event], None]
+    forecast: Forecast
+    stop: frozenset[int]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    turn_s: float = field(default_factory=time.perf_counter)
+    sent: int = 0
+    over: bool = False
+
+    def follow(self, handle: Handle) -> None:
+        handle.listen(lambda: self.call(self._look, handle))
+
+    def call(self, function: Callable[..., None], *args: object) -> None:
+        """On the engine's thread: call something on the loop."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            # The loop is closed: the server has gone, and nobody waits for this any more.
+            _LOG.debug("request %s went on after the server had gone", self.job.id)
+
+    def decided(self, plan: Plan) -> None:
+        """On the loop: say what runs."""
+        if self.over:
+            return
+        before_ms = (self.turn_s - self.job.received_s) * 1000.0
+        p50, p99 = self.forecast.of(plan, self.job.prompt, self.job.max_new_tokens, self.job.beside)
+        self.emit(Started(plan=plan, p50_ms=before_ms + p50, p99_ms=before_ms + p99))
+
+    def _look(self, handle: Handle) -> None:
+        """On the loop: see what is new."""
+        if self.over:
+            return
+        ended = handle.done
+        new = handle.tokens[self.sent :]
+        self.sent += len(new)
+        shown = tuple(token for token in new if token not in self.stop)
+        if shown:
+            self.emit(Tokens(shown))
+        if ended:
+            self.over = True
+            self.emit(self._last(handle))
+
+    def _last(self, handle: Handle) -> Event:
+        try:
+            finished = handle.result(0.0)
+        except Exception as error:
+            return Failed(_refusal(error, self.job))
+        try:
+            self.forecast.observe(self.job.prompt, self.job.beside, finished)
+        except InputError:
+            _LOG.warning("what request %s took could not be learnt from", self.job.id, exc_info=True)
+        return Ended(finished.reason)
+
+
+def _full(error: Refused) -> Refusal:
+    return Refusal(429, f"the engine is full: {error}; try again", code="overloaded", retry_after_s=1.0)
+
+
+def _refusal(error: Exception, job: Job) -> Refusal:
+    if isinstance(error, Refused):
+        least = {} if error.least_ms is None else {"least_feasible_ms": math.ceil(error.least_ms)}
+        return Refusal(
+            422,
+            f"no plan keeps the budget: {error}",
+            code="budget_infeasible",
+            param="latency_budget_ms",
+            more=least,
+        )
+    if isinstance(error, OutOfMemory):
+        return Refusal(
+            503, "the request did not fit into the device's memory; try again, or shorten it",
+            code="out_of_memory", retry_after_s=1.0,
+        )  # fmt: skip
+    if isinstance(error, Stopped):
+        return Refusal(
+            503, "the engine has stopped; try another server", code="engine_stopped", retry_after_s=5.0
+        )
+    if isinstance(error, InputError):
+        return invalid(f"the model cannot take this request: {error}")
+    _LOG.error("request %s failed", job.id, exc_info=error)
+    return Refusal(500, f"the model failed on this request (id {job.id})", code="engine_failed")
+
+
+def _watched(inner: Decider, passage: _Passage) -> Decider:
+    """A decider whose plans are told to the loop, and which is told what remains until the job should end."""
+    return _Replanning(inner, passage) if isinstance(inner, Replanning) else _Watched(inner, passage)
+
+
+class _Watched:
+    def __init__(self, inner: Decider, passage: _Passage) -> None:
+        self._inner = inner
+        self._passage = passage
+
+    def first(self, request: Request, remaining_ms: float) -> Choice | Declined:
+        return self._inner.first(request, self._until(remaining_ms))
+
+    def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Plan | Decision:
+        found = self._inner.second(latency_token, request, self._until(remaining_ms))
+        self._passage.call(self._passage.decided, found.plan if isinstance(found, Decision) else found)
+        return found
+
+    def _until(self, remaining_ms: float) -> float:
+        return min(remaining_ms, (self._passage.job.until_s - time.perf_counter()) * 1000.0)
+
+
+class _Replanning(_Watched):
+    _inner: Any
+
+    def again(self, request: Request, choice: Choice, remaining_ms: float) -> int:
+        return self._inner.again(request, choice, self._until(remaining_ms))

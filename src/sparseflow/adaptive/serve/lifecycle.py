@@ -1,0 +1,264 @@
+"""From start to a clean end: a gate that closes before the house is emptied, and the server that listens.
+
+SIGTERM closes the gate: whoever comes gets a 503 with `Retry-After`, and `/ready` says no, so that a balancer
+turns to others. Those inside go on to their end; after `drain_s` seconds those that are left are cut, each
+with an error that says so. Then the process ends with exit code 0. A second signal cuts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.core.extras import require
+from sparseflow.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSING_S = 5.0
+"""Seconds that slow readers have to take what is written for them after all else has ended."""
+_RETRY_S = 2.0
+
+
+class Cuttable(Protocol):
+    """Something inside that can be ended early."""
+
+    def cut(self, refusal: Refusal) -> None: ...
+
+
+class Gate:
+    """Whether requests may come in, and who is inside. Of one event loop.
+
+    Attributes:
+        state: `"closed"` until everything is there, then `"open"`, then `"draining"` for good.
+    """
+
+    def __init__(self) -> None:
+        self.state: Literal["closed", "open", "draining"] = "closed"
+        self._inside: set[Cuttable] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._hurry = asyncio.Event()
+
+    def open(self) -> None:
+        """Let requests in; a gate that drains stays shut."""
+        if self.state == "closed":
+            self.state = "open"
+
+    def check(self) -> None:
+        """That requests may come in.
+
+        Raises:
+            Refusal: 503; not yet, or not any more.
+        """
+        if self.state != "open":
+            raise _closed(self.state)
+
+    def enter(self, one: Cuttable) -> None:
+        """Count someone as inside.
+
+        Raises:
+            Refusal: As of `check`.
+        """
+        self.check()
+        self._inside.add(one)
+        self._empty.clear()
+
+    def leave(self, one: Cuttable) -> None:
+        """It has ended; a second time does nothing."""
+        self._inside.discard(one)
+        if not self._inside:
+            self._empty.set()
+
+    def hurry(self) -> None:
+        """Let `drain` wait no longer."""
+        self._hurry.set()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Let nobody in, and wait until all are out.
+
+        Args:
+            timeout_s: After this long, those that are left are cut.
+
+        Returns:
+            How many were cut.
+        """
+        self.state = "draining"
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._empty, self._hurry)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        left = list(self._inside)
+        for one in left:
+            one.cut(_closed("draining"))
+        return len(left)
+
+
+def _closed(state: str) -> Refusal:
+    if state == "closed":
+        return Refusal(503, "the server is starting; try again", code="starting", retry_after_s=_RETRY_S)
+    return Refusal(
+        503, "the server is shutting down and takes no requests; try again, another will answer",
+        code="shutting_down", retry_after_s=_RETRY_S,
+    )  # fmt: skip
+
+
+class Server:
+    """An app that listens.
+
+    Args:
+        app: Of `create_app`.
+        host: Address to listen at.
+        port: 0 takes a free one.
+        drain_s: Seconds that running requests have after a signal.
+        announce: Gets the line of JSON that says where the server listens, once it does.
+
+    Attributes:
+        port: The real one.
+
+    Raises:
+        InputError: The address cannot be listened at.
+        MissingExtraError: uvicorn is missing.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        drain_s: float = 30.0,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        uvicorn = require("uvicorn", "adaptive")
+        if not drain_s >= 0.0:
+            raise InputError(f"`drain_s` (={drain_s}) must not be negative")
+        self._app = app
+        self._gate: Gate = app.state.service.gate
+        self._drain_s = drain_s
+        self._announce = announce or _print
+        self._socket = _listen(host, port)
+        self.host, self.port = host, self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="on", ws="none", server_header=False,
+            timeout_graceful_shutdown=int(_CLOSING_S),
+        )  # fmt: skip
+
+        class Quiet(uvicorn.Server):
+            """Leaves signals to us: its own way drops connections at once, and ends with the signal's exit
+            code."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        self._uvicorn: Any = Quiet(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        """Serve until `stop` or a signal, and return when all is closed. Signals are heard in the main thread
+        only.
+
+        Raises:
+            RunError: The app could not be started.
+        """
+        asyncio.run(self._run())
+
+    def stop(self) -> None:
+        """Drain and end; a second time hurries. From any thread; nothing happens to one that does not run."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._stop)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        hears = threading.current_thread() is threading.main_thread()
+        if hears:
+            for number in _SIGNALS:
+                self._loop.add_signal_handler(number, self._stop)
+        announcing = asyncio.create_task(self._announced())
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        except SystemExit as error:
+            raise RunError("the app could not be started; the log above says why") from error
+        finally:
+            announcing.cancel()
+            if hears:
+                for number in _SIGNALS:
+                    self._loop.remove_signal_handler(number)
+            self._socket.close()
+
+    async def _announced(self) -> None:
+        while not self._uvicorn.started:
+            await asyncio.sleep(0.01)
+        line = {
+            "event": "listening",
+            "url": f"http://{_in_url(self.host)}:{self.port}",
+            "host": self.host,
+            "port": self.port,
+            "model": self._app.state.service.model,
+            "pid": os.getpid(),
+        }
+        self._announce(json.dumps(line))
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._drained())
+        else:
+            self._gate.hurry()
+
+    async def _drained(self) -> None:
+        await self._gate.drain(self._drain_s)
+        self._uvicorn.should_exit = True
+
+
+def serve(
+    app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
+    announce: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """Serve an app until SIGTERM or SIGINT; returns when all is closed. Arguments are those of `Server`."""
+    Server(app, host=host, port=port, drain_s=drain_s, announce=announce).run()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise InputError(f"`port` (={port}) must lie between 0 and 65535; 0 takes a free one")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"cannot listen at {host!r}: {error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise InputError(
+            f"cannot listen at {host}:{port}: {error.strerror}; name another port, or 0"
+        ) from error
+    listening.setblocking(False)
+    return listening
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)

@@ -1,0 +1,103 @@
+"""How good each plan of a model is, as mean accuracy on a task; and the few plans that are worth keeping."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import FileFormatError, InputError
+
+_FORMAT = "sparseflow-adaptive-worth-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """Mean accuracy of plans.
+
+    Attributes:
+        model_id: Of the model, as `profile.model_id` gives it.
+        space: The plans.
+        accuracy: Of each of them, 0 to 1.
+        samples: How many answers each is the mean of.
+        task: What was asked.
+    """
+
+    model_id: str
+    space: PlanSpace
+    accuracy: tuple[float, ...]
+    samples: int
+    task: str
+
+    def __post_init__(self) -> None:
+        if len(self.accuracy) != len(self.space):
+            raise InputError(
+                f"{len(self.accuracy)} accuracies for {len(self.space)} plans; give one for each"
+            )
+        if not all(0.0 <= each <= 1.0 for each in self.accuracy):
+            raise InputError("`accuracy` must hold shares from 0 to 1")
+
+    def save(self, path: Path | str) -> None:
+        """Write it as JSON."""
+        told = {
+            "format": _FORMAT, "model_id": self.model_id, "task": self.task, "samples": self.samples,
+            "space": self.space.to_dict(), "accuracy": [round(each, 6) for each in self.accuracy],
+        }  # fmt: skip
+        write_atomic(Path(path), json.dumps(told) + "\n")
+
+    @classmethod
+    def read(cls, path: Path | str) -> Worth:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: There is no such file.
+            FileFormatError: It holds something else.
+        """
+        try:
+            told: Any = json.loads(Path(path).read_text("utf-8"))
+            if told["format"] != _FORMAT:
+                raise ValueError(f"its format is {told['format']!r}")
+            return cls(
+                model_id=str(told["model_id"]), space=PlanSpace.from_dict(told["space"]),
+                accuracy=tuple(float(each) for each in told["accuracy"]), samples=int(told["samples"]),
+                task=str(told["task"]),
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise InputError(f"{path} is not there; `sparseflow adaptive eval` writes it") from error
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise FileFormatError(f"{path} does not hold the worth of plans: {error}") from error
+
+
+def pareto(plans: Sequence[Plan], ms: Sequence[float], worth: Sequence[float], most: int = 16) -> list[Plan]:
+    """Plans that no other one beats in time and worth, the quickest first.
+
+    Args:
+        plans: All of them.
+        ms: What each takes.
+        worth: How good each is.
+        most: Where there are more, so many are kept: the ends, and of the others those that keep the steps in
+            time, as ratios, even.
+
+    Raises:
+        InputError: Lengths differ, a time is not finite, or fewer than two may be kept.
+    """
+    if not len(plans) == len(ms) == len(worth) or not plans:
+        raise InputError(
+            f"{len(plans)} plans, {len(ms)} times and {len(worth)} worths must be equally many, and some"
+        )
+    if most < 2 or not all(math.isfinite(each) and each > 0 for each in ms):
+        raise InputError("`ms` must be finite and above 0, and `most` at least 2")
+    front: list[int] = []
+    for at in sorted(range(len(plans)), key=lambda at: (ms[at], -worth[at])):
+        if not front or worth[at] > worth[front[-1]]:
+            front.append(at)
+    while len(front) > most:
+        # The one whose absence leaves the smallest gap.
+        gaps = [ms[front[at + 1]] / ms[front[at - 1]] for at in range(1, len(front) - 1)]
+        front.pop(1 + gaps.index(min(gaps)))
+    return [plans[at] for at in front]

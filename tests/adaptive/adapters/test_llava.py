@@ -1,0 +1,189 @@
+"""LLaVA: tiers are the first crops of images, and prompts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseflow.adaptive.adapters import LlavaAdapter, adapter_of
+from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import TIERS, Plan, Tier
+from sparseflow.errors import ModelError, PlanError
+from tests.adaptive import tiny
+
+MODELS = {"siglip": tiny.llava_siglip(), "clip": tiny.llava_clip(), "dense": tiny.llava_dense()}
+SIGLIP: Any = adapter_of(MODELS["siglip"])
+TOKENS = 4
+"""Of a crop."""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tokens_of_a_crop_are_those_of_the_model(kind: str) -> None:
+    model = MODELS[kind]
+    adapter = adapter_of(model)
+    assert isinstance(adapter, LlavaAdapter)
+    pixels = torch.zeros(1, 3, tiny.SIZE, tiny.SIZE, dtype=torch.float64)
+    found = model.get_image_features(pixels, return_dict=True).pooler_output
+    assert adapter.tokens_per_crop == TOKENS == len(found[0])
+    assert adapter.geometry.tiers == TIERS and adapter.geometry.top_k == (1 if kind == "dense" else 6)
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_tokens_of_a_crop_by_strategy(kind: str, strategy: str) -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    config: Any = LlavaConfig.from_dict(MODELS[kind].config.to_dict())
+    config.vision_feature_select_strategy = strategy
+    model: Any = LlavaForConditionalGeneration(config).eval()
+    found = model.get_image_features(torch.zeros(1, 3, tiny.SIZE, tiny.SIZE), return_dict=True).pooler_output
+    assert LlavaAdapter(model).tokens_per_crop == len(found[0])
+
+
+def row(tier: Tier, images: int, text: int = 3) -> list[int]:
+    ids = [tiny.IMAGE] * (CROPS[tier] * TOKENS)
+    return sum(([*ids, 10 + at] for at in range(images)), [7]) + [20 + at % 30 for at in range(text)]
+
+
+def inputs_of(tier: Tier, rows: list[int]) -> dict[str, Tensor]:
+    """Rows of so many images, with pixels that tell image and crop."""
+    ids = torch.tensor([row(tier, images) for images in rows])
+    every = torch.arange(sum(rows) * CROPS["high"], dtype=torch.float64).view(-1, CROPS["high"])
+    pixels = every[:, : CROPS[tier]].reshape(-1, 1, 1, 1).expand(-1, 3, tiny.SIZE, tiny.SIZE)
+    kinds = (ids == tiny.IMAGE).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "kinds": kinds, "pixel_values": pixels}
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(TIERS))
+def test_a_tier_is_what_would_have_been_made_for_it(images: int, rows: int, tier: Tier) -> None:
+    high = inputs_of("high", [images] * rows)
+    before = {name: value.clone() for name, value in high.items()}
+    found, expected = SIGLIP.at_tier(high, tier), inputs_of(tier, [images] * rows)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(high[name], before[name]) for name in before)
+    assert SIGLIP.vision_tokens(found) == rows * images * CROPS[tier] * TOKENS
+    SIGLIP.check_tier(found, tier)
+    for other in set(TIERS) - {tier}:
+        with pytest.raises(PlanError, match="placeholders in a row"):
+            SIGLIP.check_tier(found, other)
+
+
+def test_what_the_model_sees_at_a_tier() -> None:
+    model, adapter = MODELS["clip"], adapter_of(MODELS["clip"])
+    image = torch.rand(3, 30, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    words = torch.tensor([[5, tiny.IMAGE, 8, 9]])
+
+    def made(tier: Tier) -> dict[str, Tensor]:
+        ids = expanded(words, tiny.IMAGE, CROPS[tier] * TOKENS)
+        pixels = nested_crops(image, tiny.SIZE, tier=tier, **given)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+    logits = {}
+    for tier in TIERS:
+        logits[tier] = model(**adapter.at_tier(made("high"), tier)).logits
+        assert torch.equal(logits[tier], model(**made(tier)).logits)
+    assert not torch.allclose(logits["low"][:, -1], logits["high"][:, -1])
+
+
+def test_a_dense_language_model_has_two_knobs() -> None:
+    model = MODELS["dense"]
+    knobs = Knobs(adapter_of(model))
+    inputs = adapter_of(model).at_tier(tiny.prompt(model), "medium")
+    plan = Plan(tier="medium", insertion_position=2, top_k=1, blocks=(0, 1, 3, 5))
+    with knobs.running(plan):
+        found = model(**inputs)
+    assert adapter_of(model).kv_lengths(found.past_key_values) == dict.fromkeys(plan.blocks, 30)
+    with (
+        pytest.raises(PlanError, match="more than the 1 experts"),
+        knobs.running(Plan(tier="medium", insertion_position=2, top_k=2, blocks=(0, 1, 3, 5))),
+    ):
+        pass
+    knobs.remove()
+
+
+# What is refused.
+
+
+def test_one_crop_an_image_says_how_to_process_images() -> None:
+    stock = inputs_of("low", [1, 1])
+    with pytest.raises(
+        PlanError, match=r"one crop an image: make `pixel_values` with .*nested_crops.*expanded"
+    ):
+        SIGLIP.at_tier(stock, "low")
+    with pytest.raises(PlanError, match="one crop an image"), Knobs(SIGLIP).running(SIGLIP.geometry.full()):
+        MODELS["siglip"](**stock)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pixel_values": None}, "no `pixel_values`"),
+        ({"pixel_values": torch.zeros(15, 3, 8, 8)}, "of 15 crops, the prompt is of 2 images with 14"),
+        ({"input_ids": None}, "needs `input_ids` \\[batch, tokens\\], to find images in; they are None"),
+        ({"input_ids": torch.tensor([3, 4])}, r"they are \[2\]"),
+        ({"input_ids": torch.full((2, 4), 9)}, "no placeholder of an image"),
+        ({"position_ids": torch.zeros(2, 3)}, "position_ids would not fit"),
+        ({"past_key_values": object(), "inputs_embeds": 1}, "inputs_embeds, past_key_values would not fit"),
+        ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"`attention_mask` \[2, 1, 4, 4\] must have the shape"),
+    ],
+)
+def test_inputs_that_cannot_be_reduced(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        SIGLIP.at_tier(inputs_of("high", [1, 1]) | change, "low")
+
+
+def test_images_side_by_side_and_others_that_are_cut_short() -> None:
+    high = inputs_of("high", [2])
+    together = high["input_ids"][:, [at for at in range(high["input_ids"].shape[1]) if at != 1 + 14 * TOKENS]]
+    for ids, says in (
+        (together, "Put a token between two images"),
+        (high["input_ids"][:, 2:], "Make the prompt with"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            SIGLIP.at_tier({"input_ids": ids, "pixel_values": high["pixel_values"]}, "low")
+    with pytest.raises(PlanError, match="are of tier 'medium': reduce those of tier 'high'"):
+        SIGLIP.at_tier(inputs_of("medium", [1]), "low")
+
+
+def test_rows_that_shrink_by_unlike_counts() -> None:
+    # As many tokens in each row, but not as many images.
+    longer = row("high", 1, text=3 + 14 * TOKENS + 1)
+    ids = torch.tensor([longer, row("high", 2)])
+    pixels = torch.zeros(3 * 14, 3, tiny.SIZE, tiny.SIZE)
+    assert torch.equal(SIGLIP.at_tier({"input_ids": ids, "pixel_values": pixels}, "high")["input_ids"], ids)
+    with pytest.raises(PlanError, match=r"rows would have \[66, 14\] tokens"):
+        SIGLIP.at_tier({"input_ids": ids, "pixel_values": pixels}, "low")
+
+
+def test_text_and_images_where_the_other_is_expected() -> None:
+    words = {"input_ids": torch.tensor([[4, 5, 6]])}
+    assert SIGLIP.at_tier(words, None) == words
+    for inputs, tier, says in (
+        (words, "low", "no placeholder of an image"),
+        (inputs_of("high", [1]), None, "`tier` is None, but the request has images"),
+        (words | {"pixel_values": torch.zeros(1)}, None, "`tier` is None, but the request has images"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            SIGLIP.at_tier(inputs, tier)
+
+
+def test_vision_towers_of_any_number_of_tokens() -> None:
+    model = tiny.llava_clip()
+    model.config.vision_config.model_type = "pixtral"
+    with pytest.raises(ModelError, match="'pixtral' are not known here"):
+        LlavaAdapter(model)

@@ -1,0 +1,56 @@
+"""A task, a bank and a training that take a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparseflow.adaptive.grid_vqa.images import SPLITS, Bank
+from sparseflow.adaptive.grid_vqa.settings import Settings, settings_of
+from sparseflow.core.yaml_files import changed
+
+QUICK: dict[str, Any] = {
+    "scene": {"grid": 2, "cell_px": 12},
+    "model": {
+        "crop_px": 8, "patch_px": 4, "vision_width": 16, "vision_depth": 1, "vision_heads": 2,
+        "vision_mlp": 2, "width": 16, "depth": 4, "heads": 2, "experts": 4, "expert_width": 8, "top_k": 3,
+    },
+    "train": {
+        "vision_steps": 3, "steps": 5, "batch_size": 4, "judge_every": 2, "judge_samples": 8,
+        "checkpoint_every": 2,
+    },
+    "test_samples": 12,
+}  # fmt: skip
+"""8 steps: the vision tower's are the first three."""
+
+
+def quick(**changes: Any) -> Settings:
+    """These settings with some changed: `quick(**{"train.steps": 2})`."""
+    return settings_of(changed(QUICK, changes))
+
+
+def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> Bank:
+    """Noise by name, two images of each in every split; the first name may be mirrored."""
+    random = np.random.default_rng(seed)
+    places = np.arange(names * each).reshape(names, len(SPLITS), -1)
+    return Bank(
+        images=random.integers(0, 256, (names * each, 3, side, side), np.uint8),
+        labels=np.repeat(np.arange(names), each),
+        names=("cat", "one", "two", "dog", "three", "four")[:names],
+        splits={split: tuple(places[:, at]) for at, split in enumerate(SPLITS)},
+        flips=(True, False, False, True, False, False)[:names],
+    )
+
+
+def loud(model: Any, seed: int = 0) -> Any:
+    """A model of float64 with weights so large that every block, expert and pixel tells."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.ndim > 1:
+                each.copy_(torch.randn(each.shape, generator=random) * (1.0 if "embed" in name else 0.4))
+    model.model.language_model.set_experts_implementation("eager")
+    return model.double().eval()

@@ -1,0 +1,128 @@
+"""Batches: a number says all of one, whoever makes it and in whatever order."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Batch, Data
+from sparseflow.adaptive.grid_vqa.images import SPLITS
+from sparseflow.adaptive.grid_vqa.scenes import NOTHING
+from sparseflow.adaptive.grid_vqa.settings import KINDS
+from sparseflow.errors import InputError
+from tests.adaptive.grid_vqa.little import bank, quick
+
+DATA = Data(quick(), bank=bank())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for field in fields(one):
+        assert torch.equal(getattr(one, field.name), getattr(other, field.name)), field.name
+
+
+def test_a_step_and_a_process_say_all_of_a_batch() -> None:
+    again = Data(quick(), bank=bank())
+    for made in ("train", "named"):
+        first = [getattr(DATA, made)(step, rank) for step in (0, 1) for rank in (0, 1)]
+        second = [getattr(again, made)(step, rank) for step in (1, 0) for rank in (0, 1)]
+        for one, other in zip(first, second[2:] + second[:2], strict=True):
+            assert_same(one, other)
+        for one, other in pairwise(first):
+            assert not torch.equal(one.crops, other.crops)
+    other = Data(quick(**{"train.seed": 1}), bank=bank())
+    assert not torch.equal(other.train(0).crops, DATA.train(0).crops)
+
+
+def test_the_global_generators_are_left_alone() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    state: Any = np.random.get_state()
+    DATA.train(0)
+    list(DATA.judged("test", 5))
+    assert torch.equal(torch.rand(1), wanted)
+    after: Any = np.random.get_state()
+    assert np.array_equal(after[1], state[1])
+
+
+def test_what_a_batch_holds() -> None:
+    batch = DATA.train(3)
+    assert len(batch) == 4 and batch.crops.shape == (4, 14, 3, 8, 8)
+    assert batch.crops.min() >= -1.0 and batch.crops.max() <= 1.0
+    assert batch.cells.shape == (4, 4) and batch.cells.max() <= DATA.labels - 1 == 2 * 4
+    for row, mask, prompt, length in zip(
+        batch.text, batch.answered, batch.prompts, batch.lengths, strict=True
+    ):
+        assert row[prompt - 1] == DATA.vocabulary.answer
+        # The tokens that follow where the mask says: the answer and its end.
+        assert torch.equal(row[1:][mask], row[prompt:length])
+        assert row[length - 1] == DATA.vocabulary.eos
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) -> None:
+    one = list(DATA.judged(split, CHUNK + 20, size=100))
+    assert [len(batch) for batch in one] == [100, 100, 56, 20]
+    other = list(DATA.judged(split, CHUNK + 5))
+    assert [len(batch) for batch in other] == [CHUNK, 5]
+    crops = [torch.cat([batch.crops for batch in batches])[: CHUNK + 5] for batches in (one, other)]
+    assert torch.equal(*crops)
+    questions = list(DATA.questions(split, CHUNK + 5))
+    assert [len(each) for each in questions] == [CHUNK, 5]
+    lengths = [batch.lengths for batch in other]
+    assert torch.equal(
+        torch.cat(lengths), torch.from_numpy(np.concatenate([each.lengths for each in questions]))
+    )
+
+
+def test_splits_differ() -> None:
+    crops = {split: next(DATA.judged(split, 4)).crops for split in SPLITS}
+    assert not torch.equal(crops["val"], crops["test"]) and not torch.equal(crops["train"], crops["test"])
+
+
+def test_samples_are_the_same_as_batches() -> None:
+    (batch,) = DATA.judged("test", 10)
+    image, words = DATA.vocabulary.image, DATA.vocabulary
+    for at, sample in enumerate(DATA.samples("test", 10)):
+        assert sample.kind == KINDS[batch.kinds[at]]
+        assert torch.equal(sample.inputs["pixel_values"], batch.crops[at])
+        ids = sample.inputs["input_ids"]
+        assert ids[0, 0] == words.bos and (ids[0, 1:57] == image).all() and (ids == image).sum() == 56
+        prompt, length = batch.prompts[at], batch.lengths[at]
+        assert torch.equal(ids[0, 57:], batch.text[at, :prompt])
+        assert sample.question == words.text(batch.text[at, :prompt].tolist())
+        assert sample.answer == words.text(batch.text[at, prompt:length].tolist())
+        assert sample.canvas.shape == (24, 24, 3) and sample.canvas.dtype == np.uint8
+
+
+def test_cells_to_name_are_those_of_the_scene() -> None:
+    (batch,) = DATA.judged("test", 200)
+    questions = next(DATA.questions("test", 200))
+    names, small = questions.scenes.names, questions.scenes.small
+    wanted = np.where(names == NOTHING, 8, np.where(small, names + 4, names))
+    assert np.array_equal(batch.cells.numpy(), wanted) and set(wanted.ravel()) >= {0, 1, 2, 3, 5, 6, 8}
+
+
+def test_blends_of_named_cells() -> None:
+    named = Data(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).named(0)
+    mixed = named.shares < 1.0
+    assert 0.2 < mixed.float().mean() < 0.5
+    assert torch.equal(named.cells[~mixed], named.blends[~mixed])
+    assert (named.cells[mixed] < 4).all() and (named.blends[mixed] < 4).all(), "only large items are blended"
+    plain = Data(quick(**{"train.mix": 0.0}), bank=bank()).named(0)
+    assert torch.equal(plain.cells, plain.blends) and (plain.shares == 1.0).all()
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(InputError, match="no images of 'pig'"):
+        Data(quick(**{"images.asked": ["cat", "one", "pig"]}), bank=bank())
+
+
+def test_batch_type() -> None:
+    assert isinstance(DATA.train(0), Batch)

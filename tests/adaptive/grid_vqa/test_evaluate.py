@@ -1,0 +1,133 @@
+"""Judging: one forward says what greedy decoding gives, for every plan; and sharing changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.features import language_features
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.evaluate import Scorer, accuracy, importance, outcomes
+from sparseflow.adaptive.grid_vqa.learning import Learning
+from sparseflow.adaptive.grid_vqa.settings import KINDS
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.core.training.ranks import ranks
+from sparseflow.errors import InputError, PlanError
+from tests.adaptive.grid_vqa.little import bank, quick
+
+SETTINGS = quick(**{"train.shares": {"left": 1.0, "list": 1.0}, "test_shares": {"left": 1.0, "list": 1.0}})
+DATA = Data(SETTINGS, bank=bank())
+PLANS = (
+    Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
+    Plan(tier="high", insertion_position=2, top_k=3, blocks=(0, 1, 2, 3)),
+    Plan(tier="high", insertion_position=1, top_k=1, blocks=(0, 2, 3)),
+    Plan(tier="medium", insertion_position=2, top_k=2, blocks=(0, 1, 3)),
+    Plan(tier="low", insertion_position=1, top_k=3, blocks=(0,)),
+    Plan(tier="low", insertion_position=3, top_k=2, blocks=(0, 1, 2, 3)),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """A model that has learnt a little: it answers yes or no, and ends answers."""
+    settings = SETTINGS.model_copy(
+        update={
+            "train": SETTINGS.train.model_copy(
+                update={"vision_steps": 0, "steps": 60, "batch_size": 16, "rate": 1e-2, "ema": 0.0}
+            )
+        }
+    )
+    with ranks("cpu") as mine:
+        run = Learning(settings, Data(settings, bank=bank()), mine)
+        for _ in range(run.steps):
+            run.advance()
+    return run.model.eval()
+
+
+def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
+    judged = outcomes(model, DATA, PLANS, split="test", count=24, batch_size=10)
+    adapter = adapter_of(model)
+    knobs = Knobs(adapter)
+    try:
+        wanted = torch.zeros(24, len(PLANS))
+        for at, sample in enumerate(DATA.samples("test", 24)):
+            assert KINDS[judged.kinds[at]] == sample.kind
+            for number, plan in enumerate(PLANS):
+                inputs = adapter.at_tier(sample.inputs, plan.tier)
+                with torch.no_grad(), knobs.running(plan):
+                    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+                answer = ids[0, inputs["input_ids"].shape[1] :].tolist()
+                whole = answer and answer[-1] == DATA.vocabulary.eos
+                wanted[at, number] = bool(whole) and DATA.vocabulary.text(answer) == sample.answer
+    finally:
+        knobs.remove()
+    assert torch.equal(judged.correct, wanted)
+    assert 0.1 < wanted.mean() < 0.9, "a test of use has both"
+
+
+def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
+    judged = outcomes(model, DATA, PLANS, split="test", count=6, batch_size=4)
+    adapter = adapter_of(model)
+    assert judged.tokens.shape == (6, 3, 3, 16) and judged.language.shape == (6, 16)
+    for at, sample in enumerate(DATA.samples("test", 6)):
+        language = language_features(adapter, sample.inputs["input_ids"], sample.inputs["attention_mask"])
+        torch.testing.assert_close(judged.language[at], language[0])
+        for number, tier in enumerate(("low", "medium", "high")):
+            with torch.no_grad():
+                found = model(**adapter.at_tier(sample.inputs, tier), output_hidden_states=True).hidden_states
+            for position in (1, 2, 3):
+                torch.testing.assert_close(
+                    judged.tokens[at, number, position - 1], found[position][0, -1], rtol=1e-4, atol=1e-5
+                )
+
+
+def test_plans_alone_and_together_are_the_same(model) -> None:
+    together = accuracy(model, DATA, PLANS, split="val", count=40)
+    alone = [accuracy(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
+    assert torch.equal(together, torch.cat(alone, 1))
+    judged = outcomes(model, DATA, PLANS, split="val", count=40)
+    assert torch.equal(judged.correct, together)
+    scorer = Scorer(model, DATA, split="val", count=40, batch_size=13)
+    assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
+    kinds = judged.by_kind(0)
+    shares = {kind: float((judged.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
+    assert set(kinds) == {"left", "list"}
+    assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(together[:, 0].mean()))
+
+
+def test_the_whole_space(model) -> None:
+    lost = importance(model, DATA, count=16)
+    assert len(lost) == 4 and lost[0] == 1.0
+    full = accuracy(model, DATA, [PLANS[0]], split="val", count=16).mean()
+    without = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3))
+    assert lost[2] == pytest.approx(
+        float(full - accuracy(model, DATA, [without], split="val", count=16).mean())
+    )
+    space = PlanSpace.of(adapter_of(model).geometry, lost)
+    told: list[float] = []
+    judged = outcomes(
+        model, DATA, space, count=16, batch_size=8, progress=lambda _, share: told.append(share)
+    )
+    assert judged.plans == space.plans and judged.correct.shape == (16, len(space)) and told == [0.5, 1.0]
+
+
+def test_the_model_is_as_before(model) -> None:
+    model.train()
+    accuracy(model, DATA, PLANS[:1], split="val", count=2)
+    assert model.training
+    model.eval()
+
+
+def test_what_cannot_be_judged(model) -> None:
+    with pytest.raises(InputError, match="0 plans and 3 samples"):
+        outcomes(model, DATA, [], count=3)
+    with pytest.raises(InputError, match="1 plans and 0 samples"):
+        outcomes(model, DATA, PLANS[:1], count=0)
+    with pytest.raises(InputError, match="has no tier"):
+        outcomes(model, DATA, [Plan(tier=None, insertion_position=1, top_k=3, blocks=(0,))], count=1)
+    with pytest.raises(PlanError):
+        outcomes(model, DATA, [Plan(tier="low", insertion_position=1, top_k=4, blocks=(0,))], count=1)

@@ -1,0 +1,78 @@
+"""The model's folder: transformers alone reads it, and it holds what was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters.crops import expanded, nested_crops
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.model import SETTINGS, build, load, save
+from sparseflow.errors import FileFormatError, InputError
+from tests.adaptive.grid_vqa.little import bank, quick
+
+DATA = Data(quick(), bank=bank())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = build(DATA.settings, DATA.vocabulary)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    save(model, DATA.settings, DATA.vocabulary, root)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0.0, atol=0.0)
+    return root
+
+
+def test_transformers_reads_the_folder(folder: Path) -> None:
+    plain = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    assert plain.dtype == torch.bfloat16 and adapter_of(plain).geometry.depth == 4
+    model, tokenizer, settings = load(folder)
+    assert settings == DATA.settings and model.dtype == torch.float32 and not model.training
+    assert tokenizer.get_vocab() == DATA.vocabulary.tokenizer.get_vocab()
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(one.float(), other), name
+
+
+def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
+    model, tokenizer, settings = load(folder)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    for sample in DATA.samples("test", 3):
+        content = [{"type": "image"}, {"type": "text", "text": sample.question}]
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        ids = expanded(prompt["input_ids"], model.config.image_token_index, 14 * settings.model.crop_tokens)
+        pixels = nested_crops(
+            torch.from_numpy(sample.canvas).permute(2, 0, 1), processor["size"]["height"],
+            mean=processor["image_mean"], std=processor["image_std"],
+        )  # fmt: skip
+        assert torch.equal(ids, sample.inputs["input_ids"]) and torch.equal(
+            pixels, sample.inputs["pixel_values"]
+        )
+        with torch.no_grad():
+            answer = model.generate(**sample.inputs, max_new_tokens=3, do_sample=False)
+        assert answer.shape[1] <= ids.shape[1] + 3
+
+
+def test_folders_of_no_use(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no model of Grid-VQA: there is no grid_vqa\.json"):
+        load(tmp_path)
+    (tmp_path / SETTINGS).write_text("{}")
+    with pytest.raises(FileFormatError, match="that can be read"):
+        load(tmp_path)
+    (tmp_path / SETTINGS).write_text((folder / SETTINGS).read_text())
+    with pytest.raises(FileFormatError, match="that can be read"):
+        load(tmp_path)

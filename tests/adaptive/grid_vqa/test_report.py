@@ -1,0 +1,93 @@
+"""Reports: the work of plans, and which of them no other beats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.model import build
+from sparseflow.adaptive.grid_vqa.report import pareto, read_report, report_of, work_of, write_report
+from sparseflow.adaptive.plan import Plan
+from sparseflow.errors import FileFormatError
+from tests.adaptive.grid_vqa.little import bank, quick
+
+DATA = Data(quick(), bank=bank())
+PLAN = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3))
+
+
+@given(points=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_no_point_that_is_kept_is_beaten(points: list[tuple[int, int]]) -> None:
+    costs, scores = [float(cost) for cost, _ in points], [float(score) for _, score in points]
+    kept = pareto(costs, scores)
+    for at, (cost, score) in enumerate(points):
+        beaten = any((c <= cost and s > score) or (c < cost and s >= score) for c, s in points)
+        assert not (kept[at] and beaten)
+        if not beaten:
+            assert any(kept[other] for other in range(len(points)) if points[other] == (cost, score))
+
+
+def test_work_is_that_of_the_matrices() -> None:
+    told = DATA.settings.model
+    torch.manual_seed(0)
+    model = build(DATA.settings, DATA.vocabulary)
+    counted = [0]
+
+    def count(module: torch.nn.Module, _: object, found: torch.Tensor) -> None:
+        if isinstance(module, torch.nn.Linear):
+            counted[0] += found.numel() * module.in_features
+        elif isinstance(module, torch.nn.Conv2d):
+            counted[0] += found.numel() * module.weight[0].numel()
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            module.register_forward_hook(count)
+    sample = next(DATA.samples("test", 1))
+    with torch.no_grad():
+        model(**sample.inputs, logits_to_keep=1)
+    length, text = sample.inputs["input_ids"].shape[1], sample.inputs["input_ids"].shape[1] - 57
+    linear = counted[0] - 16 * len(DATA.vocabulary)
+    # What no hook sees: experts, routers and the products of attention.
+    experts = 4 * length * (3 * 3 * 16 * 8 + 4 * 16)
+    attention = 4 * length * length * 16 + 14 * 4 * 2 * 4 * 16
+    assert work_of(told, PLAN, text) == linear + experts + attention
+
+
+def test_every_knob_saves_work() -> None:
+    told = DATA.settings.model
+    full = work_of(told, PLAN, 10)
+    for less in (
+        Plan(tier="medium", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
+        Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)),
+        Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3)),
+    ):
+        assert work_of(told, less, 10) < full
+    later = Plan(tier="high", insertion_position=2, top_k=2, blocks=(0, 1, 2, 3))
+    assert (
+        work_of(told, Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)), 10)
+        < work_of(told, later, 10)
+        < full
+    )
+
+
+def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    report = report_of(build(DATA.settings, DATA.vocabulary), DATA)
+    assert report["samples"] == 12 and set(report["by_kind"]) <= {"at", "count", "left", "small", "list"}
+    rows = {row["plan"]: row for row in report["plans"]}
+    assert rows[PLAN.id]["accuracy"] == report["accuracy"]
+    assert report["pareto_plans"] == sum(row["pareto"] for row in rows.values()) >= 1
+    assert report["blind"]["chance"] > 0.0 and len(report["importance"]) == 4
+    assert read_report(tmp_path) is None
+    write_report(tmp_path, report)
+    assert read_report(tmp_path) == report
+    for torn in ("{", "[]", "{}"):
+        (tmp_path / "report.json").write_text(torn)
+        with pytest.raises(FileFormatError, match="report"):
+            read_report(tmp_path)

@@ -1,0 +1,128 @@
+"""Canvases: items are where and as large as they were drawn, and show the images that were drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.adaptive.grid_vqa.images import SPLITS, Split
+from sparseflow.adaptive.grid_vqa.scenes import NOTHING, Looks, Scenes, looks_of, paint
+from sparseflow.adaptive.grid_vqa.settings import SceneSettings
+from tests.adaptive.grid_vqa.little import bank
+
+BANK = bank()
+IMAGES = torch.from_numpy(BANK.images)
+WHOLE = SceneSettings(grid=2, cell_px=32, item=(1.0, 1.0))
+
+
+def scenes(count: int = 50, cells: int = 4, seed: int = 0) -> Scenes:
+    random = np.random.default_rng(seed)
+    names = random.integers(-1, len(BANK.names), (count, cells))
+    return Scenes(names=names, small=random.random((count, cells)) < 0.3)
+
+
+def looks(
+    told: SceneSettings, drawn: Scenes, split: Split = "train", seed: int = 0, augment: float = 0.0
+) -> Looks:
+    return looks_of(drawn, BANK, split, told, np.random.default_rng(seed), augment=augment)
+
+
+def test_an_item_that_fills_its_cell_is_its_image() -> None:
+    drawn = replace(scenes(), small=np.zeros((50, 4), bool))
+    shown = looks(WHOLE, drawn)
+    canvases = paint(shown, IMAGES, WHOLE)
+    assert canvases.shape == (50, 3, 64, 64) and canvases.dtype == torch.uint8
+    cells = (
+        canvases.unflatten(2, (2, 32))
+        .unflatten(4, (2, 32))
+        .permute(0, 2, 4, 1, 3, 5)
+        .flatten(1, 2)
+        .flatten(0, 1)
+    )
+    for at, place in zip(shown.cells, shown.images[:, 0], strict=True):
+        assert BANK.labels[place] == drawn.names.flat[at]
+        # Positions are rounded: by a hundredth of a pixel the neighbour shows through.
+        assert (cells[at].int() - IMAGES[place].int()).abs().max() <= 1
+    for at in np.flatnonzero(drawn.names.ravel() == NOTHING):
+        assert (cells[at] == cells[at][:, :1, :1]).all(), "paper has one colour"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_images_are_of_the_split(split: Split) -> None:
+    shown = looks(WHOLE, scenes(), split)
+    assert set(shown.images.ravel()) <= set(np.concatenate(BANK.splits[split]))
+    assert set(shown.images.ravel()) == set(np.concatenate(BANK.splits[split])), "all of them come"
+
+
+def test_items_stay_in_their_cells_and_small_ones_are_small() -> None:
+    told = SceneSettings(grid=2, cell_px=40, item=(0.5, 0.9), small=(0.2, 0.3))
+    drawn = scenes()
+    shown = looks(told, drawn)
+    centre, half = shown.boxes[:, :2], shown.boxes[:, 2]
+    assert (np.abs(centre) + half[:, None] <= 1.0 + 1e-6).all()
+    small = drawn.small.ravel()[shown.cells]
+    assert ((half >= 0.2) & (half <= 0.3))[small].all() and ((half >= 0.5) & (half <= 0.9))[~small].all()
+    canvases = paint(shown, torch.full_like(IMAGES, 255), told).float()
+    covered = (
+        (canvases == 255.0).all(1).unflatten(1, (2, 40)).unflatten(3, (2, 40)).sum((2, 4)).ravel().numpy()
+    )
+    expected = np.zeros(200)
+    expected[shown.cells] = (half * 40) ** 2
+    assert np.abs(np.sqrt(covered) - np.sqrt(expected)).max() <= 1.0, "a side is off by less than a pixel"
+
+
+def test_without_augmentation_images_are_not_changed() -> None:
+    shown = looks(WHOLE, scenes())
+    assert (
+        (shown.tones == [0.0, 1.0, 1.0]).all()
+        and (shown.holes[:, 2:] == 0.0).all()
+        and (shown.share == 1.0).all()
+    )
+    small = looks(replace_item(WHOLE, (0.5, 0.8)), scenes())
+    assert np.allclose(small.warps[:, 0, 1], 0.0) and (small.warps[:, 0, 0] > 0.0).all(), (
+        "neither turned nor mirrored"
+    )
+
+
+def replace_item(told: SceneSettings, item: tuple[float, float]) -> SceneSettings:
+    return told.model_copy(update={"item": item})
+
+
+def test_augmentation_changes_what_it_may() -> None:
+    drawn = scenes(400)
+    shown = looks(WHOLE, drawn, augment=1.0)
+    names = drawn.names.ravel()[shown.cells]
+    mirrored = np.linalg.det(shown.warps[:, :, :2]) < 0.0
+    flips = np.array(BANK.flips)[names]
+    assert 0.4 < mirrored[flips].mean() < 0.6 and not mirrored[~flips].any(), "digits must not be mirrored"
+    assert 0.4 < (shown.holes[:, 2] > 0.0).mean() < 0.6
+    assert paint(shown, IMAGES, WHOLE).shape == (400, 3, 64, 64)
+
+
+def test_blends_are_of_both_images() -> None:
+    drawn = Scenes(names=np.zeros((30, 4), np.int64), small=np.zeros((30, 4), bool))
+    blend = np.where(np.arange(4) % 2, 1, NOTHING)[None].repeat(30, 0)
+    shown = looks_of(drawn, BANK, "train", WHOLE, np.random.default_rng(0), blend=blend)
+    mixed = shown.cells % 2 == 1
+    assert (BANK.labels[shown.images[:, 1]][mixed] == 1).all()
+    assert (
+        (shown.share[~mixed] == 1.0).all() and (shown.share[mixed] < 1.0).all() and (shown.share >= 0.5).all()
+    )
+    canvas = paint(shown.part(0, 1, 4), IMAGES, WHOLE)[0, :, :32, 32:].float()
+    one, two = IMAGES[shown.images[1]].float()
+    assert (canvas - (two + (one - two) * shown.share[1])).abs().max() <= 1.0
+
+
+def test_a_part_is_painted_alike() -> None:
+    shown = looks(WHOLE, scenes(), augment=1.0)
+    whole = paint(shown, IMAGES, WHOLE)
+    parts = [paint(shown.part(first, last, 4), IMAGES, WHOLE) for first, last in ((0, 7), (7, 8), (8, 50))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_canvases_without_items() -> None:
+    drawn = Scenes(names=np.full((2, 4), NOTHING), small=np.zeros((2, 4), bool))
+    assert paint(looks(WHOLE, drawn), IMAGES, WHOLE).shape == (2, 3, 64, 64)

@@ -1,0 +1,96 @@
+"""The model in its parts gives what transformers gives, whole and by plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.model import build
+from sparseflow.adaptive.grid_vqa.stack import Stack, steps_of
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan
+from sparseflow.errors import ModelError
+from tests.adaptive.grid_vqa.little import bank, loud, quick
+
+DATA = Data(quick(), bank=bank())
+
+# The norms of OLMoE compute in float32, whatever comes in.
+TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
+        Plan(tier="high", insertion_position=1, top_k=1, blocks=(0, 2, 3)),
+        Plan(tier="medium", insertion_position=2, top_k=2, blocks=(0, 1, 3)),
+        Plan(tier="low", insertion_position=3, top_k=1, blocks=(0, 1, 2, 3)),
+    ],
+    ids=lambda plan: plan.id,
+)
+def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = loud(build(DATA.settings, DATA.vocabulary))
+    adapter, stack = adapter_of(model), Stack(model)
+    knobs = Knobs(adapter)
+    for sample in DATA.samples("val", 2):
+        inputs = sample.inputs | {"pixel_values": sample.inputs["pixel_values"].double()}
+        text = inputs["input_ids"][:, 1 + 14 * stack.crop_tokens :]
+        with torch.no_grad():
+            with knobs.running(plan):
+                wanted = model(**adapter.at_tier(inputs, plan.tier)).logits
+            vision = stack.project(stack.see(inputs["pixel_values"][None]))
+            found = stack.answers(plan, vision, text)
+        assert wanted.abs().max() > 1.0
+        torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
+
+
+def test_padding_on_the_right_changes_nothing() -> None:
+    torch.manual_seed(0)
+    stack = Stack(loud(build(DATA.settings, DATA.vocabulary)))
+    batch = DATA.train(0)
+    plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
+    with torch.no_grad():
+        vision = stack.project(stack.see(batch.crops.double()))
+        whole = stack.answers(plan, vision, functional.pad(batch.text, (0, 3), value=DATA.vocabulary.unknown))
+        for at, length in enumerate(batch.lengths.tolist()):
+            alone = stack.answers(plan, vision[at : at + 1], batch.text[at : at + 1, :length])
+            torch.testing.assert_close(whole[at, : length - 1], alone[0], **TOLERANCE)
+
+
+def test_balance_is_least_where_every_expert_gets_as_much() -> None:
+    torch.manual_seed(0)
+    stack = Stack(build(DATA.settings, DATA.vocabulary))
+    image, text = torch.randn(2, 56, 16), torch.zeros(2, 3, dtype=torch.int64)
+    hidden, rotary = stack.begin(image, text, "high")
+    gate = stack.model.model.language_model.layers[0].mlp.gate.weight
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for weight in (torch.zeros(4, 16), torch.randn(4, 16) * torch.tensor([[1.0], [1.0], [9.0], [9.0]])):
+            gate.copy_(weight)
+            stack.block((0, 1), hidden, rotary, found)
+    # With equal chances it is 1, whichever expert is taken.
+    assert float(found[0]) == pytest.approx(1.0) and float(found[1]) > 1.1
+
+
+def test_steps_of_a_plan() -> None:
+    plan = Plan(tier="low", insertion_position=2, top_k=1, blocks=(0, 1, 3))
+    assert steps_of(plan, 3) == ((0, 3), (1, 3), (3, 1))
+
+
+def test_other_models_are_refused() -> None:
+    torch.manual_seed(0)
+    model = build(DATA.settings, DATA.vocabulary)
+    model.config.text_config.norm_topk_prob = True
+    with pytest.raises(ModelError, match="neither normalized weights"):
+        Stack(model)
+    model.config.model_type = "other"
+    with pytest.raises(ModelError, match="not other, siglip_vision_model, olmoe"):
+        Stack(model)

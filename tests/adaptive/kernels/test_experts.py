@@ -1,0 +1,103 @@
+"""The kernels of experts against the reference in float64, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels of experts need triton")
+
+from sparseflow.adaptive.kernels.experts import triton as kernels
+from sparseflow.adaptive.kernels.experts.reference import experts as reference
+from sparseflow.adaptive.kernels.experts.triton import MOST, experts, fits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Largest error over the largest output: rounding of the result, and of sums in float32."""
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty"),
+    # Triton's interpreter turns its one-element arrays into loop bounds this way; numpy below 2.4 allows it.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+
+def given(
+    n: int, k: int, e: int, d: int, f: int, dtype: torch.dtype, *, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, gate_up, down = (torch.randn(*shape, generator=g) for shape in ((n, d), (e, 2 * f, d), (e, d, f)))
+    chosen = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(n)]) if n else torch.zeros(0, k)
+    weights = torch.rand(n, k, generator=g)
+    made = [each.to(DEVICE, dtype) for each in (x, weights, gate_up / d**0.5, down / f**0.5)]
+    return made[0], chosen.long().to(DEVICE), made[1], made[2], made[3]
+
+
+def check(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    found = experts(x, chosen, weights, gate_up, down)
+    expected = reference(x.double(), chosen, weights.double(), gate_up.double(), down.double())
+    assert found.dtype == x.dtype and found.shape == x.shape
+    limit = TOLERANCE[x.dtype] * max(float(expected.abs().max()), 1e-30)
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
+
+
+SHAPES = [(1, 1, 1, 1, 1), (1, 3, 5, 16, 8), (3, 2, 4, 33, 13), (2, 4, 4, 40, 70), (5, 2, 3, 17, 16)]
+"""Tokens, top-k, experts, d, f; the interpreter is slow, so they are small."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_matches_float64(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check(*given(*shape, dtype))
+
+
+def test_loops_over_wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More columns than a tile has, in both kernels.
+    monkeypatch.setattr(kernels, "TILE", 64)
+    check(*given(1, 2, 3, 37, 50, torch.float32))
+
+
+def test_weights_of_another_type() -> None:
+    x, chosen, weights, gate_up, down = given(3, 2, 4, 16, 16, torch.float16)
+    check(x, chosen, weights.float(), gate_up, down)
+
+
+def test_any_strides() -> None:
+    x, chosen, weights, gate_up, down = given(3, 2, 4, 24, 16, torch.float32)
+    wide = torch.zeros(4, 40, 30, device=DEVICE)
+    wide[:, 4:36, :24] = gate_up
+    view = wide[:, 4:36, :24]
+    assert not view.is_contiguous() and fits(x, view, down)
+    check(x, chosen, weights, view, down)
+    check(torch.stack([x, x], 2)[..., 0], chosen.T.contiguous().T, weights, gate_up, down)
+
+
+def test_a_token_does_not_depend_on_others() -> None:
+    x, chosen, weights, gate_up, down = given(4, 3, 6, 32, 24, torch.float32)
+    together = experts(x, chosen, weights, gate_up, down)
+    for at in range(4):
+        one = slice(at, at + 1)
+        assert torch.equal(experts(x[one], chosen[one], weights[one], gate_up, down), together[one])
+
+
+def test_no_tokens() -> None:
+    x, chosen, weights, gate_up, down = given(0, 2, 4, 16, 8, torch.float32)
+    assert experts(x, chosen, weights, gate_up, down).shape == (0, 16)
+    assert reference(x, chosen, weights, gate_up, down).shape == (0, 16)
+
+
+def test_what_fits() -> None:
+    x, _, _, gate_up, down = given(2, 1, 2, 16, 8, torch.float32)
+    assert fits(x, gate_up, down)
+    assert not fits(torch.zeros(MOST + 1, 16), gate_up, down)
+    assert not fits(x.half(), gate_up, down)
+    assert not fits(x, gate_up.transpose(1, 2), down)
+    assert not fits(x, gate_up[:, :-2], down)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("n", [1, 8, MOST])
+def test_sizes_of_a_real_model(dtype: torch.dtype, n: int) -> None:
+    check(*given(n, 8, 64, 2048, 1024, dtype))

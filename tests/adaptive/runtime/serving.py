@@ -1,0 +1,165 @@
+"""What tests of the runtime share: models with knobs, plans, and what a request gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.generation import generate
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.handle import Handle
+from sparseflow.adaptive.runtime.requests import Choice, Decision, Fixed, Refusal, Request
+from sparseflow.adaptive.runtime.sampling import Sampling
+from tests.adaptive import tiny
+
+DEEP = Plan(tier=None, insertion_position=1, top_k=6, blocks=(0, 1, 2, 3, 4, 5))
+LATER = Plan(tier=None, insertion_position=3, top_k=6, blocks=(0, 1, 2, 3, 4, 5))
+"""Decodes as DEEP does."""
+SHALLOW = Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
+NARROW = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 3, 5))
+PLANS = (DEEP, LATER, SHALLOW, NARROW)
+
+
+@cache
+def model(family: str = "olmoe") -> Any:
+    """A tiny model, float64; tests leave it as it is."""
+    return tiny.FAMILIES[family]()
+
+
+@contextmanager
+def attached(family: str = "olmoe") -> Iterator[tuple[Adapter, Knobs]]:
+    """A model with knobs, which are taken away whatever happens."""
+    adapter = adapter_of(model(family))
+    knobs = Knobs(adapter)
+    try:
+        yield adapter, knobs
+    finally:
+        knobs.remove()
+
+
+class Budgeted:
+    """A decider that keeps what it is told, and says what it was made to say."""
+
+    def __init__(self, plan: Plan, **said: Any) -> None:
+        self.plan, self.said, self.asked = plan, said, []
+
+    def first(self, request: Request, remaining_ms: float) -> Choice | Refusal:
+        self.asked.append(("first", request.inputs["input_ids"].shape[1], remaining_ms))
+        if "refusal" in self.said:
+            return self.said["refusal"]
+        position = self.said.get("position", self.plan.insertion_position)
+        return Choice(
+            tier=self.plan.tier,
+            insertion_position=position,
+            max_new_tokens=self.said.get("tokens"),
+            predicted_ms=7.0,
+        )
+
+    def again(self, request: Request, choice: Choice, remaining_ms: float) -> int:
+        self.asked.append(("again", choice.insertion_position, remaining_ms))
+        return self.plan.insertion_position
+
+    def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Decision:
+        self.asked.append(("second", latency_token.shape[0], remaining_ms))
+        return Decision(plan=self.plan, feasible=self.said.get("feasible", True), predicted_ms=9.0)
+
+
+def words(tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """A prompt of random words, without a mask."""
+    return {"input_ids": tiny.text(tokens=tokens, seed=seed)["input_ids"]}
+
+
+def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **given: Any) -> Request:
+    """A request of random words with a fixed plan."""
+    given = {"decide": Fixed(plan=plan), "max_new_tokens": 8} | given
+    return Request(inputs=words(tokens, seed), **given)
+
+
+def alone(adapter: Adapter, knobs: Knobs, asked: Request) -> tuple[int, ...]:
+    """What a request gets without company and without slots."""
+    found = generate(
+        adapter, knobs, asked.inputs, asked.decide, max_new_tokens=asked.max_new_tokens,
+        sampling=asked.sampling, stop=tuple(asked.stop),
+    )  # fmt: skip
+    return tuple(found.new_tokens[0].tolist())
+
+
+def still(both: tuple[Adapter, Knobs], **given: Any) -> Engine:
+    """An engine that the test moves."""
+    options: dict[str, Any] = {"plans": PLANS, "max_batch": 4, "max_tokens": 48, "start": False}
+    return Engine(*both, **(options | given))
+
+
+def driven(engine: Engine, turns: int = 10_000) -> None:
+    """Take turns until nothing is left to do."""
+    for _ in range(turns):
+        if not engine.turn():
+            return
+    raise AssertionError(f"there is still work after {turns} turns")
+
+
+def arrivals(
+    draw: random.Random, inputs: Sequence[Mapping[str, Any]], plans: tuple[Plan, ...], count: int
+) -> list[Request]:
+    """Requests of all kinds."""
+    ways = [Sampling(), Sampling(), Sampling(temperature=1.5, seed=1), Sampling(temperature=0.7, top_p=0.8)]
+    return [
+        Request(
+            inputs=draw.choice(inputs), decide=Fixed(plan=draw.choice(plans)), sampling=draw.choice(ways),
+            max_new_tokens=draw.choice([1, 2, 5, 9]), budget_ms=draw.choice([None, 1.0, 1e3, 1e6]),
+            stop=draw.choice([(), (7, 21, 40)]),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def mixed(
+    adapter: Adapter, knobs: Knobs, engine: Engine, requests: list[Request], draw: random.Random
+) -> int:
+    """Requests come at random turns and some are called off; each must get what it gets alone.
+
+    Returns:
+        How many were called off before they were done.
+    """
+    handles: list[Handle] = []
+    waiting = list(requests)
+    while waiting or not all(handle.done for handle in handles):
+        while waiting and draw.random() < 0.5:
+            handles.append(engine.submit(waiting.pop()))
+        if handles and draw.random() < 0.1:
+            draw.choice(handles).cancel()
+        engine.turn()
+    off = 0
+    for handle in handles:
+        expected = alone(adapter, knobs, handle.request)
+        got = handle.tokens
+        assert got == expected[: len(got)], handle.request
+        if len(got) == len(expected):
+            assert handle.result().tokens == expected
+        else:
+            assert handle.cancelled
+            off += 1
+    snapshot = engine.snapshot()
+    assert snapshot.running == snapshot.queued == 0 and snapshot.submitted == len(requests)
+    assert sum(snapshot.ended.values()) == len(requests)
+    return off
+
+
+def parameters(made: Any) -> dict[str, Tensor]:
+    """Copies of a model's parameters and buffers."""
+    return {name: each.clone() for name, each in (*made.named_parameters(), *made.named_buffers())}
+
+
+def same(made: Any, before: dict[str, Tensor]) -> bool:
+    """Whether a model has the parameters and buffers that it had, bit for bit."""
+    now = dict((*made.named_parameters(), *made.named_buffers()))
+    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)

@@ -1,0 +1,499 @@
+"""The engine as a backend: first a stand-in for it, whose every step the test takes, then the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from PIL import Image
+
+from sparseflow.adaptive.adapters.base import adapter_of
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.adaptive.predictor.ask import Ask
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.handle import Handle
+from sparseflow.adaptive.runtime.requests import (
+    Cancelled,
+    Choice,
+    Decision,
+    Finished,
+    Fixed,
+    OutOfMemory,
+    Refused,
+    Request,
+    RequestFailed,
+    Stopped,
+)
+from sparseflow.adaptive.runtime.sampling import Sampling
+from sparseflow.adaptive.serve.app import create_app
+from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Prompt, Started, Tokens
+from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted, deciding
+from sparseflow.adaptive.serve.chat import Crops, Prompts
+from sparseflow.adaptive.serve.images import decode
+from sparseflow.adaptive.serve.limits import Limits
+from sparseflow.adaptive.serve.schema import Message
+from sparseflow.adaptive.serve.service import Service
+from sparseflow.errors import InputError, PlanError
+from tests.adaptive import tiny
+from tests.adaptive.serve.fake import data_url, eventually, serving, user
+
+PLAN = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 2))
+STOP = 2
+
+
+def job(**how: Any) -> Job:
+    ids = torch.tensor([[5, 6, 7]])
+    prompt = Prompt(inputs={"input_ids": ids}, tokens=3, text_tokens=3, images=0)
+    base = {
+        "id": "a",
+        "prompt": prompt,
+        "max_new_tokens": 4,
+        "sampling": Sampling(),
+        "received_s": time.perf_counter(),
+    }
+    return Job(**{**base, **how})
+
+
+def finished(**how: Any) -> Finished:
+    base: dict[str, Any] = {
+        "tokens": (8, 9), "plan": PLAN, "reason": "length", "prompt_tokens": 3, "feasible": True,
+        "predicted_ms": None, "budget_ms": None, "queued_ms": 2.0, "decide_ms": 1.0, "vision_ms": 1.0,
+        "prefill_ms": 3.0, "decode_ms": 4.0, "total_ms": 11.0,
+    }  # fmt: skip
+    return Finished(**{**base, **how})
+
+
+class Forecast:
+    """Always the same, and remembers what it was told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.error = error
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        return 1.0 + new_tokens
+
+    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
+        return 10.0, 20.0
+
+    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
+        if self.error is not None:
+            raise self.error
+        self.seen.append((prompt, beside, finished))
+
+
+class Asked:
+    """A decider that remembers what it was told remains."""
+
+    def __init__(self, found: Plan | Decision = PLAN) -> None:
+        self.found = found
+        self.remaining: list[float] = []
+
+    def first(self, request: Request, remaining_ms: float) -> Choice:
+        self.remaining.append(remaining_ms)
+        return Choice(tier=None, insertion_position=1)
+
+    def second(self, latency_token: torch.Tensor, request: Request, remaining_ms: float) -> Plan | Decision:
+        self.remaining.append(remaining_ms)
+        return self.found
+
+
+class Replanning(Asked):
+    def again(self, request: Request, choice: Choice, remaining_ms: float) -> int:
+        self.remaining.append(remaining_ms)
+        return 1
+
+
+class Standing:
+    """A stand-in for an engine: it does nothing by itself."""
+
+    max_batch, max_tokens = 3, 64
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.handles: list[Handle] = []
+        self.error = error
+        self.woken = 0
+        self.closed: list[bool] = []
+
+    def submit(self, request: Request) -> Handle:
+        if self.error is not None:
+            raise self.error
+        self.handles.append(Handle(request, self._wake))
+        return self.handles[-1]
+
+    def snapshot(self) -> Any:
+        return SimpleNamespace(healthy=not self.closed)
+
+    def shutdown(self, *, drain: bool) -> None:
+        self.closed.append(drain)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+
+def backend(engine: Any, decider: Any = None, forecast: Any = None, **how: Any) -> EngineBackend:
+    return EngineBackend(
+        engine,
+        decider=lambda _: decider or Fixed(plan=PLAN),
+        forecast=forecast or Forecast(),
+        stop=[STOP],
+        **how,
+    )
+
+
+def on_thread(*steps: Callable[[], object]) -> None:
+    """Take steps on a thread of their own, as an engine does."""
+    thread = threading.Thread(target=lambda: [step() for step in steps])
+    thread.start()
+    thread.join()
+
+
+async def settled() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+def test_what_happens_comes_in_order() -> None:
+    async def story() -> None:
+        engine, forecast, events = Standing(), Forecast(), []
+        asked = job(received_s=time.perf_counter() - 1.0, beside=1)
+        backend(engine, Asked(Decision(plan=PLAN)), forecast).submit(asked, events.append)
+        (handle,) = engine.handles
+        request = handle.request
+        assert (request.id, request.max_new_tokens, request.stop) == ("a", 4, {STOP})
+        assert events == []
+        on_thread(
+            lambda: request.decide.first(request, math.inf),
+            lambda: request.decide.second(torch.zeros(2), request, math.inf),
+            lambda: handle.put(8), lambda: handle.put(9), lambda: handle.put(STOP),
+            lambda: handle.end(finished(tokens=(8, 9, STOP), reason="stop")),
+        )  # fmt: skip
+        await settled()
+        started, *tokens, ended = events
+        assert isinstance(started, Started)
+        # A second had gone by before its turn.
+        assert started.p99_ms - started.p50_ms == pytest.approx(10.0)
+        assert started.p50_ms >= 1010.0
+        assert started.plan == PLAN
+        assert [token for each in tokens for token in each.ids] == [8, 9]
+        assert ended == Ended("stop")
+        assert [(prompt, beside) for prompt, beside, _ in forecast.seen] == [(asked.prompt, 1)]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", [Asked, Replanning])
+@pytest.mark.parametrize(("until_s", "told_ms"), [(math.inf, 5000.0), (9.0, 5000.0), (1.0, 1000.0)])
+def test_a_decider_is_told_what_remains_until_the_end(kind: Any, until_s: float, told_ms: float) -> None:
+    async def story() -> None:
+        engine, decider = Standing(), kind()
+        backend(engine, decider).submit(job(until_s=time.perf_counter() + until_s), lambda _: None)
+        request = engine.handles[0].request
+        decide: Any = request.decide
+        choice = decide.first(request, 5000.0)
+        assert hasattr(decide, "again") == (kind is Replanning)
+        if kind is Replanning:
+            assert decide.again(request, choice, 5000.0) == 1
+        decide.second(torch.zeros(2), request, 5000.0)
+        for told in decider.remaining:
+            assert told <= told_ms
+            assert told == pytest.approx(told_ms, rel=0.5)
+        await settled()
+
+    asyncio.run(story())
+
+
+def test_what_is_called_off_says_nothing_more() -> None:
+    async def story() -> None:
+        engine, events = Standing(), []
+        call_off = backend(engine).submit(job(), events.append)
+        on_thread(lambda: engine.handles[0].put(8))
+        await settled()
+        call_off()
+        call_off()
+        assert (engine.handles[0].cancelled, engine.woken) == (True, 1)
+        on_thread(lambda: engine.handles[0].put(9), lambda: engine.handles[0].end(Cancelled("gone")))
+        await settled()
+        assert events == [Tokens((8,))]
+
+    asyncio.run(story())
+
+
+def test_what_has_ended_is_not_called_off() -> None:
+    async def story() -> None:
+        engine = Standing()
+        call_off = backend(engine).submit(job(), lambda _: None)
+        on_thread(lambda: engine.handles[0].end(finished()))
+        await settled()
+        call_off()
+        assert engine.woken == 0
+
+    asyncio.run(story())
+
+
+ERRORS = [
+    (Refused("too little time", 180.2), 422, "budget_infeasible"),
+    (OutOfMemory("no room"), 503, "out_of_memory"),
+    (Stopped("the engine broke"), 503, "engine_stopped"),
+    (PlanError("`tier` is 'low'"), 400, "invalid_value"),
+    (RequestFailed("the model failed"), 500, "engine_failed"),
+    (ZeroDivisionError("a slip"), 500, "engine_failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ERRORS)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_errors_become_refusals(error: Exception, status: int, code: str, at_once: bool) -> None:
+    async def story() -> None:
+        engine, events = Standing(error if at_once else None), []
+        call_off = backend(engine).submit(job(), events.append)
+        assert events == []
+        if not at_once:
+            on_thread(lambda: engine.handles[0].end(error))
+        await settled()
+        (event,) = events
+        assert isinstance(event, Failed)
+        expected = (429, "overloaded") if at_once and isinstance(error, Refused) else (status, code)
+        assert (event.refusal.status, event.refusal.code) == expected
+        assert "a slip" not in event.refusal.message
+        if event.refusal.code == "budget_infeasible":
+            assert event.refusal.more == {"least_feasible_ms": 181}
+        call_off()
+
+    asyncio.run(story())
+
+
+def test_a_server_that_has_gone_does_not_stop_the_engine() -> None:
+    engine, events = Standing(), []
+
+    async def story() -> None:
+        backend(engine).submit(job(), events.append)
+
+    asyncio.run(story())
+    engine.handles[0].put(8)
+    engine.handles[0].end(finished())
+    assert events == []
+
+
+def test_what_cannot_be_learnt_from_is_an_answer_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        engine, events = Standing(), []
+        backend(engine, forecast=Forecast(InputError("no time"))).submit(job(), events.append)
+        on_thread(lambda: engine.handles[0].end(finished()))
+        await settled()
+        assert events == [Ended("length")]
+
+    asyncio.run(story())
+    assert "could not be learnt from" in caplog.text
+
+
+def test_what_the_engine_is() -> None:
+    engine: Any = Standing()
+    made = backend(engine)
+    assert (made.slots, made.context, made.alive) == (3, 64, True)
+    assert backend(engine, slots=1).slots == 1
+    for slots in (0, 4):
+        with pytest.raises(InputError, match="must be 1 to 3"):
+            backend(engine, slots=slots)
+    assert made.least_ms(job().prompt, 4, 0) == 5.0
+    made.close()
+    assert engine.closed == [False]
+    assert not made.alive
+
+
+class Predictor:
+    """As that of `predictor`, by a formula; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+        self.observed: list[tuple[Ask, float, float | None]] = []
+
+    def predict(self, asks: Any) -> tuple[np.ndarray, np.ndarray]:
+        self.asked += asks
+        p50 = np.array([len(ask.plan.blocks) * 10.0 + ask.new_tokens for ask in asks])
+        return p50, p50 * 2.0
+
+    def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
+        self.observed.append((ask, measured_ms, prefill_ms))
+
+
+def test_a_forecast_of_the_predictor() -> None:
+    predictor: Any = Predictor()
+    kinds: list[tuple[Tier, int]] = [("low", 3), ("low", 2), ("high", 2)]
+    plans = [
+        Plan(tier=tier, insertion_position=1, top_k=2, blocks=tuple(range(blocks))) for tier, blocks in kinds
+    ]
+    forecast = Predicted(predictor, plans, load=lambda: 0.25)
+    text = job().prompt
+    assert forecast.least_ms(text, 5, 2) == 50.0
+    # The tier does not matter without images, so two are the same.
+    assert [(ask.plan.tier, ask.batch, ask.load) for ask in predictor.asked] == [(None, 3, 0.25)] * 2
+    predictor.asked.clear()
+    seen = Prompt(inputs={}, tokens=9, text_tokens=3, images=1)
+    assert forecast.least_ms(seen, 5, 0) == 50.0
+    assert [(ask.plan.tier, ask.images, ask.text_tokens) for ask in predictor.asked] == [
+        ("low", 1, 3), ("low", 1, 3), ("high", 1, 3),
+    ]  # fmt: skip
+    assert forecast.of(plans[0], seen, 5, 1) == (35.0, 70.0)
+    forecast.observe(seen, 1, finished(plan=plans[0]))
+    ((ask, measured_ms, prefill_ms),) = predictor.observed
+    assert (ask.new_tokens, ask.queued_ms, ask.batch, measured_ms, prefill_ms) == (2, 2.0, 2, 11.0, 5.0)
+    with pytest.raises(InputError, match="no plans"):
+        Predicted(predictor, [])
+
+
+def test_a_job_that_was_let_in_is_not_refused_by_its_decider() -> None:
+    asked: list[dict[str, Any]] = []
+    chooser: Any = SimpleNamespace(decider=lambda **how: asked.append(how))
+    of = deciding(chooser, load=lambda: 0.5)
+    for mode in ("reject", "best_effort", "truncate"):
+        of(job(on_infeasible=mode, beside=2))
+    assert [how["on_infeasible"] for how in asked] == ["best_effort", "best_effort", "truncate"]
+    assert all(
+        (how["text_tokens"], how["images"], how["batch"], how["load"]) == (3, 0, 3, 0.5) for how in asked
+    )
+
+
+class Letters:
+    """A tokenizer of letters for the tiny models."""
+
+    chat_template: Any = "by hand"
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **how: Any) -> str:
+        return (
+            "".join("#" if p["type"] == "image" else p["text"] for m in conversation for p in m["content"])
+            + "."
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [tiny.IMAGE if sign == "#" else 3 + ord(sign) % 50 for sign in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join("#" if token == tiny.IMAGE else chr(0x410 + token) for token in token_ids)
+
+
+FULL = Plan(tier="high", insertion_position=1, top_k=6, blocks=tuple(range(6)))
+CHEAP = Plan(tier="low", insertion_position=1, top_k=2, blocks=(0, 1, 2, 4))
+
+
+def chosen(plan: Plan, images: int) -> Plan:
+    tier = plan.tier if images else None
+    return Plan(tier=tier, insertion_position=plan.insertion_position, top_k=plan.top_k, blocks=plan.blocks)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[Any, Engine]]:
+    pytest.importorskip("transformers")
+    model = tiny.llava_siglip()
+    adapter = adapter_of(model)
+    plans = [FULL, CHEAP, chosen(FULL, 0), chosen(CHEAP, 0)]
+    engine = Engine(adapter, Knobs(adapter), plans=plans, max_batch=3, max_tokens=160, graphs=False)
+    yield adapter, engine
+    engine.shutdown(drain=False)
+
+
+def made_app(real: tuple[Any, Engine]) -> Any:
+    adapter, engine = real
+    sight = Crops(
+        Letters(), image_token=tiny.IMAGE, size=tiny.SIZE, tokens_per_crop=adapter.tokens_per_crop,
+        mean=[0.5] * 3, std=[0.5] * 3,
+    )  # fmt: skip
+
+    def decider(job: Job) -> Fixed:
+        # A budget below a minute is a wish for the cheap plan.
+        plan = CHEAP if job.until_s < time.perf_counter() + 60 else FULL
+        return Fixed(plan=chosen(plan, job.prompt.images))
+
+    made = EngineBackend(engine, decider=decider, forecast=Forecast(), stop=[STOP])
+    made.close = lambda: None
+    return create_app(
+        Service("tiny", made, Prompts(Letters(), context=160, sight=sight, stop=[STOP]), temperature=0.0)
+    )
+
+
+def test_the_real_engine_by_openais_client(real: tuple[Any, Engine]) -> None:
+    app = made_app(real)
+    with serving(app) as server:
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0, timeout=60.0
+        )
+        with client:
+            picture = data_url(Image.effect_noise((20, 12), 90.0).convert("RGB"))
+            alone = {}
+            for name, urls, budget_ms in (
+                ("text", [], None),
+                ("image", [picture], None),
+                ("cheap", [picture], 50_000),
+            ):
+                found: Any = client.chat.completions.create(
+                    model="tiny", messages=user("what is there", *urls), max_completion_tokens=6,
+                    extra_body={"latency_budget_ms": budget_ms},
+                )  # fmt: skip
+                plan = chosen(CHEAP if budget_ms else FULL, len(urls))
+                assert found.sparseflow["plan"]["id"] == plan.id
+                assert found.usage.completion_tokens <= 6
+                alone[name] = found.choices[0].message.content
+                service: Service = app.state.service
+                inputs = service.prompts.prompt(
+                    [_message("what is there", urls)], [_pixels(url) for url in urls]
+                ).inputs
+                handle = real[1].submit(
+                    Request(inputs=inputs, decide=Fixed(plan=plan), max_new_tokens=6, stop=[STOP])
+                )
+                tokens = [token for token in handle.result(60.0).tokens if token != STOP]
+                assert alone[name] == Letters().decode(tokens)
+
+            def streamed(name: str, urls: list[str], budget_ms: int | None) -> None:
+                stream = client.chat.completions.create(
+                    model="tiny", messages=user("what is there", *urls), max_completion_tokens=6, stream=True,
+                    extra_body={"latency_budget_ms": budget_ms},
+                )  # fmt: skip
+                together[name] = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+            # Mixed plans at once give each what it gets alone.
+            together: dict[str, str] = {}
+            threads = [
+                threading.Thread(target=streamed, args=each)
+                for each in (("text", [], None), ("image", [picture], None), ("cheap", [picture], 50_000))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert together == alone
+
+
+def test_who_goes_away_frees_a_slot_of_the_real_engine(real: tuple[Any, Engine]) -> None:
+    app = made_app(real)
+    with serving(app) as server:
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0, timeout=60.0
+        )
+        with client:
+            gone = client.chat.completions.create(
+                model="tiny", messages=user("a"), max_completion_tokens=150, stream=True
+            )
+            next(iter(gone))
+            gone.close()
+            eventually(lambda: real[1].snapshot().running == 0)
+            found = client.chat.completions.create(model="tiny", messages=user("a"), max_completion_tokens=2)
+            assert found.usage is not None
+            assert found.usage.completion_tokens <= 2
+
+
+def _message(text: str, urls: list[str]) -> Any:
+    return Message.model_validate(user(text, *urls)[0])
+
+
+def _pixels(url: str) -> torch.Tensor:
+    return decode(url, Limits())

@@ -1,0 +1,219 @@
+"""How requests are let in: what `test_app.py` does not see from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from sparseflow.adaptive.serve.answer import Answer
+from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Started, Tokens
+from sparseflow.adaptive.serve.chat import Prompts
+from sparseflow.adaptive.serve.limits import Limits
+from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.serve.service import Service
+from sparseflow.errors import InputError
+from tests.adaptive.serve.fake import MODEL, PLANS, Bytes, Squares, user
+
+
+class Still:
+    """A backend that does nothing by itself."""
+
+    def __init__(self, *, slots: int = 1, least_ms: float = 100.0) -> None:
+        self.slots, self.context, self.alive = slots, 512, True
+        self.ms = least_ms
+        self.jobs: list[tuple[Job, Callable[[Any], None]]] = []
+        self.called_off: list[str] = []
+        self.asked: list[tuple[int, int]] = []
+
+    def least_ms(self, prompt: Any, new_tokens: int, beside: int) -> float:
+        self.asked.append((new_tokens, beside))
+        return self.ms * (1 + beside)
+
+    def submit(self, job: Job, emit: Callable[[Any], None]) -> Callable[[], None]:
+        self.jobs.append((job, emit))
+        return lambda: self.called_off.append(job.id)
+
+    def close(self) -> None:
+        pass
+
+
+def scene(
+    story: Callable[[Service, Still], Awaitable[None]], backend: Still | None = None, **limits: Any
+) -> None:
+    async def whole() -> None:
+        made = backend or Still()
+        service = Service(
+            MODEL, made, Prompts(Bytes(), context=512, sight=Squares()), limits=Limits(**limits)
+        )
+        await service.open()
+        await story(service, made)
+        assert service.line.running == service.line.waiting == 0
+        await service.close()
+
+    asyncio.run(whole())
+
+
+async def ask(service: Service, *, ago_s: float = 0.0, **fields: Any) -> Answer:
+    async def read() -> bytes:
+        return json.dumps({"model": MODEL, "messages": user("Hi"), **fields}).encode()
+
+    return await service.answer(read, {}, time.perf_counter() - ago_s)
+
+
+def test_the_line_moves_on_when_one_ends() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        first, second = await ask(service), await ask(service)
+        assert len(backend.jobs) == 1
+        job, emit = backend.jobs[0]
+        emit(Started(plan=PLANS[0], p50_ms=50.0, p99_ms=60.0))
+        emit(Tokens(tuple(b"Yes")))
+        await first.begin()
+        assert len(backend.jobs) == 1
+        emit(Ended("stop"))
+        # Nobody has read the first one yet, and the second one runs.
+        assert len(backend.jobs) == 2
+        emit(Tokens(tuple(b"late")))
+        assert "".join([piece async for piece in first.pieces()]) == "Yes"
+        assert first.report()["predicted_ms"] == {"p50": 50.0, "p99": 60.0}
+        backend.jobs[1][1](Ended("length"))
+        assert [piece async for piece in second.pieces()] == []
+        assert second.finish_reason == "length"
+        assert backend.called_off == [job.id, backend.jobs[1][0].id]
+
+    scene(story)
+
+
+def test_a_failure_before_the_first_token_is_told_at_the_beginning() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        answer = await ask(service)
+        backend.jobs[0][1](Failed(Refusal(503, "no room", code="out_of_memory")))
+        with pytest.raises(Refusal, match="no room"):
+            await answer.begin()
+        assert service.metrics.value("requests_total", outcome="failed", code="out_of_memory") == 1
+
+    scene(story)
+
+
+def test_who_leaves_the_line_never_runs() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        first, second, third = [await ask(service) for _ in range(3)]
+        second.leave()
+        second.leave()
+        first.leave()
+        assert backend.called_off == [backend.jobs[0][0].id]
+        assert [job.id for job, _ in backend.jobs] == [first.id, third.id]
+        third.leave()
+        assert service.metrics.value("requests_total", outcome="cancelled", code="client_gone") == 3
+
+    scene(story)
+
+
+def test_time_that_passed_before_counts() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        answer = await ask(service, ago_s=10.0, latency_budget_ms=10_900)
+        job = backend.jobs[0][0]
+        assert job.until_s - time.perf_counter() < 0.9
+        answer.leave()
+        # What is left would do for an idle server's least, had less time passed: no reason to ask for a
+        # larger budget.
+        with pytest.raises(Refusal) as caught:
+            await ask(service, ago_s=10.0, latency_budget_ms=10_050)
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+
+    scene(story)
+
+
+def test_a_budget_that_was_used_up_in_line() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        running = await ask(service)
+        # Nothing says that the first one takes long.
+        waiting = await ask(service, latency_budget_ms=500)
+        hoping = await ask(service, latency_budget_ms=500, on_infeasible="best_effort")
+        await asyncio.sleep(0.6)
+        running.leave()
+        with pytest.raises(Refusal) as caught:
+            await waiting.begin()
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
+        assert service.metrics.value("budgets_total", result="missed") == 1
+        # Who is to be run at any rate is run.
+        assert [job.id for job, _ in backend.jobs] == [running.id, hoping.id]
+        hoping.leave()
+
+    scene(story, Still(least_ms=1.0))
+
+
+def test_what_runs_beside_is_told() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        answers = [await ask(service) for _ in range(4)]
+        assert [job.beside for job, _ in backend.jobs] == [0, 1, 2]
+        assert [beside for _, beside in backend.asked[1:]] == [0, 1, 2, 2]
+        for answer in answers:
+            answer.leave()
+
+    scene(story, Still(slots=3))
+
+
+def test_where_predictions_are_too_short_the_least_is_more() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        with pytest.raises(Refusal) as caught:
+            await ask(service, latency_budget_ms=90)
+        first = caught.value.more["least_feasible_ms"]
+        for _ in range(60):
+            await ask(service)
+            job, emit = backend.jobs[-1]
+            now_ms = (time.perf_counter() - job.received_s) * 1000.0
+            emit(Started(plan=PLANS[0], p50_ms=now_ms, p99_ms=now_ms + 1e-3))
+            emit(Ended("stop"))
+        with pytest.raises(Refusal) as caught:
+            await ask(service, latency_budget_ms=90)
+        assert caught.value.more["least_feasible_ms"] > 1.3 * first
+
+    scene(story)
+
+
+def test_a_request_that_comes_as_the_gate_shuts() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        async def slowly() -> bytes:
+            await service.gate.drain(0.0)
+            return json.dumps({"model": MODEL, "messages": user("Hi")}).encode()
+
+        with pytest.raises(Refusal, match="shutting down"):
+            await service.answer(slowly, {}, time.perf_counter())
+        assert backend.jobs == []
+        with pytest.raises(Refusal, match="shutting down"):
+            await ask(service)
+
+    scene(story)
+
+
+def test_who_is_cut_off_while_it_is_read_keeps_no_place() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        async def never() -> bytes:
+            await asyncio.sleep(60.0)
+            return b""
+
+        tasks = [asyncio.ensure_future(service.answer(never, {}, time.perf_counter())) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal, match="the server is full"):
+            await ask(service)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        (await ask(service)).leave()
+
+    scene(story, places=2)
+
+
+def test_services_that_cannot_be() -> None:
+    prompts = Prompts(Bytes(), context=1000)
+    with pytest.raises(InputError, match="1000 tokens are more than the 512 of the backend"):
+        Service(MODEL, Still(), prompts)
+    with pytest.raises(InputError, match="not an empty one"):
+        Service("", Still(), Prompts(Bytes(), context=5))
+    with pytest.raises(InputError, match="temperature"):
+        Service(MODEL, Still(), Prompts(Bytes(), context=5), temperature=-1.0)

@@ -1,0 +1,183 @@
+"""Deciding: plans that fit are chosen, by controllers or worth; the rest is refused, run or cut short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.decide import Budgeted, Chooser, OnInfeasible
+from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
+from sparseflow.adaptive.runtime.requests import Choice, Refusal, Request
+from sparseflow.errors import InputError
+
+GEOMETRY = Geometry(depth=16, top_k=8)
+SPACE = PlanSpace.of(GEOMETRY, [1.0 / (1 + block) for block in range(16)])
+WIDTH = 8
+TIERS = {"low": 0.0, "medium": 20.0, "high": 50.0}
+
+
+def work_ms(plan: Plan, new_tokens: int) -> float:
+    return TIERS[plan.tier or "low"] + len(plan.blocks) + plan.top_k + 2.0 * new_tokens
+
+
+class Formula:
+    """A predictor that is exact; the 99th percentile is 10 % above the median."""
+
+    def __init__(self, space: PlanSpace = SPACE) -> None:
+        self.space = space
+        self.asked: list[dict[str, Any]] = []
+
+    def predict_all(self, *, new_tokens: int, after: str, **asked: Any) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append({"new_tokens": new_tokens, "after": after, **asked})
+        spent = 10.0 if after == "insertion" else 0.0
+        p50 = np.array([work_ms(plan, new_tokens) for plan in self.space.plans]) - spent
+        return p50, 1.1 * p50
+
+
+def chooser(**parts: Any) -> Chooser:
+    table = torch.nn.Embedding(32, WIDTH)
+    adapter: Any = SimpleNamespace(
+        geometry=GEOMETRY, embed=table, model=SimpleNamespace(config=SimpleNamespace(image_token_id=31))
+    )
+    return Chooser(**{"adapter": adapter, "predictor": Formula(), **parts})
+
+
+def controllers(seed: int = 0) -> Controllers:
+    return Controllers(SPACE, width=WIDTH, model_id="m", seed=seed).eval()
+
+
+def asked(decide: Any, budget_ms: float | None = None, new_tokens: int = 4) -> Request:
+    ids = torch.tensor([[31, 31, 3, 4, 5]])
+    return Request(inputs={"input_ids": ids}, decide=decide, budget_ms=budget_ms, max_new_tokens=new_tokens)
+
+
+def decided(
+    of: Chooser, remaining_ms: float, *, left_ms: float | None = None, images: int = 1, **how: Any
+) -> tuple[Any, Any, Budgeted]:
+    decider = of.decider(text_tokens=3, images=images, **how)
+    request = asked(decider)
+    first = decider.first(request, remaining_ms)
+    if isinstance(first, Refusal):
+        return first, None, decider
+    left = remaining_ms - 10.0 if left_ms is None else left_ms
+    return first, decider.second(torch.randn(WIDTH), request, left), decider
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("budget_ms", [35.0, 50.0, 60.0, 77.0, 95.0, 200.0])
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None:
+    of = chooser(controllers=controllers(seed) if learned else None)
+    first, second, _ = decided(of, budget_ms)
+    assert isinstance(first, Choice) and first.feasible and second.feasible
+    # By the insertion 10 ms are spent, and no longer uncertain.
+    assert 1.1 * (work_ms(second.plan, 4) - 10.0) <= budget_ms - 10.0
+    assert (second.plan.tier, second.plan.insertion_position) == (first.tier, first.insertion_position)
+    assert second.plan in SPACE.plans and second.max_new_tokens == 4
+
+
+def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> None:
+    _, second, _ = decided(chooser(), 70.0)
+    fitting = [work_ms(plan, 4) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
+    assert work_ms(second.plan, 4) == max(fitting)
+    best = SPACE.plans[37]
+    worth = [1.0 if plan == best else 0.5 for plan in SPACE.plans]
+    assert decided(chooser(worth=worth), 1000.0)[1].plan == best
+
+
+def test_of_equal_worth_the_quicker_is_taken() -> None:
+    _, second, _ = decided(chooser(worth=[1.0] * len(SPACE)), 1000.0)
+    assert work_ms(second.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
+
+
+def test_without_a_budget_everything_runs() -> None:
+    for given in (chooser(), chooser(controllers=controllers())):
+        _, second, _ = decided(given, math.inf)
+        assert second.plan.tier == "high" and second.plan.top_k == 8 and len(second.plan.blocks) == 16
+
+
+def test_only_allowed_plans_are_chosen() -> None:
+    few = SPACE.plans[:40:7]
+    for given in (chooser(plans=few), chooser(plans=few, controllers=controllers())):
+        for budget_ms in (40.0, 60.0, 500.0, math.inf):
+            assert decided(given, budget_ms)[1].plan in few
+
+
+def test_time_that_was_lost_leaves_the_quickest_that_begins_so() -> None:
+    first, second, decider = decided(chooser(controllers=controllers()), 60.0, left_ms=1.0)
+    assert not second.feasible
+    begun = [
+        work_ms(plan, 4)
+        for plan in SPACE.plans
+        if (plan.tier, plan.insertion_position) == (first.tier, first.insertion_position)
+    ]
+    assert work_ms(second.plan, 4) == min(begun)
+    assert [each["after"] for each in decider.chooser.predictor.asked] == ["receipt", "insertion"]  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_met_is_refused_with_what_could() -> None:
+    refusal, _, _ = decided(chooser(), 20.0, on_infeasible="reject")
+    assert isinstance(refusal, Refusal)
+    least = min(1.1 * work_ms(plan, 4) for plan in SPACE.plans)
+    assert refusal.least_ms is not None and least <= refusal.least_ms < least + 1000.0
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_best_effort_runs_the_quickest(learned: bool) -> None:
+    first, second, _ = decided(chooser(controllers=controllers() if learned else None), 20.0)
+    assert not first.feasible and not second.feasible and first.max_new_tokens is None
+    assert work_ms(second.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
+
+
+def test_truncated_is_as_long_as_fits() -> None:
+    quickest = min(work_ms(plan, 0) for plan in SPACE.plans)
+    first, second, _ = decided(chooser(), 1.1 * (quickest + 2.0 * 3) + 1e-6, on_infeasible="truncate")
+    assert first.feasible and first.max_new_tokens == second.max_new_tokens == 3
+    refusal, _, _ = decided(chooser(), 1.1 * (quickest + 1.0), on_infeasible="truncate")
+    assert isinstance(refusal, Refusal) and "one token" in refusal.reason
+
+
+def test_requests_without_image_have_no_tier() -> None:
+    for given in (chooser(), chooser(controllers=controllers())):
+        first, second, _ = decided(given, 60.0, images=0)
+        assert first.tier is None and second.plan.tier is None
+
+
+def test_the_size_of_a_request_is_told() -> None:
+    _, _, decider = decided(chooser(), 60.0, batch=3, load=0.5)
+    for each in decider.chooser.predictor.asked:  # type: ignore[attr-defined]
+        assert {"text_tokens": 3, "images": 1, "batch": 3, "load": 0.5}.items() <= each.items()
+
+
+def test_predictions_count_from_receipt() -> None:
+    decider = chooser().decider(text_tokens=3, images=1)
+    request = replace(asked(decider), received_s=asked(decider).received_s - 2.0)
+    first = decider.first(request, 60.0)
+    second = decider.second(torch.randn(WIDTH), request, 50.0)
+    assert isinstance(first, Choice) and first.predicted_ms is not None and second.predicted_ms is not None
+    assert first.predicted_ms > 2000.0 and second.predicted_ms > 2000.0
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    other = PlanSpace.of(Geometry(depth=12, top_k=8), [0.0] * 12)
+    with pytest.raises(InputError, match=r"the predictor is of .*depth=12.*, the model of .*depth=16"):
+        chooser(predictor=Formula(other))
+    elsewhere = PlanSpace.of(GEOMETRY, list(range(16)))
+    with pytest.raises(InputError, match=r"of different plans; train or profile anew"):
+        chooser(controllers=Controllers(elsewhere, width=WIDTH, model_id="m"))
+    with pytest.raises(InputError, match=r"`worth` has 3 values; there are 225 plans"):
+        chooser(worth=[1.0, 2.0, 3.0])
+    with pytest.raises(InputError, match=r"`plans` must be some of the predictor's: none is given"):
+        chooser(plans=[])
+    with pytest.raises(InputError, match=r"high-p5-k8-\S+ is not"):
+        chooser(plans=[Plan(tier="high", insertion_position=5, top_k=8, blocks=tuple(range(12)))])
+    with pytest.raises(InputError, match=r"`on_infeasible` \(='shrug'\) must be one of reject, best_effort"):
+        chooser().decider(text_tokens=1, images=0, on_infeasible="shrug")  # pyright: ignore[reportArgumentType]
+    assert set(get_args(OnInfeasible)) == {"reject", "best_effort", "truncate"}

@@ -1,0 +1,115 @@
+"""Judging: the measures by hand, paired intervals, and margins that keep an attainment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparseflow.adaptive.costs import QuantileCosts
+from sparseflow.adaptive.environment import Outcomes, budget_grid
+from sparseflow.adaptive.judging import judge, matched, versus
+from sparseflow.adaptive.policies import BestStatic, LookupTable, Oracle, Policy, Random, WithMargin
+from sparseflow.errors import InputError
+from tests.adaptive.synthetic import outcomes, space
+
+SMALL = space(depth=2, top_k=1, tiers=2)
+
+
+def by_hand() -> Outcomes:
+    """Two samples, two plans: the quick one is right for the first sample, the slow one for both."""
+    template = outcomes(2, plans=SMALL)
+    assert len(SMALL) == 2
+    return Outcomes(
+        space=SMALL, correct=torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
+        latency_ms=torch.tensor([[[10.0, 10.0], [20.0, 40.0]], [[10.0, 10.0], [20.0, 40.0]]]),
+        language=template.language, tokens=template.tokens,
+    )  # fmt: skip
+
+
+def test_the_measures_by_hand() -> None:
+    table, budgets = by_hand(), torch.tensor([50.0, 30.0])
+    slow = judge(BestStatic(plan=1), table, budgets)
+    assert (slow.accuracy.mean, slow.attainment.mean, slow.goodput.mean) == (1.0, 0.75, 0.75)
+    # At 30 ms the oracle takes the quick plan for the first sample.
+    assert slow.regret.mean == pytest.approx(0.125) and slow.latency_ms == 30.0
+    assert [row["budget_ms"] for row in slow.curve] == [30.0, 50.0]
+    assert slow.curve[0] == {"budget_ms": 30.0, "accuracy": 1.0, "attainment": 0.5, "goodput": 0.5}
+    assert (slow.margin, slow.met) == (1.0, None)
+    quick = judge(BestStatic(plan=0), table, budgets)
+    assert (quick.accuracy.mean, quick.attainment.mean, quick.regret.mean) == (0.5, 1.0, pytest.approx(0.375))
+    assert judge(Oracle(), table, budgets).regret.mean == 0.0
+    assert json.loads(json.dumps(slow.to_dict()))["regret"]["mean"] == pytest.approx(0.125)
+
+
+def test_several_seeds_are_judged_by_their_mean() -> None:
+    table = outcomes(40, jitter=0.1)
+    budgets, costs = budget_grid(table.span_ms(), 5), QuantileCosts.of(table)
+    every = [Random(costs=costs, seed=seed) for seed in range(3)]
+    together, alone = judge(every, table, budgets), [judge(each, table, budgets) for each in every]
+    assert together.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in alone) / 3)
+    torch.testing.assert_close(
+        together.per_sample["regret"], torch.stack([each.per_sample["regret"] for each in alone]).mean(0)
+    )
+
+
+def test_intervals_are_paired_and_over_images() -> None:
+    table = outcomes(60, jitter=0.1)
+    budgets = budget_grid(table.span_ms(), 4)
+    lookup, oracle = judge(LookupTable.of(table), table, budgets), judge(Oracle(), table, budgets)
+    found = versus(oracle, lookup)["goodput"]
+    assert found.mean == pytest.approx(lookup.regret.mean) and found.low <= found.mean <= found.high
+    assert (
+        found.high - found.low
+        < lookup.goodput.high - lookup.goodput.low + oracle.goodput.high - oracle.goodput.low
+    )
+    same = versus(lookup, lookup)["accuracy"]
+    assert (same.mean, same.low, same.high) == (0.0, 0.0, 0.0)
+    # The same request three times, of one image, is no more than once; of three images it would be.
+    thrice = table.take(torch.arange(60).repeat_interleave(3))
+    for images, known in ((torch.arange(60).repeat_interleave(3), 1), (torch.arange(180), 3)):
+        many = judge(LookupTable.of(table), replace(thrice, images=images), budgets).goodput
+        alone = judge(LookupTable.of(table), replace(table, images=torch.arange(60)), budgets).goodput
+        share = (many.high - many.low) / (alone.high - alone.low)
+        assert share == pytest.approx(known**-0.5, rel=0.15)
+    with pytest.raises(InputError, match="different samples"):
+        versus(judge(Oracle(), thrice, budgets), lookup)
+
+
+def test_a_margin_keeps_the_attainment_that_is_asked() -> None:
+    train, validation = outcomes(60, seed=1, jitter=0.2), outcomes(60, seed=2, jitter=0.2)
+    budgets = budget_grid(train.span_ms(), 6)[1:]
+    for policy in (LookupTable.of(train, quantile=0.5), LookupTable.of(train, quantile=0.99)):
+        found = matched(policy, validation, budgets, 0.9)
+        judged = judge(found, validation, budgets)
+        assert found.met and judged.met and judged.attainment.mean >= 0.9 and judged.margin == found.margin
+        plain = judge(policy, validation, budgets)
+        if plain.attainment.mean >= 0.9:
+            assert judged.accuracy.mean >= plain.accuracy.mean, "a careful policy becomes bolder"
+        else:
+            assert found.margin < 1.0
+
+
+def test_an_attainment_that_cannot_be_kept_is_said() -> None:
+    table = by_hand()
+    found = matched(BestStatic(plan=1), table, torch.tensor([5.0, 30.0]), 0.9)
+    assert not found.met
+    assert judge(found, table, torch.tensor([30.0])).met is False
+    with pytest.raises(InputError, match="from 0 to 1"):
+        matched(Oracle(), table, torch.tensor([30.0]), 1.5)
+
+
+def test_what_is_refused() -> None:
+    table, budgets = by_hand(), torch.tensor([30.0])
+    none: list[Policy] = []
+    for wrong in (none, [Oracle(), BestStatic(plan=0)]):
+        with pytest.raises(InputError, match="of one kind"):
+            judge(wrong, table, budgets)
+    with pytest.raises(InputError, match="above 0 ms"):
+        judge(Oracle(), table, torch.tensor([-1.0]))
+    assert (
+        judge([WithMargin(policy=Oracle(), margin=margin) for margin in (0.8, 1.0)], table, budgets).margin
+        == 0.9
+    )

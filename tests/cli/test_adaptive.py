@@ -1,0 +1,85 @@
+"""`sparseflow adaptive`, for readers and for scripts: from a training to an answer within a budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+pytest.importorskip("fastapi")
+pytest.importorskip("PIL")
+
+from sparseflow.cli.root import run
+from tests.adaptive.grid_vqa.little import QUICK
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model that was trained for some steps, by the command."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.yaml").write_text(json.dumps(QUICK))  # JSON is YAML
+    assert run(["adaptive", "grid-vqa", "--config", "quick.yaml", "--out", "run"]) == 0
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "canvas.png")
+    return "run/model"
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_from_a_training_to_an_answer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ["adaptive", "grid-vqa", "--config", "quick.yaml", "--out", "run"]
+    assert run(again) == 0  # done already
+    assert "accuracy of the full plan" in capsys.readouterr().out
+    assert run([*again, "--set", "train.steps=6"]) == 2
+    assert "another training" in capsys.readouterr().err
+    assert run(["adaptive", "importance", model, "--samples", "8", "--out", "importance.json", "--json"]) == 0
+    assert told(capsys)["samples"] == 8
+    profile = ["adaptive", "profile", model, "--importance", "importance.json", "--out", "profile.parquet"]
+    few = ["--plans", "8", "--tokens", "6", "--tokens", "12", "--repeats", "2", "--steps", "2"]
+    assert run([*profile, *few, "--json"]) == 0
+    found = told(capsys)
+    assert (found["requests"], found["failed"]) == (32, 0)
+    ask = ["adaptive", "generate", model, "how many one are there", "--image", "canvas.png"]
+    assert run([*ask, "--profile", found["predictor"], "--budget-ms", "60000", "--json"]) == 0
+    answer = told(capsys)
+    assert answer["budget_met"] and answer["feasible"] and answer["plan"]["tier"] == "high"
+    assert run([*ask, "--profile", found["predictor"], "--budget-ms", "0.01"]) == 0
+    assert "budget missed" in capsys.readouterr().err
+    reject = ["--budget-ms", "0.01", "--on-infeasible", "reject"]
+    assert run([*ask, "--profile", found["predictor"], *reject]) == 1
+    assert "no plan keeps the budget; it needs at least" in capsys.readouterr().err
+
+
+def test_an_answer_needs_no_profile_and_a_budget_does(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    ask = ["adaptive", "generate", model, "how many one are there", "--max-new-tokens", "3"]
+    assert run([*ask, "--json"]) == 0
+    assert told(capsys)["plan"]["tier"] is None
+    assert run([*ask, "--budget-ms", "100"]) == 2
+    assert "a budget needs a profile" in capsys.readouterr().err
+    assert run([*ask, "--image", "absent.png"]) == 2
+    assert "absent.png cannot be read" in capsys.readouterr().err
+    assert run([*ask, "--profile", "absent.parquet"]) == 2
+    assert "there is no profile absent.parquet" in capsys.readouterr().err
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["adaptive", "generate", str(tmp_path), "hello"]) == 2
+    assert "holds no model: there is no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert run(["adaptive", "generate", str(tmp_path), "hello"]) == 2
+    assert "holds no model that can be read" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["adaptive", "doctor", "--json"]) == 0
+    assert [each["name"] for each in told(capsys)["extras"]] == ["adaptive", "distributed"]
