@@ -492,6 +492,20 @@ def test_a_table_is_found_again_from_its_own_times() -> None:
     np.testing.assert_allclose(predicted[undisturbed], ms[undisturbed], rtol=0.01)
 
 
+def test_a_table_is_of_medians_however_wide_times_scatter() -> None:
+    generator = np.random.default_rng(6)
+    plans = [SPACE.plans[at] for at in generator.integers(0, 225, 3000)]
+    work = terms(plans, SPACE.geometry)
+    truth = work @ [1.0, 0.2, 0.05, 0.0, 0.1, 0.02]
+    none = np.zeros(3000)
+    measured = Measured(
+        ms=truth * np.exp(0.4 * generator.normal(size=3000)), load=none, batch=none + 1.0, tokens=none,
+        terms=work, images=none, tier=none.astype(int),
+    )  # fmt: skip
+    predicted = fit_table(measured, np.zeros(1), 0).at(none, none + 1.0, work, none, none.astype(int))[:, 0]
+    assert np.median(predicted / truth) == pytest.approx(1.0, abs=0.03)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 2000), st.floats(0.001, 0.5), st.integers(0, 3))
 def test_margins_are_conformal_quantiles(count: int, miss: float, seed: int) -> None:

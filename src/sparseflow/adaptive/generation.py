@@ -82,6 +82,11 @@ class Generated:
         return self.sequences[:, self.prompt_tokens :]
 
     @property
+    def measured_ms(self) -> float:
+        """What the call took, from receipt to the last token."""
+        return self.timings.total_ms
+
+    @property
     def budget_met(self) -> bool | None:
         """Whether the last token came in time; None without a budget."""
         return None if self.budget_ms is None else self.timings.total_ms <= self.budget_ms

@@ -211,7 +211,7 @@ def generate(
     text = opened.tokenizer.decode(found.new_tokens[0], skip_special_tokens=True)
     told = {
         "text": text, "plan": found.plan.to_dict(), "predicted_ms": found.predicted_ms,
-        "measured_ms": found.timings.total_ms, "budget_ms": budget_ms, "budget_met": found.budget_met,
+        "measured_ms": found.measured_ms, "budget_ms": budget_ms, "budget_met": found.budget_met,
         "feasible": found.feasible,
     }  # fmt: skip
     if as_json:
@@ -220,7 +220,7 @@ def generate(
     typer.echo(text)
     expected = "" if found.predicted_ms is None else f", {found.predicted_ms:.1f} ms expected"
     kept = "" if found.budget_met is None else f"; budget {'kept' if found.budget_met else 'missed'}"
-    typer.echo(f"{found.plan.id}: {found.timings.total_ms:.1f} ms{expected}{kept}", err=True)
+    typer.echo(f"{found.plan.id}: {found.measured_ms:.1f} ms{expected}{kept}", err=True)
 
 
 @app.command()

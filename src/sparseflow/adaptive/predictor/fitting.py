@@ -125,6 +125,8 @@ def _non_negative(x: np.ndarray, bends: np.ndarray) -> np.ndarray:
         # The same minimum by as many rows as columns.
         factor = np.linalg.cholesky(gram)
         best = nnls(factor.T, np.linalg.solve(factor, x.T @ weight))[0]
+        # Squares of relative errors come out too small, and rounds alone would be slow to undo that.
+        best = best / np.median(x @ best)
         predicted = x @ best
         # Relative to what is predicted: relative to what was measured, fast samples would count for more.
         weight = 1.0 / (np.maximum(np.abs(predicted - 1.0), _SMALL) * np.maximum(predicted, _SMALL))
