@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="tiny")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU by default")
-    parser.add_argument("--plans", type=int, default=24, help="plans to profile")
+    parser.add_argument("--plans", type=int, default=18, help="plans to profile")
     parser.add_argument(
         "--buckets", type=int, nargs="+", default=[16, 96, 256], help="text tokens to profile"
     )
@@ -258,8 +258,8 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--repeats", type=int, default=3, help="of each, in the profile")
     parser.add_argument("--steps", type=int, default=6, help="tokens after the first, in the profile")
-    parser.add_argument("--requests", type=int, default=32, help="to judge by")
-    parser.add_argument("--runs", type=int, default=10, help="of each of them, at each load")
+    parser.add_argument("--requests", type=int, default=20, help="to judge by")
+    parser.add_argument("--runs", type=int, default=8, help="of each of them, at each load")
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
