@@ -6,9 +6,11 @@ r"""A pruned video transformer on several devices, a process each: plans against
     python benchmarks/codesign/reality.py --device cuda --slots 2 --dtype bfloat16 \
         --out results/codesign/reality-2.json
 
-Layers are measured one by one on one device, the link between two processes by messages of several sizes.
-From these figures alone come the plans: a pipeline for throughput, and a plan for the latency of one batch,
-in which layers are split. Then both are run.
+Layers are measured on one device, in passes over the whole model: of one batch alone, and of batches right
+behind each other, where launches hide behind work. The link between two processes is measured by messages of
+several sizes. From these figures alone come the plans: a pipeline for throughput, by the layers of batches
+behind each other, and a plan for the latency of one batch alone, in which layers are split. Then both run.
+What one batch takes is predicted by the first figures, and how soon the next follows by the second.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,10 @@ from sparseflow.codesign.execute import Measured, RankExecutor, launch
 from sparseflow.codesign.execute.probe import probe
 from sparseflow.codesign.mapping import MappingSolver
 from sparseflow.codesign.network import Network
-from sparseflow.codesign.objective import Costs, Mode, PartCosts
+from sparseflow.codesign.objective import Costs, Mode, PartCosts, evaluate
 from sparseflow.codesign.partition import PartitionPlanner, Plan
-from sparseflow.codesign.profile import Measuring, profile_model
-from sparseflow.codesign.proxy import DeviceSpec, LayerHwProxy
+from sparseflow.codesign.passes import layer_times
+from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.splits import PartitionConfig
 from sparseflow.codesign.timeline import play
 from sparseflow.codesign.verification import error_of, whole
@@ -44,6 +44,9 @@ from sparseflow.core.layers import LayerNode, Splittable
 from sparseflow.core.timing import measure
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.steps import Steps
+
+Samples = list[list[float]]
+"""Milliseconds, [passes][layers]."""
 
 
 def made(asked: argparse.Namespace) -> Steps:
@@ -62,26 +65,15 @@ def clips(asked: argparse.Namespace) -> torch.Tensor:
     return values.to(getattr(torch, asked.dtype))
 
 
-def layer_costs(asked: argparse.Namespace, steps: Steps, network: Network) -> Costs:
-    """Every layer as it is measured on one device; all slots are alike."""
-    info = describe(asked.device)
-    spec = DeviceSpec(
-        name=info.name, peak_flops=1e12, peak_bw=1e12, mem_gb=info.memory_bytes / 1e9, tdp_w=1.0
-    )
-    device = torch.device(asked.device)
-    moved = steps.only([layer.id for layer in steps.layers(1)], device)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        points = profile_model(
-            Path(folder) / "points.parquet", moved, clips(asked).to(device), spec, device=device,
-            how=Measuring(mode="eager", repeats=15, power_every=0),
-        )  # fmt: skip
+def layer_costs(asked: argparse.Namespace, steps: Steps, network: Network, samples_ms: Samples) -> Costs:
+    """Every layer as it was measured on one device; all slots are alike."""
     layers = tuple(steps.layers(asked.batch))
-    latency = np.array([point.lat_ms for point in points])
-    limit = np.full(asked.slots, 1e3 * spec.mem_gb)
+    latency = np.median(np.array(samples_ms), axis=0)
     return Costs(
         layers=layers, latency_ms=np.repeat(latency[:, None], asked.slots, 1),
         power_w=np.zeros((len(layers), asked.slots)),
-        memory_mb=np.array([layer.memory_bytes / 1e6 for layer in layers]), limit_mb=limit,
+        memory_mb=np.array([layer.memory_bytes / 1e6 for layer in layers]),
+        limit_mb=np.full(asked.slots, describe(asked.device).memory_bytes / 1e6),
         idle_w=np.zeros(asked.slots), network=network,
     )  # fmt: skip
 
@@ -143,10 +135,31 @@ def reference(asked: argparse.Namespace) -> tuple[torch.Tensor, float]:
     return whole(moved, batch).cpu(), took.median_ms
 
 
+def priced(plan: Plan, costs: Costs, parts: Parts) -> Plan:
+    """The same plan at other costs."""
+    of = {
+        layer: (split, parts(costs.layers[layer], split.sizes, split.slots))
+        for layer, (split, _) in plan.splits.items()
+    }
+    return dataclasses.replace(
+        plan, hw_stats=evaluate(costs, plan.homes, of, plan.weights),
+        part_costs={layer: each for layer, (_, each) in of.items()},
+    )  # fmt: skip
+
+
 def case(
-    asked: argparse.Namespace, name: str, costs: Costs, plan: Plan, wanted: torch.Tensor
+    asked: argparse.Namespace, name: str, one: Plan, costs: Costs, plan: Plan, wanted: torch.Tensor
 ) -> dict[str, Any]:
-    """A plan's figures beside those of its run."""
+    """A plan's figures beside those of its run.
+
+    Args:
+        asked: The command's arguments.
+        name: Of the case.
+        one: The plan at costs of one batch alone.
+        costs: Of layers with batches behind each other.
+        plan: The same plan at these.
+        wanted: Logits of the whole model.
+    """
     homes = list(plan.homes)
     told = launch(partial(run, asked, homes, plan), len({*homes, *_parts(plan)}), device=asked.device)
     measured = told[0][0]
@@ -157,18 +170,23 @@ def case(
     return {
         "case": name, "homes": homes,
         "splits": [dataclasses.asdict(split) | {"permutation": None} for split, _ in plan.splits.values()],
-        "predicted_ms": {"latency": plan.hw_stats.serial_ms, "period": planned.period_ms},
+        "predicted_ms": {"latency": one.hw_stats.serial_ms, "period": planned.period_ms},
         "measured_ms": {"latency": latency, "period": period},
         "samples_ms": {"latency": list(measured.latency_ms), "period": list(measured.period_ms)},
         "token_ms": measured.token_ms,
         "error": {
-            "latency": abs(plan.hw_stats.serial_ms / latency - 1.0),
+            "latency": abs(one.hw_stats.serial_ms / latency - 1.0),
             "period": abs(planned.period_ms / period - 1.0),
         },
         "planned_bytes": plan.hw_stats.comm_bytes, "moved_bytes": sum(measured.moved_bytes.values()),
         "logits_error": error_of(logits, wanted), "logits_equal": bool(torch.equal(logits, wanted)),
         "clips_per_s": 1e3 * asked.batch / period,
     }  # fmt: skip
+
+
+def _rounded(samples_ms: Samples) -> Samples:
+    """To the microsecond, which keeps the file small."""
+    return [[round(each, 3) for each in row] for row in samples_ms]
 
 
 def _parts(plan: Plan) -> list[int]:
@@ -194,28 +212,39 @@ def main() -> int:
     link, samples = launch(probe, asked.slots, device=asked.device)[0]
     print(f"link: {link.bandwidth / 1e9:.1f} GB/s, {link.latency_us:.1f} us", flush=True)
     network = Network.all_to_all(link, np.zeros((asked.slots, asked.slots)))
-    costs = layer_costs(asked, steps, network)
-    print(f"one device: {costs.latency_ms[:, 0].sum():.3f} ms a batch of {asked.batch}", flush=True)
+    moved = steps.only([layer.id for layer in steps.layers(1)], torch.device(asked.device))
+    batch = clips(asked).to(asked.device)
+    layers_ms, costs, parts = {}, {}, {}
+    for name, behind in (("alone", False), ("behind", True)):
+        layers_ms[name] = layer_times(
+            moved, batch, device=asked.device, passes=asked.repeats, warmup=10, behind=behind
+        )
+        costs[name] = layer_costs(asked, steps, network, layers_ms[name])
+        parts[name] = Parts(asked, steps, costs[name])
+        took = costs[name].latency_ms[:, 0].sum()
+        print(f"one device, layers of batches {name}: {took:.3f} ms a batch of {asked.batch}", flush=True)
+    del moved
     wanted, alone_ms = reference(asked)
-    parts = Parts(asked, steps, costs)
-    print(f"one device, all layers: {alone_ms:.3f} ms", flush=True)
-    segments = len(costs.layers)
-    config = PartitionConfig(segments=segments, min_split_gain_ratio=0.01, w_comm=0.0, w_balance=0.0,
-                             flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
+    print(f"one device, whole, one batch alone: {alone_ms:.3f} ms", flush=True)
+    config = PartitionConfig(segments=len(steps.layers(1)), min_split_gain_ratio=0.01, w_comm=0.0,
+                             w_balance=0.0, flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
     found = []
-    alone = costs.latency_ms[:, 0].sum()
-    cases: tuple[tuple[str, Mode, bool], ...] = (("pipeline", "balanced", False), ("split", "serial", True))
-    for name, mode, fine in cases:
+    cases: tuple[tuple[str, Mode, str], ...] = (
+        ("pipeline", "balanced", "behind"),
+        ("split", "serial", "alone"),
+    )
+    for name, mode, by in cases:
         solver = MappingSolver(strategy="dp" if mode == "balanced" else "auto", mode=mode)
         planner = PartitionPlanner(solver, LayerHwProxy.analytic(), config)
-        plan = planner.decide(costs, parts, use_fine_split=fine)
+        plan = planner.decide(costs[by], parts[by], use_fine_split=mode == "serial")
         if len({*plan.homes, *_parts(plan)}) < 2:
             print(f"{name}: the plan uses one device", flush=True)
             continue
-        each = case(asked, name, costs, plan, wanted)
+        one, many = (priced(plan, costs[each], parts[each]) for each in ("alone", "behind"))
+        each = case(asked, name, one, costs["behind"], many, wanted)
         what = "period" if mode == "balanced" else "latency"
         each["speedup"] = {
-            "of": what, "predicted": alone / each["predicted_ms"][what],
+            "of": what, "predicted": costs[by].latency_ms[:, 0].sum() / each["predicted_ms"][what],
             "measured": alone_ms / each["measured_ms"][what],
         }  # fmt: skip
         found.append(each)
@@ -229,10 +258,9 @@ def main() -> int:
     record = {
         **begun(asked, device=asked.device),
         "link": link.model_dump(), "link_samples_ms": {str(size): values for size, values in samples.items()},
-        "layers_ms": {
-            layer.name: float(took) for layer, took in zip(costs.layers, costs.latency_ms[:, 0], strict=True)
-        },
-        "one_device_ms": {"layers": float(alone), "measured": alone_ms}, "cases": found,
+        "layers": [layer.name for layer in steps.layers(1)],
+        "layers_ms": {name: _rounded(passes) for name, passes in layers_ms.items()},
+        "one_device_ms": {"measured": alone_ms}, "cases": found,
     }  # fmt: skip
     wrong = []
     for each in found:

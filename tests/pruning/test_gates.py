@@ -61,6 +61,24 @@ def test_the_threshold_itself_is_open() -> None:
     assert (gates.values(hard=True)["block"] != 0.0).tolist() == [True, False, True]
 
 
+def test_gradients_pass_through_closed_gates_as_through_open_ones() -> None:
+    gates = made({"head": 0.5, "block": 0.5}, threshold=0.4)
+    with torch.no_grad():
+        gates.logits["block"].copy_(torch.tensor([-1.0, -2.0, 2.0]))
+    (found,) = torch.autograd.grad(gates.values(hard=True)["block"].sum(), [gates.logits["block"]])
+    (soft,) = torch.autograd.grad(gates.values(hard=False)["block"].sum(), [gates.logits["block"]])
+    assert torch.equal(found, soft) and (found > 0.0).all()
+
+
+def test_hard_gates_in_training_give_what_is_judged() -> None:
+    model = awake({"keep": {"block": 0.5, "head": 0.5}, "stages": {}}).train()
+    seen = []
+    for model.hard_gates in (False, True):
+        seen.append(model(clips(model)))
+    assert not torch.allclose(*seen)
+    assert torch.equal(seen[1], model.eval()(clips(model)))
+
+
 @pytest.mark.parametrize("keep", [{"head": 0.3}, ALL])
 def test_the_drive_is_differentiable_in_logits(keep: dict[str, float]) -> None:
     gates = made(keep, strength=3.0)

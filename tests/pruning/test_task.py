@@ -79,6 +79,14 @@ def test_one_more_term_reaches_the_gates() -> None:
     assert len(calls) == 12 and open_[1] < open_[0]
 
 
+def test_gates_are_hard_from_where_they_are_asked_to_be() -> None:
+    seen = []
+    with VideoTask(quick(train={"epochs": 2, "hard_from": 0.5})) as task:
+        for _ in range(2):
+            task.train_epoch(lambda: seen.append(task.model.hard_gates) or torch.zeros(()))
+    assert seen == [False] * (len(seen) // 2) + [True] * (len(seen) // 2)
+
+
 def test_a_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with VideoTask(quick()) as task:
         task.train_epoch()

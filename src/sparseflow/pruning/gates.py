@@ -54,6 +54,7 @@ class UnitGates(nn.Module):
         """Grain -> gates, shaped as its logits; hard ones below the threshold are 0.
 
         The widest head and channel of a block stay open: it is for the block's own gate to close it.
+        Gradients pass through a closed gate as through an open one, so that it can open again.
         """
         found = {}
         for grain, logits in self.logits.items():
@@ -62,7 +63,7 @@ class UnitGates(nn.Module):
                 stays = gate >= self.config.threshold
                 if grain != "block":
                     stays = stays | (gate == gate.amax(1, keepdim=True))
-                gate = torch.where(stays, gate, 0.0)
+                gate = torch.where(stays, gate, gate - gate.detach())
             found[grain] = gate
         return found
 

@@ -93,6 +93,10 @@ class TrainSettings(_Model):
     """Largest norm of the gradient."""
     softness_end: float | None = Field(default=None, gt=0.0)
     """The soft masks' softness at the end, which it falls to step by step; constant by default."""
+    hard_from: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Share of all steps after which gates are hard in training, too, as they are when the model is judged;
+    never by default. Without it a gate may close unnoticed in the end, and accuracy falls where the loss does
+    not."""
     amp: Literal["off", "bf16", "fp16"] = "off"
     workers: int = Field(default=0, ge=0)
     checkpoint_every: int = Field(default=200, ge=1)

@@ -121,6 +121,7 @@ class Training:
         model = self.model.train()
         if self.model.ast is not None and told.softness_end is not None and self.model.ast.softness > 0.0:
             model.softness = (1.0 - share) * self.model.ast.softness + share * told.softness_end
+        model.hard_gates = told.hard_from is not None and share >= told.hard_from
         self.optimizer.zero_grad()
         with torch.autocast(device.type, self._amp, enabled=self._amp is not None):
             logits, info = model(batch["clip"], return_intermediate=True)

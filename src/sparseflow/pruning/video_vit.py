@@ -182,6 +182,7 @@ class VideoViT(nn.Module):
             self.ast.check(depth)
         self.compacted = False
         self.softness = ast.softness
+        self.hard_gates = False
         t, h, w = config.grid
         dim = embed_dim
         self.patch = nn.Linear(in_chans * tubelet_size * patch_size**2, dim)
@@ -248,7 +249,9 @@ class VideoViT(nn.Module):
         tokens = self.embed(self.checked(x, layout))
         features: Tensor | None = None
         masks: dict[int, Tensor] = {}
-        gates = None if self.gates is None else self.gates.values(hard=not self.training)
+        gates = None if self.gates is None else self.gates.values(
+            hard=self.hard_gates or not self.training
+        )  # fmt: skip
         stages: Mapping[int, float] = {} if self.ast is None else self.ast.stages
         for at, block in enumerate(self.blocks):
             if at in stages:

@@ -1,0 +1,81 @@
+"""What each layer of a model takes within passes over the whole of it.
+
+A layer that is measured alone, over and over (`profile.py`), finds its input where its last call left it. In
+a pass it finds what the layer before has just written, in a cache that is large enough for it; and how long
+its kernels wait to be launched depends on how far the host is ahead. So a plan for a model that is at hand
+is better made from passes: of one batch alone for its latency, and of batches right behind each other, where
+launches hide behind work, for a pipeline's period.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflow.core.layers import LayeredModel
+from sparseflow.errors import InputError
+
+
+def layer_times(
+    model: LayeredModel,
+    samples: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    passes: int = 20,
+    warmup: int = 5,
+    behind: bool = False,
+) -> list[list[float]]:
+    """Time every layer in some passes.
+
+    Args:
+        model: In evaluation mode, on the device.
+        samples: A batch, on the device.
+        device: Where they are.
+        passes: How many are timed.
+        warmup: How many run before them.
+        behind: Start each pass right behind the one before, instead of on an idle device. On a CPU these are
+            the same.
+
+    Returns:
+        Milliseconds, [passes][layers].
+
+    Raises:
+        InputError: A count is too small.
+    """
+    if passes < 1 or warmup < 0:
+        raise InputError(f"`passes` (={passes}) must be at least 1, `warmup` (={warmup}) 0")
+    target, count = torch.device(device), len(model.layers(len(samples)))
+    wait: Callable[[], None] = (
+        (lambda: torch.cuda.synchronize(target)) if target.type == "cuda" else (lambda: None)
+    )
+    found: list[list[Any]] = []
+    with torch.no_grad():
+        for each in range(warmup + passes):
+            if not behind or each == 0:
+                wait()
+            state = model.begin(samples)
+            points = [_now(target)]
+            for layer in range(count):
+                state = model.step(layer, state)
+                points.append(_now(target))
+            found.append(points)
+    wait()
+    return [[_between_ms(*pair) for pair in pairwise(points)] for points in found[warmup:]]
+
+
+def _between_ms(before: Any, after: Any) -> float:
+    return 1e3 * (after - before) if isinstance(after, float) else before.elapsed_time(after)
+
+
+def _now(device: torch.device) -> torch.cuda.Event | float:
+    """A point in time; on a GPU when its work so far is done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
