@@ -277,10 +277,14 @@ class Knobs:
         if running is None:
             return front.original(*given, **named)
         running.routed.add(at)
-        if at < running.insertion_position:
-            return front.original(*given, **named)
-        assert running.plan is not None
-        top_k = running.plan.top_k
+        top_k = self.geometry.top_k
+        if at >= running.insertion_position:
+            assert running.plan is not None
+            top_k = running.plan.top_k
+        if running.route is not None and len(given) == 1 and not named:
+            found = running.route(router, top_k, given[0])
+            if found is not None:
+                return found
         if top_k == self.geometry.top_k:
             return front.original(*given, **named)
         if (at, top_k) not in self._narrowed:

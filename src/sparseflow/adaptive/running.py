@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.errors import ModelError, PlanError
+
+Route = Callable[[nn.Module, int, Tensor], Any]
+"""In place of a router's forward: the router, how many experts, and what it is given. None where it does not
+take this router."""
 
 Decide = Callable[[Tensor], Plan]
 """Stage 2: from what leaves the last block before the insertion, [batch, tokens, d], to a plan."""
@@ -29,6 +33,7 @@ class Running:
         decide: Called once, at the insertion.
         ran: Blocks that ran in the last forward, in order.
         routed: Blocks whose router was asked in it.
+        route: What stands in for routers, if anything does.
     """
 
     tier: Tier | None
@@ -37,6 +42,7 @@ class Running:
     decide: Decide | None = None
     ran: list[int] = field(default_factory=list)
     routed: set[int] = field(default_factory=set)
+    route: Route | None = None
 
     def runs(self, block: int) -> bool:
         """Whether a block runs."""

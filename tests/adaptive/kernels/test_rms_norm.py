@@ -12,8 +12,9 @@ from sparseflow.adaptive.kernels.rms_norm.reference import rms_norm as reference
 from sparseflow.adaptive.kernels.rms_norm.triton import WIDEST, fits, rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Largest relative error: a mean summed in another order may round a number the other way."""
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest relative error: a mean summed in another order may round a quotient the other way, and its product
+with the weight once more."""
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

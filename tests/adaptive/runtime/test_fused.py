@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,8 +38,10 @@ def test_what_can_be_replaced(made: Any) -> None:
     assert len(fused.experts) == 3
     # Two of each block, two of its attention, and the last one.
     assert len(fused.norms) == 3 * 4 + 1
+    assert list(fused.routers.values()) == [False] * 3
+    assert [each.__name__.split(".")[-1] for each in fused.turning] == ["modeling_olmoe"]
     alone = Fused(adapter_of(made))
-    assert not alone.experts and not alone.norms
+    assert not (alone.experts or alone.norms or alone.routers or alone.turning)
     # Normalisations compute in float32 whatever the model; only weights could be wider.
     wide = Fused(adapter_of(tiny.olmoe(depth=2)), kernels=True)
     assert len(wide.experts) == 2 and not wide.norms
@@ -48,12 +51,16 @@ def test_a_forward_with_replacements(made: Any) -> None:
     adapter = adapter_of(made)
     fused, ids = Fused(adapter, kernels=True), words(3)["input_ids"]
     before, inside = parameters(made), {id(each): dict(vars(each)) for each in made.modules()}
-    knobs = Knobs(adapter)
+    (file,) = fused.turning
+    turning, knobs = file.apply_rotary_pos_emb, Knobs(adapter)
     try:
-        with knobs.running(SHALLOW_OF_THREE):
+        with knobs.running(SHALLOW_OF_THREE) as running:
             expected = made(input_ids=ids).logits
-            with fused.installed(3):
+            with fused.installed(3, running):
+                assert running.route is not None and file.apply_rotary_pos_emb is not turning
                 found = made(input_ids=ids).logits
+                assert running.routed == {0, 2}
+            assert running.route is None and file.apply_rotary_pos_emb is turning
             again = made(input_ids=ids).logits
     finally:
         knobs.remove()
@@ -64,6 +71,23 @@ def test_a_forward_with_replacements(made: Any) -> None:
 
 
 SHALLOW_OF_THREE = type(SHALLOW)(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
+
+
+def test_other_threads_turn_as_before(made: Any) -> None:
+    fused = Fused(adapter_of(made), kernels=True)
+    (file,) = fused.turning
+    query = torch.randn(1, 2, 3, 8).transpose(1, 2)
+    places = torch.randn(1, 2, 8)
+    expected = file.apply_rotary_pos_emb(query, query, places, places)
+    with fused.installed(1), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(file.apply_rotary_pos_emb, query, query, places, places).result()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_families_of_routers() -> None:
+    for family, normalized in (("mixtral", True), ("qwen3_vl_moe", True)):
+        fused = Fused(adapter_of(tiny.FAMILIES[family](depth=2, dtype=torch.float32)), kernels=True)
+        assert list(fused.routers.values()) == [normalized] * 2 and len(fused.turning) == 1
 
 
 def test_taken_away_after_an_error(made: Any) -> None:

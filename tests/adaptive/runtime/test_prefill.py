@@ -205,6 +205,11 @@ def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixtur
             run(prefill, inputs, plan, cache_of(adapter, plan))
             run(prefill, inputs, plan, cache_of(adapter, plan))
         assert caplog.text.count("deepstack_visual_embeds") == 1
+        # Warming up finds that out, too, with all that the model asks for.
+        warmed = prefill_of(adapter, knobs, (32, 64))
+        for part in warmed.warm(plan, cache_of(adapter, plan), inputs):
+            part()
+        assert warmed._vision is not None and warmed._vision.refused is not None
 
 
 def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogCaptureFixture) -> None:

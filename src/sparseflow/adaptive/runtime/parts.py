@@ -131,7 +131,11 @@ class Parts:
 
         hook = self.adapter.blocks[position - 1].register_forward_hook(keep)
         try:
-            with self.knobs.running(plan), staging.prefilling(self._zero), self.fused.installed(size):
+            with (
+                self.knobs.running(plan) as running,
+                staging.prefilling(self._zero),
+                self.fused.installed(size, running),
+            ):
                 self.adapter.decoder(
                     inputs_embeds=self._embedded[:, :size], position_ids=self._places(size),
                     past_key_values=staging, use_cache=True,
@@ -153,7 +157,7 @@ class Parts:
         with (
             self.knobs._enter(rest),
             cache.prefilling(self._slot, after=position),
-            self.fused.installed(size),
+            self.fused.installed(size, rest),
         ):
             found: Any = self.adapter.model(
                 inputs_embeds=self._hidden[:, :size], position_ids=self._places(size), past_key_values=cache,

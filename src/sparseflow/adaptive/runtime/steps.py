@@ -178,9 +178,9 @@ class Steps:
         mask = torch.zeros(rows, context, dtype=self._dtype, device=ids.device)
         mask = mask.masked_fill(~seen, torch.finfo(self._dtype).min)[:, None, None]
         with (
-            self.knobs.running(cache.plan),
+            self.knobs.running(cache.plan) as running,
             cache.decoding(positions, context=context, first=first),
-            self.fused.installed(rows),
+            self.fused.installed(rows, running),
         ):
             found: Any = self.adapter.model(
                 input_ids=ids[:, None],

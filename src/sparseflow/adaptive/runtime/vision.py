@@ -93,16 +93,18 @@ class Vision:
             return None
 
     def warm(self, inputs: Inputs) -> list[Callable[[], None]]:
-        """Work that embeds a prompt with images, filled up to each size that it fits into."""
+        """Work that embeds a prompt with images, filled up to each size that it fits into where it can be."""
         tokens = inputs["input_ids"].shape[1]
+        given = {name: each for name, each in inputs.items() if name != "attention_mask"}
+        if given.keys() != {"input_ids", "pixel_values"}:
+            return [partial(self.embed, inputs, images=True)] if "pixel_values" in inputs else []
 
         def once(size: int) -> None:
             ids = inputs["input_ids"]
             longer = torch.cat([ids, ids[:, -1:].expand(1, size - tokens)], dim=1)
             self.embed({"input_ids": longer, "pixel_values": inputs["pixel_values"]}, images=True)
 
-        fitting = [size for size in self.sizes if size >= tokens] if "pixel_values" in inputs else []
-        return [partial(once, size) for size in fitting]
+        return [partial(once, size) for size in self.sizes if size >= tokens]
 
     def _compared(self, given: Inputs) -> Tensor:
         """The first recording against the model's own way."""

@@ -1,0 +1,58 @@
+"""Every expert for every token against the reference in float64, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernel needs triton")
+
+from sparseflow.adaptive.kernels.experts import dense
+from sparseflow.adaptive.kernels.experts.dense import experts, pays
+from sparseflow.adaptive.kernels.experts.reference import experts as reference
+from tests.adaptive.kernels.test_experts import SHAPES, given
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Largest error over the largest output: what lies between the products is rounded, too."""
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty"),
+    # Triton's interpreter turns its one-element arrays into loop bounds this way; numpy below 2.4 allows it.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+
+def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    x, chosen, weights, gate_up, down = given(*shape, dtype)
+    found = experts(x, chosen, weights, gate_up, down)
+    expected = reference(x.double(), chosen, weights.double(), gate_up.double(), down.double())
+    assert found.dtype == dtype and found.shape == x.shape
+    limit = TOLERANCE[dtype] * max(float(expected.abs().max()), 1e-30)
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
+
+
+DISTINCT = [(n, min(k, e), e, d, f) for n, k, e, d, f in SHAPES]
+
+
+@pytest.mark.parametrize("shape", DISTINCT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_matches_float64(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check(shape, dtype)
+
+
+def test_loops_over_wide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "TILE", 16)
+    check((3, 2, 3, 8, 50), torch.float32)
+
+
+def test_it_pays_for_small_experts_only() -> None:
+    small, large = torch.empty(16, 96, 160), torch.empty(64, 2048, 2048, device="meta")
+    assert pays(3600, 8, small) and not pays(2_000_000, 8, small)
+    assert not pays(432, 8, large) and pays(10**4, 64, torch.empty(64, 8, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
+    check((300, 8, 16, 160, 48), dtype)
+    check((20, 4, 60, 512, 256), dtype)

@@ -1,0 +1,69 @@
+"""The kernel of rotary positions against the reference, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernel needs triton")
+
+from sparseflow.adaptive.kernels.rotary.reference import rotate as reference
+from sparseflow.adaptive.kernels.rotary.triton import DTYPES, fits, rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def drawn(
+    batch: int, heads: int, key_heads: int, tokens: int, width: int, dtype: torch.dtype, *, places: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(tokens)
+    query, key = (
+        torch.randn(batch, tokens, count, width, generator=g).transpose(1, 2) for count in (heads, key_heads)
+    )
+    angles = torch.randn(places, tokens, width // 2, generator=g).repeat(1, 1, 2)
+    made = [each.to(DEVICE, dtype) for each in (query, key, angles.cos(), angles.sin())]
+    return made[0], made[1], made[2], made[3]
+
+
+def check(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    assert fits(query, key, cosine, sine)
+    for found, expected in zip(
+        rotate(query, key, cosine, sine), reference(query, key, cosine, sine), strict=True
+    ):
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        # Products are rounded as they are there; a sum of two may be fused with one of them in float32.
+        exact = query.dtype in (torch.float16, torch.bfloat16)
+        torch.testing.assert_close(found, expected, rtol=0.0 if exact else 1e-6, atol=0.0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 4, 2, 3, 8), (1, 3, 5, 4, 20)])
+def test_matches(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check(*drawn(*shape, dtype))
+
+
+def test_places_of_each_row_and_any_strides() -> None:
+    check(*drawn(3, 4, 2, 5, 8, torch.float32, places=3))
+    query, key, cosine, sine = drawn(1, 4, 2, 6, 8, torch.float32)
+    check(query[:, :, ::2], key[:, :, ::2].contiguous(), cosine[:, ::2], sine[:, ::2])
+    check(query[:, :, :0], key[:, :, :0], cosine[:, :0], sine[:, :0])
+
+
+def test_what_fits() -> None:
+    query, key, cosine, sine = drawn(2, 4, 2, 3, 8, torch.float32)
+    assert fits(query, key, cosine, sine)
+    assert not fits(query, key, cosine[..., :4], sine[..., :4])
+    assert not fits(query, key.half(), cosine, sine)
+    assert not fits(query, key, cosine[:, :1], sine[:, :1])
+    assert not fits(query[0], key[0], cosine, sine)
+    assert not fits(query.expand(2, 4, 3, 8)[..., ::2], key[..., ::2], cosine[..., ::2], sine[..., ::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
+    check(*drawn(8, 16, 16, 1, 128, dtype, places=8))
+    check(*drawn(1, 32, 8, 700, 128, dtype))

@@ -1,0 +1,62 @@
+"""The kernel that chooses experts against the reference, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernel needs triton")
+
+from sparseflow.adaptive.kernels.routing.reference import top_experts as reference
+from sparseflow.adaptive.kernels.routing.triton import MOST_EXPERTS, fits, top_experts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+def drawn(n: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, experts, generator=torch.Generator().manual_seed(n + experts)).to(DEVICE, dtype)
+
+
+def check(logits: Tensor, k: int) -> None:
+    for normalized in (False, True):
+        weights, chosen = top_experts(logits, k, normalized=normalized)
+        expected, wanted = reference(logits, k, normalized=normalized)
+        assert chosen.dtype == torch.int64 and torch.equal(chosen, wanted)
+        assert weights.dtype == logits.dtype
+        torch.testing.assert_close(weights, expected, rtol=TOLERANCE[logits.dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "experts", "k"), [(1, 1, 1), (1, 8, 3), (3, 5, 5), (20, 16, 8), (2, 130, 6)])
+def test_matches(n: int, experts: int, k: int, dtype: torch.dtype) -> None:
+    check(drawn(n, experts, dtype), k)
+
+
+def test_ties_strides_and_extremes() -> None:
+    check(torch.zeros(3, 7, device=DEVICE), 4)
+    check(drawn(6, 8)[::2], 2)
+    check(1e4 * drawn(4, 8), 2)
+    check(drawn(0, 8), 2)
+
+
+def test_what_fits() -> None:
+    logits = drawn(2, 8)
+    assert fits(logits, 8) and fits(logits.half(), 1)
+    assert not fits(logits, 9) and not fits(logits, 0) and not fits(logits.double(), 2)
+    assert not fits(drawn(2, MOST_EXPERTS + 1), 2) and not fits(logits.T, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_sizes_of_real_models(dtype: torch.dtype) -> None:
+    for n, experts, k in ((1, 64, 8), (2000, 64, 8), (33, 128, 8), (5, 8, 2)):
+        logits = drawn(n, experts, torch.float32).to(dtype)
+        weights, chosen = top_experts(logits, k, normalized=False)
+        expected, _ = reference(logits, k, normalized=False)
+        # In 16 bits many are equally likely; which of them is chosen must not matter.
+        torch.testing.assert_close(weights, expected, rtol=TOLERANCE[dtype], atol=1e-7)
+        assert all(len(set(row)) == k for row in chosen.tolist())
