@@ -9,11 +9,15 @@ r"""How well latencies are predicted, of plans and lengths that were not profile
         --keep results/adaptive/profile-cuda.parquet
     python benchmarks/adaptive/predictor.py --model FOLDER --device cuda --out results/adaptive/predictor.json
 
-Some plans are profiled at some lengths, and a predictor is fitted. Then requests are drawn from other plans,
-other lengths and other numbers of new tokens; each is run several times, all in random order, idle and beside
-the load. The predictor is judged twice: as it was fitted, and as it learns on from each request that ends.
-The error of medians is of each request's median over its runs; half of the runs against the other half says
-how near a median can be told at all.
+Requests run as they are served, by engines. Some plans are profiled at some lengths, alone and beside others,
+idle and with others to come, and a predictor is fitted. Then requests are drawn from other plans, other
+lengths and other numbers of new tokens; each is run several times, all in random order, idle and beside the
+load, where it meets as many others when it comes as one does in a line of that load (a geometric number).
+The predictor is judged twice: as it was fitted, and as it learns on from each request that ends. The error of
+medians is of each request's median over its runs; half of the runs against the other half says how near a
+median can be told at all.
+
+`--runner eager` measures the model's own forward instead, beside products of matrices by other processes.
 
 Beside it stands gradient boosting with monotone constraints on the same profile, `reg:quantileerror`, a model
 for each phase and quantile, whose 99th percentile of a request is the sum of those of its parts.
@@ -32,67 +36,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from models import built, most_tokens, options, room, settled, within
 
-from sparseflow.adaptive.adapters import Inputs, adapter_of
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Ask, Predictor
-from sparseflow.adaptive.profile import EagerRunner, Profile, background, profile, spread
+from sparseflow.adaptive.profile import (
+    Background,
+    EagerRunner,
+    EngineRunner,
+    Mix,
+    Profile,
+    background,
+    by_group,
+    profile,
+    spread,
+)
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import measure
 
 TARGETS = {"mape": 0.05, "coverage": (0.985, 0.995)}
 COLUMNS = ("request", "measured_ms", "p50_ms", "p99_ms", "learning_p50_ms", "learning_p99_ms")
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vision": {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "image_size": 32, "patch_size": 8,
-        },
-        "text": {
-            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 12,
-            "num_attention_heads": 4, "num_experts": 16, "num_experts_per_tok": 8, "pad_token_id": 0,
-            "bos_token_id": 1, "eos_token_id": 2,
-        },
-    },
-    "olmoe-1b-7b": {
-        "vision": {"image_size": 192, "patch_size": 16},
-        "text": {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16},
-    },
-}  # fmt: skip
-
-
-def built(asked: argparse.Namespace) -> tuple[Any, Inputs | None]:
-    """A model, and a request of it with one image."""
-    import transformers
-
-    if asked.model is not None:
-        model = transformers.AutoModelForImageTextToText.from_pretrained(asked.model, dtype=asked.dtype)
-    else:
-        made = GEOMETRIES[asked.geometry]
-        text = transformers.OlmoeConfig(**made["text"])
-        config = transformers.LlavaConfig(
-            vision_config=transformers.SiglipVisionConfig(**made["vision"]), text_config=text,
-            image_token_index=text.vocab_size - 1, vision_feature_select_strategy="full",
-            vision_feature_layer=-1,
-        )  # fmt: skip
-        torch.manual_seed(asked.seed)
-        torch.set_default_dtype(getattr(torch, asked.dtype))
-        with torch.device(asked.device):
-            model = transformers.LlavaForConditionalGeneration(config)
-        torch.set_default_dtype(torch.float32)
-    model = model.to(asked.device).eval()
-    adapter = adapter_of(model)
-    size = getattr(adapter, "tokens_per_crop", None)
-    if size is None:
-        return adapter, None
-    vision: Any = model.config.vision_config
-    ids = torch.tensor([[1, *[model.config.image_token_index] * (14 * size), 2]])
-    pixels = torch.rand(
-        14, 3, vision.image_size, vision.image_size, generator=torch.Generator().manual_seed(1)
-    )
-    return adapter, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
 def drawn(asked: argparse.Namespace, space: PlanSpace, known: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -106,35 +71,51 @@ def drawn(asked: argparse.Namespace, space: PlanSpace, known: Sequence[Plan]) ->
                 "plan": others[at],
                 "text_tokens": int(generator.choice(asked.lengths)),
                 "new_tokens": int(generator.integers(1, 2 * asked.steps)),
+                "batch": 1 + min(int(generator.geometric(1.0 - max(asked.loads))) - 1, asked.max_batch - 1),
             }
         )
     return found
 
 
+def ask_of(asked: argparse.Namespace, request: dict[str, Any], level: float) -> Ask:
+    """A request at a load; alone where there is none."""
+    batch = request["batch"] if level and asked.runner == "engine" else 1
+    size: dict[str, Any] = request | {"batch": batch}
+    return Ask(**size, images=int(size["plan"].tier is not None), load=level)
+
+
 def judged(
-    asked: argparse.Namespace, runner: EagerRunner, predictor: Predictor, requests: Sequence[dict[str, Any]]
+    asked: argparse.Namespace,
+    runner: EagerRunner | EngineRunner,
+    load: Background,
+    predictor: Predictor,
+    requests: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Every request, several times, at each load."""
     learning = Predictor.from_dict(predictor.to_dict())
     for level in asked.loads:
-        asks = [
-            Ask(**request, images=int(request["plan"].tier is not None), load=level) for request in requests
-        ]
+        asks = [ask_of(asked, request, level) for request in requests]
         fixed = np.stack(predictor.predict(asks), axis=1)
         generator = np.random.default_rng(asked.seed + 2)
-        for request in asks:
-            runner.run(request.plan, request.text_tokens, steps=1)
+        # An engine holds some plans at a time, so their requests are run one group after the other.
+        groups = runner.groups if isinstance(runner, EngineRunner) else (tuple(ask.plan for ask in asks),)
         samples = []
-        with background(runner.device)(level):
-            for number in range(asked.runs):
-                for at in generator.permutation(len(asks)).tolist():
-                    ask = asks[at]
-                    timed = runner.run(ask.plan, ask.text_tokens, steps=ask.new_tokens - 1)
-                    took = timed.prefill_ms + sum(timed.steps_ms)
-                    now = [value.item() for value in learning.predict([ask])]
-                    learning.observe(ask, took, prefill_ms=timed.prefill_ms)
-                    samples.append([at, took, *fixed[at].tolist(), *now])
-                print(f"load {level:g}: {number + 1} of {asked.runs} rounds", file=sys.stderr)
+        for group in groups:
+            mine = [at for at, ask in enumerate(asks) if ask.plan in group]
+            for at in mine:
+                runner.run(asks[at].plan, asks[at].text_tokens, steps=1)
+            with load(level):
+                for number in range(asked.runs):
+                    for at in generator.permutation(mine).tolist():
+                        ask = asks[at]
+                        timed = runner.run(
+                            ask.plan, ask.text_tokens, steps=ask.new_tokens - 1, batch=ask.batch
+                        )
+                        took = timed.prefill_ms + sum(timed.steps_ms)
+                        now = [value.item() for value in learning.predict([ask])]
+                        learning.observe(ask, took, prefill_ms=timed.prefill_ms)
+                        samples.append([at, took, *fixed[at].tolist(), *now])
+                    print(f"load {level:g}: {number + 1} of {asked.runs} rounds", file=sys.stderr)
         yield {"load": level, **summary(np.array(samples)), "samples": rounded(samples)}
 
 
@@ -164,20 +145,23 @@ def summary(samples: np.ndarray) -> dict[str, float]:
 
 
 def boosted(
-    found: Profile, requests: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], seed: int
+    asked: argparse.Namespace,
+    found: Profile,
+    requests: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
 ) -> list[dict[str, float]]:
     """Gradient boosting on the same profile: error and coverage at each load."""
     import xgboost
 
     vision = found.about.vision_tokens
 
-    def features(plan: Plan, text: float, context: float, load: float) -> list[float]:
-        seen = vision[plan.tier] if plan.tier else 0
-        return [seen, text + seen + context, len(plan.blocks), plan.insertion_position, plan.top_k, load]
+    def features(plan: Plan, text: float, context: float, batch: int, load: float) -> list[float]:
+        seen, many = vision[plan.tier] if plan.tier else 0, len(plan.blocks)
+        return [seen, text + seen + context, many, plan.insertion_position, plan.top_k, batch, load]
 
-    prefill = [(features(v.plan, v.text_tokens, 0.0, v.load), v.prefill_ms) for v in found.timed]
+    prefill = [(features(v.plan, v.text_tokens, 0.0, v.batch, v.load), v.prefill_ms) for v in found.timed]
     step = [
-        (features(v.plan, v.text_tokens, at + 1.0, v.load), ms)
+        (features(v.plan, v.text_tokens, at + 1.0, v.batch, v.load), ms)
         for v in found.timed
         for at, ms in enumerate(v.steps_ms)
     ]
@@ -185,7 +169,7 @@ def boosted(
     def fitted(rows: list[Any], quantile: float) -> Any:
         settings = {
             "objective": "reg:quantileerror", "quantile_alpha": quantile, "tree_method": "hist",
-            "monotone_constraints": "(1,1,1,1,1,1)", "eta": 0.1, "max_depth": 5, "seed": seed,
+            "monotone_constraints": "(1,1,1,1,1,1,1)", "eta": 0.1, "max_depth": 5, "seed": asked.seed,
             "nthread": torch.get_num_threads(),
         }  # fmt: skip
         x, y = np.array([row[0] for row in rows]), np.log([row[1] for row in rows])
@@ -199,13 +183,16 @@ def boosted(
         for q in (0.5, 0.99)
     }
     for row in rows:
-        predicted = {}
+        predicted, asks = {}, [ask_of(asked, request, row["load"]) for request in requests]
         for q in (0.5, 0.99):
-            first = models["prefill", q](
-                [features(r["plan"], r["text_tokens"], 0.0, row["load"]) for r in requests]
-            )
-            later = models["step", q](
-                [features(r["plan"], r["text_tokens"], r["new_tokens"] / 2.0, row["load"]) for r in requests]
+            first, later = (
+                models[name, q](
+                    [features(a.plan, a.text_tokens, context(a), a.batch, row["load"]) for a in asks]
+                )
+                for name, context in (
+                    ("prefill", lambda a: 0.0),
+                    ("step", lambda a: a.new_tokens / 2.0),
+                )
             )
             predicted[q] = first + (np.array([r["new_tokens"] for r in requests]) - 1.0) * later
         samples = np.array(row["samples"])
@@ -240,64 +227,83 @@ def speed(predictor: Predictor, ask: Ask) -> dict[str, float]:
     return {name: measure(call, repeats=200).median_ms for name, call in work.items()}
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="folder of a model; by default random weights")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="tiny")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU by default")
+    options(parser)
+    parser.add_argument("--runner", choices=("engine", "eager"), default="engine")
     parser.add_argument("--plans", type=int, default=18, help="plans to profile")
     parser.add_argument(
-        "--buckets", type=int, nargs="+", default=[16, 96, 256], help="text tokens to profile"
+        "--buckets", type=int, nargs="+", help="text tokens to profile; by default 16, 96 and 256"
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[40, 150, 220], help="text tokens to judge by"
+        "--lengths", type=int, nargs="+", help="text tokens to judge by; by default 40, 150 and 220"
     )
+    parser.add_argument("--batches", type=int, nargs="+", help="requests at a time to profile")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--repeats", type=int, default=3, help="of each, in the profile")
     parser.add_argument("--steps", type=int, default=6, help="tokens after the first, in the profile")
     parser.add_argument("--requests", type=int, default=20, help="to judge by")
     parser.add_argument("--runs", type=int, default=8, help="of each of them, at each load")
+    parser.add_argument("--settle-s", type=float, default=4.0, help="until a load of requests is believed")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--keep", type=Path, help="Parquet file of the profile, gone on with if it is there")
-    asked = parser.parse_args()
-    asked.dtype = asked.dtype or ("bfloat16" if asked.device.startswith("cuda") else "float32")
+    asked = parser.parse_args(given)
+    settings = settled(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
     adapter, example = built(asked)
-    runner = EagerRunner(Knobs(adapter), device=asked.device, example=example, seed=asked.seed)
+    most = room(asked, adapter, 2 * asked.steps)
+    asked.buckets = within(asked.buckets, [16, 96, 256], most, "--buckets")
+    asked.lengths = within(asked.lengths, [40, 150, 256], most, "--lengths")
+    settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
+    knobs = Knobs(adapter)
     space = PlanSpace.of(adapter.geometry, [1.0 / (1 + at) for at in range(adapter.geometry.depth)])
     known = spread(space, asked.plans, seed=asked.seed)
+    requests = drawn(asked, space, known)
+    engine = asked.runner == "engine"
+    batches = asked.batches or (sorted({1, asked.max_batch // 2 or 1, asked.max_batch}) if engine else [1])
 
     def progress(what: str, done: float) -> None:
         if int(1e3 * done) % 100 == 0:
             print(f"{done:.0%}: {what}", file=sys.stderr)
 
+    how: dict[str, Any] = {
+        "buckets": asked.buckets, "loads": asked.loads, "repeats": asked.repeats, "steps": asked.steps,
+        "seed": asked.seed, "progress": progress, "batches": batches,
+    }  # fmt: skip
+    given_to: dict[str, Any] = {
+        "example": example, "max_batch": asked.max_batch, "max_tokens": most_tokens(asked, adapter),
+        "mix": Mix(lengths=asked.buckets, new_tokens=asked.steps + 1), "settle_s": asked.settle_s,
+        "seed": asked.seed,
+    }  # fmt: skip
     took, begun = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        found = profile(
-            runner, space, asked.keep or Path(scratch) / "profile.parquet", buckets=asked.buckets,
-            plans=known, loads=asked.loads, repeats=asked.repeats, steps=asked.steps, seed=asked.seed,
-            progress=progress,
-        )  # fmt: skip
+        file = asked.keep or Path(scratch) / "profile.parquet"
+        if engine:
+            with EngineRunner(knobs, known, **given_to) as first:
+                found = by_group(first, space, file, **how)
+        else:
+            eager = EagerRunner(knobs, device=asked.device, example=example, seed=asked.seed)
+            found = profile(eager, space, file, plans=known, **how)
     took["profile_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
     predictor = Predictor.fit(found, seed=asked.seed)
     took["fit_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
-    requests = drawn(asked, space, known)
-    rows = list(judged(asked, runner, predictor, requests))
+    if engine:
+        with EngineRunner(knobs, [request["plan"] for request in requests], **given_to) as runner:
+            rows = list(judged(asked, runner, runner.busy, predictor, requests))
+    else:
+        eager = EagerRunner(knobs, device=asked.device, example=example, seed=asked.seed)
+        rows = list(judged(asked, eager, background(eager.device), predictor, requests))
     took["judge_s"] = round(time.monotonic() - begun, 2)
-    rivals = boosted(found, requests, rows, asked.seed)
-    first = Ask(**requests[0], images=int(requests[0]["plan"].tier is not None))
+    rivals = boosted(asked, found, requests, rows)
+    first = ask_of(asked, requests[0], 0.0)
     low, high = TARGETS["coverage"]
     met = all(row["mape"] < TARGETS["mape"] and low <= row["learning_coverage"] <= high for row in rows)
-    settings = {name: value for name, value in vars(asked).items() if name not in ("out", "keep", "model")}
     record = {
         "environment": environment(asked.device, seed=asked.seed),
-        "settings": settings | {"model": None if asked.model is None else asked.model.name},
+        "settings": settings,
         "took": took,
         "profile": {
             "plans": len(known),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.adaptive.profile import EagerRunner, model_id, profile, spread
+from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
 from sparseflow.adaptive.runtime.requests import Refused
+from sparseflow.adaptive.worth import Worth
 from sparseflow.errors import InputError, ModelError
 from tests.adaptive import tiny
 
@@ -79,13 +81,33 @@ def test_controllers_choose(model: Any, measured: Path, tmp_path: Path) -> None:
         assert attached.chooser is not None
         space = attached.chooser.predictor.space
     file = tmp_path / "controllers.safetensors"
-    Controllers(space, width=tiny.WIDTH, model_id=model_id(model)).save(file)
+    Controllers(space, width=tiny.WIDTH, model_id=weights_id(model)).save(file)
     with adaptive.attach(model, profile=measured, controller=file) as attached:
         found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
         assert found.plan in space.plans and found.budget_met
     Controllers(space, width=tiny.WIDTH, model_id="another").save(file)
     with pytest.raises(InputError, match=r"controllers of the model another, not of"):
         adaptive.attach(model, profile=measured, controller=file)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        space = attached.chooser.predictor.space
+    best = space.plans[len(space) // 2]
+    worth = Worth(
+        model_id=weights_id(model), space=space, samples=4, task="t",
+        accuracy=tuple(1.0 if plan == best else 0.5 for plan in space.plans),
+    )  # fmt: skip
+    file = tmp_path / "worth.json"
+    worth.save(file)
+    for given in (file, worth, worth.accuracy):
+        with adaptive.attach(model, profile=measured, worth=given) as attached:
+            found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
+            assert found.plan == best
+    with pytest.raises(InputError, match=r"worth of plans of another model \(id another; yours is"):
+        adaptive.attach(model, profile=measured, worth=replace(worth, model_id="another"))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -78,6 +78,28 @@ def test_intervals_are_paired_and_over_images() -> None:
         versus(judge(Oracle(), thrice, budgets), lookup)
 
 
+def test_some_requests_are_compared_by_themselves() -> None:
+    table = outcomes(60, jitter=0.1)
+    budgets = budget_grid(table.span_ms(), 6)
+    lookup, oracle = judge(LookupTable.of(table), table, budgets), judge(Oracle(), table, budgets)
+    whole = versus(oracle, lookup)["goodput"].mean
+    thirds = [
+        versus(oracle, lookup, budgets=slice(at, at + 2))["goodput"].mean for at in (0, 2, 4)
+    ]  # fmt: skip
+    assert sum(thirds) / 3 == pytest.approx(whole) and len(set(thirds)) > 1
+    some = torch.arange(60) < 20
+    mine = versus(oracle, lookup, samples=some)["goodput"]
+    rest = versus(oracle, lookup, samples=~some)["goodput"]
+    assert (20 * mine.mean + 40 * rest.mean) / 60 == pytest.approx(whole)
+    part = table.take(torch.arange(20))
+    alone = versus(judge(Oracle(), part, budgets), judge(LookupTable.of(table), part, budgets))["goodput"]
+    assert (mine.mean, mine.low, mine.high) == pytest.approx((alone.mean, alone.low, alone.high))
+    with pytest.raises(InputError, match="no sample or no budget"):
+        versus(oracle, lookup, samples=torch.zeros(60, dtype=torch.bool))
+    with pytest.raises(InputError, match="different samples or budgets"):
+        versus(oracle, judge(LookupTable.of(table), table, budgets[1:]))
+
+
 def test_a_margin_keeps_the_attainment_that_is_asked() -> None:
     train, validation = outcomes(60, seed=1, jitter=0.2), outcomes(60, seed=2, jitter=0.2)
     budgets = budget_grid(train.span_ms(), 6)[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 
+from sparseflow.adaptive import serve
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import QUICK
 
@@ -42,12 +44,27 @@ def test_from_a_training_to_an_answer(model: str, capsys: pytest.CaptureFixture[
     assert run([*again, "--set", "train.steps=6"]) == 2
     assert "another training" in capsys.readouterr().err
     assert run(["adaptive", "importance", model, "--samples", "8", "--out", "importance.json", "--json"]) == 0
-    assert told(capsys)["samples"] == 8
+    output = capsys.readouterr()
+    assert json.loads(output.out)["samples"] == 8 and "weights" not in output.err
     profile = ["adaptive", "profile", model, "--importance", "importance.json", "--out", "profile.parquet"]
-    few = ["--plans", "8", "--tokens", "6", "--tokens", "12", "--repeats", "2", "--steps", "2"]
+    few = [
+        "--plans",
+        "8",
+        "--tokens",
+        "6",
+        "--tokens",
+        "12",
+        "--repeats",
+        "2",
+        "--steps",
+        "2",
+        "--runner",
+        "eager",
+    ]
     assert run([*profile, *few, "--json"]) == 0
     found = told(capsys)
-    assert (found["requests"], found["failed"]) == (32, 0)
+    # 8 plans, and 6 without image, at two lengths, twice.
+    assert (found["requests"], found["failed"]) == (56, 0)
     ask = ["adaptive", "generate", model, "how many one are there", "--image", "canvas.png"]
     assert run([*ask, "--profile", found["predictor"], "--budget-ms", "60000", "--json"]) == 0
     answer = told(capsys)
@@ -57,6 +74,40 @@ def test_from_a_training_to_an_answer(model: str, capsys: pytest.CaptureFixture[
     reject = ["--budget-ms", "0.01", "--on-infeasible", "reject"]
     assert run([*ask, "--profile", found["predictor"], *reject]) == 1
     assert "no plan keeps the budget; it needs at least" in capsys.readouterr().err
+
+
+def test_importance_of_another_model_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["adaptive", "importance", model, "--samples", "4", "--out", "deep/importance.json"]) == 0
+    again = ["adaptive", "grid-vqa", "--config", "quick.yaml", "--out", "other", "--set", "train.seed=1"]
+    assert run(again) == 0
+    capsys.readouterr()
+    profile = ["adaptive", "profile", "other/model", "--out", "profile.parquet"]
+    assert run([*profile, "--importance", "deep/importance.json"]) == 2
+    assert "--importance deep/importance.json is of another model (id" in capsys.readouterr().err
+    assert run([*profile, "--importance", "absent.json"]) == 2
+    assert "there is no file absent.json; measure with `sparseflow" in capsys.readouterr().err
+
+
+def test_replicas_make_the_same_app_each(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = ["adaptive", "profile", model, "--out", "profile.parquet", "--plans", "6", "--steps", "2"]
+    assert run([*profile, "--tokens", "6", "--repeats", "1", "--runner", "eager"]) == 0
+    started: list[dict[str, Any]] = []
+
+    def start(make: Any, **how: Any) -> None:
+        # What travels to another process.
+        started.append({"app": pickle.loads(pickle.dumps(make))(), **how})
+
+    monkeypatch.setattr(serve, "serve_replicas", start)
+    ask = ["adaptive", "serve", model, "--profile", "profile.parquet", "--plans", "2", "--batch", "2"]
+    assert run([*ask, "--replicas", "3", "--port", "0", "--drain-s", "1"]) == 0
+    (found,) = started
+    assert (found["replicas"], found["port"], found["drain_s"], found["gpus_each"]) == (3, 0, 1.0, 0.0)
+    service = found["app"].state.service
+    assert service.model == "model"
+    service.backend.close()
+    assert run([*ask, "--replicas", "0"]) == 2
 
 
 def test_an_answer_needs_no_profile_and_a_budget_does(model: str, capsys: pytest.CaptureFixture[str]) -> None:

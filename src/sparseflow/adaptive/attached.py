@@ -16,8 +16,9 @@ from sparseflow.adaptive.generation import Generated, generate
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Ask, Predictor
-from sparseflow.adaptive.profile import Profile, model_id
+from sparseflow.adaptive.profile import Profile, model_id, weights_id
 from sparseflow.adaptive.runtime.sampling import Sampling
+from sparseflow.adaptive.worth import Worth
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def attach(
     controller: Path | str | Controllers | None = None,
     *,
     plans: Sequence[Plan] | None = None,
-    worth: Sequence[float] | None = None,
+    worth: Path | str | Worth | Sequence[float] | None = None,
     adapter: Adapter | None = None,
 ) -> Attached:
     """Make a model keep latency budgets. It is changed on the instance only; `detach` takes everything off.
@@ -49,7 +50,8 @@ def attach(
 
     Raises:
         ModelError: No adapter knows the architecture, a knob would change nothing, or knobs are on already.
-        InputError: Profile or controllers are of another model or device, or a file is not there.
+        InputError: Profile, controllers or worth are of another model, device or plans, or a file is not
+            there.
         FileFormatError: A file is damaged, or something else.
     """
     adapter = adapter_of(model) if adapter is None else adapter
@@ -60,10 +62,11 @@ def attach(
         device = next(model.parameters()).device
         predictor = _predictor(profile, model, device)
         if isinstance(controller, str | Path):
-            controller = Controllers.load(controller, model_id=model_id(model), device=device)
+            controller = Controllers.load(controller, model_id=weights_id(model), device=device)
         chooser = Chooser(
-            adapter=adapter, predictor=predictor, controllers=controller, plans=plans, worth=worth
-        )
+            adapter=adapter, predictor=predictor, controllers=controller, plans=plans,
+            worth=_values(worth, model, predictor),
+        )  # fmt: skip
     return Attached(adapter, Knobs(adapter), chooser)
 
 
@@ -177,4 +180,15 @@ def _predictor(
         given.check(model_id(model), device)
         return Predictor.fit(given)
     given.check(model_id(model), device)
+    return given
+
+
+def _values(
+    given: Path | str | Worth | Sequence[float] | None, model: PreTrainedModel, predictor: Predictor
+) -> Sequence[float] | None:
+    if isinstance(given, str | Path):
+        given = Worth.read(given)
+    if isinstance(given, Worth):
+        given.check(weights_id(model), predictor.space)
+        return given.accuracy
     return given

@@ -48,13 +48,13 @@ def encode(budget_ms: Tensor, dim: int = DIM) -> Tensor:
     checked(budget_ms)
     # In float64: the highest frequency goes round 64 times over the range.
     angle = budget_ms.to(torch.float64).clamp(LEAST_MS, MOST_MS).log() * (math.pi / math.log(MOST_MS))
-    frequency, amplitude = _spectrum(dim, budget_ms.device)
+    frequency, amplitude = spectrum(dim, budget_ms.device)
     phase = angle[:, None] * frequency
     return torch.cat([amplitude * phase.sin(), amplitude * phase.cos()], dim=1).float()
 
 
 @cache
-def _spectrum(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def spectrum(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Frequencies j and amplitudes c · sqrt(a_j), [dim / 2] float64 each."""
     count = dim // 2
     frequency = torch.arange(1, count + 1, dtype=torch.float64, device=device)

@@ -50,7 +50,7 @@ class Controllers(nn.Module):
     Args:
         space: The plans.
         width: Of the model, d.
-        model_id: Of the model, as `profile.model_id` gives it; kept in the file.
+        model_id: Of the model, as `profile.weights_id` gives it; kept in the file.
         seed: What first weights are drawn from.
     """
 

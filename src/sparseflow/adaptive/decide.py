@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.base import Adapter
 from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.features import language_features
+from sparseflow.adaptive.host import Begun, HostControllers, HostWords
 from sparseflow.adaptive.plan import TIERS, Plan
 from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.model import Predictor
@@ -54,8 +53,16 @@ class Chooser:
     controllers: Controllers | None = None
     plans: Sequence[Plan] | None = None
     worth: Sequence[float] | None = None
-    _allowed: np.ndarray = field(init=False, repr=False)
-    _begins: np.ndarray = field(init=False, repr=False)
+    every: tuple[Plan, ...] = field(init=False, repr=False)
+    """The predictor's plans."""
+    allowed: np.ndarray = field(init=False, repr=False)
+    """Which of them may be chosen, [plans] bool."""
+    begins: np.ndarray = field(init=False, repr=False)
+    """Their tiers and insertion positions, as indices: [2, plans] int64."""
+    host: HostControllers | None = field(init=False, repr=False)
+    """The controllers as they were when this was made."""
+    words: HostWords = field(init=False, repr=False)
+    """What Stage 1 looks at."""
 
     def __post_init__(self) -> None:
         space = self.predictor.space
@@ -65,17 +72,24 @@ class Chooser:
             raise InputError("controllers and predictor are of different plans; train or profile anew")
         if self.worth is not None and len(self.worth) != len(space):
             raise InputError(f"`worth` has {len(self.worth)} values; there are {len(space)} plans")
-        known = {plan: at for at, plan in enumerate(space.plans)}
-        chosen = space.plans if self.plans is None else self.plans
+        every = space.plans
+        known = {plan: at for at, plan in enumerate(every)}
+        chosen = every if self.plans is None else self.plans
         unknown = [plan.id for plan in chosen if plan not in known]
         if unknown or not chosen:
             named = f"{', '.join(unknown)} is not" if unknown else "none is given"
             raise InputError(f"`plans` must be some of the predictor's: {named}")
         allowed = np.zeros(len(space), dtype=bool)
         allowed[[known[plan] for plan in chosen]] = True
-        actions = [space.action(plan) for plan in space.plans]
-        object.__setattr__(self, "_allowed", allowed)
-        object.__setattr__(self, "_begins", np.array([(each.tier, each.position) for each in actions]))
+        actions = [space.action(plan) for plan in every]
+        for name, value in (
+            ("every", every),
+            ("allowed", allowed),
+            ("begins", np.array([(each.tier, each.position) for each in actions]).T),
+            ("host", None if self.controllers is None else HostControllers(self.controllers)),
+            ("words", HostWords(self.adapter)),
+        ):
+            object.__setattr__(self, name, value)
 
     def decider(
         self,
@@ -85,6 +99,7 @@ class Chooser:
         on_infeasible: OnInfeasible = "best_effort",
         batch: int = 1,
         load: float = 0.0,
+        input_ids: Tensor | None = None,
     ) -> Budgeted:
         """Who decides about one request.
 
@@ -93,8 +108,10 @@ class Chooser:
             images: How many it has.
             on_infeasible: What becomes of it where no plan fits: `"reject"`, `"best_effort"` runs the
                 quickest plan, `"truncate"` runs that for as many tokens as fit.
-            batch: Requests that will be decoded together with it, itself included.
+            batch: Requests that run when its turn comes, itself included.
             load: Share of the device that others want, 0 to 1.
+            input_ids: Of its prompt, [1, tokens] int64 on the CPU; by default those of the request, which may
+                have to be fetched from the device.
 
         Raises:
             InputError: `on_infeasible` is something else.
@@ -105,22 +122,12 @@ class Chooser:
             )
         return Budgeted(
             chooser=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
-            load=load,
+            load=load, input_ids=input_ids,
         )  # fmt: skip
 
     def only(self, plans: Sequence[Plan]) -> Chooser:
         """The same, choosing among some plans."""
         return replace(self, plans=plans)
-
-    def allowed(self, begun: Tensor | None = None) -> np.ndarray:
-        """Which plans of the space may be chosen: [plans] bool.
-
-        Args:
-            begun: Tier and position that they must begin with, as indices: [1, 2].
-        """
-        if begun is None:
-            return self._allowed
-        return self._allowed & (self._begins == begun.numpy(force=True)).all(1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,8 +140,8 @@ class Budgeted:
     on_infeasible: OnInfeasible
     batch: int
     load: float
-    _begun: Tensor | None = None
-    _budget_ms: Tensor | None = None
+    input_ids: Tensor | None = None
+    _begun: Begun | None = None
     _settled: int | None = None
     _new_tokens: int = 0
 
@@ -142,23 +149,19 @@ class Budgeted:
         """Tier and insertion position, or a refusal."""
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
         self._new_tokens = request.max_new_tokens
-        fits = self.chooser.allowed() & (p99 <= remaining_ms)
+        fits = self.chooser.allowed & (p99 <= remaining_ms)
         if not fits.any():
             return self._infeasible(request, remaining_ms)
+        host = self.chooser.host
         if math.isinf(remaining_ms):
             self._settled = self._full()
-        elif self.chooser.controllers is None:
+        elif host is None:
             self._settled = self._worthiest(fits, p50)
         else:
+            ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
             # What is left now is what both stages were trained to be told.
-            self._budget_ms = torch.tensor([remaining_ms])
-            language = language_features(self.chooser.adapter, request.inputs["input_ids"])
-            self._begun = self.chooser.controllers.begin(
-                language, self._budget_ms, allowed=torch.from_numpy(fits)[None]
-            )
-            return self._choice(
-                int(np.flatnonzero(self.chooser.allowed(self._begun) & fits)[0]), p50, request
-            )
+            self._begun = host.begin(self.chooser.words.feature(ids), remaining_ms, fits)
+            return self._choice(int((self._beginning() & fits).argmax()), p50, request)
         return self._choice(self._settled, p50, request)
 
     def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Decision:
@@ -167,17 +170,21 @@ class Budgeted:
         if self._begun is None:
             assert self._settled is not None
             return self._decision(self._settled, request, p50, p99, remaining_ms)
-        begun = self.chooser.allowed(self._begun)
+        begun = self._beginning()
         fits = begun & (p99 <= remaining_ms)
         if not fits.any():
             # Time was lost since: what is quickest of what is left to choose.
             at = int(np.flatnonzero(begun)[p99[begun].argmin()])
             return self._decision(at, request, p50, p99, remaining_ms)
-        assert self.chooser.controllers is not None and self._budget_ms is not None
-        found = self.chooser.controllers.finish(
-            latency_token[None], self._budget_ms, self._begun, allowed=torch.from_numpy(fits)[None]
-        )
-        return self._decision(int(found[0]), request, p50, p99, remaining_ms)
+        assert self.chooser.host is not None
+        at = self.chooser.host.finish(latency_token.float().numpy(force=True), self._begun, fits)
+        return self._decision(at, request, p50, p99, remaining_ms)
+
+    def _beginning(self) -> np.ndarray:
+        """Which plans may be chosen and begin as was chosen."""
+        assert self._begun is not None
+        tier, position = self.chooser.begins
+        return self.chooser.allowed & (tier == self._begun.tier) & (position == self._begun.position)
 
     def _predicted(self, new_tokens: int, after: After) -> tuple[np.ndarray, np.ndarray]:
         return self.chooser.predictor.predict_all(
@@ -187,8 +194,8 @@ class Budgeted:
 
     def _full(self) -> int:
         """The plan that does most."""
-        plans = self.chooser.predictor.space.plans
-        among = np.flatnonzero(self.chooser.allowed())
+        plans = self.chooser.every
+        among = np.flatnonzero(self.chooser.allowed)
         return max(among.tolist(), key=lambda at: (_tier(plans[at]), len(plans[at].blocks), plans[at].top_k))
 
     def _worthiest(self, fits: np.ndarray, p50: np.ndarray) -> int:
@@ -199,7 +206,7 @@ class Budgeted:
 
     def _infeasible(self, request: Request, remaining_ms: float) -> Choice | Refusal:
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
-        among = np.flatnonzero(self.chooser.allowed())
+        among = np.flatnonzero(self.chooser.allowed)
         at = int(among[p99[among].argmin()])
         least_ms = _waited_ms(request) + float(p99[at])
         refusal = Refusal(reason="no plan keeps the budget", least_ms=least_ms)
@@ -244,7 +251,7 @@ class Budgeted:
         )
 
     def _plan(self, at: int) -> Plan:
-        plan = self.chooser.predictor.space.plans[at]
+        plan = self.chooser.every[at]
         return plan if self.images else replace(plan, tier=None)
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from sparseflow.adaptive.environment import draw_budgets
 from sparseflow.adaptive.rewards import Multiplier, Reward
+from sparseflow.core.validation import first_problem
+from sparseflow.core.yaml_files import changed, read_yaml
 from sparseflow.errors import InputError
+
+_PACKAGE = "sparseflow.adaptive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +122,31 @@ class GrpoConfig:
         if step < rising:
             return self.rate * (step + 1) / rising
         return self.rate * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def read_config(source: Path | str, changes: Mapping[str, Any] | None = None) -> GrpoConfig:
+    """Read settings from a file.
+
+    Args:
+        source: A YAML file, or the name of one that comes with SparseFlow: `grpo`.
+        changes: `"steps"` or `"reward.excess"` -> a value that goes before the file's.
+
+    Raises:
+        InputError: There is no such file, or a setting is unknown or out of range.
+        FileFormatError: The file is not YAML, or holds something else.
+        MissingExtraError: PyYAML is missing.
+    """
+    content = changed(read_yaml(source, package=_PACKAGE, extra="adaptive"), changes or {})
+    parts = {"": (GrpoConfig, content), "reward.": (Reward, content.get("reward"))}
+    unknown = [
+        f"{before}{name}"
+        for before, (kind, given) in parts.items()
+        for name in (given if isinstance(given, Mapping) else ())
+        if name not in {each.name for each in fields(kind)}
+    ]
+    if unknown:
+        raise InputError(f"{source} has settings that are not known: {', '.join(unknown)}")
+    try:
+        return TypeAdapter(GrpoConfig).validate_python(content)
+    except ValidationError as error:
+        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error

@@ -48,7 +48,7 @@ class Judged:
         curve: For each budget, ascending, its `budget_ms`, `accuracy`, `attainment` and `goodput`.
         margin: Mean share of the budget that it was shown.
         met: Whether it attained what was asked for on the validation split; None where nothing was asked.
-        per_sample: The four measures of each sample: name -> [samples].
+        per_request: The four measures of each sample with each budget, ascending: name -> [samples, budgets].
         images: Of each sample.
     """
 
@@ -61,11 +61,16 @@ class Judged:
     curve: Sequence[Mapping[str, float]]
     margin: float
     met: bool | None
-    per_sample: Mapping[str, Tensor]
+    per_request: Mapping[str, Tensor]
     images: Sequence[int]
 
+    @property
+    def per_sample(self) -> dict[str, Tensor]:
+        """Means over budgets: name -> [samples]."""
+        return {name: values.mean(1) for name, values in self.per_request.items()}
+
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it, without what each sample had."""
+        """As JSON keeps it, without what each request had."""
         estimates = {name: getattr(self, name).to_dict() for name in MEASURES}
         rest = {"latency_ms": self.latency_ms, "margin": self.margin, "met": self.met}
         return {"name": self.name, **estimates, **rest, "curve": [dict(row) for row in self.curve]}
@@ -96,34 +101,50 @@ def judge(policy: Policy | Sequence[Policy], outcomes: Outcomes, budgets_ms: Ten
     tried = [_tried(each, outcomes, budgets) for each in policies]
     found = {name: torch.stack([each[name] for each in tried]).mean(0) for name in ideal}
     found["regret"] = ideal["goodput"] - found["goodput"]
-    per_sample = {name: found[name].mean(1) for name in MEASURES}
+    per_request = {name: found[name] for name in MEASURES}
     curve = [
         {"budget_ms": float(budget)} | {name: float(found[name][:, at].mean()) for name in MEASURES[:3]}
         for at, budget in enumerate(budgets)
     ]
     margins = [each for each in policies if isinstance(each, WithMargin)]
-    estimates = {name: _estimate(values, outcomes.groups) for name, values in per_sample.items()}
+    estimates = {name: _estimate(each.mean(1), outcomes.groups) for name, each in per_request.items()}
     return Judged(
         name=policies[0].name, latency_ms=float(found["latency_ms"].mean()), curve=curve,
         margin=sum(each.margin for each in margins) / len(margins) if margins else 1.0,
         met=all(each.met for each in margins) if margins else None,
-        per_sample=per_sample, images=outcomes.groups, **estimates,
+        per_request=per_request, images=outcomes.groups, **estimates,
     )  # fmt: skip
 
 
-def versus(one: Judged, other: Judged) -> dict[str, Estimate]:
+def versus(
+    one: Judged, other: Judged, *, samples: Tensor | None = None, budgets: slice = slice(None)
+) -> dict[str, Estimate]:
     """How much better `one` is than `other` in accuracy, attainment and goodput, request by request.
 
+    Args:
+        one: A policy's results.
+        other: Another's.
+        samples: Which to look at, [samples] bool; by default all.
+        budgets: Which to look at, in ascending order.
+
     Raises:
-        InputError: They were judged on different samples.
+        InputError: They were judged on different samples or budgets, or there is nothing to look at.
     """
-    if list(one.images) != list(other.images):
+    asked = [[row["budget_ms"] for row in each.curve] for each in (one, other)]
+    if list(one.images) != list(other.images) or asked[0] != asked[1]:
         raise InputError(
-            f"{one.name} and {other.name} were judged on different samples; judge both on one table"
+            f"{one.name} and {other.name} were judged on different samples or budgets; judge both on one "
+            "table"
         )
-    return {
-        name: _estimate(one.per_sample[name] - other.per_sample[name], one.images) for name in MEASURES[:3]
-    }
+    some = torch.ones(len(one.images), dtype=torch.bool) if samples is None else samples
+    if not bool(some.any()) or not asked[0][budgets]:
+        raise InputError("there is no sample or no budget to compare policies by")
+    images = [image for image, is_in in zip(one.images, some.tolist(), strict=True) if is_in]
+    found = {}
+    for name in MEASURES[:3]:
+        gain = one.per_request[name] - other.per_request[name]
+        found[name] = _estimate(gain[some][:, budgets].mean(1), images)
+    return found
 
 
 def matched(policy: Policy, validation: Outcomes, budgets_ms: Tensor, attainment: float) -> WithMargin:

@@ -67,7 +67,7 @@ def train(
         environment: What is learnt from.
         folder: Made when absent.
         held_out: What the best weights are chosen by; of the same plans.
-        model_id: Of the model, kept with the controllers.
+        model_id: Of the model, as `profile.weights_id` gives it; kept with the controllers.
         costs: What plans are expected to take: those beyond a budget are then never chosen. Without it the
             reward alone teaches which plans fit. Costs by a high quantile keep budgets whatever is learnt;
             where latency scatters much, those by a lower one leave more to be chosen among, and the price of

@@ -21,7 +21,7 @@ class Worth:
     """Mean accuracy of plans.
 
     Attributes:
-        model_id: Of the model, as `profile.model_id` gives it.
+        model_id: Of the model, as `profile.weights_id` gives it.
         space: The plans.
         accuracy: Of each of them, 0 to 1.
         samples: How many answers each is the mean of.
@@ -42,8 +42,28 @@ class Worth:
         if not all(0.0 <= each <= 1.0 for each in self.accuracy):
             raise InputError("`accuracy` must hold shares from 0 to 1")
 
+    def check(self, model_id: str, space: PlanSpace) -> None:
+        """That it is of this model and these plans.
+
+        Raises:
+            InputError: It is not.
+        """
+        if self.model_id != model_id:
+            raise InputError(
+                f"this is the worth of plans of another model (id {self.model_id}; yours is {model_id}): "
+                "judge yours with `sparseflow adaptive eval`"
+            )
+        if self.space != space:
+            raise InputError(
+                "this is the worth of other plans than the profile's; judge those of the profile"
+            )
+
     def save(self, path: Path | str) -> None:
-        """Write it as JSON."""
+        """Write it as JSON, in place of what is there.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         told = {
             "format": _FORMAT, "model_id": self.model_id, "task": self.task, "samples": self.samples,
             "space": self.space.to_dict(), "accuracy": [round(each, 6) for each in self.accuracy],

@@ -19,7 +19,7 @@ DATA = Data(quick(**{"scene.grid": 3}), bank=bank(6))
 
 def test_without_looking_answers_are_at_chance() -> None:
     found = blindly(DATA, count=20_000)
-    ways: dict[Kind, int] = {"at": 6, "count": 4, "left": 2, "small": 4}
+    ways: dict[Kind, int] = {"at": 6, "count": 4, "where": 3, "left": 2, "small": 4}
     for kind, count in ways.items():
         # Four standard deviations of some thousands of guesses.
         assert found.by_kind[kind] == pytest.approx(1 / count, abs=0.035), kind

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparseflow.adaptive.adapters.crops import CROPS
 from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Batch, Data
 from sparseflow.adaptive.grid_vqa.images import SPLITS
 from sparseflow.adaptive.grid_vqa.scenes import NOTHING
@@ -36,6 +37,13 @@ def test_a_step_and_a_process_say_all_of_a_batch() -> None:
             assert not torch.equal(one.crops, other.crops)
     other = Data(quick(**{"train.seed": 1}), bank=bank())
     assert not torch.equal(other.train(0).crops, DATA.train(0).crops)
+
+
+def test_crops_of_a_tier_are_the_first_ones() -> None:
+    whole = DATA.train(2)
+    for tier, count in CROPS.items():
+        some = DATA.train(2, tier=tier)
+        assert torch.equal(some.crops, whole.crops[:, :count]) and torch.equal(some.text, whole.text)
 
 
 def test_the_global_generators_are_left_alone() -> None:

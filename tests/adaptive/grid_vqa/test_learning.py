@@ -14,7 +14,9 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.learning import Learning, draw_plan
-from sparseflow.adaptive.plan import TIERS, Geometry
+from sparseflow.adaptive.grid_vqa.settings import StageSettings
+from sparseflow.adaptive.grid_vqa.stack import steps_of
+from sparseflow.adaptive.plan import TIERS, Geometry, Tier
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import RunError
 from tests.adaptive.grid_vqa.little import bank, quick
@@ -34,28 +36,42 @@ def weights(run: Learning) -> dict[str, torch.Tensor]:
 def test_drawn_plans_cover_what_there_is() -> None:
     geometry = Geometry(depth=16, top_k=8)
     random = np.random.default_rng(0)
-    plans = [draw_plan(geometry, random) for _ in range(3000)]
+    plans = [draw_plan(geometry, tier, random) for _ in range(1000) for tier in TIERS]
     for plan in plans:
         geometry.check(plan)
         assert len(plan.blocks) in geometry.totals(plan.insertion_position)
     assert len({(plan.insertion_position, len(plan.blocks)) for plan in plans}) == 15
-    for count in (Counter(plan.tier for plan in plans), Counter(plan.top_k for plan in plans)):
-        assert min(count.values()) > 0.8 * 3000 / len(count)
+    count = Counter(plan.top_k for plan in plans)
+    assert len(count) == 5 and min(count.values()) > 0.8 * 3000 / len(count)
+    assert [plan.tier for plan in plans[:3]] == list(TIERS)
     skipped = Counter(block for plan in plans for block in range(16) if block not in plan.blocks)
     assert set(skipped) == set(range(1, 16)), "every block but the first is skipped at times"
 
 
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_one_drawn_plan_is_the_least_of_a_tier(count: int) -> None:
-    run = learning(**{"train.drawn_plans": count})
-    tiers = set()
-    for seed in range(20):
-        plans = run._plans(np.random.default_rng(seed))
-        assert len(plans) == count
-        if count:
-            assert plans[0].top_k == 1 and len(plans[0].blocks) == 3
-            tiers.add(plans[0].tier)
-    assert not count or tiers == set(TIERS)
+def test_drawn_plans_of_a_stage(count: int, tier: Tier) -> None:
+    run = learning()
+    stage = StageSettings(share=1.0, tier=tier, drawn_plans=count)
+    drawn = [run._plans(stage, np.random.default_rng(seed)) for seed in range(100)]
+    assert {len(plans) for plans in drawn} == {count}
+    every = [plan for plans in drawn for plan in plans]
+    assert {plan.tier for plan in every} == (set(TIERS[: TIERS.index(tier) + 1]) if count else set())
+    least = [plan for plan in every if plan.top_k == 1 and len(plan.blocks) == 3]
+    assert 0.25 * len(every) <= len(least) <= 0.6 * len(every)
+
+
+def test_stages_follow_one_another_by_their_shares() -> None:
+    shares = {"low": 2.0, "medium": 1.0, "high": 1.0}
+    stages = [{"share": share, "tier": tier, "drawn_plans": 0} for tier, share in shares.items()]
+    run = learning(**{"train.stages": stages, "train.steps": 8})
+    assert [run.stage(step).tier for step in range(3, 11)] == [*["low"] * 4, *["medium"] * 2, *["high"] * 2]
+    crops = []
+    for _ in range(11):
+        batch = run._batch(run.step)
+        crops.append(batch.crops.shape[1])
+        run.advance()
+    assert crops == [14, 14, 14, 1, 1, 1, 1, 5, 5, 14, 14]
 
 
 def test_the_vision_tower_learns_alone_at_first() -> None:
@@ -67,7 +83,9 @@ def test_the_vision_tower_learns_alone_at_first() -> None:
     changed = {name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])}
     assert changed and all("vision_tower" in name for name in changed)
     numbers = run.advance()
-    assert {"full", "drawn", "naming", "balance", "right"} <= set(numbers) and numbers["rate_text"] > 0.0
+    assert {"full", "drawn", "naming", "place", "content", "lies", "balance", "right"} <= set(
+        numbers
+    ) and numbers["rate_text"] > 0.0
     run.advance()
     still = {name for name, each in run.model.state_dict().items() if torch.equal(each, before[name])}
     # Nothing looks at the norm behind the vision tower's last block.
@@ -78,8 +96,10 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     """Plans go backward one by one; here they do at once."""
     run = learning(**{"train.vision_steps": 0})
     batch = run.data.train(0)
-    plans = run._plans(np.random.default_rng(0))
-    found = run._answer(batch, plans)
+    stage = StageSettings(share=1.0, tier="high", drawn_plans=2)
+    plans = run._plans(stage, np.random.default_rng(0))
+    torch.manual_seed(0)
+    found = run._answer(batch, "high", plans, sees=True)
     gradients = {
         name: each.grad.clone() for name, each in run.model.named_parameters() if each.grad is not None
     }
@@ -90,10 +110,18 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     seen = stack.see(batch.crops)
     vision, balance = stack.project(seen), []
     full = stack.answers(run.full, vision, batch.text, balance)[where]
+    torch.manual_seed(0)
+    quizzed = run.grounding.quizzed(batch.text)
+    hidden, rotary = stack.begin(vision, quizzed, "high")
+    # Names behind the text are tokens, too, which experts share.
+    balance = balance[2:]
+    hidden = stack.run(steps_of(run.full, 3)[:2], hidden, rotary, balance)
+    ground = run.grounding(hidden, quizzed, batch.prompts, batch.cells).sum()
     naming = torch.stack(
         [functional.cross_entropy(level.flatten(0, 1), batch.cells.flatten()) for level in run.naming(seen)]
     ).mean()
     loss = functional.cross_entropy(full, wanted[where]) + 0.01 * sum(balance) / 4 + 0.3 * naming
+    loss = loss + 0.5 * ground
     for plan in plans:
         student = stack.answers(plan, vision, batch.text)[where]
         chances = full.detach().softmax(-1)
@@ -144,17 +172,34 @@ def test_the_average_follows_the_model() -> None:
 
 
 def test_rates_rise_and_fall_in_each_part() -> None:
-    run = learning(**{"train.vision_steps": 20, "train.steps": 30, "train.warm_up": 0.2})
+    run = learning(**{"train.vision_steps": 100, "train.steps": 150, "train.warm_up": 0.2})
     rates = []
     for step in range(run.steps):
         run.step = step
         rates.append(run._set_rates())
     vision, text = ([each[f"rate_{name}"] for each in rates] for name in ("vision", "text"))
-    assert text[:20] == [0.0] * 20
-    for part in (vision[:20], vision[20:], text[20:]):
+    assert text[:100] == [0.0] * 100
+    for part in (vision[:100], text[100:]):
         top = int(np.argmax(part))
         assert 0 < top < len(part) / 2 and part[0] < 0.05 * part[top] and part[-1] < 0.05 * part[top]
-    assert max(text) == pytest.approx(1e-3) and max(vision[20:]) == pytest.approx(3e-4)
+    assert max(text) == pytest.approx(1e-3)
+    tiers = [run.stage(step).tier for step in range(100, 250)]
+    scales = [0.3 if tier == "high" else 0.0 for tier in tiers]
+    assert vision[100:] == pytest.approx(
+        [scale * rate for scale, rate in zip(scales, text[100:], strict=True)]
+    )
+
+
+def test_the_vision_tower_rests_below_the_highest_tier() -> None:
+    run = learning(**{"train.vision_steps": 0})
+    while run.step < run.steps:
+        rests, before = run.stage(run.step).tier != "high", weights(run)
+        run.advance()
+        changed = {
+            name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])
+        }
+        assert any("language_model" in name for name in changed)
+        assert any("vision_tower" in name for name in changed) != rests
 
 
 @pytest.mark.parametrize("step", [1, 5])

@@ -29,6 +29,7 @@ def test_each_level_looks_where_the_cell_is(grid: int) -> None:
     wanted = torch.cartesian_prod(middle, middle)[None]
     for level in caught:
         torch.testing.assert_close(level, wanted)
+    torch.testing.assert_close(naming(seen[:, :5]), naming(seen)[:2])
 
 
 def test_the_loss_of_blends() -> None:

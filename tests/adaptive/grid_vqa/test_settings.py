@@ -28,6 +28,10 @@ def test_shipped_weights_fit() -> None:
     assert 2 * (blocks + vision) < 24.5e6
 
 
+def stages(*tiers: str) -> list[dict[str, Any]]:
+    return [{"share": 1.0, "tier": tier} for tier in tiers]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -42,7 +46,12 @@ def test_shipped_weights_fit() -> None:
         ({"images": {"digits": False}}, "there are no images"),
         ({"test_shares": {"at": 0.0}}, "not all of them 0"),
         ({"train": {"shares": {"at": 2.0, "left": -1.0}}}, "train.shares"),
-        ({"train": {"shares": {"where": 1.0}}}, "shares"),
+        ({"train": {"shares": {"why": 1.0}}}, "shares"),
+        ({"train": {"stages": []}}, r"`train.stages` \(=none\) must go from lower tiers"),
+        ({"train": {"stages": stages("low", "medium")}}, r"\(=low, medium\) must .* end with high"),
+        ({"train": {"stages": stages("medium", "low", "high")}}, "must go from lower tiers to higher ones"),
+        ({"train": {"warm_up": 0.6}}, r"`warm_up` \(=0.6\) and `cool_down` \(=0.5\) must be at most 1"),
+        ({"train": {"ground_blocks": 17}}, r"`ground_blocks` \(=17\) must not be more than `depth` \(=16\)"),
         ({"train": {"rate": float("nan")}}, "rate"),
         ({"trains": {}}, "trains"),
     ],

@@ -52,6 +52,14 @@ def olmoe() -> Iterator[tuple[Adapter, Knobs]]:
 
 
 class TestAnswers:
+    def test_without_image_the_tier_of_a_plan_does_not_matter(self) -> None:
+        with attached("llava_siglip") as both:
+            full = both[1].geometry.full()
+            engine = still(both, plans=[full], max_tokens=96)
+            handle = engine.submit(request(6, plan=replace(full, tier=None), max_new_tokens=2))
+            driven(engine)
+            assert handle.result().plan == replace(full, tier=None)
+
     def test_finished(self, olmoe: tuple[Adapter, Knobs]) -> None:
         engine = still(olmoe)
         handle = engine.submit(request(6, max_new_tokens=5, budget_ms=1e6, plan=SHALLOW))
@@ -278,3 +286,23 @@ def test_snapshot_of_who_waits(olmoe: tuple[Adapter, Knobs]) -> None:
     assert snapshot.healthy and snapshot.recorded == 0 and snapshot.unrecorded == ()
     driven(engine)
     assert engine.snapshot().ended == {"finished": 2}
+
+
+class TestWhatItTells:
+    def test_sizes(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        engine = still(olmoe, max_tokens=48)
+        assert (engine.prompts, engine.contexts) == ((), (48,))
+        engine = still(olmoe, max_tokens=48, prompts=[16, 32], contexts=[8])
+        assert (engine.prompts, engine.contexts) == ((16, 32), (8, 48))
+
+    def test_load_is_the_share_of_time_that_it_works(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:
+            assert engine.load == engine.worked_s == 0.0
+            engine.submit(request(max_new_tokens=3)).result()
+        assert 0.0 < engine.load <= 1.0 and engine.worked_s > 0.0
+
+    def test_a_listener_hears_of_every_token(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        heard: list[int] = []
+        with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:
+            engine.submit(request(max_new_tokens=4), lambda handle: heard.append(len(handle.tokens))).result()
+        assert heard == [1, 2, 3, 4, 4]

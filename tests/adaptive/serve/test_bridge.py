@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,16 +312,26 @@ def test_what_the_engine_is() -> None:
     assert not made.alive
 
 
+KINDS: tuple[tuple[Tier, int], ...] = (("low", 3), ("low", 2), ("high", 2), ("high", 1))
+
+
 class Predictor:
     """As that of `predictor`, by a formula; remembers what it was asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[Ask] = []
+    def __init__(self, runner: str = "engine", device: str = "cuda") -> None:
+        self.asked: list[dict[str, Any]] = []
         self.observed: list[tuple[Ask, float, float | None]] = []
+        self.about = SimpleNamespace(how={"runner": runner}, device={"kind": device})
+        self.space = SimpleNamespace(
+            plans=tuple(
+                Plan(tier=tier, insertion_position=1, top_k=2, blocks=tuple(range(blocks)))
+                for tier, blocks in KINDS
+            )
+        )
 
-    def predict(self, asks: Any) -> tuple[np.ndarray, np.ndarray]:
-        self.asked += asks
-        p50 = np.array([len(ask.plan.blocks) * 10.0 + ask.new_tokens for ask in asks])
+    def predict_all(self, *, new_tokens: int, **asked: Any) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append(asked)
+        p50 = np.array([len(plan.blocks) * 10.0 + new_tokens for plan in self.space.plans])
         return p50, p50 * 2.0
 
     def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
@@ -329,27 +340,35 @@ class Predictor:
 
 def test_a_forecast_of_the_predictor() -> None:
     predictor: Any = Predictor()
-    kinds: list[tuple[Tier, int]] = [("low", 3), ("low", 2), ("high", 2)]
-    plans = [
-        Plan(tier=tier, insertion_position=1, top_k=2, blocks=tuple(range(blocks))) for tier, blocks in kinds
-    ]
+    plans = predictor.space.plans[:3]
     forecast = Predicted(predictor, plans, load=lambda: 0.25)
     text = job().prompt
+    # The fourth plan is quicker, but the engine does not run it.
     assert forecast.least_ms(text, 5, 2) == 50.0
-    # The tier does not matter without images, so two are the same.
-    assert [(ask.plan.tier, ask.batch, ask.load) for ask in predictor.asked] == [(None, 3, 0.25)] * 2
-    predictor.asked.clear()
     seen = Prompt(inputs={}, tokens=9, text_tokens=3, images=1)
     assert forecast.least_ms(seen, 5, 0) == 50.0
-    assert [(ask.plan.tier, ask.images, ask.text_tokens) for ask in predictor.asked] == [
-        ("low", 1, 3), ("low", 1, 3), ("high", 1, 3),
-    ]  # fmt: skip
+    assert predictor.asked == [
+        {"text_tokens": text.text_tokens, "images": 0, "batch": 3, "load": 0.25},
+        {"text_tokens": 3, "images": 1, "batch": 1, "load": 0.25},
+    ]
     assert forecast.of(plans[0], seen, 5, 1) == (35.0, 70.0)
+    # The tier does not matter without images.
+    assert forecast.of(replace(plans[0], tier=None), text, 5, 1) == (35.0, 70.0)
     forecast.observe(seen, 1, finished(plan=plans[0]))
     ((ask, measured_ms, prefill_ms),) = predictor.observed
     assert (ask.new_tokens, ask.queued_ms, ask.batch, measured_ms, prefill_ms) == (2, 2.0, 2, 11.0, 5.0)
     with pytest.raises(InputError, match="no plans"):
         Predicted(predictor, [])
+    with pytest.raises(InputError, match="not among the plans"):
+        Predicted(predictor, [replace(plans[0], top_k=1)])
+
+
+def test_what_was_measured_eagerly_on_a_gpu_is_no_forecast_of_an_engine() -> None:
+    eager: Any = Predictor("eager")
+    with pytest.raises(InputError, match=r"eager runner.*--runner engine"):
+        Predicted(eager, eager.space.plans)
+    on_cpu: Any = Predictor("eager", "cpu")
+    Predicted(on_cpu, on_cpu.space.plans)
 
 
 def test_a_job_that_was_let_in_is_not_refused_by_its_decider() -> None:
@@ -362,6 +381,7 @@ def test_a_job_that_was_let_in_is_not_refused_by_its_decider() -> None:
     assert all(
         (how["text_tokens"], how["images"], how["batch"], how["load"]) == (3, 0, 3, 0.5) for how in asked
     )
+    assert all(torch.equal(how["input_ids"], job().prompt.inputs["input_ids"]) for how in asked)
 
 
 class Letters:

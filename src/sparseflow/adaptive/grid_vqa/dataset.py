@@ -20,6 +20,7 @@ from sparseflow.adaptive.grid_vqa.images import Bank, Split, bank_of
 from sparseflow.adaptive.grid_vqa.questions import Questions, World, draw, draw_names
 from sparseflow.adaptive.grid_vqa.scenes import NOTHING, Looks, Scenes, looks_of, paint
 from sparseflow.adaptive.grid_vqa.settings import KINDS, Kind, Settings
+from sparseflow.adaptive.plan import Tier
 
 CHUNK = 256
 """Samples of a split that are drawn at once; which they are does not depend on how many are asked for."""
@@ -35,7 +36,7 @@ class Batch:
     """Samples on a device.
 
     Attributes:
-        crops: Pixels from -1 to 1, coarse to fine: [B, 14, 3, side, side] float32.
+        crops: Pixels from -1 to 1, coarse to fine: [B, crops, 3, side, side] float32; 14 at the highest tier.
         cells: What lies in each cell: the name, or names + name where it is small, or 2 · names where nothing
             is: [B, cells] int64.
         text: Question, `<answer>`, answer, `<eos>`, padding: [B, tokens] int64.
@@ -128,31 +129,30 @@ class Data:
         """What `Batch.cells` can be."""
         return 2 * len(self.bank.names) + 1
 
-    def train(self, step: int, rank: int = 0) -> Batch:
-        """The batch of a step of a process."""
+    def train(self, step: int, rank: int = 0, *, tier: Tier = "high") -> Batch:
+        """The batch of a step of a process, with the crops of a tier."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _TRAIN, step, rank])
         questions = draw(self.world, told.shares, told.batch_size, random)
         looks = looks_of(
             questions.scenes, self.bank, "train", self.settings.scene, random, augment=told.augment
         )  # fmt: skip
-        return self._batch(questions, looks)
+        return self._batch(questions, looks, tier)
 
     def named(self, step: int, rank: int = 0) -> Named:
         """The batch of a step in which the vision tower learns alone."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _VISION, step, rank])
         scenes = draw_names(self.world, told.batch_size, random)
-        others = draw_names(self.world, told.batch_size, random)
+        others = random.integers(0, len(self.world.names), scenes.names.shape)
         mixed = (random.random(scenes.names.shape) < told.mix) & (scenes.names != NOTHING) & ~scenes.small
-        mixed &= (others.names != NOTHING) & ~others.small
         looks = looks_of(
             scenes, self.bank, "train", self.settings.scene, random, augment=told.augment,
-            blend=np.where(mixed, others.names, NOTHING),
+            blend=np.where(mixed, others, NOTHING),
         )  # fmt: skip
         shares = np.ones(scenes.names.size, np.float32)
         shares[looks.cells] = looks.share
-        blends = Scenes(names=np.where(mixed, others.names, scenes.names), small=scenes.small)
+        blends = Scenes(names=np.where(mixed, others, scenes.names), small=scenes.small)
         return Named(
             crops=self._crops(looks), cells=self._cells(scenes), blends=self._cells(blends),
             shares=torch.from_numpy(shares.reshape(scenes.names.shape)).to(self.device, non_blocking=True),
@@ -207,7 +207,7 @@ class Data:
             last = min(CHUNK, count - chunk * CHUNK)
             yield questions.part(0, last), looks.part(0, last, self.world.cells)
 
-    def _batch(self, questions: Questions, looks: Looks) -> Batch:
+    def _batch(self, questions: Questions, looks: Looks, tier: Tier = "high") -> Batch:
         numbers = np.concatenate(
             [
                 questions.text,
@@ -219,13 +219,13 @@ class Data:
         )
         told = torch.from_numpy(numbers).to(self.device, non_blocking=True)
         return Batch(
-            crops=self._crops(looks), cells=self._cells(questions.scenes), text=told[:, :-3],
+            crops=self._crops(looks, tier), cells=self._cells(questions.scenes), text=told[:, :-3],
             prompts=told[:, -3], lengths=told[:, -2], kinds=told[:, -1],
         )  # fmt: skip
 
-    def _crops(self, looks: Looks) -> Tensor:
+    def _crops(self, looks: Looks, tier: Tier = "high") -> Tensor:
         canvases = paint(looks, self._images, self.settings.scene)
-        crops = nested_crops(canvases, self.settings.model.crop_px, mean=MEAN, std=STD)
+        crops = nested_crops(canvases, self.settings.model.crop_px, mean=MEAN, std=STD, tier=tier)
         return crops.unflatten(0, (len(canvases), -1))
 
     def _cells(self, scenes: Scenes) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.features import language_features
-from sparseflow.adaptive.grid_vqa.dataset import Batch, Data
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Batch, Data
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.adaptive.grid_vqa.stack import Rotary, Stack, Step, steps_of
@@ -41,6 +41,9 @@ class Judged:
         language: Language features, [samples, d] float32.
         tokens: Latency tokens: the last prompt token's hidden state as it leaves the block before each
             insertion position, by tier: [samples, tiers, positions, d] float32.
+        text_tokens: Of the prompt, those that are not of the image, [samples] int64.
+        new_tokens: Of the right answer, its end included, [samples] int64. A wrong answer may be longer or
+            shorter.
     """
 
     plans: tuple[Plan, ...]
@@ -48,6 +51,8 @@ class Judged:
     kinds: Tensor
     language: Tensor
     tokens: Tensor
+    text_tokens: Tensor
+    new_tokens: Tensor
 
     def by_kind(self, plan: int) -> dict[str, float]:
         """A plan's accuracy for each kind of question that there is."""
@@ -64,10 +69,11 @@ def outcomes(
     *,
     split: Split = "test",
     count: int,
+    first: int = 0,
     batch_size: int = BATCH,
     progress: Progress | None = None,
 ) -> Judged:
-    """Try plans on the first samples of a split.
+    """Try plans on the first samples of a split, or on some that follow.
 
     Args:
         model: The model, on the device of `data`.
@@ -75,35 +81,44 @@ def outcomes(
         space: The plans.
         split: Of images.
         count: How many samples.
+        first: How many to leave out before: a multiple of `dataset.CHUNK`.
         batch_size: Samples at once.
         progress: Called with (what was done, fraction done).
 
     Raises:
-        InputError: There are no plans or samples, or a plan has no tier.
+        InputError: There are no plans or samples, `first` is no such multiple, or a plan has no tier.
         PlanError: The model cannot run a plan.
     """
     plans = space.plans if isinstance(space, PlanSpace) else tuple(space)
     if not plans or count < 1:
         raise InputError(f"there is nothing to judge: {len(plans)} plans and {count} samples")
-    adapter, stack, parts, done = adapter_of(model), Stack(model), [], 0
+    if first < 0 or first % CHUNK:
+        raise InputError(f"`first` (={first}) must be a multiple of {CHUNK}")
+    adapter, stack, parts, done = adapter_of(model), Stack(model), [], -first
     for plan in plans:
         adapter.geometry.check(plan)
         if plan.tier is None:
             raise InputError(f"{plan.id} has no tier, and every question here has an image")
     with _judging(model):
-        for batch in data.judged(split, count, size=batch_size):
+        for batch in data.judged(split, first + count, size=batch_size):
+            done += len(batch)
+            if done <= 0:
+                continue
             vision = stack.project(stack.see(batch.crops))
             correct = _correct(stack, batch, vision, plans)
             tokens = torch.stack([_latency_tokens(stack, batch, vision, tier) for tier in TIERS], 1)
             words = torch.nn.functional.pad(batch.text, (1, 0), value=data.vocabulary.bos)
             asked = torch.arange(words.shape[1], device=words.device) <= batch.prompts[:, None]
             language = language_features(adapter, words, asked)
-            parts.append([each.cpu() for each in (correct, batch.kinds, language, tokens)])
-            done += len(batch)
+            lengths = (asked.sum(1), batch.lengths - batch.prompts)
+            parts.append([each.cpu() for each in (correct, batch.kinds, language, tokens, *lengths)])
             if progress is not None:
                 progress(f"judged {done} of {count} samples", done / count)
-    correct, kinds, language, tokens = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Judged(plans=plans, correct=correct.float(), kinds=kinds, language=language, tokens=tokens.float())
+    correct, kinds, language, tokens, asked, answered = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Judged(
+        plans=plans, correct=correct.float(), kinds=kinds, language=language, tokens=tokens.float(),
+        text_tokens=asked, new_tokens=answered,
+    )  # fmt: skip
 
 
 class Scorer:

@@ -1,17 +1,20 @@
 """The steps of a training: a model, its optimizer, what a step does, and how often the model answers right.
 
-First the vision tower learns alone to name what lies in cells. Then everything learns to answer: every step
-runs the full plan, which learns from the answers, and some drawn plans, which learn from the answers and from
-the full plan's own logits (the sandwich rule of Yu & Huang, "Universally slimmable networks", ICCV 2019): one
-of the least plans at a tier by chance, the others wholly by chance.
+First the vision tower learns alone to name what lies in cells. Then everything learns to answer, in stages of
+rising tiers: every step runs the whole model at the stage's tier, which learns from the answers, and some
+drawn plans of that tier or a lower one, which learn from the answers and from the whole model's logits (the
+sandwich rule of Yu & Huang, "Universally slimmable networks", ICCV 2019): now and then one of the least
+plans, else one wholly by chance. The vision tower rests in stages below the highest tier: from coarse crops
+alone it would forget what it knows of fine ones.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,16 +25,20 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sparseflow.adaptive.grid_vqa.dataset import Batch, Data, Named
 from sparseflow.adaptive.grid_vqa.evaluate import accuracy
+from sparseflow.adaptive.grid_vqa.grounding import Grounding
 from sparseflow.adaptive.grid_vqa.model import build
 from sparseflow.adaptive.grid_vqa.naming import Naming, naming_loss, right
-from sparseflow.adaptive.grid_vqa.settings import Settings
-from sparseflow.adaptive.grid_vqa.stack import Stack
-from sparseflow.adaptive.plan import TIERS, Geometry, Plan
+from sparseflow.adaptive.grid_vqa.questions import SMALL
+from sparseflow.adaptive.grid_vqa.settings import Settings, StageSettings
+from sparseflow.adaptive.grid_vqa.stack import Stack, steps_of
+from sparseflow.adaptive.plan import TIERS, Geometry, Plan, Tier
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import RunError
 
 _PLANS = 3
 """Tells the generator of plans from those of data."""
+_LEAST = 0.3
+"""Share of drawn plans that are least ones."""
 
 
 class Learning:
@@ -54,7 +61,14 @@ class Learning:
             torch.manual_seed(told.seed)
             model = build(settings, data.vocabulary)
             naming = Naming(settings.model.vision_width, data.labels, settings.scene.grid)
+            grounding = Grounding(
+                settings.model.width, data.vocabulary.ids(data.bank.names).tolist(),
+                [data.bank.names.index(name) for name in data.world.asked],
+                data.vocabulary.ids(SMALL).tolist(), grid=settings.scene.grid,
+                crop_side=settings.model.crop_px // settings.model.patch_px,
+            )  # fmt: skip
         self.model, self.naming = model.to(mine.device), naming.to(mine.device)
+        self.grounding = grounding.to(mine.device)
         self.average = copy.deepcopy(self.model)
         self.stack = Stack(self.model)
         self.geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
@@ -64,6 +78,7 @@ class Learning:
         self._vision = [*inner.vision_tower.parameters(), *self.naming.parameters()]
         known = set(map(id, self._vision))
         self._text = [each for each in self.model.parameters() if id(each) not in known]
+        self._text += self.grounding.parameters()
         groups = [
             {"params": part, "weight_decay": decay, "part": name}
             for name, params in (("vision", self._vision), ("text", self._text))
@@ -79,6 +94,7 @@ class Learning:
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "naming": self.naming.state_dict(),
+            "grounding": self.grounding.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
 
@@ -87,6 +103,7 @@ class Learning:
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.naming.load_state_dict(state["naming"])
+        self.grounding.load_state_dict(state["grounding"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
@@ -100,15 +117,22 @@ class Learning:
             RunError: The loss or the gradient is no longer finite; nothing of the step is kept.
         """
         told = self.settings.train
-        alone = self.step < told.vision_steps
         random = np.random.default_rng([told.seed, _PLANS, self.step])
         torch.manual_seed(int(random.integers(2**62)))  # for what is dropped
         batch = self._batch(self.step)
         for each in (*self._vision, *self._text):
             each.grad = None
         self.model.train()
-        found = self._name(batch) if isinstance(batch, Named) else self._answer(batch, self._plans(random))
-        learning = self._vision if alone else [*self._vision, *self._text]
+        if isinstance(batch, Named):
+            found = self._name(batch)
+        else:
+            stage = self.stage(self.step)
+            plans = self._plans(stage, random)
+            found = self._answer(batch, stage.tier, plans, sees=self._sees(self.step))
+        learning = [
+            *(self._vision if self._sees(self.step) else ()),
+            *(() if isinstance(batch, Named) else self._text),
+        ]
         self._mine.average(learning)
         found["gradient"] = nn.utils.clip_grad_norm_(learning, told.clip)
         found["loss"] = self._mine.mean(found["loss"])
@@ -121,7 +145,7 @@ class Learning:
             raise RunError(
                 f"the training failed in step {self.step + 1}: its loss is {numbers['loss']} and the norm of "
                 f"its gradient {numbers['gradient']}. The checkpoint before is kept; lower "
-                f"`{'vision_rate' if alone else 'rate'}`"
+                f"`{'vision_rate' if isinstance(batch, Named) else 'rate'}`"
             )
         self.optimizer.step()
         self.step += 1
@@ -134,7 +158,7 @@ class Learning:
 
     def judge(self) -> dict[str, float]:
         """How often validation samples are answered right, by the full plan and by the least of each tier."""
-        plans = [self.full, *(self._least(tier) for tier in range(len(TIERS)))]
+        plans = [self.full, *(self._least(tier) for tier in TIERS)]
         with self._amp():
             found = accuracy(
                 self.average, self.data, plans, split="val", count=self.settings.train.judge_samples
@@ -153,10 +177,23 @@ class Learning:
         return self._ahead[1]
 
     def _draw(self, step: int) -> Batch | Named:
-        first = self.settings.train.vision_steps
-        return (
-            self.data.named(step, self._mine.rank) if step < first else self.data.train(step, self._mine.rank)
+        if step < self.settings.train.vision_steps:
+            return self.data.named(step, self._mine.rank)
+        return self.data.train(step, self._mine.rank, tier=self.stage(step).tier)
+
+    def stage(self, step: int) -> StageSettings:
+        """The stage of a step of the second part."""
+        told = self.settings.train
+        done = (step - told.vision_steps + 0.5) / told.steps * sum(each.share for each in told.stages)
+        ends = accumulate(each.share for each in told.stages)
+        return next(
+            (each for each, end in zip(told.stages, ends, strict=True) if done < end), told.stages[-1]
         )
+
+    def _sees(self, step: int) -> bool:
+        """Whether the vision tower learns in a step."""
+        told = self.settings.train
+        return step < told.vision_steps or (told.vision_scale > 0.0 and self.stage(step).tier == TIERS[-1])
 
     def _name(self, batch: Named) -> dict[str, Tensor]:
         """Gradients of naming cells."""
@@ -169,59 +206,78 @@ class Learning:
             f"named_{tier}": each for tier, each in zip(TIERS, rights, strict=True)
         }
 
-    def _answer(self, batch: Batch, plans: Iterable[Plan]) -> dict[str, Tensor]:
-        """Gradients of answering, by the full plan and by drawn ones."""
-        told = self.settings.train
-        where, wanted = batch.answered, batch.text[:, 1:]
-        with self._amp():
-            seen = self.stack.see(batch.crops)
+    def _answer(
+        self, batch: Batch, tier: Tier, plans: Sequence[Plan], *, sees: bool
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Gradients of answering, by the whole model at a tier and drawn plans; `sees`: of the tower, too."""
+        told, stack = self.settings.train, self.stack
+        where = batch.answered
+        # Found once and first: it is waited for, and nothing else should be.
+        at = where.flatten().nonzero()[:, 0]
+        wanted = batch.text[:, 1:].flatten()[at]
+        with self._amp(), torch.set_grad_enabled(sees):
+            seen = stack.see(batch.crops)
             naming = naming_loss(self.naming(seen), batch.cells)
-            vision = self.stack.project(seen)
+        with self._amp():
+            vision = stack.project(seen)
         # Plans go backward one by one, to hold one plan's activations at a time; what they share waits.
         shared = vision.detach().requires_grad_()
         balance: list[Tensor] = []
         with self._amp():
-            logits = self.stack.answers(self.full, shared, batch.text, balance)
-        teacher = logits[where].float()
-        task = functional.cross_entropy(teacher, wanted[where])
-        spread = torch.stack(balance).mean()
-        (task + told.balance_weight * spread).backward()
+            quizzed = self.grounding.quizzed(batch.text)
+            hidden, rotary = stack.begin(shared, quizzed, tier)
+            steps = steps_of(self.full, stack.top_k)
+            hidden = stack.run(steps[: told.ground_blocks], hidden, rotary, balance)
+            grounds = self.grounding(hidden, quizzed, batch.prompts, batch.cells)
+            hidden, *rotary = (each[:, : -self.grounding.quiz] for each in (hidden, *rotary))
+            hidden = stack.run(steps[told.ground_blocks :], hidden, (rotary[0], rotary[1]), balance)
+            logits = stack.logits(hidden, batch.text.shape[1])[:, :-1]
+        teacher = logits.flatten(0, 1)[at].float()
+        task = functional.cross_entropy(teacher, wanted)
+        spread, ground = torch.stack(balance).mean(), grounds.sum()
+        (task + told.balance_weight * spread + told.ground_weight * ground).backward()
         teacher = teacher.detach()
         drawn = task.new_zeros(())
         for plan in plans:
             with self._amp():
-                student = self.stack.answers(plan, shared, batch.text)[where]
+                student = stack.answers(plan, shared, batch.text).flatten(0, 1)[at]
             student = student.float().log_softmax(-1)
             apart = functional.kl_div(
                 student, teacher.log_softmax(-1), reduction="batchmean", log_target=True
             )
-            loss = told.distill * apart + (1.0 - told.distill) * functional.nll_loss(student, wanted[where])
+            loss = told.distill * apart + (1.0 - told.distill) * functional.nll_loss(student, wanted)
             loss.backward()
-            drawn = drawn + loss.detach() / max(1, told.drawn_plans)
-        torch.autograd.backward([vision, told.name_weight * naming], [shared.grad, None])
-        wrong = (logits.detach().argmax(-1) != wanted) & where
-        extra = told.balance_weight * spread + told.name_weight * naming
+            drawn = drawn + loss.detach() / len(plans)
+        if sees:
+            torch.autograd.backward([vision, told.name_weight * naming], [shared.grad, None])
+        else:
+            vision.backward(shared.grad)
+        wrong = (logits.detach().argmax(-1) != batch.text[:, 1:]) & where
+        extra = told.balance_weight * spread + told.name_weight * naming + told.ground_weight * ground
         return {
-            "loss": task + drawn * told.drawn_plans + extra,
+            "loss": task + drawn * len(plans) + extra,
             "full": task, "drawn": drawn, "naming": naming, "balance": spread,
+            "place": grounds[0], "content": grounds[1], "lies": grounds[2],
             "right": (~wrong.any(1)).float().mean(),
         }  # fmt: skip
 
-    def _plans(self, random: np.random.Generator) -> list[Plan]:
+    def _plans(self, stage: StageSettings, random: np.random.Generator) -> list[Plan]:
         """The drawn plans of a step; the same in all processes, so that none waits for another."""
-        count = self.settings.train.drawn_plans
-        return [self._least(int(random.integers(len(TIERS))), random)][:count] + [
-            draw_plan(self.geometry, random) for _ in range(count - 1)
-        ]
+        tiers, found = TIERS[: TIERS.index(stage.tier) + 1], []
+        for _ in range(stage.drawn_plans):
+            tier = tiers[int(random.integers(len(tiers)))]
+            least = random.random() < _LEAST
+            found.append(self._least(tier, random) if least else draw_plan(self.geometry, tier, random))
+        return found
 
-    def _least(self, tier: int, random: np.random.Generator | None = None) -> Plan:
+    def _least(self, tier: Tier, random: np.random.Generator | None = None) -> Plan:
         """A plan with the fewest blocks and experts; the last blocks are skipped, or some by chance."""
         position = self.geometry.positions[0]
         total = self.geometry.totals(position)[0]
         after = np.arange(position, self.geometry.depth)
         kept = after[: total - position] if random is None else random.permutation(after)[: total - position]
         return Plan(
-            tier=TIERS[tier], insertion_position=position, top_k=self.geometry.top_ks[0],
+            tier=tier, insertion_position=position, top_k=self.geometry.top_ks[0],
             blocks=(*range(position), *sorted(kept.tolist())),
         )  # fmt: skip
 
@@ -229,32 +285,33 @@ class Learning:
         """Give each group its rate of this step."""
         told = self.settings.train
         if self.step < told.vision_steps:
-            share = _share(self.step / told.vision_steps, told.warm_up)
+            share = _share(self.step / told.vision_steps, told.warm_up, told.cool_down)
             rates = {"vision": told.vision_rate * share, "text": 0.0}
         else:
-            share = _share((self.step - told.vision_steps) / told.steps, told.warm_up)
-            rates = {"vision": told.rate * told.vision_scale * share, "text": told.rate * share}
+            share = _share((self.step - told.vision_steps) / told.steps, told.warm_up, told.cool_down)
+            scale = told.vision_scale if self._sees(self.step) else 0.0
+            rates = {"vision": told.rate * scale * share, "text": told.rate * share}
         for group in self.optimizer.param_groups:
             group["lr"] = rates[group["part"]]
         return {f"rate_{name}": rate for name, rate in rates.items()}
 
 
-def draw_plan(geometry: Geometry, random: np.random.Generator) -> Plan:
-    """A plan by chance: each knob's values are as likely, and of blocks any set of the size."""
+def draw_plan(geometry: Geometry, tier: Tier, random: np.random.Generator) -> Plan:
+    """A plan of a tier by chance: each knob's values are as likely, and of blocks any set of the size."""
     position = int(random.choice(geometry.positions))
     total = int(random.choice(geometry.totals(position)))
     after = random.permutation(np.arange(position, geometry.depth))[: total - position]
     return Plan(
-        tier=TIERS[int(random.integers(len(TIERS)))], insertion_position=position,
+        tier=tier, insertion_position=position,
         top_k=int(random.choice(geometry.top_ks)), blocks=(*range(position), *sorted(after.tolist())),
     )  # fmt: skip
 
 
-def _share(done: float, warm_up: float) -> float:
-    """Of the highest rate, after a share of the steps."""
+def _share(done: float, warm_up: float, cool_down: float) -> float:
+    """Of the highest rate, after a share of the steps: it rises, stays, and falls to 0."""
     if done < warm_up:
         return done / warm_up * 0.99 + 0.01
-    return 0.5 * (1.0 + math.cos(math.pi * (done - warm_up) / max(1e-9, 1.0 - warm_up)))
+    return min(1.0, (1.0 - done) / max(1e-9, cool_down))
 
 
 def _by_decay(params: Iterable[nn.Parameter], decay: float) -> list[tuple[list[nn.Parameter], float]]:

@@ -30,9 +30,11 @@ class Naming(nn.Module):
         )
 
     def forward(self, seen: Tensor) -> Tensor:
-        """Logits of cells: [B, 14, tokens, width] -> [levels, B, cells, labels]."""
+        """Logits of cells at each level there is: [B, crops, tokens, width] -> [levels, B, cells, labels]."""
         side, first, found = round(seen.shape[2] ** 0.5), 0, []
         for level, head in zip(LEVELS, self.heads, strict=True):
+            if first == seen.shape[1]:
+                break
             tiles = seen[:, first : first + level**2].unflatten(1, (level, level)).unflatten(3, (side, side))
             first += level**2
             # [B, rows of crops, columns of crops, rows, columns, width] -> [B, width, all rows, all columns]

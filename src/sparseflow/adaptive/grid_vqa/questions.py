@@ -32,6 +32,11 @@ TEMPLATES: Mapping[Kind, tuple[str, ...]] = {
         "count the items that show {x} .",
         "what is the number of {x} items ?",
     ),
+    "where": (
+        "in which column is {x} ?",
+        "which column is the item {x} in ?",
+        "name the column of {x} .",
+    ),
     "left": (
         "is {x} left of {y} ?",
         "is the item {x} to the left of the item {y} ?",
@@ -50,6 +55,8 @@ TEMPLATES: Mapping[Kind, tuple[str, ...]] = {
 }
 """Ways to ask; all of a kind's are as likely."""
 
+SMALL = ("small", "tiny")
+"""Words of these that say that an item is small."""
 MOST = 3
 """The most that a question counts to."""
 YES, NO, EMPTY, NEXT = "yes", "no", "nothing", ";"
@@ -101,9 +108,11 @@ class World:
 
     def answers(self, kind: Kind) -> int | None:
         """How many answers there are to a question of a kind; None where there are as many as scenes."""
-        return {"at": len(self.asked), "count": MOST + 1, "left": 2, "small": len(self.small), "list": None}[
-            kind
-        ]
+        ways: dict[Kind, int | None] = {
+            "at": len(self.asked), "count": MOST + 1, "where": self.grid, "left": 2, "small": len(self.small),
+            "list": None,
+        }  # fmt: skip
+        return ways[kind]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,7 +188,7 @@ def draw_names(world: World, count: int, random: np.random.Generator) -> Scenes:
     names = random.choice(of, (count, world.cells))
     small_names = random.choice([world.names.index(name) for name in world.small], (count, world.cells))
     which = random.random((count, world.cells))
-    small = which < 0.2
+    small = which < 0.4
     return Scenes(names=np.where(which > 0.9, NOTHING, np.where(small, small_names, names)), small=small)
 
 
@@ -214,6 +223,17 @@ class _Kind:
         self._fill(wanted + other, self._asked[np.where(first, one, rest)])
         self.slots[:, 0] = self._asked[one[:, 0]]
         self._answer(self.world.vocabulary.ids([str(number) for number in range(MOST + 1)])[wanted])
+
+    def draw_where(self) -> None:
+        grid = self.world.grid
+        row, column = self.random.integers(0, grid, (2, self.count))
+        one = self.random.integers(0, len(self._asked), (self.count, 1))
+        rest = self.random.integers(0, len(self._asked) - 1, (self.count, self.world.cells))
+        rest += rest >= one
+        self._fill(self._few(self.world.cells - 2), self._asked[rest])
+        self.names[self._rows, row * grid + column] = self._asked[one[:, 0]]
+        self.slots[:, 0] = self._asked[one[:, 0]]
+        self._answer(self.world.vocabulary.ids([str(number + 1) for number in range(grid)])[column])
 
     def draw_left(self) -> None:
         grid = self.world.grid

@@ -38,6 +38,7 @@ def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> di
     rows = _plans(judged, settings.model, text_tokens)
     return {
         "samples": settings.test_samples,
+        "names": list(data.world.asked),
         "accuracy": rows[full]["accuracy"],
         "by_kind": judged.by_kind(full),
         "blind": asdict(blindly(data, count=settings.test_samples)),

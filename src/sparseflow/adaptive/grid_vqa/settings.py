@@ -8,15 +8,17 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.core.validation import first_problem
 from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
 from sparseflow.errors import InputError
 
 _PACKAGE = "sparseflow.adaptive.grid_vqa"
 
-Kind = Literal["at", "count", "left", "small", "list"]
+Kind = Literal["at", "count", "where", "left", "small", "list"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What is asked: which item is where, how many, whether left of, which small one, or a list of all."""
+"""What is asked: which item is at a place, how many, in which column one is, whether left of another, which
+small one, or a list of all."""
 
 
 class _Model(BaseModel):
@@ -80,6 +82,17 @@ class ModelSettings(_Model):
         return (self.crop_px // self.patch_px) ** 2
 
 
+class StageSettings(_Model):
+    """A stretch of the second part of a training."""
+
+    share: float = Field(gt=0.0)
+    """Of the part's steps, over the sum of all shares."""
+    tier: Tier
+    """Highest that plans run at; crops beyond it are not even made, so early stages are cheap."""
+    drawn_plans: int = Field(default=1, ge=0)
+    """Plans that run in a step beside the whole model."""
+
+
 class TrainSettings(_Model):
     """How a model is trained: first the vision tower alone, to name what lies in cells, then everything."""
 
@@ -91,25 +104,37 @@ class TrainSettings(_Model):
     vision_rate: float = Field(default=1e-3, gt=0.0)
     rate: float = Field(default=1e-3, gt=0.0)
     vision_scale: float = Field(default=0.3, ge=0.0)
-    """The vision tower's rate in the second part, over `rate`."""
+    """The vision tower's rate in stages at the highest tier, over `rate`; it rests in those before."""
     warm_up: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Share of each part in which rates rise; they then fall as a cosine."""
+    """Share of each part in which rates rise."""
+    cool_down: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of each part, its last, in which they fall to 0."""
     weight_decay: float = Field(default=0.05, ge=0.0)
     clip: float = Field(default=1.0, gt=0.0)
     """Largest norm of the gradient."""
-    drawn_plans: int = Field(default=2, ge=0)
-    """Plans that run in a step beside the full one."""
+    stages: tuple[StageSettings, ...] = (
+        StageSettings(share=0.4, tier="low", drawn_plans=0),
+        StageSettings(share=0.35, tier="medium"),
+        StageSettings(share=0.25, tier="high"),
+    )
+    """From few vision tokens to many: what is learnt of few need not be learnt again."""
     distill: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of a drawn plan's loss that compares it with the full plan instead of with the answer."""
     name_weight: float = Field(default=0.3, ge=0.0)
     """Of the loss of naming cells, in the second part."""
+    ground_weight: float = Field(default=0.5, ge=0.0)
+    """Of the loss that tells the decoder's first blocks what lies where; see `grounding`."""
+    ground_blocks: int = Field(default=2, ge=1)
+    """Blocks after which that loss looks."""
     balance_weight: float = Field(default=0.01, ge=0.0)
     """Of the loss that spreads tokens over experts."""
     augment: float = Field(default=1.0, ge=0.0)
     """How strongly training images are changed; 0 leaves them."""
     mix: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of items that are blends of two images, while the vision tower learns alone."""
-    shares: dict[Kind, float] = {"at": 0.2, "count": 0.2, "left": 0.2, "small": 0.15, "list": 0.25}
+    shares: dict[Kind, float] = {
+        "at": 0.25, "count": 0.15, "where": 0.15, "left": 0.15, "small": 0.2, "list": 0.1,
+    }  # fmt: skip
     """Of kinds of questions in training; those of a test are in `test_shares`."""
     ema: float = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of the average of weights that is judged and kept."""
@@ -127,7 +152,9 @@ class Settings(_Model):
     scene: SceneSettings = Field(default_factory=SceneSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
-    test_shares: dict[Kind, float] = {"at": 0.3, "count": 0.2, "left": 0.2, "small": 0.2, "list": 0.1}
+    test_shares: dict[Kind, float] = {
+        "at": 0.25, "count": 0.2, "where": 0.1, "left": 0.15, "small": 0.2, "list": 0.1,
+    }  # fmt: skip
     """Of kinds of questions, wherever a model is judged."""
     test_samples: int = Field(default=2000, ge=1)
 
@@ -182,6 +209,21 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
         )
     if model.top_k > model.experts:
         raise InputError(f"`top_k` (={model.top_k}) must not be more than `experts` (={model.experts})")
+    told = found.train
+    tiers = [TIERS.index(stage.tier) for stage in told.stages]
+    if not tiers or tiers != sorted(tiers) or tiers[-1] != len(TIERS) - 1:
+        given = ", ".join(stage.tier for stage in told.stages) or "none"
+        raise InputError(
+            f"`train.stages` (={given}) must go from lower tiers to higher ones and end with high"
+        )
+    if told.warm_up + told.cool_down > 1.0:
+        raise InputError(
+            f"`warm_up` (={told.warm_up}) and `cool_down` (={told.cool_down}) must be at most 1 together"
+        )
+    if told.ground_blocks > model.depth:
+        raise InputError(
+            f"`ground_blocks` (={told.ground_blocks}) must not be more than `depth` (={model.depth})"
+        )
     if not found.images.digits and not found.images.archives:
         raise InputError("there are no images: set `images.digits`, or name an archive in `images.archives`")
     for name, shares in (("train.shares", found.train.shares), ("test_shares", found.test_shares)):

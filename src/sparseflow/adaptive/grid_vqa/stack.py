@@ -90,7 +90,7 @@ class Stack:
         """What the first block takes.
 
         Args:
-            vision: What `project` gave of all 14 crops.
+            vision: What `project` gave of the tier's crops, or of more.
             text: Tokens after the image, [B, T] int64. Padding on the right is seen by no token before it.
             tier: How many crops to look at.
 

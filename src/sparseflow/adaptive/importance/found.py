@@ -66,7 +66,7 @@ class Importance:
 
     Attributes:
         geometry: The model's.
-        model_id: Of the model, as `profile.model_id` gives it; empty where it was not told.
+        model_id: Of the model, as `profile.weights_id` gives it; empty where it was not told.
         samples: How many scores are from.
         full: Mean score of the whole model.
         singles: Each block but block 0, by itself.

@@ -23,8 +23,8 @@ class Ask:
         text_tokens: Of the prompt, those that are not of images.
         images: How many; each becomes as many tokens as one of the profile did at the plan's tier.
         new_tokens: To be generated, at least 1; the first comes from the prefill.
-        batch: Requests that each step is for.
-        load: Share of the device that others want, 0 to 1.
+        batch: Requests that run when its turn comes, itself included.
+        load: Share of the device that others want, 0 to 1; of an engine, `Engine.load`.
         queued_ms: What it waited, or will.
         after: How far it has come; what is predicted is what remains from there, and what it waited.
 

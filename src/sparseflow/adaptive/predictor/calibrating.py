@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.fitting import Measured, fit_table
 from sparseflow.adaptive.predictor.margins import fit_scatter, scatter
 from sparseflow.adaptive.predictor.ramps import thinned
@@ -23,6 +24,8 @@ from sparseflow.adaptive.profile.visits import Visit
 from sparseflow.core.costmodel.splits import grouped_folds
 from sparseflow.errors import InputError
 
+FOLDS = 5
+"""Parts that plans and lengths are divided into."""
 LEVELS = 4
 """Most loads that a table tells apart."""
 
@@ -32,7 +35,7 @@ class Tables:
     """Both phases.
 
     Attributes:
-        prefill: Of the prompt; its batch is always 1.
+        prefill: Of the prompt.
         step: Of one token after the first.
     """
 
@@ -92,20 +95,21 @@ def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measu
         [v.text_tokens + (vision[v.plan.tier] if v.plan.tier else 0) for v in visits], dtype=float
     )
     steps = np.array([len(visit.steps_ms) for visit in visits], dtype=float)
+    filling = Filling.of(profile.about.how)
     shared = {
+        "batch": np.array([visit.batch for visit in visits], dtype=float),
         "load": np.array([visit.load for visit in visits]),
         "terms": terms([visit.plan for visit in visits], geometry),
         "tier": np.array([at[v.plan.tier] if v.plan.tier else 0 for v in visits]),
     }
     prefill = Measured(
         ms=np.array([visit.prefill_ms for visit in visits], dtype=float),
-        batch=np.ones(len(visits)), tokens=prompt,
+        tokens=filling.prompt(prompt),
         images=np.array([float(visit.plan.tier is not None) for visit in visits]), **shared,
     )  # fmt: skip
     step = Measured(
         ms=np.array([np.mean(visit.steps_ms) if visit.steps_ms else np.nan for visit in visits]),
-        batch=np.array([visit.batch for visit in visits], dtype=float), tokens=prompt + (steps + 1.0) / 2.0,
-        images=np.zeros(len(visits)), **shared,
+        tokens=filling.context(prompt, steps), images=np.zeros(len(visits)), **shared,
     )  # fmt: skip
     return prefill, step
 

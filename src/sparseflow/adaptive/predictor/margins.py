@@ -42,9 +42,10 @@ def scatter(coefficients: np.ndarray, prefill: np.ndarray, step: np.ndarray, ste
         step: Predicted, milliseconds.
         steps: How many.
     """
-    a, b, c, d = np.moveaxis(coefficients, -1, 0)
+    a, b, c, d = (coefficients[..., at] for at in range(4))
     rest = steps * step
-    return np.sqrt(a + b * prefill**2 + c * rest * step + (d + _FLOOR**2) * (prefill + rest) ** 2)
+    whole = prefill + rest
+    return np.sqrt(a + b * (prefill * prefill) + c * (rest * step) + (d + _FLOOR**2) * (whole * whole))
 
 
 def fit_scatter(prefill: np.ndarray, step: np.ndarray, steps: np.ndarray, measured: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,13 @@ import numpy as np
 
 from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
-from sparseflow.adaptive.predictor.calibrating import Tables, calibrate
+from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate
+from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.margins import condensed, margin, scatter
 from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
 from sparseflow.adaptive.predictor.ramps import place
 from sparseflow.adaptive.predictor.requests import Describer, Requests
+from sparseflow.adaptive.predictor.sheets import Now, Sheets
 from sparseflow.adaptive.predictor.table import Table
 from sparseflow.adaptive.predictor.terms import width
 from sparseflow.adaptive.profile.about import About
@@ -43,22 +44,6 @@ if TYPE_CHECKING:
 LEVEL = 0.99
 """Share of requests that shall take no longer than the higher prediction."""
 _FORMAT = "sparseflow-adaptive-predictor-1"
-_FOLDS = 5
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Now:
-    """What observations have made of factors and margins; one is put in place of another, never changed.
-
-    Attributes:
-        prefill: Factor of the prefill at each load: [L].
-        step: Factor of a step: [L].
-        margins: Spreads to add: [L].
-    """
-
-    prefill: np.ndarray
-    step: np.ndarray
-    margins: np.ndarray
 
 
 class Predictor:
@@ -89,7 +74,9 @@ class Predictor:
         self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
         self._margins, self._factors = list(margins), factors
         self._loads = tables.prefill.loads
-        self._describe = Describer(space.geometry, about.vision_tokens, space.plans)
+        filling, plans = Filling.of(about.how), space.plans
+        self._describe = Describer(space.geometry, about.vision_tokens, plans, filling)
+        self._sheets = Sheets(tables, space.geometry, plans, about.vision_tokens, filling)
         self._lock = threading.Lock()
         self._now = self._settled()
 
@@ -112,12 +99,20 @@ class Predictor:
         space = space or profile.space
         if space.geometry != profile.space.geometry:
             raise InputError(f"`space` is of {space.geometry}, the profile of {profile.space.geometry}")
+        return cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
+
+    @classmethod
+    def of(cls, found: Calibrated, about: About, space: PlanSpace, *, level: float = LEVEL) -> Predictor:
+        """From what a profile told; see `fit`.
+
+        Raises:
+            InputError: `level` is out of range.
+        """
         if not 0.5 < level < 1.0:
             raise InputError(f"`level` (={level}) must lie between 0.5 and 1")
-        found = calibrate(profile, folds=_FOLDS, seed=seed)
         predicted, measured = found.held_out.T
         return cls(
-            about=profile.about,
+            about=about,
             space=space,
             tables=found.tables,
             spreads=found.spreads,
@@ -166,11 +161,13 @@ class Predictor:
         check_sizes(text_tokens, images, new_tokens, batch, load, queued_ms)
         if after not in AFTERS:
             raise InputError(f"`after` (={after!r}) must be one of {', '.join(AFTERS)}")
-        requests = self._describe.all(
-            text_tokens=text_tokens, images=images, new_tokens=new_tokens, batch=batch, load=load,
-            queued_ms=queued_ms, after=after,
-        )  # fmt: skip
-        return self._predicted(requests, self._now)
+        sheet = self._sheets.of((text_tokens, images, new_tokens, batch, after))
+        low, way = self._sheets.between(load)
+        found = []
+        for times in sheet.at(self._now, self._spreads):
+            at_load = times[low] + queued_ms
+            found.append(at_load + way * (times[low + 1] - times[low]) if way else at_load)
+        return found[0], found[1]
 
     def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """As `predict`, for `"prefill"` and one `"decode"` step of each; what was waited is not in it."""
@@ -216,8 +213,9 @@ class Predictor:
         requests = self._describe.of([ask])
         weights = self._weights(requests.load)[0]
         with self._lock:
-            now, raw = self._now, [weights @ each[0] for each in self._times(requests)]
-            (p50,), (p99,) = self._predicted(requests, now)
+            now, times = self._now, self._times(requests)
+            raw = [weights @ each[0] for each in times]
+            (p50,), (p99,) = self._predicted(requests, now, times)
             prefill, step = raw[0] * (weights @ now.prefill), raw[1] * (weights @ now.step)
             scale = scatter(weights @ self._spreads, prefill, step, np.array(float(steps)))
             self._margins[int(weights.argmax())].add(
@@ -312,15 +310,17 @@ class Predictor:
     def _times(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
         """Prefill and step of the tables, at each load: [n, L], milliseconds."""
         prefill = self._tables.prefill.at(
-            requests.prompt, np.ones(len(requests)), requests.prefill_terms, requests.images, requests.tier
+            requests.prompt, requests.batch, requests.prefill_terms, requests.images, requests.tier
         )
         step = self._tables.step.at(
             requests.context, requests.batch, requests.step_terms, requests.images, requests.tier
         )
         return prefill, step
 
-    def _predicted(self, requests: Requests, now: Now) -> tuple[np.ndarray, np.ndarray]:
-        prefill, step = self._times(requests)
+    def _predicted(
+        self, requests: Requests, now: Now, times: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        prefill, step = self._times(requests) if times is None else times
         prefill, step, steps = prefill * now.prefill, step * now.step, requests.steps[:, None]
         above = now.margins * scatter(self._spreads, prefill, step, steps)
         middle, high = self._at_load(prefill + steps * step, above, requests.load)

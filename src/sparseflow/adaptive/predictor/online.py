@@ -17,7 +17,6 @@ a machine once did shall not be paid for hours later.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,38 +41,47 @@ class Middle:
     """An exponentially weighted median of logarithms."""
 
     def __init__(self) -> None:
-        self._logs: deque[float] = deque(maxlen=_MEMORY)
-        self._weights: deque[float] = deque(maxlen=_MEMORY)
+        # The first place is for what is assumed.
+        self._logs, self._weights = np.zeros((2, 1))
 
     def add(self, log: float, weight: float) -> None:
         """Take in one, with a weight in (0, 1]; older ones fade by as much."""
-        fade = _FADE**weight
-        self._weights = deque((old * fade for old in self._weights), maxlen=_MEMORY)
-        self._weights.append(weight)
-        self._logs.append(min(max(log, -_LARGEST), _LARGEST))
+        first = 2 if len(self._logs) > _MEMORY else 1
+        log = min(max(log, -_LARGEST), _LARGEST)
+        self._logs = np.concatenate([[0.0], self._logs[first:], [log]])
+        self._weights = np.concatenate([[0.0], self._weights[first:] * _FADE**weight, [weight]])
 
     def value(self, assumed: float) -> float:
         """The median, where `assumed` counts as some observations."""
-        logs, weights = np.array([*self._logs, assumed]), np.array([*self._weights, _DOUBT])
-        order = np.argsort(logs)
-        until = weights[order].cumsum()
-        return float(np.interp(until[-1] / 2.0, until - weights[order] / 2.0, logs[order]))
+        self._logs[0], self._weights[0] = assumed, _DOUBT
+        order = self._logs.argsort()
+        logs, weights = self._logs[order], self._weights[order]
+        # Each stands at the middle of its weight.
+        at = weights.cumsum() - 0.5 * weights
+        half = 0.5 * weights.sum()
+        after = int(at.searchsorted(half))
+        if after in (0, len(at)):
+            return float(logs[min(after, len(at) - 1)])
+        way = (half - at[after - 1]) / (at[after] - at[after - 1])
+        return float(logs[after - 1] + way * (logs[after] - logs[after - 1]))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
-        return {"logs": list(self._logs), "weights": list(self._weights)}
+        return {"logs": self._logs[1:].tolist(), "weights": self._weights[1:].tolist()}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Middle:
         """What `to_dict` gave. Raises FileFormatError where it is something else."""
         made = cls()
         try:
-            made._logs.extend(map(float, record["logs"]))
-            made._weights.extend(map(float, record["weights"]))
+            made._logs, made._weights = (
+                np.array([0.0, *[float(each) for each in record[name]][-_MEMORY:]])
+                for name in ("logs", "weights")
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(f"not what was observed: {error!r}") from error
-        finite = all(map(math.isfinite, (*made._logs, *made._weights)))
-        if not finite or min(made._weights, default=0.0) < 0.0 or len(made._logs) != len(made._weights):
+        finite = np.isfinite(made._logs).all() and np.isfinite(made._weights).all()
+        if not finite or (made._weights < 0.0).any() or len(made._logs) != len(made._weights):
             raise FileFormatError("what was observed must be finite, each with a weight that is not negative")
         return made
 
@@ -134,8 +142,8 @@ class Margin:
 
     def __init__(self, miss: float, scores: np.ndarray) -> None:
         self._miss = self._now = miss
-        self._scores: deque[float] = deque(map(float, scores), maxlen=WINDOW)
-        self.value = margin(np.array(self._scores), miss)
+        self._scores = np.array(scores, dtype=np.float64)[-WINDOW:]
+        self.value = margin(self._scores, miss)
 
     def add(self, score: float, *, missed: bool) -> None:
         """Take in a request that ended.
@@ -146,12 +154,12 @@ class Margin:
         """
         moved = self._now + _STEP * (self._miss - missed)
         self._now = min(max(moved, self._miss * _LEAST), self._miss * _MOST)
-        self._scores.append(score)
-        self.value = margin(np.array(self._scores), self._now)
+        self._scores = np.append(self._scores[-(WINDOW - 1) :], score)
+        self.value = margin(self._scores, self._now)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
-        return {"now": self._now, "scores": list(self._scores)}
+        return {"now": self._now, "scores": self._scores.tolist()}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], miss: float) -> Margin:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparseflow.adaptive.plan import Geometry, Plan, Tier
-from sparseflow.adaptive.predictor.ask import After, Ask
+from sparseflow.adaptive.predictor.ask import Ask
+from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.terms import terms, width
 from sparseflow.errors import InputError
 
@@ -21,14 +22,14 @@ class Requests:
     Attributes:
         prefill_terms: [n, K], of the blocks that the prefill has before it.
         step_terms: [n, K], of all blocks.
-        prompt: Tokens of the prompt, those of images among them.
-        context: Mean number of tokens that a step looks back at.
+        prompt: Tokens that the prompt runs as, those of images among them.
+        context: Mean number of tokens that a step looks at.
         steps: Tokens after the first.
         images: To be seen.
         tier: [n] int, index into the model's tiers; 0 without image.
-        batch: Requests that each step is for.
-        load: In [0, 1]; [1] where it is the same for all.
-        queued_ms: Waited; [1] where it is the same for all.
+        batch: As in `Ask`.
+        load: As in `Ask`.
+        queued_ms: As in `Ask`.
     """
 
     prefill_terms: np.ndarray
@@ -52,11 +53,14 @@ class Describer:
     Args:
         geometry: The model's.
         vision_tokens: Of one image, at each tier.
-        plans: Those that `all` describes.
+        plans: Those that are asked about most.
+        filling: What prompts and contexts are rounded up to.
     """
 
-    def __init__(self, geometry: Geometry, vision_tokens: Mapping[Tier, int], plans: Sequence[Plan]) -> None:
-        self._geometry, self._vision, self._count = geometry, dict(vision_tokens), len(plans)
+    def __init__(
+        self, geometry: Geometry, vision_tokens: Mapping[Tier, int], plans: Sequence[Plan], filling: Filling
+    ) -> None:
+        self._geometry, self._vision, self._filling = geometry, dict(vision_tokens), filling
         self._known: dict[Plan, int] = {}
         self._whole = self._rest = np.empty((0, width(geometry)))
         self._tokens = self._tier = np.empty(0, dtype=int)
@@ -94,35 +98,10 @@ class Describer:
             first = np.where(inserted[:, None], self._rest[at], first)
             seen = images * [ask.after == "receipt" for ask in asks]
         return Requests(
-            prefill_terms=first, step_terms=self._whole[at], prompt=prompt, context=prompt + new / 2.0,
-            steps=new - 1.0, images=seen, tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
+            prefill_terms=first, step_terms=self._whole[at], prompt=self._filling.prompt(prompt),
+            context=self._filling.context(prompt, new - 1.0), steps=new - 1.0, images=seen,
+            tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
         )  # fmt: skip
-
-    def all(
-        self, *, text_tokens: int, images: int, new_tokens: int, batch: int, load: float, queued_ms: float,
-        after: After,
-    ) -> Requests:  # fmt: skip
-        """One row a plan, for a request of this size.
-
-        Raises:
-            InputError: Images, for a model whose profile saw none.
-        """
-        if images and not self._vision:
-            raise InputError(f"the profile measured no images, so nothing is known of images (={images})")
-        own = slice(self._count)
-        prompt = text_tokens + images * self._tokens[own].astype(float)
-        return Requests(
-            prefill_terms=self._rest[own] if after == "insertion" else self._whole[own],
-            step_terms=self._whole[own],
-            prompt=prompt,
-            context=prompt + new_tokens / 2.0,
-            steps=np.full(self._count, new_tokens - 1.0),
-            images=np.full(self._count, float(images if after == "receipt" else 0)),
-            tier=self._tier[own],
-            batch=np.full(self._count, float(batch)),
-            load=np.array([load]),
-            queued_ms=np.array([queued_ms]),
-        )
 
     def _with(self, asks: Sequence[Ask]) -> Describer:
         """One that knows the plans of asks, too; this one may be in use by another thread."""

@@ -49,26 +49,33 @@ class Table:
             images: [n], to be seen.
             tier: [n] int, of these; not looked at where there are none.
         """
-        _, many, count, _ = self.coefficients.shape
-        low, way = place(tokens, self.tokens)
-        high = np.minimum(low + 1, count - 1)
-        if many == 1:
-            found = self._between(0, low, high, way, terms)
-        else:
-            below, step = place(batch, self.batches)
-            first = self._between(below, low, high, way, terms)
-            found = first + step[:, None] * (self._between(below + 1, low, high, way, terms) - first)
+        found = np.einsum("nlk,nk->nl", self.between(tokens, batch), terms)
         if self.vision.shape[1]:
             found += images[:, None] * self.vision.T[tier]
         return found
 
-    def _between(
-        self, batch: np.ndarray | int, low: np.ndarray, high: np.ndarray, way: np.ndarray, terms: np.ndarray
-    ) -> np.ndarray:
-        # Indices next to each other in numpy's sense, so that rows come first: [n, L, K].
+    def between(self, tokens: np.ndarray, batch: np.ndarray) -> np.ndarray:
+        """Coefficients at each load: [n, L, K].
+
+        Args:
+            tokens: [n].
+            batch: [n].
+        """
+        _, many, count, _ = self.coefficients.shape
+        low, way = place(tokens, self.tokens)
+        # Indices next to each other in numpy's sense, so that rows come first.
         by_place = self.coefficients.transpose(1, 2, 0, 3)
-        first, second = by_place[batch, low], by_place[batch, high]
-        return np.einsum("nlk,nk->nl", first + way[:, None, None] * (second - first), terms)
+        high, way = np.minimum(low + 1, count - 1), way[:, None, None]
+
+        def along(at: np.ndarray | int) -> np.ndarray:
+            first = by_place[at, low]
+            return first + way * (by_place[at, high] - first)
+
+        if many == 1:
+            return along(0)
+        below, step = place(batch, self.batches)
+        first = along(below)
+        return first + step[:, None, None] * (along(below + 1) - first)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""

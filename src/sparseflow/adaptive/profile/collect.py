@@ -65,12 +65,13 @@ def profile(
         buckets: Text tokens of prompts.
         plans: Those to measure; by default all of the space. See `spread`. Plans without a tier are measured
             without image.
-        batches: Requests that a step is for.
-        loads: Shares of the device that others want, 0 to 1.
+        batches: Requests that run at a time; see `Runner.run`.
+        loads: Shares of the device that others want, 0 to 1; see `load`.
         repeats: Rounds.
         warmup: Runs of each cell that are thrown away first, with few steps.
         steps: Tokens after the first, in each request.
-        load: Makes the load; by default `background(runner.device)`.
+        load: Makes the load; by default `background(runner.device)`, other processes. An `EngineRunner` makes
+            its own by other requests: `runner.busy`.
         seed: What orders are drawn from.
         progress: Called with (what is measured, fraction done).
 

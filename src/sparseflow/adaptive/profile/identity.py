@@ -1,4 +1,9 @@
-"""Whether two models are the same architecture, so that what was measured of one holds for the other."""
+"""Whether two models are the same: in what they take, or in what they answer.
+
+Times hold for an architecture in a number format, whatever its weights (`model_id`). What controllers
+learnt, what plans are worth and which blocks matter holds for the weights, in whatever format they are
+(`weights_id`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import hashlib
 import json
 from typing import Any
 
+import torch
 from torch import nn
 
 _PASSING = {
@@ -15,6 +21,9 @@ _PASSING = {
 """What a configuration says of a call, a file or a version, and not of the model. Weights tell their
 types."""
 
+_TOLD = 1024
+"""Numbers of each parameter that its values are told by, evenly spread."""
+
 
 def model_id(model: nn.Module) -> str:
     """A digest of a model's configuration and of its parameters' names, shapes and types, not of their
@@ -22,12 +31,40 @@ def model_id(model: nn.Module) -> str:
 
     It survives saving and loading, training, moving to another device, and knobs.
     """
-    config: Any = getattr(model, "config", None)
-    told = _settled(config.to_dict()) if hasattr(config, "to_dict") else None
     parameters = sorted(
         (name, list(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()
     )
-    text = json.dumps([told, parameters], sort_keys=True, default=str)
+    return _digest([_told(model), parameters])
+
+
+def weights_id(model: nn.Module) -> str:
+    """A digest of a model's configuration and of its parameters' names, shapes and values, not of their
+    types.
+
+    It survives saving and loading, moving to another device, and knobs, but not training. Values are told as
+    bfloat16 has them, so a model and its bfloat16 copy have one digest; a float16 copy has it where float16
+    holds the values, as it does those of weights that were bfloat16 before, but for very small ones.
+    """
+    with torch.no_grad():
+        parameters = sorted(
+            (name, list(weight.shape), _values(weight)) for name, weight in model.named_parameters()
+        )
+    return _digest([_told(model), parameters])
+
+
+def _told(model: nn.Module) -> Any:
+    """What a model's configuration says of the model."""
+    config: Any = getattr(model, "config", None)
+    return _settled(config.to_dict()) if hasattr(config, "to_dict") else None
+
+
+def _values(weight: torch.Tensor) -> str:
+    some = weight.flatten()[:: max(1, weight.numel() // _TOLD)]
+    return hashlib.sha256(some.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def _digest(told: Any) -> str:
+    text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

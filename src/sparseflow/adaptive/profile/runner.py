@@ -37,7 +37,8 @@ class Timed:
 
 
 class Runner(Protocol):
-    """Runs requests of given sizes on one device. `EagerRunner` does for any model of transformers."""
+    """Runs requests of given sizes on one device: `EngineRunner` as they are served, `EagerRunner` by the
+    model's own forward."""
 
     @property
     def model_id(self) -> str:
@@ -66,7 +67,8 @@ class Runner(Protocol):
             plan: With a tier, the prompt has one image.
             text_tokens: Those of the prompt that are not of the image; at least 1.
             steps: Tokens after the first; 0 or more.
-            batch: Requests that each step is for. The prefill is of one.
+            batch: Requests that run when this one's turn comes, itself included: in an engine of any plans,
+                elsewhere rows of each step.
 
         Raises:
             RuntimeError: It cannot be run, as for want of memory. The profile notes it and goes on.

@@ -167,5 +167,5 @@ def _read_parquet(file: Path) -> Profile:
             environments=tuple(told["environments"]),
             visits=tuple(Visit.from_dict({**row, "plan": row}) for row in table.to_pylist()),
         )
-    except (KeyError, TypeError, FileFormatError) as error:
+    except (KeyError, TypeError, ValueError, FileFormatError) as error:
         raise FileFormatError(f"{file} holds a damaged profile: {error}") from error

@@ -21,8 +21,8 @@ class Visit:
     Attributes:
         plan: With a tier, it had one image.
         text_tokens: Of the prompt, those that are not of the image.
-        batch: Requests that each step was for; the prefill was of one.
-        load: Share of the device that others wanted, 0 to 1.
+        batch: Requests that ran when its turn came, itself included.
+        load: Share of the device that others wanted, 0 to 1: in an engine those who come later.
         round: How often this had been run before.
         session: Index into the circumstances.
         prefill_ms: To the first token; None where it could not be run.

@@ -44,7 +44,9 @@ class Admission:
         clock: Callable[[], float],
     ) -> None:
         self._adapter, self._prefill, self._batch = adapter, prefill, batch
-        self._plans, self._max_tokens, self._clock = frozenset(plans), max_tokens, clock
+        # Requests without image run them, too.
+        self._plans = frozenset(plans) | {replace(plan, tier=None) for plan in plans}
+        self._max_tokens, self._clock = max_tokens, clock
 
     def together(self, first: Handle, waiting: Iterable[Handle]) -> list[Handle]:
         """The requests that can begin as one prompt with a waiting one: of one fixed plan, and one length."""

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,8 +39,8 @@ class Engine:
     Args:
         adapter: The model.
         knobs: The knobs on it.
-        plans: Those that deciders may choose: 8 to 16 are enough to trade quality for time, and few enough
-            for requests to meet in a batch.
+        plans: Those that deciders may choose, without their tier for requests without image: 8 to 16 are
+            enough to trade quality for time, and few enough for requests to meet in a batch.
         device: Where the model is; by default wherever that is.
         max_batch: Most requests that decode at a time, over all plans.
         max_tokens: Most tokens of a request, prompt and answer together. From its first request on, each plan
@@ -122,8 +123,33 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.shutdown(drain=error[0] is None)
 
-    def submit(self, request: Request) -> Handle:
+    @property
+    def load(self) -> float:
+        """As in `Snapshot`, without the rest of it."""
+        return self._metrics.load(busy=self._has_work())
+
+    @property
+    def worked_s(self) -> float:
+        """For how long its thread has worked so far."""
+        return self._metrics.worked_s
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Sizes that prompts are filled up to; none where they run as long as they are."""
+        return self._schedule.prompts
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Sizes that the attention of steps is rounded up to."""
+        return self._schedule.contexts
+
+    def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
         """Hand in a request.
+
+        Args:
+            request: The request.
+            listener: Called with the handle whenever there is something new, as by `Handle.listen`, from the
+                first token on.
 
         Raises:
             InputError: It can never be run.
@@ -132,6 +158,8 @@ class Engine:
         """
         check_request(self._adapter, request, self.max_tokens)
         handle = Handle(request, self._wake)
+        if listener is not None:
+            handle.listen(partial(listener, handle))
         with self._changed:
             self._check_open()
             if self._schedule.waiting >= self._queue_limit:

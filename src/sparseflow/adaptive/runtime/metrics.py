@@ -61,11 +61,13 @@ class Metrics:
 
     Attributes:
         clock: Seconds.
+        worked_s: Spent working so far.
     """
 
     clock: Callable[[], float] = time.perf_counter
     submitted: int = 0
     tokens: int = 0
+    worked_s: float = 0.0
     ended: Counter[str] = field(default_factory=Counter)
     plans: Counter[str] = field(default_factory=Counter)
     _load: float = 0.0
@@ -79,6 +81,8 @@ class Metrics:
         with self._lock:
             now = self.clock()
             self._load = self._at(now, busy)
+            if busy and self._seen_s is not None:
+                self.worked_s += now - self._seen_s
             self._seen_s = now
 
     def generated(self, count: int) -> None:

@@ -90,6 +90,11 @@ class Prefill:
                 self._parts = Parts(adapter, knobs, graphs, fused, held)
                 self._vision = Vision(adapter, graphs, held)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes that prompts in parts are filled up to; none where all run whole."""
+        return () if self._parts is None else self._parts.sizes
+
     def run(
         self,
         inputs: Inputs,
@@ -150,9 +155,8 @@ class Prefill:
             )
             cache.release(0)
 
-        sizes = () if self._parts is None else self._parts.sizes
         seen = [] if example is None or self._vision is None else self._vision.warm(example)
-        return [whole, *(partial(in_parts, size) for size in sizes), *seen]
+        return [whole, *(partial(in_parts, size) for size in self.sizes), *seen]
 
     def _whole(
         self,

@@ -79,6 +79,16 @@ class Schedule:
         self._batches: dict[Plan, Batch] = {}
 
     @property
+    def prompts(self) -> tuple[int, ...]:
+        """As of the engine."""
+        return self._prefill.sizes
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """As of the engine."""
+        return self._steps.contexts
+
+    @property
     def waiting(self) -> int:
         """Requests that wait."""
         return len(self._queue)

@@ -96,8 +96,12 @@ class Vision:
         """Work that embeds a prompt with images, filled up to each size that it fits into where it can be."""
         tokens = inputs["input_ids"].shape[1]
         given = {name: each for name, each in inputs.items() if name != "attention_mask"}
+
+        def as_it_is() -> None:
+            self.embed(inputs, images=True)
+
         if given.keys() != {"input_ids", "pixel_values"}:
-            return [partial(self.embed, inputs, images=True)] if "pixel_values" in inputs else []
+            return [as_it_is] if "pixel_values" in inputs else []
 
         def once(size: int) -> None:
             ids = inputs["input_ids"]

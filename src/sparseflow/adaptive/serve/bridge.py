@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from sparseflow.adaptive.predictor.ask import Ask
 from sparseflow.adaptive.runtime.requests import (
     Choice,
@@ -69,10 +71,11 @@ class Predicted:
     Args:
         predictor: Of this model on this device.
         plans: Those that the engine runs, with tiers.
-        load: Share of the device that others want now, 0 to 1; by default none.
+        load: Share of the device that others want now, 0 to 1, as `Engine.load`; by default none.
 
     Raises:
-        InputError: There are no plans.
+        InputError: There are no plans, the predictor knows one of them not, or it was made for another way to
+            run on a GPU.
     """
 
     def __init__(
@@ -80,37 +83,50 @@ class Predicted:
     ) -> None:
         if not plans:
             raise InputError("there are no plans to forecast; give those that the engine runs")
+        about = predictor.about
+        if about.how.get("runner") == "eager" and about.device["kind"] == "cuda":
+            raise InputError(
+                "the predictor's profile was measured by the eager runner, and on a GPU an engine takes "
+                "other times; profile with `sparseflow adaptive profile --runner engine`"
+            )
         self._predictor = predictor
         self._load = load
-        self._plans = tuple(plans)
-        self._text_plans = tuple(dict.fromkeys(replace(plan, tier=None) for plan in plans))
+        at: dict[Plan, int] = {}
+        for number, plan in enumerate(predictor.space.plans):
+            at[plan] = number
+            # Without images a plan's tier does not matter.
+            at.setdefault(replace(plan, tier=None), number)
+        self._at = at
+        unknown = [plan.id for plan in plans if plan not in at]
+        if unknown:
+            raise InputError(f"{', '.join(unknown)} is not among the plans that the predictor is of")
+        self._rows = np.array([at[plan] for plan in plans])
 
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         """As in `Forecast`."""
-        plans = self._plans if prompt.images else self._text_plans
-        asks = [self._ask(plan, prompt, new_tokens, beside) for plan in plans]
-        return float(self._predictor.predict(asks)[1].min())
+        return float(self._every(prompt, new_tokens, beside)[1][self._rows].min())
 
     def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
         """As in `Forecast`."""
-        p50, p99 = self._predictor.predict([self._ask(plan, prompt, new_tokens, beside)])
-        return float(p50[0]), float(p99[0])
+        p50, p99 = self._every(prompt, new_tokens, beside)
+        return float(p50[self._at[plan]]), float(p99[self._at[plan]])
 
     def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
         """As in `Forecast`."""
-        asked = replace(
-            self._ask(finished.plan, prompt, max(len(finished.tokens), 1), beside),
+        asked = Ask(
+            plan=finished.plan, text_tokens=prompt.text_tokens, images=prompt.images,
+            new_tokens=max(len(finished.tokens), 1), batch=beside + 1, load=self._load(),
             queued_ms=finished.queued_ms,
-        )
-        begun_ms = finished.decide_ms + finished.vision_ms + finished.prefill_ms
+        )  # fmt: skip
         self._predictor.observe(
-            asked, finished.total_ms, prefill_ms=min(begun_ms, finished.total_ms - finished.queued_ms)
+            asked, finished.total_ms, prefill_ms=finished.total_ms - finished.queued_ms - finished.decode_ms
         )
 
-    def _ask(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> Ask:
-        return Ask(
-            plan=plan, text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=new_tokens,
-            batch=beside + 1, load=self._load(),
+    def _every(self, prompt: Prompt, new_tokens: int, beside: int) -> tuple[np.ndarray, np.ndarray]:
+        """Median and p99 of every plan of the predictor's space."""
+        return self._predictor.predict_all(
+            text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=new_tokens, batch=beside + 1,
+            load=self._load(),
         )  # fmt: skip
 
 
@@ -131,6 +147,7 @@ def deciding(chooser: Chooser, *, load: Callable[[], float] = _alone) -> Callabl
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
             batch=job.beside + 1,
             load=load(),
+            input_ids=job.prompt.inputs["input_ids"],
         )
 
     return of
@@ -265,11 +282,19 @@ class _Passage:
             finished = handle.result(0.0)
         except Exception as error:
             return Failed(_refusal(error, self.job))
+        # The answer goes out first.
+        self.loop.call_soon(self._learn, finished)
+        return Ended(finished.reason)
+
+    def _learn(self, finished: Finished) -> None:
+        # Before its turn it waited in the server's line; others' turns in the engine are part of its time.
+        queued_ms = (self.turn_s - self.job.received_s) * 1000.0
         try:
-            self.forecast.observe(self.job.prompt, self.job.beside, finished)
+            self.forecast.observe(
+                self.job.prompt, self.job.beside, replace(finished, queued_ms=max(queued_ms, 0.0))
+            )
         except InputError:
             _LOG.warning("what request %s took could not be learnt from", self.job.id, exc_info=True)
-        return Ended(finished.reason)
 
 
 def _full(error: Refused) -> Refusal:

@@ -218,8 +218,6 @@ def predicted_measured(
     dots = [dot for group in groups.values() for dot in group]
     if not dots or not all(0.0 < value < math.inf for dot in dots for value in dot):
         raise InputError(f"{title}: predictions and measurements above 0 are needed, {len(dots)} were given")
-    from matplotlib.ticker import LogFormatter
-
     low, high = min(map(min, dots)) / 1.25, max(map(max, dots)) * 1.25
     with drawing(rows=1, row_in=4.6) as (figure, axes):
         axes.fill_between(
@@ -235,10 +233,8 @@ def predicted_measured(
                 markeredgewidth=0, label=name,
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-        for axis in (axes.xaxis, axes.yaxis):
-            # Not the usual powers of ten: they are mathematics, which the page's style does not set.
-            axis.set_major_formatter(LogFormatter())
-            axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        plain_log(axes.xaxis)
+        plain_log(axes.yaxis)
         axes.grid(True, axis="both")
         axes.set_xlabel(f"measured, {unit}")
         axes.set_ylabel(f"predicted, {unit}")
@@ -288,8 +284,10 @@ def curves(
             axes.plot(places, values, color=colour, linestyle=dashes, linewidth=1.6, label=name)
         if log_x:
             axes.set_xscale("log")
+            plain_log(axes.xaxis)
         if log_y:
             axes.set_yscale("log")
+            plain_log(axes.yaxis)
         axes.grid(axis="y")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -350,6 +348,15 @@ def drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
         # Not through pyplot: it would choose a backend and keep every figure alive.
         figure = Canvas(figsize=(WIDTH_IN, 0.75 + rows * row_in))
         yield figure, figure.add_subplot()
+
+
+def plain_log(axis: Any) -> None:
+    """Numbers on a logarithmic axis, not the usual powers of ten: these are mathematics, which the page's
+    style does not set."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _legend(axes: Any, columns: int) -> None:

@@ -1,0 +1,560 @@
+r"""Budgets under load (line 4): requests at random times on what `sparseflow adaptive serve` runs, then twice
+as many.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/adaptive/load.py FOLDER --profile predictor.json --device cuda --requests 5000 \
+        --out results/adaptive/load.json
+    python benchmarks/adaptive/load.py FOLDER --profile predictor.json --http --requests 500 --out http.json
+
+A request is what a client sends: JSON with an image as a data URL, a question and a budget. It takes the
+server's way from there on, below HTTP: read, prepared by a thread, let in or refused, waiting, running. With
+`--http` there is uvicorn and a client of this machine, too. Times count from the moment that a request was
+due, so that a late event loop is not forgiven, to the last token (with `--http`, to the end of the answer).
+
+Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, else noise with random
+words. Budgets are drawn, evenly by their logarithms, from the least that a plan keeps on an idle device to
+1.5 times what 99 of 100 requests by the dearest plan stay below. Capacity is what ends in a second where as
+many such requests as there are slots run at any time, none refused; the load is a share of it, and arrivals
+are Poisson. The share of time in which the engine works is told beside it.
+
+Told: attainment of requests that were let in with a promise, and over all; what was shed (429) or could not
+be met (422); right answers; and after the step, when attainment of a sliding second is back for good. Every
+request is kept in a Parquet file beside the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from models import settled
+
+from sparseflow.adaptive.predictor import Predictor
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.requests import Request
+from sparseflow.adaptive.runtime.sampling import Sampling
+from sparseflow.adaptive.serve.backend import Job, Prompt
+from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
+from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.serve.schema import ImagePart, parse
+from sparseflow.adaptive.serve.service import Service
+from sparseflow.cli.adaptive.requests import app_of
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+TARGET, RECOVERY_S = 0.99, 5.0
+WINDOW_S = 1.0
+SHED = ("overloaded", "engine_stopped", "out_of_memory", "shutting_down")
+PHASES = ("steady", "step")
+_CONNECTIONS = 256
+"""Of the HTTP client at a time, more than a server lets in."""
+
+
+@dataclass(kw_only=True)
+class Question:
+    """What is asked again and again.
+
+    Attributes:
+        content: Of the user's message.
+        answer: The right one; None where there is none.
+        prompt: As the server makes it.
+        budgets_ms: From the least that a plan keeps, and up to.
+    """
+
+    content: list[dict[str, Any]]
+    answer: str | None
+    prompt: Prompt | None = None
+    budgets_ms: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A request and what became of it.
+
+    Attributes:
+        phase: Index into `PHASES`.
+        due_s: Since the beginning of the phase.
+        ended_s: Likewise.
+        budget_ms: What was asked for.
+        outcome: "answered", or the code of the refusal.
+        plan: Its id, or "".
+        p50_ms: Predicted; NaN where it was refused, as the following.
+        p99_ms: Predicted.
+        measured_ms: From when it was due to the last token.
+        right: 1, 0, or NaN where nobody knows.
+        retry: Whether a refusal said when to try again.
+    """
+
+    phase: int
+    due_s: float
+    ended_s: float
+    budget_ms: float
+    outcome: str
+    plan: str = ""
+    p50_ms: float = math.nan
+    p99_ms: float = math.nan
+    measured_ms: float = math.nan
+    right: float = math.nan
+    retry: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured_ms <= self.budget_ms
+
+
+Ask = Callable[[bytes, float], Awaitable[dict[str, Any]]]
+"""Sends a body that was due at a moment; gives the answer's JSON with `measured_ms`, or raises `Refusal`."""
+
+
+def url_of(canvas: np.ndarray) -> str:
+    """A canvas [height, width, 3] uint8 as a data URL."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(canvas).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
+    """Some of the test split, or noise."""
+    from sparseflow.adaptive.grid_vqa.model import SETTINGS
+
+    def question(canvas: np.ndarray | None, text: str, answer: str | None) -> Question:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if canvas is not None:
+            parts.insert(0, {"type": "image_url", "image_url": {"url": url_of(canvas)}})
+        return Question(content=parts, answer=answer)
+
+    if (asked.model / SETTINGS).is_file():
+        from sparseflow.adaptive.grid_vqa.dataset import Data
+        from sparseflow.adaptive.grid_vqa.settings import settings_of
+
+        kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
+        data = Data(settings_of(kept["settings"], SETTINGS))
+        samples = data.samples("test", asked.questions)
+        return [question(each.canvas, each.question, each.answer) for each in samples]
+    random, words = np.random.default_rng(asked.seed), service.prompts.tokenizer
+    found = []
+    for _ in range(asked.questions):
+        text = words.decode(random.integers(3, 1000, size=12).tolist(), skip_special_tokens=True)
+        canvas = random.integers(0, 256, (96, 96, 3), np.uint8) if service.prompts.takes_images else None
+        found.append(question(canvas, text, None))
+    return found
+
+
+def body(asked: argparse.Namespace, service: Service, question: Question, budget_ms: float) -> bytes:
+    """As a client sends it."""
+    content = {
+        "model": service.model, "messages": [{"role": "user", "content": question.content}],
+        "max_tokens": asked.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms,
+    }  # fmt: skip
+    return json.dumps(content).encode()
+
+
+def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
+    """Find prompt and budgets of a question, on an idle engine."""
+    from sparseflow.adaptive.serve.images import decode
+
+    messages = parse(body(asked, service, each, 1.0), {}).messages
+    pictures = [
+        decode(part.image_url.url, service.limits)
+        for message in messages
+        for part in message.content
+        if isinstance(part, ImagePart)
+    ]
+    prompt = service.prompts.prompt(messages, pictures, asked.new_tokens)
+    least_ms = service.backend.least_ms(prompt, asked.new_tokens, 0)
+    _, dearest = predictor.predict_all(
+        text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=asked.new_tokens
+    )
+    each.prompt = prompt
+    each.budgets_ms = (least_ms, max(asked.dearest * float(dearest.max()), 1.01 * least_ms))
+
+
+def below_http(service: Service) -> Ask:
+    """The server's way without HTTP, on its event loop."""
+
+    async def ask(content: bytes, due_s: float) -> dict[str, Any]:
+        async def read() -> bytes:
+            return content
+
+        answer = await service.answer(read, {}, due_s)
+        try:
+            await answer.begin()
+            text = "".join([piece async for piece in answer.pieces()])
+            return {"text": text, **answer.report()}
+        finally:
+            answer.leave()
+
+    return ask
+
+
+def over_http(url: str) -> Ask:
+    """A client that opens a connection for each request, in a thread of its own."""
+    where, threads = urlsplit(url), ThreadPoolExecutor(_CONNECTIONS)
+
+    def post(content: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        connection = HTTPConnection(str(where.hostname), where.port, timeout=120.0)
+        try:
+            connection.request("POST", "/v1/chat/completions", content, {"Content-Type": "application/json"})
+            found = connection.getresponse()
+            return found.status, {name.lower(): value for name, value in found.getheaders()}, found.read()
+        finally:
+            connection.close()
+
+    async def ask(content: bytes, due_s: float) -> dict[str, Any]:
+        status, headers, answer = await asyncio.get_running_loop().run_in_executor(threads, post, content)
+        measured_ms = 1e3 * (time.perf_counter() - due_s)
+        told = json.loads(answer)
+        if status != 200:
+            retry = headers.get("retry-after")
+            raise Refusal(
+                status, told["error"]["message"], code=told["error"]["code"],
+                retry_after_s=None if retry is None else float(retry),
+            )  # fmt: skip
+        text = told["choices"][0]["message"]["content"]
+        return {"text": text, **told["sparseflow"], "measured_ms": measured_ms}
+
+    return ask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Requests at one rate.
+
+    Attributes:
+        phase: Index into `PHASES`; None for those that are not kept.
+        rate: A second.
+        count: How many.
+        seconds: Or for how long.
+    """
+
+    phase: int | None
+    rate: float
+    count: int = 0
+    seconds: float = 0.0
+
+
+def engine_of(service: Service) -> Engine:
+    """What runs requests."""
+    backend = service.backend
+    assert isinstance(backend, EngineBackend)
+    return backend._engine
+
+
+class Run:
+    """Requests, and what became of them.
+
+    Args:
+        asked: The options.
+        service: What answers.
+        ask: How it is asked.
+        every: The questions.
+    """
+
+    def __init__(
+        self, asked: argparse.Namespace, service: Service, ask: Ask, every: Sequence[Question]
+    ) -> None:
+        self._asked, self._service, self._ask, self._every = asked, service, ask, every
+        self._random = np.random.default_rng(asked.seed)
+        self.sent: list[Sent] = []
+
+    def drawn(self) -> tuple[Question, float]:
+        """A question and a budget."""
+        one = self._every[int(self._random.integers(len(self._every)))]
+        low, high = np.log(one.budgets_ms)
+        return one, float(np.exp(self._random.uniform(low, high)))
+
+    def capacity(self, count: int) -> float:
+        """Requests that end in a second where every slot is taken at any time.
+
+        They are decided about as the server's are, but go past its line, which would take what they are made
+        to wait for its own forecasts' fault.
+        """
+        backend, engine = self._service.backend, engine_of(self._service)
+        assert isinstance(backend, EngineBackend)
+        drawn, ended = [self.drawn() for _ in range(count)], []
+
+        def one(question: Question, budget_ms: float) -> None:
+            assert question.prompt is not None
+            now = time.perf_counter()
+            job = Job(
+                id="capacity", prompt=question.prompt, max_new_tokens=self._asked.new_tokens,
+                sampling=Sampling(), received_s=now, budget_ms=budget_ms, until_s=now + budget_ms / 1e3,
+                on_infeasible="best_effort", beside=backend.slots - 1,
+            )  # fmt: skip
+            request = Request(
+                inputs=question.prompt.inputs, decide=backend._decider(job), budget_ms=budget_ms,
+                max_new_tokens=self._asked.new_tokens, stop=backend._stop,
+            )  # fmt: skip
+            engine.submit(request).result()
+            ended.append(time.perf_counter())
+
+        with ThreadPoolExecutor(backend.slots) as pool:
+            for done in [pool.submit(one, *each) for each in drawn]:
+                done.result()
+        ended.sort()
+        # The first third is for caches and clocks.
+        first = len(ended) // 3
+        return (len(ended) - 1 - first) / (ended[-1] - ended[first])
+
+    async def arrivals(self, *segments: Segment) -> list[tuple[float, float]]:
+        """Requests at random times, one segment after the other without a pause.
+
+        Returns:
+            For each segment how long it was, and how long the engine worked in it, seconds.
+        """
+        engine, found = engine_of(self._service), []
+        due = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for each in segments:
+                began, worked_s, number = due, engine.worked_s, 0
+                while number < each.count or due - began < each.seconds:
+                    due += float(self._random.exponential(1.0 / each.rate))
+                    await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+                    group.create_task(self._one(each.phase, began, due))
+                    number += 1
+                found.append((due - began, engine.worked_s - worked_s))
+        return found
+
+    async def _one(self, phase: int | None, began_s: float, due_s: float) -> None:
+        question, budget_ms = self.drawn()
+        base: dict[str, Any] = {"phase": phase, "due_s": due_s - began_s, "budget_ms": budget_ms}
+        keep = self.sent.append if phase is not None else _forget
+        try:
+            told = await self._ask(body(self._asked, self._service, question, budget_ms), due_s)
+        except Refusal as refusal:
+            ended_s = time.perf_counter() - began_s
+            retry = refusal.retry_after_s is not None
+            keep(Sent(**base, ended_s=ended_s, outcome=refusal.code, retry=retry))
+            return
+        predicted = told["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
+        right = math.nan if question.answer is None else float(told["text"].strip() == question.answer)
+        keep(
+            Sent(
+                **base, ended_s=time.perf_counter() - began_s, outcome="answered", plan=told["plan"]["id"],
+                p50_ms=predicted["p50"], p99_ms=predicted["p99"], measured_ms=told["measured_ms"],
+                right=right,
+            )
+        )  # fmt: skip
+
+
+def _forget(sent: Sent) -> None:
+    """Those that only make the server busy."""
+
+
+def share(part: int, whole: int) -> dict[str, float]:
+    """A share and its 95 % interval (Wilson)."""
+    if not whole:
+        return {"share": math.nan, "low": 0.0, "high": 1.0, "of": 0}
+    p, z = part / whole, 1.96
+    middle, scale = p + z * z / (2 * whole), 1.0 + z * z / whole
+    half = z * math.sqrt(p * (1.0 - p) / whole + z * z / (4 * whole * whole))
+    return {"share": p, "low": (middle - half) / scale, "high": (middle + half) / scale, "of": whole}
+
+
+def summary(sent: Sequence[Sent], seconds: float, worked_s: float) -> dict[str, Any]:
+    """What a phase came to."""
+    answered = [each for each in sent if each.outcome == "answered"]
+    refused: dict[str, int] = {}
+    for each in sent:
+        if each.outcome != "answered":
+            refused[each.outcome] = refused.get(each.outcome, 0) + 1
+    infeasible = refused.get("budget_infeasible", 0)
+    failed = sum(count for code, count in refused.items() if code not in (*SHED, "budget_infeasible"))
+    took = np.array([each.measured_ms for each in answered]) if answered else np.array([math.nan])
+    told = [each for each in answered if math.isfinite(each.p99_ms)]
+    judged = [each.right for each in answered if math.isfinite(each.right)]
+    plans: dict[str, int] = {}
+    for each in answered:
+        plans[each.plan] = plans.get(each.plan, 0) + 1
+    met = sum(each.met for each in answered)
+    return {
+        "requests": len(sent), "seconds": seconds, "requests_per_s": len(sent) / seconds,
+        "attainment": share(met, len(answered) + failed), "attainment_of_all": share(met, len(sent)),
+        "attainment_of_feasible": share(met, len(sent) - infeasible),
+        "refused": refused, "failed": failed,
+        "shed_share": sum(refused.get(code, 0) for code in SHED) / max(len(sent), 1),
+        "infeasible_share": infeasible / max(len(sent), 1), "goodput_per_s": met / seconds,
+        "p50_ms": float(np.quantile(took, 0.5)), "p99_ms": float(np.quantile(took, 0.99)),
+        "utilisation": worked_s / seconds,
+        "below_p99": share(sum(each.measured_ms <= each.p99_ms for each in told), len(told)),
+        "accuracy": float(np.mean(judged)) if judged else None, "plans": plans,
+    }  # fmt: skip
+
+
+def recovery(sent: Sequence[Sent]) -> dict[str, Any]:
+    """When attainment of a sliding window is back for good, and how it went on."""
+    ended = sorted((each for each in sent if each.outcome == "answered"), key=lambda each: each.ended_s)
+    times = np.array([each.ended_s for each in ended])
+    met = np.array([each.met for each in ended], dtype=float)
+    refusals = [each for each in sent if each.outcome not in ("answered", "budget_infeasible")]
+    track, back_s = [], 0.0
+    for at in np.arange(WINDOW_S, times.max(initial=0.0) + WINDOW_S, WINDOW_S / 4):
+        inside = (times > at - WINDOW_S) & (times <= at)
+        if inside.any():
+            track.append([round(float(at), 2), round(float(met[inside].mean()), 4), int(inside.sum())])
+            if met[inside].mean() < TARGET:
+                back_s = float(at)
+    return {
+        "window_s": WINDOW_S, "back_after_s": back_s, "track": track, "refused": len(refusals),
+        "refused_rightly": share(sum(e.outcome in SHED and e.retry for e in refusals), len(refusals)),
+    }  # fmt: skip
+
+
+def write_samples(path: Path, sent: Sequence[Sent]) -> None:
+    """Every request, a row each."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {}
+    for name in Sent.__dataclass_fields__:
+        values = [getattr(each, name) for each in sent]
+        if isinstance(values[0], float):
+            columns[name] = pa.array(np.array(values, dtype=np.float32))
+        else:
+            columns[name] = pa.array(values).dictionary_encode()
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+async def measured(
+    asked: argparse.Namespace, service: Service, predictor: Predictor, ask: Ask
+) -> tuple[dict[str, Any], list[Sent]]:
+    """All phases."""
+    every = questions(asked, service)
+    for each in every:
+        bound(asked, service, each, predictor)
+    run = Run(asked, service, ask, every)
+    capacity = await asyncio.to_thread(run.capacity, asked.warmup)
+    print(f"capacity: {capacity:.1f} requests a second", flush=True)
+    rate = asked.rate or asked.load * capacity
+    segments = [
+        Segment(phase=None, rate=rate, count=asked.warmup), Segment(phase=0, rate=rate, count=asked.requests),
+    ]  # fmt: skip
+    if asked.step > 0:
+        segments.append(Segment(phase=1, rate=asked.step * rate, seconds=asked.step_s))
+    spans = await run.arrivals(*segments)
+    found: dict[str, Any] = {"capacity_per_s": capacity, "slots": service.backend.slots}
+    for phase, span in enumerate(spans[1:]):
+        mine = [each for each in run.sent if each.phase == phase]
+        told = found[PHASES[phase]] = summary(mine, *span)
+        if phase == 1:
+            told["recovery"] = recovery(mine)
+            print(f"back after {told['recovery']['back_after_s']:.2f} s", flush=True)
+        print(f"{PHASES[phase]}:", json.dumps({name: told[name] for name in SHOWN}), flush=True)
+    return found, run.sent
+
+
+SHOWN = (
+    "requests", "attainment", "attainment_of_all", "shed_share", "infeasible_share", "p50_ms", "p99_ms",
+    "utilisation", "below_p99", "accuracy",
+)  # fmt: skip
+
+
+async def in_process(
+    asked: argparse.Namespace, service: Service, predictor: Predictor
+) -> tuple[dict[str, Any], list[Sent]]:
+    await service.open()
+    try:
+        return await measured(asked, service, predictor, below_http(service))
+    finally:
+        await service.close()
+
+
+def by_http(
+    asked: argparse.Namespace, app: Any, service: Service, predictor: Predictor
+) -> tuple[dict[str, Any], list[Sent]]:
+    from sparseflow.adaptive.serve.lifecycle import Server
+
+    up, where = threading.Event(), []
+
+    def announce(told: str) -> None:
+        where.append(json.loads(told)["url"])
+        up.set()
+
+    server = Server(app, port=0, drain_s=30.0, announce=announce)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        if not up.wait(60.0):
+            raise SystemExit("the server did not come up")
+
+        return asyncio.run(measured(asked, service, predictor, over_http(where[0])))
+    finally:
+        server.stop()
+        thread.join()
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder of a model, with its tokenizer")
+    parser.add_argument("--profile", type=Path, required=True, help="a profile, or a predictor.json")
+    parser.add_argument("--controller", type=Path, help="trained controllers")
+    parser.add_argument("--worth", type=Path, help="how good plans are")
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--load", type=float, default=0.7, help="share of capacity")
+    parser.add_argument("--rate", type=float, help="requests a second, in place of the load")
+    parser.add_argument("--step", type=float, default=2.0, help="times as many then; 0 for none")
+    parser.add_argument("--step-s", type=float, default=20.0, help="how long")
+    parser.add_argument(
+        "--dearest", type=float, default=1.5, help="largest budget, times the dearest plan's p99"
+    )
+    parser.add_argument("--questions", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer")
+    parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
+    parser.add_argument("--plans", type=int, default=12, help="as of `serve`")
+    parser.add_argument("--batch", type=int, default=8, help="as of `serve`")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--http", action="store_true", help="by uvicorn and a client")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; samples go to a Parquet beside it")
+    asked = parser.parse_args(given)
+    app = app_of(
+        asked.model, asked.profile, controller=asked.controller, worth=asked.worth, name=asked.model.name,
+        plans=asked.plans, batch=asked.batch, device=asked.device,
+    )  # fmt: skip
+    service: Service = app.state.service
+    backend = service.backend
+    assert isinstance(backend, EngineBackend) and isinstance(backend._forecast, Predicted)
+    predictor = backend._forecast._predictor
+    if asked.http:
+        found, sent = by_http(asked, app, service, predictor)
+    else:
+        found, sent = asyncio.run(in_process(asked, service, predictor))
+    met = found["steady"]["attainment"]["share"] >= TARGET
+    if "step" in found:
+        back = found["step"]["recovery"]
+        met = met and (back["back_after_s"] <= RECOVERY_S or back["refused_rightly"]["share"] == 1.0)
+    record = {
+        "environment": environment(asked.device, seed=asked.seed), "settings": settled(asked),
+        "target": {"attainment": TARGET, "recovery_s": RECOVERY_S}, "met": met, **found,
+        "samples": asked.out.with_suffix(".parquet").name, "phases": PHASES,
+    }  # fmt: skip
+    write_samples(asked.out.with_suffix(".parquet"), sent)
+    write_atomic(asked.out, json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

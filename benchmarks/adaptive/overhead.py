@@ -1,0 +1,218 @@
+r"""What deciding adds to a request (line 6): the same plan, decided about or given, in turns.
+
+::
+
+    export PYTHONPATH=src
+    python benchmarks/adaptive/overhead.py --out results/adaptive/overhead-cpu.json
+    python benchmarks/adaptive/overhead.py --device cuda --geometry olmoe-1b-7b \
+        --out results/adaptive/overhead-cuda.json
+    python benchmarks/adaptive/overhead.py --model FOLDER --device cuda --profile predictor.json \
+        --controller controllers.safetensors --out results/adaptive/overhead.json
+
+Requests run alone in an engine, from receipt to the last token, in pairs of random order: one whose plan is
+given, and one about which predictor and both controllers decide, among all plans of the model, though only
+that one may come of it. What the second took is learnt from before the next, as a server does. The ratio is
+of the medians, its interval from drawing pairs anew; beside it stands the same ratio of given requests
+against given ones, which is what chance makes of it.
+
+Deciding is also timed by itself, on the host: everything that a request waits for, with its latency token
+there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import built, most_tokens, options, room, settled, within
+
+from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.decide import Chooser
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.predictor import Ask, Predictor
+from sparseflow.adaptive.profile import EngineRunner, Mix, by_group, spread
+from sparseflow.adaptive.profile.others import Given, whole
+from sparseflow.adaptive.profile.prompts import Prompts
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.requests import Decider, Finished, Request
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+TARGET = 0.01
+BUDGET_MS = 1e6
+"""So large that every plan fits: what is timed is deciding, not refusing."""
+COLUMNS = ("given_ms", "decided_ms", "given_again_ms", "decide_ms")
+
+
+def profiled(asked: argparse.Namespace, knobs: Knobs, example: Any, tokens: int) -> Predictor:
+    """A predictor of a small profile; what it predicts does not matter here, only that it does."""
+    geometry = knobs.geometry
+    space = PlanSpace.of(geometry, [1.0 / (1 + at) for at in range(geometry.depth)])
+    few = spread(space, max(2 * len(space.tiers), 6), seed=asked.seed)
+    sizes, steps = [asked.text_tokens, 2 * asked.text_tokens], 4
+    with tempfile.TemporaryDirectory() as scratch, EngineRunner(
+        knobs, few, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=asked.seed,
+        mix=Mix(lengths=sizes, new_tokens=steps + 1),
+    ) as runner:  # fmt: skip
+        found = by_group(
+            runner, space, Path(scratch) / "p.parquet", buckets=sizes, repeats=2, steps=steps, batches=(1, 2)
+        )
+    return Predictor.fit(found, seed=asked.seed)
+
+
+def cases(space: PlanSpace, count: int) -> list[Plan]:
+    """Plans of the whole range, the cheapest and the dearest among them."""
+    ranked = sorted(
+        space.plans, key=lambda plan: (space.tiers.index(plan.tier), len(plan.blocks), plan.top_k)
+    )
+    return [ranked[round(at)] for at in np.linspace(0, len(ranked) - 1, count)]
+
+
+def pairs(
+    asked: argparse.Namespace, engine: Engine, chooser: Chooser, plan: Plan, prompts: Prompts
+) -> list[list[float]]:
+    """Samples of one plan: rows of `COLUMNS`."""
+    generator = np.random.default_rng(asked.seed)
+    images, only = int(plan.tier is not None), chooser.only([plan])
+
+    def one(decide: Callable[[Any], Decider]) -> Finished:
+        inputs = whole(prompts, plan, asked.text_tokens)
+        request = Request(
+            inputs=inputs, decide=decide(inputs), max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
+        )
+        found = engine.submit(request).result()
+        if found.plan != plan:
+            raise SystemExit(f"{found.plan.id} ran, not {plan.id}")
+        return found
+
+    def given(_: Any) -> Decider:
+        return Given(plan=plan)
+
+    def decided(inputs: Any) -> Decider:
+        return only.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+
+    rows = []
+    for number in range(-asked.warmup, asked.pairs):
+        row = dict.fromkeys(COLUMNS, 0.0)
+        for at in generator.permutation(3):
+            found = one(decided if at == 1 else given)
+            row[COLUMNS[at]] = found.total_ms
+            if at == 1:
+                row["decide_ms"] = found.decide_ms
+                ask = Ask(
+                    plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=len(found.tokens)
+                )
+                chooser.predictor.observe(ask, found.total_ms, prefill_ms=found.total_ms - found.decode_ms)
+        if number >= 0:
+            rows.append([round(row[name], 5) for name in COLUMNS])
+    return rows
+
+
+def ratio(over: np.ndarray, under: np.ndarray, seed: int, draws: int = 2000) -> list[float]:
+    """How much the median of one is above that of the other, a share, and its 95 % interval over pairs."""
+    at = np.random.default_rng(seed).integers(len(over), size=(draws, len(over)))
+    found = np.median(over[at], axis=1) / np.median(under[at], axis=1) - 1.0
+    middle = float(np.median(over) / np.median(under) - 1.0)
+    return [round(each, 6) for each in (middle, *np.quantile(found, (0.025, 0.975)).tolist())]
+
+
+def alone(asked: argparse.Namespace, chooser: Chooser, plan: Plan, prompts: Prompts) -> dict[str, Any]:
+    """Microseconds of the parts of deciding, on the host; the median, and all samples of the whole."""
+    inputs, images = whole(prompts, plan, asked.text_tokens), int(plan.tier is not None)
+    token = torch.randn(chooser.controllers.width if chooser.controllers else 1)
+    ask = Ask(plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=asked.new_tokens)
+    marks: dict[str, list[float]] = {"first": [], "second": [], "observe": []}
+    for number in range(asked.warmup + asked.pairs):
+        decide = chooser.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+        request = Request(inputs=inputs, decide=decide, max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS)
+        begin = time.perf_counter()
+        decide.first(request, BUDGET_MS)
+        between = time.perf_counter()
+        decide.second(token, request, BUDGET_MS)
+        end = time.perf_counter()
+        chooser.predictor.observe(ask, 100.0, prefill_ms=50.0)
+        learnt = time.perf_counter()
+        if number >= asked.warmup:
+            for name, spent in zip(marks, (between - begin, end - between, learnt - end), strict=True):
+                marks[name].append(round(1e6 * spent, 2))
+    return {"median_us": {name: float(np.median(each)) for name, each in marks.items()}, "samples_us": marks}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options(parser)
+    parser.add_argument("--profile", type=Path, help="predictor.json; by default of a small profile")
+    parser.add_argument("--controller", type=Path, help="trained controllers; by default untrained ones")
+    parser.add_argument("--plans", type=int, default=3, help="plans to compare by")
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--text-tokens", type=int, help="by default 32, or what there is room for")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    asked = parser.parse_args(given)
+    settings = settled(asked)
+    adapter, example = built(asked)
+    knobs, tokens = Knobs(adapter), most_tokens(asked, adapter)
+    # A profile has twice as many, too.
+    most = room(asked, adapter, asked.new_tokens) // 2
+    (asked.text_tokens,) = within(asked.text_tokens and [asked.text_tokens], [32], most, "--text-tokens")
+    if asked.profile is None:
+        predictor = profiled(asked, knobs, example, tokens)
+    else:
+        predictor = Predictor.load(asked.profile)
+    space = predictor.space
+    if asked.controller is None:
+        embeddings: Any = adapter.model.get_input_embeddings()
+        width = embeddings.weight.shape[1]
+        controllers = Controllers(space, width=width, model_id="untrained", seed=asked.seed).eval()
+    else:
+        controllers = Controllers.load(asked.controller)
+    chooser = Chooser(adapter=adapter, predictor=predictor, controllers=controllers)
+    plans = cases(space, asked.plans)
+    prompts = Prompts(adapter, example, device="cpu", seed=asked.seed)
+    found = []
+    with Engine(adapter, knobs, plans=plans, max_batch=1, max_tokens=tokens) as engine:
+        if engine.graphs.enabled:
+            engine.warm(example)
+        for plan in plans:
+            rows = pairs(asked, engine, chooser, plan, prompts)
+            first, second, again, spent = np.array(rows).T
+            told = {
+                "plan": plan.id, "p50_ms": float(np.median(first)),
+                "overhead": ratio(second, first, asked.seed), "chance": ratio(again, first, asked.seed),
+                "decide_ms": float(np.median(spent)), "samples": rows,
+            }  # fmt: skip
+            found.append(told)
+            low, high = told["overhead"][1:]
+            print(
+                f"{plan.id}: {told['p50_ms']:.3f} ms; deciding adds {told['overhead'][0]:+.2%} "
+                f"({low:+.2%} to {high:+.2%}; chance {told['chance'][0]:+.2%}), "
+                f"{1e3 * told['decide_ms']:.0f} us by itself"
+            )
+        unrecorded = list(engine.snapshot().unrecorded)
+    host = alone(asked, chooser, plans[-1], prompts)
+    print("on the host, us:", host["median_us"])
+    worst = max(each["overhead"][0] for each in found)
+    record = {
+        "environment": environment(asked.device, seed=asked.seed), "settings": settings,
+        "plans_of_the_model": len(space), "columns": COLUMNS, "target": TARGET,
+        "met": math.isfinite(worst) and worst < TARGET, "cases": found, "host": host,
+        "unrecorded": unrecorded,
+    }  # fmt: skip
+    write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What an engine makes of a number of tokens: prompts are filled up to a size, and attention is rounded up.
+
+A profile that an engine made knows its sizes (`About.how`); of others nothing is rounded. So a table is
+looked up by what runs, and its knots lie where there are steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Filling:
+    """The sizes of an engine.
+
+    Attributes:
+        prompts: That prompts are filled up to, ascending: [P]; longer ones run as long as they are.
+        contexts: That attention of steps is rounded up to, ascending: [C].
+    """
+
+    prompts: np.ndarray = field(default_factory=lambda: np.empty(0))
+    contexts: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    @classmethod
+    def of(cls, how: Mapping[str, Any]) -> Filling:
+        """Those of a profile, by its circumstances."""
+        return cls(**{name: np.array(how.get(name, ()), dtype=float) for name in ("prompts", "contexts")})
+
+    def prompt(self, tokens: np.ndarray) -> np.ndarray:
+        """What prompts of so many tokens run as: [n] -> [n]."""
+        if not len(self.prompts):
+            return tokens
+        at = np.searchsorted(self.prompts, tokens)
+        return np.maximum(self.prompts[np.minimum(at, len(self.prompts) - 1)], tokens)
+
+    def context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The mean of what steps after prompts look at: [n] and [n] -> [n]; without steps, what one would.
+
+        Args:
+            tokens: Of the prompts.
+            steps: Tokens after the first.
+        """
+        if not len(self.contexts):
+            return tokens + (steps + 1.0) / 2.0
+        count = np.maximum(steps, 1.0)
+        return (self._until(tokens + count) - self._until(tokens)) / count
+
+    def _until(self, last: np.ndarray) -> np.ndarray:
+        """Sum of what steps with 1, 2, ... `last` tokens look at."""
+        below = np.concatenate([[0.0], self.contexts[:-1]])
+        width = self.contexts - below
+        # Nothing is longer than the largest.
+        width[-1] = np.inf
+        return np.clip(last[:, None] - below, 0.0, width) @ self.contexts

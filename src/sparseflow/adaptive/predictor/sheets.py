@@ -1,0 +1,149 @@
+"""What every plan of a space takes, for requests of one size: looked up once, and kept.
+
+A server asks about the same sizes again and again, several times a request, so what depends on the size alone
+is kept. What observations have made of it is put on top, once for each that came in; a load is a line between
+two columns. Plans of one tier share the number of tokens, and so the coefficients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparseflow.adaptive.plan import Geometry, Plan, Tier
+from sparseflow.adaptive.predictor.ask import After
+from sparseflow.adaptive.predictor.calibrating import Tables
+from sparseflow.adaptive.predictor.filling import Filling
+from sparseflow.adaptive.predictor.margins import scatter
+from sparseflow.adaptive.predictor.terms import terms
+from sparseflow.errors import InputError
+
+_MOST = 256
+"""Sheets that are kept; one of 225 plans and four loads is about 30 kB."""
+
+Size = tuple[int, int, int, int, After]
+"""Text tokens, images, new tokens, batch, and how far the request has come."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Now:
+    """What observations have made of factors and margins; one is put in place of another, never changed.
+
+    Attributes:
+        prefill: Factor of the prefill at each load: [L].
+        step: Factor of a step: [L].
+        margins: Spreads to add: [L].
+    """
+
+    prefill: np.ndarray
+    step: np.ndarray
+    margins: np.ndarray
+
+
+class Sheet:
+    """Plans at one size.
+
+    Args:
+        prefill: By the tables: [L, plans], milliseconds.
+        step: Of one: [L, plans].
+        steps: How many.
+    """
+
+    def __init__(self, prefill: np.ndarray, step: np.ndarray, steps: int) -> None:
+        self._prefill, self._step, self._steps = prefill, step, np.array(float(steps))
+        self._held: tuple[Now, np.ndarray, np.ndarray] | None = None
+
+    def at(self, now: Now, spreads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Median and higher prediction at each load, neither falling with it: [L, plans] both.
+
+        Args:
+            now: What observations have made of it.
+            spreads: Of `margins.scatter`, [L, 4].
+        """
+        held = self._held
+        if held is not None and held[0] is now:
+            return held[1], held[2]
+        prefill, step = self._prefill * now.prefill[:, None], self._step * now.step[:, None]
+        middle = prefill + self._steps * step
+        high = middle + now.margins[:, None] * scatter(spreads[:, None], prefill, step, self._steps)
+        for at in range(1, len(middle)):
+            np.maximum(middle[at - 1], middle[at], out=middle[at])
+            np.maximum(high[at - 1], high[at], out=high[at])
+        self._held = (now, middle, high)
+        return middle, high
+
+
+class Sheets:
+    """Sheets of one predictor. Several threads may ask.
+
+    Args:
+        tables: Of both phases.
+        geometry: Of the model.
+        plans: Those of the space.
+        vision_tokens: Of one image, at each tier.
+        filling: What prompts and contexts are rounded up to.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        geometry: Geometry,
+        plans: Sequence[Plan],
+        vision_tokens: Mapping[Tier, int],
+        filling: Filling,
+    ) -> None:
+        self._tables, self._filling, self._vision = tables, filling, dict(vision_tokens)
+        self._loads: list[float] = tables.prefill.loads.tolist()
+        self._terms = {after: terms(plans, geometry, inserted=after).T for after in (False, True)}
+        places = [-1 if plan.tier is None else geometry.tiers.index(plan.tier) for plan in plans]
+        self._tiers = [
+            (at, self._vision.get(tier, 0), np.flatnonzero(np.array(places) == at))
+            for at, tier in enumerate(geometry.tiers)
+        ]
+        self._every = [(0, 0, np.arange(len(plans)))]
+        self._sheets: dict[Size, Sheet] = {}
+
+    def of(self, size: Size) -> Sheet:
+        """The sheet of a size.
+
+        Raises:
+            InputError: Images, for a model whose profile saw none.
+        """
+        found = self._sheets.get(size)
+        if found is None:
+            found = self._made(size)
+            if len(self._sheets) >= _MOST:
+                self._sheets.clear()
+            self._sheets[size] = found
+        return found
+
+    def between(self, load: float) -> tuple[int, float]:
+        """Which load of the tables is the next lower one, and the way from there to the next, 0 to 1."""
+        loads = self._loads
+        if load >= loads[-1]:
+            return len(loads) - 1, 0.0
+        low = max(bisect_right(loads, load) - 1, 0)
+        return low, max(load - loads[low], 0.0) / (loads[low + 1] - loads[low])
+
+    def _made(self, size: Size) -> Sheet:
+        text, images, new_tokens, batch, after = size
+        if images and not self._vision:
+            raise InputError(f"the profile measured no images, so nothing is known of images (={images})")
+        groups = self._tiers if images else self._every
+        tokens = np.array([float(text + images * each) for _, each, _ in groups])
+        steps = np.full(len(groups), new_tokens - 1.0)
+        beside = np.full(len(groups), float(batch))
+        first = self._tables.prefill.between(self._filling.prompt(tokens), beside)
+        later = self._tables.step.between(self._filling.context(tokens, steps), beside)
+        seen = images if after == "receipt" else 0
+        left, whole = self._terms[after == "insertion"], self._terms[False]
+        prefill, step = np.empty((2, len(self._loads), whole.shape[1]))
+        for at, (tier, _, rows) in enumerate(groups):
+            prefill[:, rows] = first[at] @ left[:, rows]
+            if seen and self._tables.prefill.vision.shape[1]:
+                prefill[:, rows] += seen * self._tables.prefill.vision[:, tier, None]
+            step[:, rows] = later[at] @ whole[:, rows]
+        return Sheet(prefill, step, new_tokens - 1)

@@ -1,0 +1,266 @@
+"""Running requests as they are served: by an engine, with its recordings, kernels, slots and thread.
+
+What is timed is what a client waits for, from receipt to each token: the way to the engine's thread, the turn
+that it is in, moving inputs, the vision encoder, both parts of the prompt, every step, and others' turns in
+between. Only deciding is left out: the plan is given.
+
+Others are requests of random plans, lengths and numbers of tokens in the same engine, and both ways to have
+some are what a server tells of itself when it asks a predictor:
+
+- `batch`: with so many a request runs when its turn comes, itself included (a server's `beside` + 1);
+- `load`: the share of time that the engine works for those that come and go (`Engine.load`), which is how
+  likely more of them come while it runs. A measured request is not in it; of a server's many, one hardly is.
+
+With load 0 nobody comes, and those beside it leave one by one.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.adaptive.adapters.base import Inputs
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan, PlanSpace, Tier
+from sparseflow.adaptive.profile.collect import Progress, profile
+from sparseflow.adaptive.profile.identity import model_id
+from sparseflow.adaptive.profile.others import Given, Mix, Others, whole
+from sparseflow.adaptive.profile.prompts import Prompts
+from sparseflow.adaptive.profile.runner import Timed
+from sparseflow.adaptive.profile.saved import Profile
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.handle import Handle
+from sparseflow.adaptive.runtime.requests import OutOfMemory, Request, RequestFailed
+from sparseflow.errors import InputError
+
+_SHARE = 0.6
+"""Of the memory that is free, for caches and recordings; prompts that run whole need some, too."""
+
+
+class EngineRunner:
+    """Runs plans on engines. It is a `Runner`, and a context manager; `busy` is its `Background`.
+
+    An engine keeps keys, values and recordings of each of its plans, so of many plans not all fit at a time:
+    they are run in groups, each by an engine of its own, which is made when one of its plans is asked for.
+    Measure group by group.
+
+    Args:
+        knobs: On the model, which is in evaluation mode.
+        plans: Those that can be asked for. Others run any plan of the same group.
+        example: Inputs of a request with one image at the highest tier, batch 1, as the model's processor
+            makes them; None measures requests without image only.
+        max_batch: As of the engine that will serve.
+        max_tokens: As of that engine: sizes of recordings depend on it.
+        mix: What other requests ask for.
+        group: Plans of one engine; by default what memory allows, on a CPU all.
+        graphs: As of the engine.
+        settle_s: How long other requests come before their load is believed.
+        seed: What words and others are drawn from.
+        progress: Called with (done, in all) while an engine is made ready.
+
+    Raises:
+        InputError: The model trains, there is no plan, or the example is not one request with an image.
+    """
+
+    def __init__(
+        self,
+        knobs: Knobs,
+        plans: Sequence[Plan],
+        *,
+        example: Inputs | None = None,
+        max_batch: int = 8,
+        max_tokens: int = 2048,
+        mix: Mix | None = None,
+        group: int | None = None,
+        graphs: bool = True,
+        settle_s: float = 4.0,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._knobs, self._adapter, self._example = knobs, knobs.adapter, example
+        if self._adapter.model.training:
+            raise InputError("the model is in training mode; call `model.eval()` first")
+        if not plans or (group is not None and group < 1):
+            raise InputError(f"`plans` must hold some, and `group` (={group}) be at least 1")
+        self._device = next(self._adapter.decoder.parameters()).device
+        self._max_batch, self._max_tokens, self._graphs = max_batch, max_tokens, graphs
+        self._mix, self._settle_s, self._seed, self._progress = mix or Mix(), settle_s, seed, progress
+        self._prompts = Prompts(self._adapter, example, device="cpu", seed=seed)
+        self._id = model_id(self._adapter.model)
+        self._plans = tuple(dict.fromkeys(plans))
+        self._engine: Engine | None = None
+        self._others: Others | None = None
+        self._load = 0.0
+        self._stream, self._streaming = ExitStack(), False
+        self.groups = self._grouped(group)
+        """The plans, by engine."""
+
+    def __enter__(self) -> EngineRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def model_id(self) -> str:
+        return self._id
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    @property
+    def vision_tokens(self) -> Mapping[Tier, int]:
+        return self._prompts.vision
+
+    @property
+    def how(self) -> Mapping[str, Any]:
+        engine = self._engine or self._made(self.groups[0])
+        config = self._adapter.model.config
+        inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return {
+            "runner": "engine",
+            "dtype": str(next(self._adapter.model.parameters()).dtype).removeprefix("torch."),
+            "attention": getattr(inner, "_attn_implementation", None),
+            "experts": getattr(inner, "_experts_implementation", None),
+            "graphs": engine.graphs.enabled, "max_batch": self._max_batch, "max_tokens": self._max_tokens,
+            "prompts": list(engine.prompts), "contexts": list(engine.contexts),
+        }  # fmt: skip
+
+    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
+        """Run a request beside `batch` - 1 others, and those that come within `busy`; see `Runner.run`.
+
+        Raises:
+            InputError: A number is out of range, a plan was not named before, or it has a tier and there is
+                no example.
+        """
+        if text_tokens < 1 or steps < 0 or not 1 <= batch <= self._max_batch:
+            raise InputError(
+                f"`text_tokens` (={text_tokens}) must be at least 1, `steps` (={steps}) not negative, and "
+                f"`batch` (={batch}) 1 to {self._max_batch}"
+            )
+        engine, others = self._of(plan)
+        inputs = whole(self._prompts, plan, text_tokens)
+        moments: list[float] = []
+
+        def look(handle: Handle) -> None:
+            moments.extend([time.perf_counter()] * (len(handle.tokens) - len(moments)))
+
+        others.stand(batch - 1)
+        request = Request(inputs=inputs, decide=Given(plan=plan), max_new_tokens=steps + 1)
+        try:
+            engine.submit(request, look).result()
+        except (OutOfMemory, RequestFailed) as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            if not self._load:
+                others.clear()
+        times = [1e3 * (moment - request.received_s) for moment in moments]
+        return Timed(prefill_ms=times[0], steps_ms=tuple(later - sooner for sooner, later in pairwise(times)))
+
+    @contextmanager
+    def busy(self, level: float) -> Iterator[None]:
+        """Within, other requests come and keep the engine busy for this share of the time."""
+        if self._load:
+            raise InputError(f"others make a load of {self._load:g} already; end that first")
+        self._load = level
+        try:
+            yield
+        finally:
+            self._still()
+            self._load = 0.0
+
+    def close(self) -> None:
+        """End the engine, and give its memory back."""
+        self._still()
+        if self._engine is not None:
+            self._engine.shutdown(drain=False)
+        self._engine = self._others = None
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _of(self, plan: Plan) -> tuple[Engine, Others]:
+        """The engine of a plan, and the others in it, who come where a load is asked for."""
+        if self._engine is None or plan not in self._engine.plans:
+            mine = next((group for group in self.groups if plan in group), None)
+            if mine is None:
+                raise InputError(f"{plan.id} is not among the {len(self._plans)} plans of this runner")
+            self._made(mine)
+        assert self._engine is not None and self._others is not None
+        if self._load and not self._streaming:
+            self._stream.enter_context(self._others.stream(self._load))
+            self._streaming = True
+        return self._engine, self._others
+
+    def _still(self) -> None:
+        """Nobody comes any more."""
+        self._stream.close()
+        self._streaming = False
+
+    def _made(self, plans: Sequence[Plan]) -> Engine:
+        self.close()
+        self._engine = Engine(
+            self._adapter, self._knobs, plans=plans, max_batch=self._max_batch, max_tokens=self._max_tokens,
+            graphs=self._graphs,
+        )  # fmt: skip
+        if self._engine.graphs.enabled:
+            self._engine.warm(self._example, progress=self._progress)
+        prompts = Prompts(self._adapter, self._example, device="cpu", seed=self._seed + 1)
+        self._others = Others(
+            self._engine, plans, prompts, self._mix, settle_s=self._settle_s, seed=self._seed
+        )
+        return self._engine
+
+    def _grouped(self, size: int | None) -> tuple[tuple[Plan, ...], ...]:
+        if size is None:
+            size = self._fitting() if self._device.type == "cuda" else len(self._plans)
+        plans = list(self._plans)
+        if size < len(plans):
+            # Others of every group shall be as all are.
+            plans = [plans[at] for at in np.random.default_rng(self._seed).permutation(len(plans))]
+        return tuple(tuple(plans[at : at + size]) for at in range(0, len(plans), size))
+
+    def _fitting(self) -> int:
+        """How many plans fit, by what the dearest one takes."""
+        dearest = max(self._plans, key=lambda plan: len(plan.blocks))
+        free, _ = torch.cuda.mem_get_info(self._device)
+        self._made([dearest])
+        left, _ = torch.cuda.mem_get_info(self._device)
+        self.close()
+        return max(1, int(_SHARE * free / max(free - left, 1)))
+
+
+def by_group(
+    runner: EngineRunner, space: PlanSpace, out: Path | str, *, progress: Progress | None = None, **how: Any
+) -> Profile:
+    """`profile` of all plans of a runner, group by group, under loads of its own making.
+
+    Args:
+        runner: The runner.
+        space: As of `profile`.
+        out: As of `profile`.
+        progress: As of `profile`.
+        **how: The other arguments of `profile`, but `plans` and `load`.
+
+    Returns:
+        All that the file holds.
+    """
+    count = len(runner.groups)
+    for at, plans in enumerate(runner.groups):
+        tell = None if progress is None else partial(_part, progress, at, count)
+        profile(runner, space, out, plans=plans, load=runner.busy, progress=tell, **how)
+    return Profile.read(out)
+
+
+def _part(progress: Progress, at: int, count: int, what: str, done: float) -> None:
+    progress(what if count == 1 else f"group {at + 1}/{count}, {what}", (at + done) / count)

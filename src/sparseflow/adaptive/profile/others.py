@@ -1,0 +1,211 @@
+"""Other requests in the engine while one is measured: some run when it comes, and some come later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.profile.prompts import Prompts
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.handle import Handle
+from sparseflow.adaptive.runtime.requests import Choice, Request
+from sparseflow.errors import InputError, RunError
+
+MOST_LOAD = 0.9
+"""Above it the line would grow without end while something is measured."""
+_ALONE = 24
+"""Requests that tell what one takes alone."""
+_TRIES = 3
+_NEAR = 0.05
+"""Relative error of a load that is good enough."""
+_LOOK_S = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given:
+    """A decider that gives one plan. Unlike those of `Fixed`, its requests run their prompts one by one, as
+    those do that are decided about."""
+
+    plan: Plan
+
+    def first(self, request: Request, remaining_ms: float) -> Choice:
+        return Choice(tier=self.plan.tier, insertion_position=self.plan.insertion_position)
+
+    def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Plan:
+        return self.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What other requests ask for; each is drawn anew.
+
+    Attributes:
+        lengths: Text tokens of their prompts.
+        new_tokens: Most new tokens; from 2 on each number is as frequent.
+
+    Raises:
+        InputError: There is no length, or a number is out of range.
+    """
+
+    lengths: Sequence[int] = (16, 64)
+    new_tokens: int = 17
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1 or self.new_tokens < 2:
+            raise InputError(
+                f"`lengths` (={list(self.lengths)}) must be 1 or more, some, and `new_tokens` "
+                f"(={self.new_tokens}) at least 2"
+            )
+
+
+class Others:
+    """Other requests of one engine. One thread uses it.
+
+    Args:
+        engine: With its thread.
+        plans: What they run.
+        prompts: Makes their prompts.
+        mix: What they ask for.
+        settle_s: How long a stream runs before its load is believed.
+        seed: What they are drawn from.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plans: Sequence[Plan],
+        prompts: Prompts,
+        mix: Mix,
+        *,
+        settle_s: float = 4.0,
+        seed: int = 0,
+    ) -> None:
+        self._engine, self._plans, self._prompts, self._mix = engine, tuple(plans), prompts, mix
+        self._settle_s, self._random = settle_s, np.random.default_rng(seed)
+        self._inside: list[Handle] = []
+        self._lock = threading.Lock()
+        self._rates: dict[float, float] = {}
+
+    @property
+    def inside(self) -> int:
+        """How many there are now."""
+        with self._lock:
+            self._inside = [handle for handle in self._inside if not handle.done]
+            return len(self._inside)
+
+    def stand(self, count: int) -> None:
+        """Have so many that have begun to decode, and nobody else: some may have to leave, or to be started.
+
+        Others that leave while the last of them begin are replaced, a few times.
+        """
+        tries = 0
+        while (inside := self.inside) != count and tries < _TRIES:
+            if inside > count:
+                time.sleep(_LOOK_S)
+                continue
+            tries += 1
+            # While they begin, one a turn, the first of them decode already.
+            started = [self._submit(more=count) for _ in range(count - inside)]
+            while not all(handle.done or handle.tokens for handle in started):
+                time.sleep(_LOOK_S)
+
+    def clear(self) -> None:
+        """Call all of them off."""
+        with self._lock:
+            for handle in self._inside:
+                handle.cancel()
+        while self.inside:
+            time.sleep(_LOOK_S)
+
+    @contextmanager
+    def stream(self, load: float) -> Iterator[None]:
+        """Within, they come at random times (Poisson), so many that they alone keep the engine busy for a
+        share `load` of the time, by the engine's own count.
+
+        Raises:
+            InputError: The load is too high.
+            RunError: It could not be made.
+        """
+        if load == 0.0:
+            yield
+            return
+        if not 0.0 < load <= MOST_LOAD:
+            raise InputError(
+                f"a load of {load:g} is not 0 to {MOST_LOAD}: requests would come faster than they end"
+            )
+        if load not in self._rates:
+            self._rates[load] = self._rate(load)
+        try:
+            with self._coming(self._rates[load]):
+                yield
+        finally:
+            self.clear()
+
+    def _rate(self, load: float) -> float:
+        """Requests a second that make a load."""
+        alone = [self._submit().result().total_ms for _ in range(_ALONE)]
+        rate = load / (float(np.mean(alone)) / 1e3)
+        for _ in range(_TRIES):
+            with self._coming(rate):
+                time.sleep(self._settle_s / 4.0)
+                worked, began = self._engine.worked_s, time.perf_counter()
+                time.sleep(self._settle_s)
+                share = (self._engine.worked_s - worked) / (time.perf_counter() - began)
+            self.clear()
+            if not share > 0.0:
+                raise RunError(f"{rate:.1f} requests a second did not keep the engine busy at all")
+            if abs(share / load - 1.0) < _NEAR:
+                break
+            # Requests that share steps ask for less; a line that grew says little.
+            rate *= min(max(load / share, 0.5), 2.0)
+        return rate
+
+    @contextmanager
+    def _coming(self, rate: float) -> Iterator[None]:
+        over = threading.Event()
+
+        def come() -> None:
+            due = time.perf_counter()
+            while True:
+                due += float(self._random.exponential(1.0 / rate))
+                if over.wait(max(due - time.perf_counter(), 0.0)):
+                    return
+                self._submit()
+
+        thread = threading.Thread(target=come, name="sparseflow-others", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _submit(self, more: int = 0) -> Handle:
+        """Start one, with `more` tokens than are drawn if they fit."""
+        with self._lock:
+            plan = self._plans[self._random.integers(len(self._plans))]
+            length = int(self._random.choice(list(self._mix.lengths)))
+            new_tokens = int(self._random.integers(2, self._mix.new_tokens + 1)) + more
+            inputs = whole(self._prompts, plan, length)
+        room = self._engine.max_tokens - inputs["input_ids"].shape[1] + 1
+        handle = self._engine.submit(
+            Request(inputs=inputs, decide=Given(plan=plan), max_new_tokens=max(min(new_tokens, room), 1))
+        )
+        with self._lock:
+            self._inside.append(handle)
+        return handle
+
+
+def whole(prompts: Prompts, plan: Plan, text_tokens: int) -> dict[str, Any]:
+    """A prompt for a plan, of the highest tier where it has an image, as a server gets it."""
+    if plan.tier is None:
+        return prompts.prompt(None, text_tokens)
+    return prompts.prompt(list(prompts.vision)[-1] if prompts.vision else plan.tier, text_tokens)

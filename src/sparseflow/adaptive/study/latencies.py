@@ -1,0 +1,163 @@
+"""What requests of given sizes take under every plan, from requests that a profile measured.
+
+A plan that was measured takes what it took: each of its requests at the nearest measured length, times the
+predicted median of the size that is asked for over that of the size that was measured. So the scatter is that
+of real requests, each in its place, and the predictor only says how lengths differ.
+
+A plan that was not measured takes its predicted median, times what the requests of another plan of its tier
+took over *their* predicted median, by a predictor that had not seen that plan at that length. So it scatters
+as measured plans do, and is as far off as predictions of unseen plans are. Which other plan is drawn once for
+each.
+
+Requests are alone on the device: the batch is 1, the load the least that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.predictor import Predictor
+from sparseflow.adaptive.predictor.checking import ask_of, unseen
+from sparseflow.adaptive.profile import Profile, Visit
+from sparseflow.errors import InputError
+
+Size = tuple[int, int]
+"""Text tokens of a prompt, and new tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Latencies:
+    """Milliseconds of requests with one image, or without where the model takes none.
+
+    Attributes:
+        ms: [sizes, plans, repeats] float32. A plan that was measured less often than another has its
+            requests several times.
+        measured: Whether a plan was, [plans] bool.
+        load: Share of the device that others wanted.
+    """
+
+    ms: np.ndarray
+    measured: np.ndarray
+    load: float
+
+
+def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Latencies:
+    """What requests of some sizes take.
+
+    Args:
+        profile: Of the plans of its space.
+        sizes: At least one.
+        seed: What stand-ins for plans that were not measured are drawn from.
+
+    Raises:
+        InputError: There is no size, one is below 1, the profile has too little for a predictor, or no
+            request of a tier without a batch.
+        MissingExtraError: SciPy is missing.
+    """
+    if not sizes or min(map(min, sizes)) < 1:
+        raise InputError(
+            f"`sizes` (={list(sizes)[:4]}) must be numbers of at least 1, for one request or more"
+        )
+    plans = profile.space.plans
+    known = set(plans)
+    visits = [visit for visit in profile.timed if visit.batch == 1 and visit.plan in known]
+    if not visits:
+        raise InputError(
+            f"the profile measured none of its {len(plans)} plans alone, with batch 1; profile some of each "
+            "tier"
+        )
+    load = min(visit.load for visit in visits)
+    own: dict[Plan, list[Visit]] = {}
+    for visit in visits:
+        if visit.load == load:
+            own.setdefault(visit.plan, []).append(visit)
+    predictor = Predictor.fit(profile, seed=seed)
+    stand_ins = _stand_ins(plans, own, np.random.default_rng(seed))
+    medians = _Medians(predictor)
+    foreign = _unseen_medians(profile, sizes, seed) if stand_ins else {}
+    repeats = max(_most(mine) for mine in own.values())
+    found = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
+    for row, (text_tokens, new_tokens) in zip(found, sizes, strict=True):
+        wanted, _ = predictor.predict_all(
+            text_tokens=text_tokens, images=int(bool(profile.space.geometry.tiers)), new_tokens=new_tokens,
+            load=load,
+        )  # fmt: skip
+        for at, plan in enumerate(plans):
+            near = _nearest(own[stand_ins.get(plan, plan)], text_tokens)
+            ratios = []
+            for visit in near:
+                count = _within(visit, new_tokens)
+                median = foreign[visit.key, count] if plan in stand_ins else medians(visit, count)
+                ratios.append(visit.total_ms(count) / median)
+            row[at] = wanted[at] * np.resize(ratios, repeats)
+    return Latencies(ms=found, measured=np.array([plan in own for plan in plans]), load=load)
+
+
+class _Medians:
+    """Predicted medians of visits, each looked up once."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._known: dict[tuple[str, int, int], float] = {}
+
+    def __call__(self, visit: Visit, new_tokens: int) -> float:
+        key = (visit.plan.id, visit.text_tokens, new_tokens)
+        if key not in self._known:
+            self._known[key] = float(self._predictor.predict([ask_of(visit, new_tokens)])[0][0])
+        return self._known[key]
+
+
+def _unseen_medians(
+    profile: Profile, sizes: Iterable[Size], seed: int
+) -> dict[tuple[tuple[object, ...], int], float]:
+    """Predicted median of each visit, by what had not seen it, for every number of new tokens asked for."""
+    visits, asked = profile.timed, {new_tokens for _, new_tokens in sizes}
+    found = {}
+    for places, predictors in unseen(profile, seed=seed):
+        (predictor,) = predictors.values()
+        asks = [
+            (visits[at], count) for at in places for count in {_within(visits[at], most) for most in asked}
+        ]
+        medians, _ = predictor.predict([ask_of(visit, count) for visit, count in asks])
+        found |= {
+            (visit.key, count): float(median) for (visit, count), median in zip(asks, medians, strict=True)
+        }
+    return found
+
+
+def _stand_ins(
+    plans: Sequence[Plan], own: Mapping[Plan, Sequence[Visit]], random: np.random.Generator
+) -> dict[Plan, Plan]:
+    """For each plan that was not measured, one of its tier that was."""
+    found = {}
+    for plan in plans:
+        if plan in own:
+            continue
+        among = [each for each in plans if each in own and each.tier == plan.tier]
+        if not among:
+            raise InputError(
+                f"the profile measured no plan of tier {plan.tier!r} with batch 1; profile some of each tier"
+            )
+        found[plan] = among[random.integers(len(among))]
+    return found
+
+
+def _nearest(visits: Sequence[Visit], text_tokens: int) -> list[Visit]:
+    """Those of the measured length that is nearest; of two, the longer."""
+    length = min({visit.text_tokens for visit in visits}, key=lambda each: (abs(each - text_tokens), -each))
+    return [visit for visit in visits if visit.text_tokens == length]
+
+
+def _most(visits: Sequence[Visit]) -> int:
+    """Requests at the length that was measured most often."""
+    lengths = [visit.text_tokens for visit in visits]
+    return max(map(lengths.count, set(lengths)))
+
+
+def _within(visit: Visit, new_tokens: int) -> int:
+    """As many new tokens as asked for, or as the visit has."""
+    return min(new_tokens, 1 + len(visit.steps_ms))

@@ -1,0 +1,192 @@
+"""A study from beginning to end: tables, training, judging, files and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.images import Bank
+from sparseflow.adaptive.grid_vqa.model import load
+from sparseflow.adaptive.grpo_config import GrpoConfig
+from sparseflow.adaptive.profile import Profile, weights_id
+from sparseflow.adaptive.study import findings
+from sparseflow.adaptive.study.contest import contest
+from sparseflow.adaptive.study.learning import learn
+from sparseflow.adaptive.study.page import PAGE, write_page
+from sparseflow.adaptive.study.tables import Counts, Tables, dtype_of, tables
+from sparseflow.adaptive.training import CONTROLLERS
+from sparseflow.adaptive.worth import Worth
+from sparseflow.core.environment import environment
+from sparseflow.core.training.ranks import Ranks, ranks
+from sparseflow.errors import InputError
+
+Progress = Callable[[str, float], None]
+
+WORTH = "worth.json"
+_TABLES, _TRAINED = 0.4, 0.9
+"""Share of the progress after which tables are there, and after which controllers are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a study is of.
+
+    Attributes:
+        model: Folder of a Grid-VQA model.
+        profile: Parquet file of its plans' times; it may be from another device.
+        out: Folder of the study; made when absent.
+        device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
+        counts: Of samples.
+        attainment: Share of answers that must be in time; by default what the training asks for.
+        budgets: How many to judge at.
+        archives: Of images, if they are elsewhere now than when the model was trained.
+        bank: Images in place of those that the model's settings name.
+        command: What makes the study again, for the record.
+
+    Raises:
+        InputError: A number is out of range.
+    """
+
+    model: Path
+    profile: Path
+    out: Path
+    device: torch.device | str = "cpu"
+    counts: Counts = field(default_factory=Counts)
+    attainment: float | None = None
+    budgets: int = 24
+    archives: Sequence[Path] = ()
+    bank: Bank | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.attainment is not None and not 0.0 < self.attainment <= 1.0:
+            raise InputError(f"`attainment` (={self.attainment}) must be a share of answers, above 0")
+        if self.budgets < 1:
+            raise InputError(f"`budgets` (={self.budgets}) must be at least 1")
+
+
+def train(
+    asked: Asked, config: GrpoConfig, *, seeds: int = 3, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Train controllers and judge them against their rivals, or go on where an earlier call was stopped.
+
+    Args:
+        asked: Model, profile and where to write.
+        config: How to train; its seed is the first.
+        seeds: How many times.
+        progress: Called with (what was done, fraction done).
+
+    Returns:
+        What `judged.json` holds; None in processes but the first.
+
+    Raises:
+        InputError: A file is missing or of something else, or a setting cannot be used.
+        FileFormatError: A file is damaged.
+        RunError: A training failed; its last checkpoint is kept.
+    """
+    with ranks(asked.device) as mine:
+        profile, made, model_id = _tables(asked, mine, _part(progress, 0.0, _TABLES))
+        learnt = learn(
+            made, config, asked.out, seeds=seeds, model_id=model_id, mine=mine,
+            progress=_part(progress, _TABLES, _TRAINED),
+        )  # fmt: skip
+        if mine.rank:
+            return None
+        told = {"seeds": seeds, "best_seed": learnt.best, "controllers": CONTROLLERS}
+        return _judged(
+            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0),
+            controllers=learnt.controllers, supervised=learnt.supervised, span_ms=config.budgets_ms,
+            attainment=1.0 - config.violations if asked.attainment is None else asked.attainment,
+        )  # fmt: skip
+
+
+def evaluate(
+    asked: Asked, *, controllers: Path | None = None, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Judge controllers, or only what needs no training, without training any.
+
+    Args:
+        asked: Model, profile and where to write.
+        controllers: Trained ones.
+        progress: Called with (what was done, fraction done).
+
+    Returns:
+        What `judged.json` holds; None in processes but the first.
+
+    Raises:
+        InputError: A file is missing or of something else.
+        FileFormatError: A file is damaged.
+    """
+    with ranks(asked.device) as mine:
+        profile, made, model_id = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
+        if mine.rank:
+            return None
+        given = () if controllers is None else (_load(controllers, model_id, made, mine),)
+        told = {} if controllers is None else {"controllers": str(controllers)}
+        return _judged(
+            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0), controllers=given,
+            attainment=0.99 if asked.attainment is None else asked.attainment,
+        )  # fmt: skip
+
+
+def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profile, Tables, str]:
+    """The profile, what it and the model make of samples, and the model's id."""
+    if asked.out.exists() and not asked.out.is_dir():
+        raise InputError(f"`out` (={asked.out}) is a file; name a folder")
+    profile = Profile.read(asked.profile)
+    model, _, settings = load(asked.model, device=mine.device, dtype=dtype_of(profile))
+    if asked.archives:
+        images = settings.images.model_copy(update={"archives": tuple(asked.archives)})
+        settings = settings.model_copy(update={"images": images})
+    data = Data(settings, mine.device, bank=asked.bank)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    made = tables(
+        model, data, profile, asked.out, counts=asked.counts, mine=mine, progress=progress
+    )  # fmt: skip
+    return profile, made, weights_id(model)
+
+
+def _load(path: Path, model_id: str, made: Tables, mine: Ranks) -> Controllers:
+    found = Controllers.load(path, model_id=model_id, device=mine.device)
+    if found.space != made.test.space:
+        raise InputError(
+            f"{path} chooses among other plans than the profile has; train controllers for these"
+        )
+    return found
+
+
+def _judged(
+    asked: Asked, profile: Profile, made: Tables, model_id: str, told: dict[str, Any],
+    progress: Progress | None, **how: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Judge, and write everything that is made of it."""
+    _worth(made, model_id).save(asked.out / WORTH)
+    found = contest(made, budgets=asked.budgets, progress=progress, **how)
+    about = {
+        "model_id": model_id, "environment": environment(asked.device), "command": asked.command, **told,
+    }  # fmt: skip
+    kept = findings.of_contest(profile, made, found, about=about)
+    findings.write(asked.out, kept)
+    write_page(asked.out, asked.out / PAGE)
+    return kept
+
+
+def _worth(made: Tables, model_id: str) -> Worth:
+    """Of all samples but those of the test, which requests to come are like."""
+    right = torch.cat([made.train.correct, made.validation.correct])
+    return Worth(
+        model_id=model_id, space=made.test.space, accuracy=tuple(right.double().mean(0).tolist()),
+        samples=len(right), task="Grid-VQA, validation split",
+    )  # fmt: skip
+
+
+def _part(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda what, share: progress(what, begin + (end - begin) * share)

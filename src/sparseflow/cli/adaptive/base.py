@@ -1,0 +1,94 @@
+"""What the adaptive wing's commands share: the application, its options, and opening a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from sparseflow.adaptive.folder import Opened
+    from sparseflow.adaptive.grid_vqa.settings import Settings
+    from sparseflow.adaptive.serve.backend import Prompt
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+Model = Annotated[Path, typer.Argument(help="A model's folder, as transformers writes it.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="train.steps=3: goes before the file's; may be repeated."),
+]
+Archives = Annotated[list[Path] | None, typer.Option(help="Archives of images, if they are elsewhere now.")]
+
+
+@app.callback()
+def adaptive() -> None:
+    """Keep latency budgets with a multimodal mixture-of-experts model."""
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this wing needs, and whether it is here."""
+    from sparseflow.core.doctor import diagnose
+
+    found = diagnose()
+    mine = [each for each in found.extras if each.name in ("adaptive", "distributed")]
+    told = {
+        "devices": [str(device) for device in found.devices],
+        "extras": [
+            {"name": each.name, "ok": each.ok, "detail": each.detail, "fix": each.fix} for each in mine
+        ],
+    }
+    if as_json:
+        typer.echo(json.dumps(told))
+    else:
+        for each in mine:
+            typer.echo(
+                f"{'ok' if each.ok else '--'} {each.name}: {each.detail}{'; ' + each.fix if each.fix else ''}"
+            )
+    raise typer.Exit(0 if mine[0].ok else 1)
+
+
+def opened(folder: Path, device: Any) -> Opened:
+    """A model's folder, without what transformers says while it reads."""
+    from sparseflow.adaptive.folder import open_folder
+
+    quiet()
+    return open_folder(folder, device=device)
+
+
+def quiet() -> None:
+    """Let transformers say nothing but errors: its bars and hints are of what the command says itself."""
+    from sparseflow.core.extras import require
+
+    logging = require("transformers.utils.logging", "adaptive")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
+    """Settings of a task whose archives may be elsewhere now."""
+    if not archives:
+        return settings
+    images = settings.images.model_copy(update={"archives": tuple(archives)})
+    return settings.model_copy(update={"images": images})
+
+
+def example_of(opened: Opened) -> Prompt:
+    """A prompt with one image, for measuring."""
+    import torch
+
+    from sparseflow.adaptive.serve.chat import Prompts
+    from sparseflow.adaptive.serve.schema import Message
+
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "what"}]
+    message = Message.model_validate({"role": "user", "content": parts})
+    noise = torch.randint(
+        0, 256, (3, 224, 224), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    return Prompts(opened.tokenizer, context=opened.context, sight=opened.sight).prompt([message], [noise])

@@ -1,0 +1,189 @@
+"""Commands that answer requests within their budgets: `generate`, `serve`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparseflow.cli.adaptive.base import Device, Json, Model, app
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from sparseflow.adaptive.attached import Attached
+    from sparseflow.adaptive.folder import Opened
+    from sparseflow.adaptive.serve.backend import Prompt
+
+Controller = Annotated[Path | None, typer.Option(help="Trained controllers (safetensors).")]
+WorthFile = Annotated[Path | None, typer.Option("--worth", help="How good plans are, as `eval` writes it.")]
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[list[Path] | None, typer.Option(help="An image; may be repeated.")] = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="A profile, or a predictor.json; needed for budgets.")
+    ] = None,
+    controller: Controller = None,
+    worth: WorthFile = None,
+    budget_ms: Annotated[float | None, typer.Option(help="From now to the last token.")] = None,
+    on_infeasible: Annotated[str, typer.Option(help="reject, best_effort or truncate.")] = "best_effort",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt within a budget."""
+    there, attached = _attached(model, profile_file, controller, worth, device)
+    asked = _prompt(there, prompt, image or [])
+    inputs = {name: each.to(attached.adapter.model.device) for name, each in asked.inputs.items()}
+    # Once before, for what is made when it is first used.
+    attached.generate(max_new_tokens=2, **inputs)
+    found = attached.generate(
+        latency_budget_ms=budget_ms, on_infeasible=on_infeasible,  # pyright: ignore[reportArgumentType]
+        max_new_tokens=max_new_tokens, **inputs,
+    )  # fmt: skip
+    text = there.tokenizer.decode(found.new_tokens[0], skip_special_tokens=True)
+    told = {
+        "text": text, "plan": found.plan.to_dict(), "predicted_ms": found.predicted_ms,
+        "measured_ms": found.measured_ms, "budget_ms": budget_ms, "budget_met": found.budget_met,
+        "feasible": found.feasible,
+    }  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    typer.echo(text)
+    expected = "" if found.predicted_ms is None else f", {found.predicted_ms:.1f} ms expected"
+    kept = "" if found.budget_met is None else f"; budget {'kept' if found.budget_met else 'missed'}"
+    typer.echo(f"{found.plan.id}: {found.measured_ms:.1f} ms{expected}{kept}", err=True)
+
+
+@app.command()
+def serve(
+    model: Model,
+    profile_file: Annotated[Path, typer.Option("--profile", help="A profile, or a predictor.json.")],
+    controller: Controller = None,
+    worth: WorthFile = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients ask for; by default the folder's name.")
+    ] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    plans: Annotated[
+        int, typer.Option(min=2, help="Most plans to run; requests of one meet in a batch.")
+    ] = 12,
+    batch: Annotated[int, typer.Option(min=1, help="Most requests that decode at a time.")] = 8,
+    drain_s: Annotated[float, typer.Option(help="Seconds that running requests have after a signal.")] = 30.0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Servers behind one address, by Ray Serve; each has a GPU of its own.")
+    ] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(help="Ray cluster for replicas: its address, or auto; else one here.")
+    ] = None,
+    device: Device = "cpu",
+) -> None:
+    """Serve a model as OpenAI's API does, with `latency_budget_ms` as one more field of a request."""
+    from sparseflow.adaptive.serve import serve as run
+    from sparseflow.adaptive.serve import serve_replicas
+    from sparseflow.cli.options import device_of
+    from sparseflow.errors import InputError
+
+    where = device_of(device)
+    make = functools.partial(
+        app_of, model.resolve(), profile_file.resolve(), controller=_whole(controller), worth=_whole(worth),
+        name=name or model.resolve().name, plans=plans, batch=batch, device=device,
+    )  # fmt: skip
+    if replicas == 1 and cluster is None:
+        run(make(), host=host, port=port, drain_s=drain_s)
+        return
+    if where.index is not None:
+        raise InputError(f"`--device {device}` is one GPU; replicas take one each: use cuda")
+    serve_replicas(
+        make, replicas=replicas, host=host, port=port, gpus_each=float(where.type == "cuda"), cluster=cluster,
+        drain_s=drain_s,
+    )  # fmt: skip
+
+
+def app_of(
+    model: Path,
+    profile_file: Path,
+    *,
+    controller: Path | None,
+    worth: Path | None,
+    name: str,
+    plans: int,
+    batch: int,
+    device: str,
+) -> FastAPI:
+    """The app of one server, its engine warmed; in the process of a replica, too."""
+    from sparseflow.adaptive.runtime.engine import Engine
+    from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
+    from sparseflow.adaptive.worth import pareto
+    from sparseflow.cli.adaptive.base import example_of
+    from sparseflow.cli.progress import bar
+
+    there, attached = _attached(model, profile_file, controller, worth, device)
+    chooser = attached.chooser
+    assert chooser is not None
+    space = chooser.predictor.space
+    ms, _ = chooser.predictor.predict_all(text_tokens=32, images=int(there.sight is not None), new_tokens=16)
+    kept = pareto(space.plans, ms.tolist(), ms.tolist() if chooser.worth is None else chooser.worth, plans)
+    chooser = chooser.only(kept)
+    engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=batch, max_tokens=there.context)
+    with bar() as tell:
+        engine.warm(
+            None if there.sight is None else example_of(there).inputs,
+            progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of),
+        )
+    backend = EngineBackend(
+        engine, decider=deciding(chooser, load=lambda: engine.load),
+        forecast=Predicted(chooser.predictor, kept, load=lambda: engine.load), stop=attached.stop,
+    )  # fmt: skip
+    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
+    return create_app(Service(name, backend, prompts))
+
+
+def _attached(
+    model: Path, profile_file: Path | None, controller: Path | None, worth: Path | None, device: str
+) -> tuple[Opened, Attached]:
+    from sparseflow.adaptive.attached import attach
+    from sparseflow.cli.adaptive.base import opened
+    from sparseflow.cli.options import device_of
+
+    there = opened(model, device_of(device))
+    return there, attach(there.model, profile_file, controller, worth=worth)
+
+
+def _prompt(there: Opened, text: str, images: list[Path]) -> Prompt:
+    """A prompt of one user's message."""
+    import base64
+    import mimetypes
+
+    from sparseflow.adaptive.serve.chat import Prompts
+    from sparseflow.adaptive.serve.images import decode
+    from sparseflow.adaptive.serve.limits import Limits
+    from sparseflow.adaptive.serve.schema import Message
+    from sparseflow.errors import InputError
+
+    urls = []
+    for path in images:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"--image {path} cannot be read: {error.strerror}") from error
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"
+        urls.append(f"data:{kind};base64,{base64.b64encode(content).decode()}")
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    message = Message.model_validate({"role": "user", "content": [*parts, {"type": "text", "text": text}]})
+    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight)
+    return prompts.prompt([message], [decode(url, Limits()) for url in urls])
+
+
+def _whole(path: Path | None) -> Path | None:
+    """A replica may run in another folder."""
+    return None if path is None else path.resolve()

@@ -1,0 +1,118 @@
+"""A small Grid-VQA model, a profile of it by a formula, and a study of both that takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.learning import Learning
+from sparseflow.adaptive.grid_vqa.model import load, save
+from sparseflow.adaptive.grpo_config import GrpoConfig
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.profile import About, Profile, Visit, model_id, weights_id
+from sparseflow.adaptive.profile.about import device_facts
+from sparseflow.adaptive.study import Asked, Counts
+from sparseflow.core.training.ranks import ranks
+from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
+from tests.adaptive.grid_vqa.little import bank, quick
+
+SETTINGS = quick(
+    **{
+        "train.shares": {"left": 1.0}, "test_shares": {"left": 0.8, "list": 0.2}, "train.vision_steps": 0,
+        "train.steps": 40, "train.batch_size": 16, "train.rate": 1e-2, "train.ema": 0.0,
+    }
+)  # fmt: skip
+COUNTS = Counts(train=48, validation=24, test=40)
+CONFIG = GrpoConfig(
+    steps=4, prompts=8, minibatches=2, reference_every=3, validate_every=2, validation=32, checkpoint_every=3
+)
+
+
+def model_folder(folder: Path) -> Path:
+    """Train a model for a second, and write it."""
+    with ranks("cpu") as mine:
+        run = Learning(SETTINGS, Data(SETTINGS, bank=bank()), mine)
+        for _ in range(run.steps):
+            run.advance()
+        save(run.model, SETTINGS, run.data.vocabulary, folder)
+    return folder
+
+
+def opened(folder: Path) -> Any:
+    """The model in float32."""
+    return load(folder)[0]
+
+
+def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise: float = 0.02) -> Profile:
+    """A profile of a model by a formula.
+
+    Args:
+        model: The model.
+        plans: Of each tier, how many are measured; by default all.
+        repeats: Requests of each plan at each of two lengths.
+        noise: Relative scatter of whole requests.
+    """
+    geometry = adapter_of(model).geometry
+    space = PlanSpace.of(geometry, [float(geometry.depth - block) for block in range(geometry.depth)])
+    random = np.random.default_rng(0)
+    visits = [
+        visit_of(plan, tokens, round=at, factor=float(np.exp(noise * random.normal())))
+        for at in range(repeats)
+        for tier in geometry.tiers
+        for plan in [plan for plan in space.plans if plan.tier == tier][slice(plans)]
+        for tokens in (6, 12)
+    ]
+    about = About(
+        model_id=model_id(model), device=device_facts("cpu"), space=space, vision_tokens=VISION,
+        how={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
+    )  # fmt: skip
+    return Profile(about=about, environments=({},), visits=tuple(visits))
+
+
+def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **given: Any) -> Visit:
+    """A request that took what the formula says, times a factor."""
+    return Visit(
+        plan=plan, text_tokens=tokens, prefill_ms=factor * prefill(plan, tokens),
+        steps_ms=tuple(factor * step(plan, tokens, at) for at in range(steps)), **given,
+    )  # fmt: skip
+
+
+def prefill(plan: Plan, tokens: int) -> float:
+    """Of the formula, of a model whose own top-k is 3."""
+    return prefill_ms(plan, tokens, top_k=3)
+
+
+def step(plan: Plan, tokens: int, at: int) -> float:
+    """One token after the first."""
+    assert plan.tier is not None
+    return step_ms(plan, tokens + VISION[plan.tier] + 1 + at, top_k=3)
+
+
+def truth(plan: Plan, tokens: int, new_tokens: int) -> float:
+    """What a request takes by the formula, without scatter."""
+    return prefill(plan, tokens) + sum(step(plan, tokens, at) for at in range(new_tokens - 1))
+
+
+def asked(folder: Path, **changes: Any) -> Asked:
+    """A study of the model in `folder / "model"` by `folder / "profile.parquet"`, into `folder / "study"`."""
+    given: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
+    return Asked(
+        **given | {"out": folder / "study", "counts": COUNTS, "budgets": 6, "bank": bank()} | changes
+    )
+
+
+def made(folder: Path) -> str:
+    """Write model and profile where `asked` looks for them; gives the weights' id."""
+    model = opened(model_folder(folder / "model"))
+    profile_of(model).write(folder / "profile.parquet")
+    return weights_id(model)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether weights are the very same."""
+    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())

@@ -1,0 +1,122 @@
+"""Answers in files: the very ones that the model gives, each made once, and never those of another model."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.grid_vqa import evaluate
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.evaluate import outcomes
+from sparseflow.adaptive.grid_vqa.images import Split
+from sparseflow.adaptive.plan import PlanSpace
+from sparseflow.adaptive.study import answers as room
+from sparseflow.adaptive.study.answers import answers
+from sparseflow.core.training.ranks import Ranks
+from sparseflow.errors import FileFormatError, InputError
+from tests.adaptive.grid_vqa.little import bank
+from tests.adaptive.study import small
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+DATA = Data(small.SETTINGS, bank=bank())
+
+
+@pytest.fixture(scope="module")
+def model(made: Path) -> Any:
+    return small.opened(made / "model")
+
+
+@pytest.fixture(scope="module")
+def space(model: Any) -> PlanSpace:
+    return small.profile_of(model).space
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Split, first and count of all that the model is asked."""
+    calls: list[tuple[str, int, int]] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        calls.append((named["split"], named["first"], named["count"]))
+        return evaluate.outcomes(*given, **named)
+
+    monkeypatch.setattr(room, "outcomes", noted)
+    return calls
+
+
+def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tried) -> None:
+    told: list[tuple[str, float]] = []
+    found = answers(
+        model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE,
+        progress=lambda what, share: told.append((what, share)),
+    )  # fmt: skip
+    assert tried == [("val", 0, 256), ("val", 256, 44), ("test", 0, 20)]
+    assert told[-1] == ("plans tried on 20 test samples", 1.0)
+    wanted: dict[Split, int] = {"val": 300, "test": 20}
+    for split, count in wanted.items():
+        whole = outcomes(model, DATA, space, split=split, count=count)
+        for field in fields(whole):
+            one, other = getattr(found[split], field.name), getattr(whole, field.name)
+            if field.name == "plans":
+                assert one == other
+            else:
+                torch.testing.assert_close(one, other)
+    assert 0.05 < found["val"].correct.mean() < 0.95, "a test of use has both"
+
+
+def test_lengths_are_those_of_requests(model, space) -> None:
+    judged = outcomes(model, DATA, space.plans[:1], split="test", count=12)
+    for at, sample in enumerate(DATA.samples("test", 12)):
+        ids = sample.inputs["input_ids"]
+        images = int((ids == DATA.vocabulary.image).sum())
+        assert judged.text_tokens[at] == ids.shape[1] - images
+        assert judged.new_tokens[at] == len(sample.answer.split()) + 1
+
+
+def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) -> None:
+    def stop(what: str, share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answers(model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE, progress=stop)
+    del tried[:]
+    answers(model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE)
+    assert tried == [("val", 256, 44), ("test", 0, 20)]
+    del tried[:]
+    fewer = answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
+    assert not tried and len(fewer["val"].kinds) == 40
+    more = answers(model, DATA, space, tmp_path, {"test": 30}, mine=ALONE)
+    assert tried == [("test", 0, 30)] and len(more["test"].kinds) == 30
+
+
+def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path) -> None:
+    answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+    other = Data(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
+    with pytest.raises(InputError, match=r"test-000000.safetensors is of other task; name another folder"):
+        answers(model, other, space, tmp_path, {"test": 4}, mine=ALONE)
+    backwards = PlanSpace.of(space.geometry, [float(block) for block in range(space.geometry.depth)])
+    with pytest.raises(InputError, match=r"of other plans"):
+        answers(model, DATA, backwards, tmp_path, {"test": 4}, mine=ALONE)
+    changed = small.opened(made / "model")
+    with torch.no_grad():
+        next(iter(changed.parameters())).add_(1.0)
+    with pytest.raises(InputError, match=r"of other weights"):
+        answers(changed, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+    with pytest.raises(InputError, match=r"`counts` .* at least 1 sample"):
+        answers(model, DATA, space, tmp_path, {"test": 0}, mine=ALONE)
+    with pytest.raises(InputError, match=r"`first` \(=3\) must be a multiple of 256"):
+        outcomes(model, DATA, space, count=4, first=3)
+
+
+def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:
+    answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+    path = tmp_path / "test-000000.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(FileFormatError, match=r"is not a chunk of answers that can be read"):
+        answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)

@@ -1,0 +1,116 @@
+"""Latencies of requests: as measured where they were, by ratios where they were not, scatter and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.study.latencies import latencies
+from sparseflow.errors import InputError
+from tests.adaptive.study import small
+
+
+@pytest.fixture(scope="module")
+def model(made: Path) -> object:
+    return small.opened(made / "model")
+
+
+def test_what_was_measured_is_taken_as_it_is(model) -> None:
+    profile = small.profile_of(model)
+    found = latencies(profile, [(6, 4), (12, 2)])
+    assert found.measured.all() and found.ms.shape == (2, len(profile.space), 3) and found.load == 0.0
+    for at, plan in enumerate(profile.space.plans):
+        for row, (tokens, new) in enumerate([(6, 4), (12, 2)]):
+            measured = [
+                visit.total_ms(new)
+                for visit in profile.visits
+                if (visit.plan, visit.text_tokens) == (plan, tokens)
+            ]
+            np.testing.assert_allclose(sorted(found.ms[row, at]), sorted(measured), rtol=1e-5)
+
+
+def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> None:
+    profile = small.profile_of(model, repeats=5, noise=0.05)
+    sizes = [(7, 3), (9, 1), (16, 4), (6, 9)]
+    found = latencies(profile, sizes)
+    for at, plan in enumerate(profile.space.plans):
+        own = {
+            tokens: np.array(
+                [
+                    visit.total_ms(4) / small.truth(plan, tokens, 4)
+                    for visit in profile.visits
+                    if (visit.plan, visit.text_tokens) == (plan, tokens)
+                ]
+            )
+            for tokens in (6, 12)
+        }
+        # The nearer length, and of two that are as near the longer.
+        for row, near in enumerate((6, 12, 12, 6)):
+            factors = found.ms[row, at] / small.truth(plan, *sizes[row])
+            np.testing.assert_allclose(factors / own[near], 1.0, atol=0.08)
+            # Each request keeps its own factor: what differs between them is as it was.
+            np.testing.assert_allclose(factors / factors.mean(), own[near] / own[near].mean(), rtol=1e-4)
+
+
+def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -> None:
+    profile = small.profile_of(model, plans=6, repeats=4, noise=0.05)
+    found = latencies(profile, [(6, 2), (12, 4)])
+    assert found.measured.sum() == 18 and not found.measured.all()
+    off, spread = [], []
+    for at, plan in enumerate(profile.space.plans):
+        if not found.measured[at]:
+            off.append(np.median(found.ms[0, at]) / small.truth(plan, 6, 2) - 1.0)
+            spread.append(found.ms[0, at].std() / found.ms[0, at].mean())
+    assert np.abs(off).mean() < 0.1
+    assert 0.02 < np.mean(spread) < 0.1
+    again = latencies(profile, [(6, 2), (12, 4)])
+    np.testing.assert_array_equal(again.ms, found.ms)
+    other = latencies(profile, [(6, 2), (12, 4)], seed=1)
+    assert (other.ms[:, ~found.measured] != found.ms[:, ~found.measured]).any()
+
+
+def test_the_least_load_and_requests_alone(model) -> None:
+    profile = small.profile_of(model)
+    busy, several = (
+        [
+            replace(small.visit_of(visit.plan, visit.text_tokens, factor=factor), round=visit.round, **how)
+            for visit in profile.visits
+        ]
+        for factor, how in ((9.0, {"load": 0.5}), (7.0, {"batch": 4}))
+    )
+    whole = replace(profile, visits=(*profile.visits, *busy, *several))
+    alone, found = latencies(profile, [(6, 4)]), latencies(whole, [(6, 4)])
+    np.testing.assert_allclose(found.ms, alone.ms, rtol=0.02)
+    assert latencies(replace(profile, visits=tuple(busy)), [(6, 4)]).load == 0.5
+
+
+def test_plans_measured_more_or_less_often(model) -> None:
+    profile = small.profile_of(model)
+    first = profile.space.plans[0]
+    fewer = replace(
+        profile, visits=tuple(each for each in profile.visits if each.plan != first or each.round == 0)
+    )
+    found = latencies(fewer, [(6, 4)])
+    assert found.ms.shape[2] == 3 and len(set(found.ms[0, 0].tolist())) == 1
+
+
+def test_what_is_refused(model) -> None:
+    profile = small.profile_of(model)
+    with pytest.raises(InputError, match=r"`sizes` .* must be numbers of at least 1"):
+        latencies(profile, [(6, 0)])
+    with pytest.raises(InputError, match=r"at least 1, for one request or more"):
+        latencies(profile, [])
+    low = Profile(
+        about=profile.about, visits=tuple(each for each in profile.visits if each.plan.tier == "low")
+    )
+    with pytest.raises(InputError, match=r"no plan of tier 'medium' with batch 1"):
+        latencies(low, [(6, 2)])
+    batched = replace(profile, visits=tuple(replace(each, batch=2) for each in profile.visits))
+    with pytest.raises(InputError, match=r"measured none of its \d+ plans alone"):
+        latencies(batched, [(6, 2)])

@@ -1,0 +1,126 @@
+"""Pages: every number of a study where it belongs, and one of a profile and a worth alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.plan import PlanSpace
+from sparseflow.adaptive.profile import Profile, weights_id
+from sparseflow.adaptive.study import findings
+from sparseflow.adaptive.study.contest import contest
+from sparseflow.adaptive.study.page import write_findings, write_page
+from sparseflow.adaptive.study.pictures import front_of
+from sparseflow.adaptive.worth import Worth
+from sparseflow.core.training.history import History
+from sparseflow.errors import FileFormatError, InputError
+from tests.adaptive.study import small
+from tests.adaptive.study.test_contest import PLANS, controllers
+from tests.adaptive.study.test_contest import made as tables
+
+
+def text(page: Path) -> str:
+    """What a reader sees, without tags."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.read_text("utf-8")))
+
+
+@pytest.fixture(scope="module")
+def model(made: Path) -> Any:
+    return small.opened(made / "model")
+
+
+@pytest.fixture(scope="module")
+def profile(model: Any) -> Profile:
+    """Of half of the plans."""
+    return small.profile_of(model, plans=6)
+
+
+def test_a_profile_and_a_worth_alone(model, profile: Profile, tmp_path: Path) -> None:
+    plans = profile.space.plans
+    worth = Worth(
+        model_id=weights_id(model), space=profile.space, samples=50, task="t",
+        accuracy=tuple(0.2 + 0.05 * len(plan.blocks) + 0.1 * (plan.tier == "high") for plan in plans),
+    )  # fmt: skip
+    found = findings.of_worth(profile, worth)
+    assert found["size"] == {"text_tokens": 6, "new_tokens": 4}
+    front = front_of(found["plans"])
+    assert len(front) >= 2
+    for one, two in pairwise(front):
+        assert one["p50_ms"] < two["p50_ms"] and one["accuracy"] < two["accuracy"]
+    for row in found["plans"]:
+        beaten = any(
+            other["p50_ms"] <= row["p50_ms"] and other["accuracy"] >= row["accuracy"]
+            for other in front
+            if other is not row
+        )
+        assert beaten != row["front"] and ("samples_ms" in row) == row["front"]
+    read = text(write_findings(json.loads(json.dumps(found)), tmp_path / "page.html"))
+    assert f"{len(front)} of {len(plans)} plans are beaten by no other one" in read
+    assert f"18 of {len(plans)} plans were measured. The others take" in read
+    assert "What the predictor promises" in read and "Who wins" not in read
+    others = PlanSpace.of(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
+    other = Worth(model_id="m", space=others, samples=1, task="t", accuracy=(0.5,) * len(others))
+    with pytest.raises(InputError, match="worth and profile are of different plans"):
+        findings.of_worth(profile, other)
+
+
+def test_too_little_to_judge_a_predictor_by(model, profile: Profile, tmp_path: Path) -> None:
+    worth = Worth(
+        model_id="m", space=profile.space, samples=1, task="t", accuracy=(0.5,) * len(profile.space)
+    )
+    few = replace(profile, visits=tuple(each for each in profile.visits if each.round == 0)[::6])
+    assert len(few.visits) == 6
+    with pytest.raises(InputError, match=r"a predictor needs at least 5, with steps: profile more"):
+        findings.of_worth(few, worth)
+    found = findings.of_worth(profile, worth) | {"predictor": None}
+    read = text(write_findings(found, tmp_path / "page.html"))
+    assert "too few plans and lengths to leave some out" in read
+
+
+def test_a_contest(profile: Profile, tmp_path: Path) -> None:
+    mine = tables()
+    found = contest(mine, controllers=[controllers()], supervised=[controllers(1)], budgets=6)
+    # Of the same plans as the synthetic requests.
+    own = replace(profile, about=replace(profile.about, space=PLANS))
+    kept = findings.of_contest(own, mine, found, about={"command": "sparseflow adaptive train x"})
+    findings.write(tmp_path, kept)
+    seed = tmp_path / "controllers" / "seed-0"
+    seed.mkdir(parents=True)
+    history = History(seed)
+    history.write(0, "held_out", {"accuracy": 0.2, "attainment": 0.9})
+    history.write(1, "train", {"multiplier": 1.0})
+    history.write(1, "held_out", {"accuracy": 0.3, "attainment": 1.0})
+    history.close()
+    read = text(write_page(tmp_path, tmp_path / "page.html"))
+    for name in (
+        "controllers",
+        "lookup table",
+        "supervised on oracle",
+        "best static plan",
+        "random",
+        "oracle",
+    ):
+        assert name in read
+    for sentence in kept["verdict"]:
+        assert sentence.replace("'", "&#39;") in read
+    for title in ("Attainment", "Goodput", "Regret", "Plans that none beats", "Price of a violation"):
+        assert title in read
+    assert "sparseflow adaptive train x" in read and "mathdefault" not in read
+    front = front_of(kept["plans"])
+    assert all(
+        row["low"] <= row["accuracy"] <= row["high"] and set(row["by_kind"]) == {"one", "other"}
+        for row in front
+    )
+
+
+def test_a_page_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"lacks something that its page shows: KeyError"):
+        write_findings({}, tmp_path / "page.html")

@@ -1,0 +1,128 @@
+"""A study from a model and a profile to a page: what it writes, that it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.study import Counts, evaluate, train, write_page
+from sparseflow.adaptive.study.findings import read
+from sparseflow.adaptive.study.run import WORTH
+from sparseflow.adaptive.worth import Worth
+from sparseflow.core.training.history import read_history
+from sparseflow.errors import FileFormatError, InputError
+from tests.adaptive.study import small
+
+
+@pytest.fixture(scope="module")
+def studied(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study that was stopped twice on its way."""
+    out = tmp_path_factory.mktemp("studied")
+
+    def stop_at(word: str) -> Any:
+        def progress(what: str, share: float) -> None:
+            if what.startswith(word):
+                raise KeyboardInterrupt
+
+        return progress
+
+    asked = small.asked(made, out=out, command="sparseflow adaptive train")
+    for word in ("plans tried on 72 val", "supervised, seed 0: step 4", "judging: random"):
+        with pytest.raises(KeyboardInterrupt):
+            train(asked, small.CONFIG, seeds=2, progress=stop_at(word))
+    assert train(asked, small.CONFIG, seeds=2) is not None
+    return out
+
+
+def test_what_a_study_leaves(studied: Path, made: Path) -> None:
+    found = read(studied)
+    assert found["samples"] == {"train": 48, "validation": 24, "test": 40}
+    assert [each["name"] for each in found["policies"]] == [
+        "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
+    ]  # fmt: skip
+    assert found["attainment"] == 0.99 and found["seeds"] == 2 and found["verdict"]
+    space = Profile.read(made / "profile.parquet").space
+    worth = Worth.read(studied / WORTH)
+    worth.check(found["model_id"], space)
+    assert worth.samples == 72
+    best = Controllers.load(studied / "controllers.safetensors", model_id=found["model_id"])
+    seeds = [
+        Controllers.load(studied / "controllers" / f"seed-{seed}" / "controllers.safetensors")
+        for seed in range(2)
+    ]
+    states = [dict(each.state_dict()) for each in seeds]
+    assert small.same(dict(best.state_dict()), states[found["best_seed"]])
+    assert not small.same(*states)
+    assert (
+        len([row for row in read_history(studied / "controllers" / "seed-1") if row["kind"] == "train"]) == 4
+    )
+    assert "Who wins" in (studied / "report.html").read_text("utf-8")
+
+
+def test_it_is_what_an_unbroken_one_gives(studied: Path, made: Path, tmp_path: Path) -> None:
+    shares: list[float] = []
+    whole = train(
+        small.asked(made, out=tmp_path), small.CONFIG, seeds=2, progress=lambda _, share: shares.append(share)
+    )
+    assert whole is not None and shares == sorted(shares)
+    broken = read(studied)
+    for name in ("policies", "compared", "plans", "predictor", "budgets_ms", "model_id"):
+        assert json.loads(json.dumps(whole[name])) == broken[name], name
+
+
+def test_judging_without_training(studied: Path, made: Path, tmp_path: Path) -> None:
+    asked = small.asked(made, out=tmp_path, attainment=0.9)
+    alone = evaluate(asked)
+    assert alone is not None and alone["attainment"] == 0.9
+    assert [each["name"] for each in alone["policies"]] == [
+        "lookup table",
+        "best static plan",
+        "random",
+        "oracle",
+    ]
+    assert (tmp_path / WORTH).is_file() and (tmp_path / "report.html").is_file()
+    given = evaluate(asked, controllers=studied / "controllers.safetensors")
+    assert given is not None and given["policies"][0]["name"] == "controllers"
+    assert given["plans"] == alone["plans"]
+
+
+def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
+    page = write_page(studied, tmp_path / "again.html")
+    again, first = (path.read_text("utf-8") for path in (page, studied / "report.html"))
+    assert len(again) == len(first)
+
+
+def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
+    asked = small.asked(made, out=tmp_path / "study")
+    with pytest.raises(InputError, match=r"there is no profile"):
+        train(replace(asked, profile=tmp_path / "absent.parquet"), small.CONFIG)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"`out` \(=.*file\) is a file"):
+        train(replace(asked, out=tmp_path / "file"), small.CONFIG)
+    with pytest.raises(InputError, match=r"`seeds` \(=0\) must be at least 1"):
+        train(replace(asked, counts=Counts(train=8, validation=4, test=4)), small.CONFIG, seeds=0)
+    with pytest.raises(InputError, match=r"is of another training, with other .*steps"):
+        train(small.asked(made, out=studied), replace(small.CONFIG, steps=9), seeds=2)
+    other = Controllers.load(studied / "controllers.safetensors")
+    other.model_id = "other"
+    other.save(tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"controllers of the model other, not of"):
+        evaluate(small.asked(made, out=studied), controllers=tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"judged.json is not there; `sparseflow adaptive train`"):
+        write_page(tmp_path, tmp_path / "page.html")
+    (tmp_path / "judged.json").write_text("{}")
+    with pytest.raises(FileFormatError, match=r"holds no findings of this version"):
+        write_page(tmp_path, tmp_path / "page.html")
+    kept = read(studied)
+    del kept["policies"][0]["curve"]
+    (tmp_path / "judged.json").write_text(json.dumps(kept))
+    with pytest.raises(FileFormatError, match=r"lacks something that its page shows: KeyError\('curve'\)"):
+        write_page(tmp_path, tmp_path / "page.html")

@@ -1,0 +1,166 @@
+"""Running requests as they are served: sizes that were asked for, others beside them, groups of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.profile import EngineRunner, Mix, Profile, Runner, by_group, model_id
+from sparseflow.adaptive.runtime.batch import Batch
+from sparseflow.adaptive.runtime.requests import Request
+from sparseflow.errors import InputError
+from tests.adaptive import tiny
+
+FLOAT = torch.float32
+FEW = Mix(lengths=(3, 5), new_tokens=6)
+TEXT = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.llava_siglip(dtype=FLOAT)
+
+
+@pytest.fixture
+def knobs(model: Any) -> Iterator[Knobs]:
+    found = Knobs(adapter_of(model))
+    yield found
+    found.remove()
+
+
+def plans(knobs: Knobs) -> tuple[Plan, ...]:
+    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    return (space.plans[0], space.plans[-1], TEXT)
+
+
+def made(knobs: Knobs, **given: Any) -> EngineRunner:
+    example = tiny.prompt(knobs.adapter.model)
+    options: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": FEW}
+    return EngineRunner(knobs, plans(knobs), **(options | given))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, int]]:
+    """Requests as they begin, and how many decode by then."""
+    from sparseflow.adaptive.runtime.admission import Admission
+
+    found: list[tuple[Request, int]] = []
+    inner = Admission.begin
+
+    def begin(self: Admission, handles: Any) -> Any:
+        batches: dict[int, Batch] = {id(self._batch(plan)): self._batch(plan) for plan in self._plans}
+        running = sum(len(each.rows) for each in batches.values())
+        found.extend((handle.request, running) for handle in handles)
+        return inner(self, handles)
+
+    monkeypatch.setattr(Admission, "begin", begin)
+    return found
+
+
+def test_requests_are_of_the_size_that_was_asked_for(knobs: Knobs, begun: list[tuple[Request, int]]) -> None:
+    with made(knobs) as runner:
+        for plan in plans(knobs):
+            timed = runner.run(plan, 17, steps=4)
+            request, running = begun.pop()
+            # Of the highest tier, as a server gets it; the engine reduces it.
+            assert request.tokens == 17 + (runner.vision_tokens["high"] if plan.tier else 0)
+            assert (request.max_new_tokens, running) == (5, 0)
+            assert len(timed.steps_ms) == 4 and timed.prefill_ms > 0.0
+        assert runner.run(TEXT, 5, steps=0).steps_ms == () and not begun[:-1]
+        _protocol: Runner = runner
+        assert _protocol.model_id == model_id(knobs.adapter.model) and runner.device == "cpu"
+        assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
+
+
+def test_so_many_run_when_its_turn_comes(knobs: Knobs, begun: list[tuple[Request, int]]) -> None:
+    with made(knobs) as runner:
+        for batch in (1, 3, 4):
+            begun.clear()
+            runner.run(TEXT, 9, steps=3, batch=batch)
+            mine = [running for request, running in begun if request.tokens == 9]
+            # One beside it may have ended in the turn before.
+            assert len(mine) == 1 and batch - 2 <= mine[0] <= batch - 1
+            others = [request for request, _ in begun if request.tokens != 9]
+            assert len(others) >= batch - 1
+            assert all(2 <= request.max_new_tokens - (batch - 1) <= 6 for request in others)
+            assert {request.tokens - 56 * (request.tokens > 50) for request in others} <= {3, 5}
+        assert runner._engine is not None
+        snapshot = runner._engine.snapshot()
+        assert (snapshot.running, snapshot.queued) == (0, 0), "others outlive the request"
+
+
+def test_others_come_while_the_load_lasts(knobs: Knobs, begun: list[tuple[Request, int]]) -> None:
+    with made(knobs, settle_s=0.2) as runner:
+        with runner.busy(0.5):
+            runner.run(TEXT, 9, steps=3)
+            engine = runner._engine
+            assert engine is not None
+            before = engine.snapshot().submitted
+            for _ in range(20):
+                runner.run(TEXT, 9, steps=3, batch=2)
+            assert engine.snapshot().submitted > before + 20
+            with pytest.raises(InputError, match=r"others make a load of 0\.5 already"), runner.busy(0.1):
+                pass
+        begun.clear()
+        runner.run(TEXT, 9, steps=3)
+        assert len(begun) == 1
+        with pytest.raises(InputError, match="faster than they end"), runner.busy(0.95):
+            runner.run(TEXT, 9, steps=3)
+
+
+def test_groups_have_engines_of_their_own(knobs: Knobs, tmp_path: Path) -> None:
+    runner, told = made(knobs, group=2), []
+    assert sorted(map(len, runner.groups)) == [1, 2]
+    assert {plan for group in runner.groups for plan in group} == set(plans(knobs))
+    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    with runner:
+        found = by_group(
+            runner, space, tmp_path / "p.parquet", buckets=(5, 9), batches=(1, 2), repeats=1, steps=2,
+            warmup=0, progress=lambda what, done: told.append((what, done)),
+        )  # fmt: skip
+        assert runner._engine is not None and runner._engine.plans == runner.groups[1]
+    assert len(found.timed) == len(plans(knobs)) * 4
+    assert told[0][0].startswith("group 1/2, round 1/1") and told[-1][1] == 1.0
+    about = Profile.read(tmp_path / "p.parquet").about
+    about.check(model_id(knobs.adapter.model), "cpu")
+    assert about.how["runner"] == "engine" and about.how["contexts"] == [96]
+    assert about.how["prompts"] == [] and not about.how["graphs"]
+
+
+def test_bad_requests_are_refused(knobs: Knobs) -> None:
+    with made(knobs) as runner:
+        for size in ({"text_tokens": 0}, {"steps": -1}, {"batch": 0}, {"batch": 5}):
+            with pytest.raises(InputError, match="must be at least 1"):
+                runner.run(**{"plan": TEXT, "text_tokens": 3, "steps": 1} | size)  # pyright: ignore[reportArgumentType]
+        other = Plan(tier=None, insertion_position=2, top_k=2, blocks=(0, 1, 5))
+        with pytest.raises(InputError, match="is not among the 3 plans of this runner"):
+            runner.run(other, 3, steps=1)
+        with pytest.raises(InputError, match="more than the 96 tokens of a slot"):
+            runner.run(TEXT, 96, steps=9)
+    with pytest.raises(InputError, match="needs an image, and the runner was given no `example`"):
+        made(knobs, example=None).run(plans(knobs)[0], 5, steps=1)
+    with pytest.raises(InputError, match="must hold some"):
+        EngineRunner(knobs, [])
+    with pytest.raises(InputError, match="`new_tokens`"):
+        Mix(new_tokens=1)
+
+
+def test_what_fails_is_noted_and_the_runner_goes_on(knobs: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(knobs) as runner:
+        runner.run(TEXT, 3, steps=1)
+
+        def fails(*given: Any, **named: Any) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory on the device"):
+            patch.setattr(Batch, "step", fails)
+            patch.setattr("sparseflow.adaptive.runtime.prefill.Prefill.run", fails)
+            runner.run(TEXT, 3, steps=1)
+        assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1

@@ -1,0 +1,163 @@
+"""The benchmarks of requests and of deciding, on a model that a CPU runs in milliseconds: that they end, keep
+everything, and count right. What they measure is theirs to say."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+pytest.importorskip("fastapi")
+pytest.importorskip("PIL")
+
+from sparseflow.adaptive.grid_vqa.model import save
+from sparseflow.cli.root import run
+from tests.adaptive.grid_vqa.little import quick
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "adaptive"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a benchmark by name."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    names: list[str] = []
+
+    def load(name: str) -> Any:
+        names.append(name)
+        return import_module(name)
+
+    yield load
+    for name in (*names, "models"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Grid-VQA model that never learnt anything, and its predictor."""
+    from sparseflow.adaptive.grid_vqa.dataset import Data
+    from sparseflow.adaptive.grid_vqa.model import build
+
+    root = tmp_path_factory.mktemp("served")
+    settings = quick(**{"images.digits": True})
+    data = Data(settings)
+    torch.manual_seed(0)
+    save(build(settings, data.vocabulary), settings, data.vocabulary, root / "model")
+    few = [
+        "--plans",
+        "6",
+        "--text-plans",
+        "0",
+        "--tokens",
+        "8",
+        "--tokens",
+        "16",
+        "--repeats",
+        "1",
+        "--steps",
+        "2",
+    ]
+    assert (
+        run(["adaptive", "profile", str(root / "model"), *few, "--out", str(root / "profile.parquet")]) == 0
+    )
+    return root / "model", root / "predictor.json"
+
+
+@pytest.mark.parametrize("way", [[], ["--http"]], ids=["below HTTP", "HTTP"])
+def test_requests_under_load(script: Any, served: tuple[Path, Path], tmp_path: Path, way: list[str]) -> None:
+    import pyarrow.parquet as pq
+
+    model, predictor = served
+    out = tmp_path / "load.json"
+    few = ["--requests", "30", "--warmup", "12", "--step-s", "0.5", "--questions", "4", "--new-tokens", "4"]
+    load = script("load")
+    # So large that a server that was disappointed does not refuse all of them.
+    small = ["--plans", "3", "--batch", "4", "--dearest", "50", "--out", str(out)]
+    assert load.main([str(model), "--profile", str(predictor), *small, *few, *way]) == 0
+    record = json.loads(out.read_text())
+    assert record["steady"]["requests"] == 30 and record["capacity_per_s"] > 0.0
+    rows = pq.read_table(out.with_suffix(".parquet")).to_pylist()
+    assert len(rows) == 30 + record["step"]["requests"]
+    answered = [row for row in rows if row["outcome"] == "answered"]
+    assert answered and all(row["measured_ms"] > 0.0 and row["plan"] for row in answered)
+    assert {row["right"] for row in answered} <= {0.0, 1.0}
+    assert record["steady"]["failed"] == record["step"]["failed"] == 0
+    assert record["samples"] == "load.parquet" and not record["settings"]["model"].startswith("/")
+
+
+def test_a_phase_is_counted_right(script: Any) -> None:
+    load = script("load")
+
+    def sent(outcome: str, measured_ms: float = math.nan, **more: Any) -> Any:
+        base: dict[str, Any] = {"phase": 0, "due_s": 0.0, "ended_s": 1.0, "budget_ms": 10.0}
+        return load.Sent(**base | {"outcome": outcome, "measured_ms": measured_ms} | more)
+
+    every = [
+        sent("answered", 5.0, p99_ms=6.0, right=1.0), sent("answered", 11.0, p99_ms=6.0, right=0.0),
+        sent("overloaded", retry=True), sent("budget_infeasible"), sent("engine_failed"),
+    ]  # fmt: skip
+    found = load.summary(every, 2.0, 1.0)
+    assert found["attainment"]["share"] == pytest.approx(1 / 3), "what failed was let in, too"
+    assert found["attainment_of_all"]["share"] == 0.2 and found["attainment_of_feasible"]["share"] == 0.25
+    assert (found["shed_share"], found["infeasible_share"], found["goodput_per_s"]) == (0.2, 0.2, 0.5)
+    assert (found["utilisation"], found["accuracy"], found["below_p99"]["share"]) == (0.5, 0.5, 0.5)
+    assert found["failed"] == 1
+    assert load.share(0, 0)["of"] == 0
+    low, high = (load.share(99, 100)[name] for name in ("low", "high"))
+    assert 0.94 < low < 0.99 < high < 1.0
+
+
+def test_attainment_is_back_when_no_window_is_below(script: Any) -> None:
+    load = script("load")
+    late = [(0.1 * at, 12.0 if 11 <= at < 20 else 8.0) for at in range(100)]
+    every = [
+        load.Sent(
+            phase=1, due_s=ended, ended_s=ended, budget_ms=10.0, outcome="answered", measured_ms=measured
+        )
+        for ended, measured in late
+    ]
+    found = load.recovery([*every, load.Sent(phase=1, due_s=0, ended_s=0, budget_ms=1, outcome="overloaded")])
+    # The last that was late ended at 1.9 s, and is in windows that end before 2.9 s.
+    assert found["back_after_s"] == pytest.approx(2.75, abs=0.01)
+    assert found["refused"] == 1 and found["refused_rightly"]["share"] == 0.0
+    assert found["track"][0][1] == 1.0 and found["track"][-1][1] == 1.0
+
+
+def test_what_deciding_adds(script: Any, tmp_path: Path) -> None:
+    overhead = script("overhead")
+    out = tmp_path / "overhead.json"
+    few = ["--pairs", "4", "--warmup", "1", "--plans", "2", "--new-tokens", "3", "--text-tokens", "8"]
+    assert overhead.main(["--geometry", "least", "--max-tokens", "96", *few, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [len(case["samples"]) for case in record["cases"]] == [4, 4]
+    assert record["columns"] == ["given_ms", "decided_ms", "given_again_ms", "decide_ms"]
+    assert all(len(each) == 4 for each in record["host"]["samples_us"].values())
+    assert all(0.0 < row[3] < row[1] for case in record["cases"] for row in case["samples"])
+    middle, low, high = overhead.ratio(np.full(50, 1.1), np.full(50, 1.0), 0)
+    assert (middle, low, high) == pytest.approx((0.1, 0.1, 0.1))
+
+
+@pytest.mark.parametrize("runner", ["engine", "eager"])
+def test_predictions_are_held_against_requests(script: Any, tmp_path: Path, runner: str) -> None:
+    pytest.importorskip("xgboost")
+    out = tmp_path / "predictor.json"
+    size = ["--geometry", "least", "--max-tokens", "96", "--max-batch", "3", "--runner", runner]
+    # A load beside which nothing can be measured in a test is made by processes; 0 needs none.
+    loads = ["--loads", "0", "0.5"] if runner == "engine" else ["--loads", "0"]
+    few = ["--plans", "6", "--buckets", "6", "12", "--lengths", "9", "--repeats", "1", "--steps", "2"]
+    judge = ["--requests", "3", "--runs", "2", "--settle-s", "0.2"]
+    assert script("predictor").main([*size, *few, *loads, *judge, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [row["load"] for row in record["loads"]] == [float(each) for each in loads[1:]]
+    assert all(row["requests"] == len(row["samples"]) == 6 for row in record["loads"])
+    assert record["profile"]["visits"] == 6 * 2 * (2 * 2 if runner == "engine" else 1)
+    assert len(record["boosting"]) == len(record["loads"])
