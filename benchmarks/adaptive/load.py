@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Sent:
         due_s: Since the beginning of the phase.
         ended_s: Likewise.
         budget_ms: What was asked for.
-        outcome: "answered", or the code of the refusal.
+        outcome: "answered", the code of the refusal, or "error: " and what else was raised.
         plan: Its id, or "".
         p50_ms: Predicted; NaN where it was refused, as the following.
         p99_ms: Predicted.
@@ -275,6 +275,7 @@ class Run:
         self._asked, self._service, self._ask, self._every = asked, service, ask, every
         self._random = np.random.default_rng(asked.seed)
         self.sent: list[Sent] = []
+        self._errors: set[str] = set()
 
     def drawn(self) -> tuple[Question, float]:
         """A question and a budget."""
@@ -340,20 +341,26 @@ class Run:
         keep = self.sent.append if phase is not None else _forget
         try:
             told = await self._ask(body(self._asked, self._service, question, budget_ms), due_s)
+            predicted = told["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
+            found = {
+                "plan": told["plan"]["id"], "p50_ms": predicted["p50"], "p99_ms": predicted["p99"],
+                "measured_ms": told["measured_ms"],
+                "right": float(told["text"].strip() == question.answer),
+            }  # fmt: skip
+            if question.answer is None:
+                found["right"] = math.nan
         except Refusal as refusal:
             ended_s = time.perf_counter() - began_s
             retry = refusal.retry_after_s is not None
             keep(Sent(**base, ended_s=ended_s, outcome=refusal.code, retry=retry))
-            return
-        predicted = told["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
-        right = math.nan if question.answer is None else float(told["text"].strip() == question.answer)
-        keep(
-            Sent(
-                **base, ended_s=time.perf_counter() - began_s, outcome="answered", plan=told["plan"]["id"],
-                p50_ms=predicted["p50"], p99_ms=predicted["p99"], measured_ms=told["measured_ms"],
-                right=right,
-            )
-        )  # fmt: skip
+        except Exception as error:  # of the connection or the answer: one request's, not the measurement's
+            ended_s, kind = time.perf_counter() - began_s, type(error).__name__
+            if kind not in self._errors:
+                self._errors.add(kind)
+                print(f"a request failed: {error!r}", file=sys.stderr, flush=True)
+            keep(Sent(**base, ended_s=ended_s, outcome=f"error: {kind}"))
+        else:
+            keep(Sent(**base, **found, ended_s=time.perf_counter() - began_s, outcome="answered"))
 
 
 def _forget(sent: Sent) -> None:
@@ -400,6 +407,15 @@ def summary(sent: Sequence[Sent], seconds: float, worked_s: float) -> dict[str, 
     }  # fmt: skip
 
 
+def finite(found: Any) -> Any:
+    """As JSON can keep it: null for what is NaN or infinite, such as a share of nothing."""
+    if isinstance(found, Mapping):
+        return {name: finite(each) for name, each in found.items()}
+    if isinstance(found, list | tuple):
+        return [finite(each) for each in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
 def recovery(sent: Sequence[Sent]) -> dict[str, Any]:
     """When attainment of a sliding window is back for good, and how it went on."""
     ended = sorted((each for each in sent if each.outcome == "answered"), key=lambda each: each.ended_s)
@@ -425,12 +441,13 @@ def write_samples(path: Path, sent: Sequence[Sent]) -> None:
     import pyarrow.parquet as pq
 
     columns: dict[str, Any] = {}
-    for name in Sent.__dataclass_fields__:
-        values = [getattr(each, name) for each in sent]
-        if isinstance(values[0], float):
-            columns[name] = pa.array(np.array(values, dtype=np.float32))
+    types = {"int": pa.int64(), "str": pa.string(), "bool": pa.bool_()}
+    for field in fields(Sent):
+        values = [getattr(each, field.name) for each in sent]
+        if field.type == "float":
+            columns[field.name] = pa.array(np.array(values, dtype=np.float32))
         else:
-            columns[name] = pa.array(values).dictionary_encode()
+            columns[field.name] = pa.array(values, types[str(field.type)]).dictionary_encode()
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -460,7 +477,7 @@ async def measured(
         if phase == 1:
             told["recovery"] = recovery(mine)
             print(f"back after {told['recovery']['back_after_s']:.2f} s", flush=True)
-        print(f"{PHASES[phase]}:", json.dumps({name: told[name] for name in SHOWN}), flush=True)
+        print(f"{PHASES[phase]}:", json.dumps(finite({name: told[name] for name in SHOWN})), flush=True)
     return found, run.sent
 
 
@@ -530,6 +547,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON; samples go to a Parquet beside it")
     asked = parser.parse_args(given)
+    if asked.requests < 1 or (asked.step > 0 and not asked.step_s > 0):
+        parser.error("--requests must be at least 1, and --step-s above 0 where there is a step")
     app = app_of(
         asked.model, asked.profile, controller=asked.controller, worth=asked.worth, name=asked.model.name,
         plans=asked.plans, batch=asked.batch, device=asked.device,
@@ -552,7 +571,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "samples": asked.out.with_suffix(".parquet").name, "phases": PHASES,
     }  # fmt: skip
     write_samples(asked.out.with_suffix(".parquet"), sent)
-    write_atomic(asked.out, json.dumps(record) + "\n")
+    write_atomic(asked.out, json.dumps(finite(record), allow_nan=False) + "\n")
     return 0
 
 

@@ -102,7 +102,7 @@ def most_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
 
 
 def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
-    """Text tokens that a request has room for beside its vision tokens, at the highest tier, and its answer."""
+    """Text tokens that a request has room for beside its vision tokens (highest tier) and its answer."""
     size = getattr(adapter, "tokens_per_crop", None)
     return most_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
 

@@ -44,8 +44,9 @@ class Formula:
 def chooser(**parts: Any) -> Chooser:
     table = torch.nn.Embedding(32, WIDTH)
     adapter: Any = SimpleNamespace(
-        geometry=GEOMETRY, embed=table, model=SimpleNamespace(config=SimpleNamespace(image_token_id=31))
-    )
+        geometry=GEOMETRY, embed=table, decoder=table,
+        model=SimpleNamespace(config=SimpleNamespace(image_token_id=31)),
+    )  # fmt: skip
     return Chooser(**{"adapter": adapter, "predictor": Formula(), **parts})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.profile import EngineRunner, Mix, Profile, Runner, by_group, model_id
+from sparseflow.adaptive.profile import others as beside
 from sparseflow.adaptive.runtime.batch import Batch
 from sparseflow.adaptive.runtime.requests import Request
-from sparseflow.errors import InputError
+from sparseflow.errors import InputError, RunError
 from tests.adaptive import tiny
 
 FLOAT = torch.float32
@@ -164,3 +166,84 @@ def test_what_fails_is_noted_and_the_runner_goes_on(knobs: Knobs, monkeypatch: p
             patch.setattr("sparseflow.adaptive.runtime.prefill.Prefill.run", fails)
             runner.run(TEXT, 3, steps=1)
         assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
+
+
+def threads() -> int:
+    return sum(each.name == "sparseflow-engine" for each in threading.enumerate())
+
+
+def test_what_times_depend_on_needs_no_engine_that_runs(knobs: Knobs) -> None:
+    with made(knobs) as runner:
+        before = threads()
+        assert runner.how["contexts"] == [96] and runner.how["prompts"] == []
+        assert runner._engine is None and threads() == before
+
+
+def test_an_engine_that_cannot_be_made_ready_is_closed(knobs: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threads()
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with made(knobs) as runner:
+        with monkeypatch.context() as patch:
+            patch.setattr("sparseflow.adaptive.profile.engine.Others", fails)
+            for _ in range(2):
+                with pytest.raises(torch.OutOfMemoryError):
+                    runner.run(TEXT, 3, steps=1)
+                assert runner._engine is None and threads() == before
+        assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
+
+
+def test_a_stream_that_breaks_is_told(knobs: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(knobs) as runner:
+        runner.run(TEXT, 3, steps=1)
+        others = runner._others
+        assert others is not None
+        others._rates[0.5] = 1000.0
+        inner, failed = others._submit, threading.Event()
+
+        def submit(more: int = 0) -> Any:
+            if threading.current_thread().name == "sparseflow-others":
+                failed.set()
+                raise ValueError("no prompt")
+            return inner(more)
+
+        monkeypatch.setattr(others, "_submit", submit)
+        with pytest.raises(RunError, match="stopped coming: no prompt"), runner.busy(0.5):
+            runner._of(TEXT)
+            assert failed.wait(30.0)
+        with pytest.raises(RunError, match="stopped coming: no prompt"), others.stream(0.5):
+            while others._failed is None:
+                failed.wait(0.001)
+            others.stand(1)
+        assert not runner._load and len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
+
+
+def test_a_load_that_is_missed_is_told(knobs: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(knobs, settle_s=100.0) as runner:
+        runner.run(TEXT, 3, steps=1)
+        others, rates = runner._others, []
+        assert others is not None
+        monkeypatch.setattr(others, "_share", lambda rate: rates.append(rate) or 0.1)
+        with pytest.raises(RunError, match=r"load of 0\.5 was wanted, .* of 4 rates, .* made 0\.10"):
+            others._rate(0.5)
+        assert rates == pytest.approx([rates[0] * 2**at for at in range(4)])
+        shares = iter([0.1, 0.45, 0.8, 0.3])
+        tried: list[float] = []
+        monkeypatch.setattr(others, "_share", lambda rate: tried.append(rate) or next(shares))
+        assert others._rate(0.5) == tried[1], "the nearest of those that were measured"
+
+
+def test_standing_others_are_not_waited_for_without_end(
+    knobs: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(knobs) as runner:
+        runner.run(TEXT, 3, steps=1)
+        others = runner._others
+        assert others is not None
+        monkeypatch.setattr(beside, "_STAND_S", 0.02)
+        monkeypatch.setattr(type(others), "inside", 3)
+        with pytest.raises(RunError, match=r"1 other requests were to be .* there are 3"):
+            others.stand(1)
+        monkeypatch.undo()

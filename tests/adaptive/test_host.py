@@ -102,7 +102,7 @@ class Table:
     def __init__(self) -> None:
         self.inner, self.asked = torch.nn.Embedding(40, WIDTH), []
         self.adapter: Any = SimpleNamespace(
-            embed=self, model=SimpleNamespace(config=SimpleNamespace(image_token_id=39))
+            embed=self, decoder=self.inner, model=SimpleNamespace(config=SimpleNamespace(image_token_id=39))
         )
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,13 @@ everything, and count right. What they measure is theirs to say."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,43 @@ def test_a_phase_is_counted_right(script: Any) -> None:
     assert load.share(0, 0)["of"] == 0
     low, high = (load.share(99, 100)[name] for name in ("low", "high"))
     assert 0.94 < low < 0.99 < high < 1.0
+
+
+def test_one_request_that_fails_is_one_outcome(script: Any, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    load = script("load")
+    answer = {
+        "text": "2", "plan": {"id": "some"}, "predicted_ms": None, "measured_ms": 3.0,
+    }  # fmt: skip
+    told = iter([OSError("reset"), answer, json.JSONDecodeError("no", "", 0), {"text": "no more"}])
+
+    async def ask(content: bytes, due_s: float) -> Any:
+        found = next(told)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    question = load.Question(content=[], answer="2", budgets_ms=(5.0, 6.0))
+    service = SimpleNamespace(model="m", backend=object.__new__(load.EngineBackend))
+    service.backend._engine = SimpleNamespace(worked_s=0.0)
+    run = load.Run(SimpleNamespace(seed=0, new_tokens=3), service, ask, [question])
+    asyncio.run(run.arrivals(load.Segment(phase=0, rate=1e3, count=4)))
+    assert sorted(each.outcome for each in run.sent) == [
+        "answered", "error: JSONDecodeError", "error: KeyError", "error: OSError"
+    ]  # fmt: skip
+    assert load.summary(run.sent, 1.0, 0.5)["failed"] == 3
+    for sent in (run.sent, []):
+        load.write_samples(tmp_path / "s.parquet", sent)
+        table = pq.read_table(tmp_path / "s.parquet")
+        assert table.num_rows == len(sent) and table.column_names[:2] == ["phase", "due_s"]
+
+
+def test_shares_of_nothing_are_null(script: Any) -> None:
+    load = script("load")
+    found = load.finite(load.summary([], 1.0, 0.0))
+    assert found["attainment"]["share"] is None and found["p99_ms"] is None
+    json.dumps(found, allow_nan=False)
 
 
 def test_attainment_is_back_when_no_window_is_below(script: Any) -> None:

@@ -29,7 +29,8 @@ from sparseflow.errors import InputError, RunError
 
 _ROOT = np.float32(math.sqrt(0.5))
 _WORDS = 16384
-"""Most words whose vectors are kept; those of a width of 2048 take 134 MB."""
+"""Words after which the vectors that were kept are forgotten; those of a width of 2048 take 134 MB, and up to
+twice as much with the room that is kept for more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,15 +199,17 @@ class HostWords:
             try:
                 at = [self._known[word] for word in words]
             except KeyError:
-                self._fetch(words, input_ids.device)
+                self._fetch(words)
                 at = [self._known[word] for word in words]
             some = self._vectors[at]
         return some.sum(0) / np.float32(len(at))
 
-    def _fetch(self, words: Sequence[int], device: torch.device) -> None:
+    def _fetch(self, words: Sequence[int]) -> None:
         if len(self._known) > _WORDS:
             self._known, self._vectors = {}, self._vectors[:0]
         fresh = list(dict.fromkeys(word for word in words if word not in self._known))
+        # Prompts are on the host, the table where the model is.
+        device = next(self._adapter.decoder.parameters()).device
         with torch.no_grad():
             found = self._adapter.embed(torch.tensor([fresh], device=device))[0].float().numpy(force=True)
         first = len(self._known)

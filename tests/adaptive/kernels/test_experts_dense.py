@@ -45,6 +45,14 @@ def test_loops_over_wide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     check((3, 2, 3, 8, 50), torch.float32)
 
 
+def test_an_expert_that_was_not_chosen_may_overflow() -> None:
+    x, chosen, weights, gate_up, down = given(2, 1, 3, 8, 4, torch.float32)
+    chosen = torch.zeros_like(chosen)
+    gate_up[2] = float("inf")
+    found = experts(x, chosen, weights, gate_up, down)
+    torch.testing.assert_close(found, reference(x, chosen, weights, gate_up, down), rtol=1e-5, atol=1e-6)
+
+
 def test_it_pays_for_small_experts_only() -> None:
     small, large = torch.empty(16, 96, 160), torch.empty(64, 2048, 2048, device="meta")
     assert pays(3600, 8, small) and not pays(2_000_000, 8, small)

@@ -43,6 +43,18 @@ def test_ties_strides_and_extremes() -> None:
     check(drawn(0, 8), 2)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("experts", [5, 8])
+def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None:
+    logits = drawn(4, experts)
+    logits[0], logits[1, 2], logits[2, 1] = float("nan"), float("nan"), float("inf")
+    weights, chosen = top_experts(logits, 3, normalized=False)
+    assert bool(((chosen >= 0) & (chosen < experts)).all())
+    assert bool(weights[:2].isnan().any(1).all()) and torch.equal(
+        chosen[3], reference(logits, 3, normalized=False)[1][3]
+    )
+
+
 def test_what_fits() -> None:
     logits = drawn(2, 8)
     assert fits(logits, 8) and fits(logits.half(), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -73,15 +74,39 @@ def test_a_forward_with_replacements(made: Any) -> None:
 SHALLOW_OF_THREE = type(SHALLOW)(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
 
 
-def test_other_threads_turn_as_before(made: Any) -> None:
+def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = Fused(adapter_of(made), kernels=True)
     (file,) = fused.turning
     query = torch.randn(1, 2, 3, 8).transpose(1, 2)
     places = torch.randn(1, 2, 8)
+    turned: list[int] = []
+
+    def rotate(*given: Tensor) -> tuple[Tensor, ...]:
+        turned.append(threading.get_ident())
+        return given[:2]
+
+    monkeypatch.setattr("sparseflow.adaptive.kernels.rotary.triton.rotate", rotate)
     expected = file.apply_rotary_pos_emb(query, query, places, places)
     with fused.installed(1), ThreadPoolExecutor(1) as pool:
         found = pool.submit(file.apply_rotary_pos_emb, query, query, places, places).result()
+        assert not turned
+        file.apply_rotary_pos_emb(query, query, places, places)
+    assert turned == [threading.get_ident()]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
+    fused = Fused(adapter_of(made), kernels=True)
+    (file,) = fused.turning
+    function = file.apply_rotary_pos_emb
+    another = Fused(adapter_of(tiny.olmoe(depth=2, dtype=torch.float32)), kernels=True)
+    one, other = fused.installed(1), another.installed(1)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert file.apply_rotary_pos_emb is not function
+    other.__exit__(None, None, None)
+    assert file.apply_rotary_pos_emb is function
 
 
 def test_families_of_routers() -> None:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.environment import budget_grid
 from sparseflow.adaptive.profile import Profile
 from sparseflow.adaptive.study import Counts, evaluate, train, write_page
 from sparseflow.adaptive.study.findings import read
@@ -92,6 +93,30 @@ def test_judging_without_training(studied: Path, made: Path, tmp_path: Path) -> 
     given = evaluate(asked, controllers=studied / "controllers.safetensors")
     assert given is not None and given["policies"][0]["name"] == "controllers"
     assert given["plans"] == alone["plans"]
+    assert given["judged_at"]["attainment"] == "as asked for"
+
+
+def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tmp_path: Path) -> None:
+    study = json.loads((studied / "judged.json").read_text("utf-8"))
+    elsewhere = tmp_path / "study"
+    (elsewhere / "controllers" / "seed-0").mkdir(parents=True)
+    moved = elsewhere / "controllers" / "seed-0" / "controllers.safetensors"
+    moved.write_bytes((studied / "controllers.safetensors").read_bytes())
+    found = evaluate(small.asked(made, out=tmp_path / "unknown"), controllers=moved)
+    assert found is not None and found["attainment"] == 0.99
+    assert found["judged_at"]["attainment"] == "by default"
+    assert found["judged_at"]["budgets"].startswith("by default")
+    narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
+    told = study | {"attainment": 0.8, "budgets_ms": narrower}
+    (elsewhere / "judged.json").write_text(json.dumps(told))
+    known = evaluate(small.asked(made, out=tmp_path / "known"), controllers=moved)
+    assert known is not None and known["attainment"] == 0.8
+    assert known["budgets_ms"] == pytest.approx(narrower)
+    assert set(known["judged_at"].values()) == {"of the controllers' study"}
+    (elsewhere / "judged.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
+    other = evaluate(small.asked(made, out=tmp_path / "known"), controllers=moved)
+    assert other is not None and other["attainment"] == 0.8
+    assert other["budgets_ms"] == found["budgets_ms"]
 
 
 def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
@@ -115,7 +140,11 @@ def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"controllers of the model other, not of"):
-        evaluate(small.asked(made, out=studied), controllers=tmp_path / "other.safetensors")
+        evaluate(asked, controllers=tmp_path / "other.safetensors")
+    before = (studied / "judged.json").read_bytes()
+    with pytest.raises(InputError, match=r"`out` \(=.*\) holds a training .*name another folder"):
+        evaluate(small.asked(made, out=studied))
+    assert (studied / "judged.json").read_bytes() == before
     with pytest.raises(InputError, match=r"judged.json is not there; `sparseflow adaptive train`"):
         write_page(tmp_path, tmp_path / "page.html")
     (tmp_path / "judged.json").write_text("{}")

@@ -21,6 +21,7 @@ from sparseflow.adaptive.grid_vqa.questions import Questions, World, draw, draw_
 from sparseflow.adaptive.grid_vqa.scenes import NOTHING, Looks, Scenes, looks_of, paint
 from sparseflow.adaptive.grid_vqa.settings import KINDS, Kind, Settings
 from sparseflow.adaptive.plan import Tier
+from sparseflow.errors import InputError
 
 CHUNK = 256
 """Samples of a split that are drawn at once; which they are does not depend on how many are asked for."""
@@ -158,12 +159,18 @@ class Data:
             shares=torch.from_numpy(shares.reshape(scenes.names.shape)).to(self.device, non_blocking=True),
         )  # fmt: skip
 
-    def judged(self, split: Split, count: int, *, size: int = CHUNK) -> Iterator[Batch]:
-        """The first `count` samples of a split, `size` at a time or fewer."""
-        for questions, looks in self._chunks(split, count):
-            for first in range(0, len(questions), size):
-                last = min(first + size, len(questions))
-                yield self._batch(questions.part(first, last), looks.part(first, last, self.world.cells))
+    def judged(self, split: Split, count: int, *, first: int = 0, size: int = CHUNK) -> Iterator[Batch]:
+        """`count` samples of a split from the `first` on, `size` at a time or fewer.
+
+        Raises:
+            InputError: `first` is no multiple of `CHUNK`.
+        """
+        if first < 0 or first % CHUNK:
+            raise InputError(f"`first` (={first}) must be a multiple of {CHUNK}")
+        for questions, looks in self._chunks(split, count, first // CHUNK):
+            for begin in range(0, len(questions), size):
+                end = min(begin + size, len(questions))
+                yield self._batch(questions.part(begin, end), looks.part(begin, end, self.world.cells))
 
     def questions(self, split: Split, count: int) -> Iterator[Questions]:
         """The questions of the same samples, without their canvases."""
@@ -198,10 +205,10 @@ class Data:
         pixels = nested_crops(canvas.to(self.device), model.crop_px, mean=MEAN, std=STD)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
-    def _chunks(self, split: Split, count: int) -> Iterator[tuple[Questions, Looks]]:
+    def _chunks(self, split: Split, count: int, before: int = 0) -> Iterator[tuple[Questions, Looks]]:
         code = {"train": 0, "val": 1, "test": 2}[split]
         for chunk in range(-(-count // CHUNK)):
-            random = np.random.default_rng([self.settings.images.seed, _JUDGE, code, chunk])
+            random = np.random.default_rng([self.settings.images.seed, _JUDGE, code, before + chunk])
             questions = draw(self.world, self.settings.test_shares, CHUNK, random)
             looks = looks_of(questions.scenes, self.bank, split, self.settings.scene, random)
             last = min(CHUNK, count - chunk * CHUNK)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.features import language_features
-from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Batch, Data
+from sparseflow.adaptive.grid_vqa.dataset import Batch, Data
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.adaptive.grid_vqa.stack import Rotary, Stack, Step, steps_of
@@ -92,18 +92,14 @@ def outcomes(
     plans = space.plans if isinstance(space, PlanSpace) else tuple(space)
     if not plans or count < 1:
         raise InputError(f"there is nothing to judge: {len(plans)} plans and {count} samples")
-    if first < 0 or first % CHUNK:
-        raise InputError(f"`first` (={first}) must be a multiple of {CHUNK}")
-    adapter, stack, parts, done = adapter_of(model), Stack(model), [], -first
+    adapter, stack, parts, done = adapter_of(model), Stack(model), [], 0
     for plan in plans:
         adapter.geometry.check(plan)
         if plan.tier is None:
             raise InputError(f"{plan.id} has no tier, and every question here has an image")
     with _judging(model):
-        for batch in data.judged(split, first + count, size=batch_size):
+        for batch in data.judged(split, count, first=first, size=batch_size):
             done += len(batch)
-            if done <= 0:
-                continue
             vision = stack.project(stack.see(batch.crops))
             correct = _correct(stack, batch, vision, plans)
             tokens = torch.stack([_latency_tokens(stack, batch, vision, tier) for tier in TIERS], 1)

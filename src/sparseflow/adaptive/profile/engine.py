@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,7 @@ from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import OutOfMemory, Request, RequestFailed
-from sparseflow.errors import InputError
+from sparseflow.errors import InputError, RunError
 
 _SHARE = 0.6
 """Of the memory that is free, for caches and recordings; prompts that run whole need some, too."""
@@ -99,6 +99,7 @@ class EngineRunner:
         self._plans = tuple(dict.fromkeys(plans))
         self._engine: Engine | None = None
         self._others: Others | None = None
+        self._how: Mapping[str, Any] | None = None
         self._load = 0.0
         self._stream, self._streaming = ExitStack(), False
         self.groups = self._grouped(group)
@@ -124,7 +125,12 @@ class EngineRunner:
 
     @property
     def how(self) -> Mapping[str, Any]:
-        engine = self._engine or self._made(self.groups[0])
+        """As of `Runner`. Sizes are those of an engine that is neither started nor warmed."""
+        if self._how is None:
+            self._how = self._told(self._engine or self._new(self.groups[0], start=False))
+        return self._how
+
+    def _told(self, engine: Engine) -> Mapping[str, Any]:
         config = self._adapter.model.config
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         return {
@@ -142,6 +148,7 @@ class EngineRunner:
         Raises:
             InputError: A number is out of range, a plan was not named before, or it has a tier and there is
                 no example.
+            RunError: So many others could not be had.
         """
         if text_tokens < 1 or steps < 0 or not 1 <= batch <= self._max_batch:
             raise InputError(
@@ -169,25 +176,37 @@ class EngineRunner:
 
     @contextmanager
     def busy(self, level: float) -> Iterator[None]:
-        """Within, other requests come and keep the engine busy for this share of the time."""
+        """Within, other requests come and keep the engine busy for this share of the time.
+
+        Raises:
+            InputError: They come already.
+            RunError: They stopped coming.
+        """
         if self._load:
             raise InputError(f"others make a load of {self._load:g} already; end that first")
         self._load = level
         try:
             yield
-        finally:
+        except BaseException:
+            with suppress(RunError):  # what went wrong first is told
+                self._still()
+            raise
+        else:
             self._still()
+        finally:
             self._load = 0.0
 
     def close(self) -> None:
         """End the engine, and give its memory back."""
-        self._still()
-        if self._engine is not None:
-            self._engine.shutdown(drain=False)
-        self._engine = self._others = None
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        try:
+            self._still()
+        finally:
+            if self._engine is not None:
+                self._engine.shutdown(drain=False)
+            self._engine = self._others = None
+            if self._device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
 
     def _of(self, plan: Plan) -> tuple[Engine, Others]:
         """The engine of a plan, and the others in it, who come where a load is asked for."""
@@ -204,22 +223,29 @@ class EngineRunner:
 
     def _still(self) -> None:
         """Nobody comes any more."""
-        self._stream.close()
         self._streaming = False
+        self._stream.close()
 
-    def _made(self, plans: Sequence[Plan]) -> Engine:
+    def _made(self, plans: Sequence[Plan]) -> None:
+        """Make the engine of these plans, in place of the one that was."""
         self.close()
-        self._engine = Engine(
+        self._engine = self._new(plans)
+        try:
+            if self._engine.graphs.enabled:
+                self._engine.warm(self._example, progress=self._progress)
+            prompts = Prompts(self._adapter, self._example, device="cpu", seed=self._seed + 1)
+            self._others = Others(
+                self._engine, plans, prompts, self._mix, settle_s=self._settle_s, seed=self._seed
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _new(self, plans: Sequence[Plan], *, start: bool = True) -> Engine:
+        return Engine(
             self._adapter, self._knobs, plans=plans, max_batch=self._max_batch, max_tokens=self._max_tokens,
-            graphs=self._graphs,
+            graphs=self._graphs, start=start,
         )  # fmt: skip
-        if self._engine.graphs.enabled:
-            self._engine.warm(self._example, progress=self._progress)
-        prompts = Prompts(self._adapter, self._example, device="cpu", seed=self._seed + 1)
-        self._others = Others(
-            self._engine, plans, prompts, self._mix, settle_s=self._settle_s, seed=self._seed
-        )
-        return self._engine
 
     def _grouped(self, size: int | None) -> tuple[tuple[Plan, ...], ...]:
         if size is None:

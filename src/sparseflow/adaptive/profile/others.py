@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,14 @@ MOST_LOAD = 0.9
 """Above it the line would grow without end while something is measured."""
 _ALONE = 24
 """Requests that tell what one takes alone."""
-_TRIES = 3
+_RATES = 4
+"""Rates that are measured for a load at most."""
 _NEAR = 0.05
-"""Relative error of a load that is good enough."""
+"""Relative error of a load at which no other rate is tried."""
+_FAR = 0.2
+"""Relative error that no measured rate may exceed, beside the chance of few requests."""
+_STAND_S = 300.0
+"""Far longer than a line takes that grew by chance."""
 _LOOK_S = 0.0005
 
 
@@ -93,6 +99,7 @@ class Others:
         self._inside: list[Handle] = []
         self._lock = threading.Lock()
         self._rates: dict[float, float] = {}
+        self._failed: Exception | None = None
 
     @property
     def inside(self) -> int:
@@ -104,17 +111,28 @@ class Others:
     def stand(self, count: int) -> None:
         """Have so many that have begun to decode, and nobody else: some may have to leave, or to be started.
 
-        Others that leave while the last of them begin are replaced, a few times.
+        Others that leave while the last of them begin are replaced.
+
+        Raises:
+            RunError: They were not so many for minutes, or a stream of them ended.
         """
-        tries = 0
-        while (inside := self.inside) != count and tries < _TRIES:
-            if inside > count:
-                time.sleep(_LOOK_S)
-                continue
-            tries += 1
-            # While they begin, one a turn, the first of them decode already.
-            started = [self._submit(more=count) for _ in range(count - inside)]
-            while not all(handle.done or handle.tokens for handle in started):
+        until_s = time.perf_counter() + _STAND_S
+        started: list[Handle] = []
+        while True:
+            self._check_stream()
+            beginning = not all(handle.done or handle.tokens for handle in started)
+            inside = self.inside
+            if inside == count and not beginning:
+                return
+            if time.perf_counter() > until_s:
+                raise RunError(
+                    f"{count} other requests were to be in the engine, and after {_STAND_S:g} s there are "
+                    f"{inside}; ask for a lower load or batch, or for more tokens of a slot"
+                )
+            if inside < count and not beginning:
+                # While they begin, one a turn, the first of them decode already.
+                started = [self._submit(more=count) for _ in range(count - inside)]
+            else:
                 time.sleep(_LOOK_S)
 
     def clear(self) -> None:
@@ -132,7 +150,7 @@ class Others:
 
         Raises:
             InputError: The load is too high.
-            RunError: It could not be made.
+            RunError: It could not be made, or they stopped coming.
         """
         if load == 0.0:
             yield
@@ -147,38 +165,62 @@ class Others:
             with self._coming(self._rates[load]):
                 yield
         finally:
+            self._failed = None
             self.clear()
 
     def _rate(self, load: float) -> float:
         """Requests a second that make a load."""
         alone = [self._submit().result().total_ms for _ in range(_ALONE)]
         rate = load / (float(np.mean(alone)) / 1e3)
-        for _ in range(_TRIES):
+        tried: list[tuple[float, float, float]] = []
+        for _ in range(_RATES):
+            share = self._share(rate)
+            error = abs(share / load - 1.0)
+            tried.append((error, rate, share))
+            if error < _NEAR:
+                break
+            # Requests that share steps ask for less; a line that grew says little.
+            rate *= min(max(load / share, 0.5), 2.0)
+        error, rate, share = min(tried)
+        # So far off is a share of this many requests, whose lengths scatter as much as their arrivals, by
+        # chance alone.
+        chance = math.sqrt(2.0 / max(rate * self._settle_s, 1.0))
+        if error > _FAR + chance:
+            raise RunError(
+                f"a load of {load:g} was wanted, and the nearest of {len(tried)} rates, {rate:.1f} requests "
+                f"a second, made {share:.2f}; let it settle longer, or ask for another load"
+            )
+        return rate
+
+    def _share(self, rate: float) -> float:
+        """Share of time that the engine works while so many come a second."""
+        try:
             with self._coming(rate):
                 time.sleep(self._settle_s / 4.0)
                 worked, began = self._engine.worked_s, time.perf_counter()
                 time.sleep(self._settle_s)
                 share = (self._engine.worked_s - worked) / (time.perf_counter() - began)
+        finally:
             self.clear()
-            if not share > 0.0:
-                raise RunError(f"{rate:.1f} requests a second did not keep the engine busy at all")
-            if abs(share / load - 1.0) < _NEAR:
-                break
-            # Requests that share steps ask for less; a line that grew says little.
-            rate *= min(max(load / share, 0.5), 2.0)
-        return rate
+        if not share > 0.0:
+            raise RunError(f"{rate:.1f} requests a second did not keep the engine busy at all")
+        return share
 
     @contextmanager
     def _coming(self, rate: float) -> Iterator[None]:
         over = threading.Event()
+        self._failed = None
 
         def come() -> None:
             due = time.perf_counter()
-            while True:
-                due += float(self._random.exponential(1.0 / rate))
-                if over.wait(max(due - time.perf_counter(), 0.0)):
-                    return
-                self._submit()
+            try:
+                while True:
+                    due += float(self._random.exponential(1.0 / rate))
+                    if over.wait(max(due - time.perf_counter(), 0.0)):
+                        return
+                    self._submit()
+            except Exception as error:  # told by the thread that measures
+                self._failed = error
 
         thread = threading.Thread(target=come, name="sparseflow-others", daemon=True)
         thread.start()
@@ -187,6 +229,12 @@ class Others:
         finally:
             over.set()
             thread.join()
+        self._check_stream()
+
+    def _check_stream(self) -> None:
+        """What is measured when others no longer come is not what was asked for."""
+        if self._failed is not None:
+            raise RunError(f"other requests stopped coming: {self._failed}") from self._failed
 
     def _submit(self, more: int = 0) -> Handle:
         """Start one, with `more` tokens than are drawn if they fit."""

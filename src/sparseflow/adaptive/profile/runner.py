@@ -57,7 +57,8 @@ class Runner(Protocol):
 
     @property
     def how(self) -> Mapping[str, Any]:
-        """What else times depend on, such as the implementation of attention; in JSON's types."""
+        """What else times depend on, such as the implementation of attention; in JSON's types. Known before
+        anything is made ready to run."""
         ...
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
@@ -72,5 +73,6 @@ class Runner(Protocol):
 
         Raises:
             RuntimeError: It cannot be run, as for want of memory. The profile notes it and goes on.
+            RunError: Nothing can be measured as things are. It ends the profile.
         """
         ...

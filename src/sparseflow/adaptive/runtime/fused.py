@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import util
@@ -36,6 +36,9 @@ _LOG = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of a replacement's output from the module's, over the largest of it."""
+
+_FLAT = 0.5
+"""Largest logit that routers are tried with."""
 
 _ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function."""
@@ -75,9 +78,15 @@ class Fused:
             from sparseflow.adaptive.kernels.rms_norm.triton import DTYPES
 
             norms = [module for module in adapter.decoder.modules() if _is_rms_norm(module)]
-            self.experts = [module for module in self._stacked if self._agrees(module, _few)]
+            self.experts = [
+                module
+                for module in self._stacked
+                if self._agrees(module, _few) and self._agrees(module, _all)
+            ]
             routers = [each for block in adapter.blocks if (each := adapter.router(block)) is not None]
-            self.routers = {each: kind for each in routers if (kind := self._routes(each)) is not None}
+            self.routers = {
+                each: kind for each in routers if (kind := self._routes(adapter, each)) is not None
+            }
             files = {sys.modules[type(module).__module__] for module in modules}
             self.turning = [each for each in files if self._turns(each)]
             if self._dtype in DTYPES:
@@ -97,13 +106,13 @@ class Fused:
             if replacement is not None:
                 chosen.append((module, replacement))
         kept: list[tuple[nn.Module, Any]] = []
-        turned: list[tuple[ModuleType, Any]] = []
+        turned: list[ModuleType] = []
         try:
             if running is not None and self.routers:
                 running.route = self._route
             for file in self.turning:
-                turned.append((file, vars(file)[_ROTARY]))
-                vars(file)[_ROTARY] = _turning(vars(file)[_ROTARY])
+                _TURNS.install(file)
+                turned.append(file)
             for module, replacement in chosen:
                 kept.append((module, vars(module).get("forward")))
                 module.forward = partial(replacement, module)
@@ -111,8 +120,8 @@ class Fused:
         finally:
             if running is not None:
                 running.route = None
-            for file, function in turned:
-                vars(file)[_ROTARY] = function
+            for file in turned:
+                _TURNS.remove(file)
             for module, forward in reversed(kept):
                 del module.forward
                 if forward is not None:
@@ -139,18 +148,24 @@ class Fused:
         return None if normalized is None else _routed(router, top_k, hidden, normalized=normalized)
 
     @torch.no_grad()
-    def _routes(self, router: nn.Module) -> bool | None:
+    def _routes(self, adapter: Adapter, router: nn.Module) -> bool | None:
         """Whether the weights of a router that ours can stand in for sum to 1; None where ours cannot."""
         weight, top_k = getattr(router, "weight", None), getattr(router, "top_k", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not isinstance(top_k, int):
             return None
         x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        # With few of many experts about as likely, weights that sum to 1 are far from those that do not.
+        x = x * (_FLAT / float((x @ weight.T).abs().max().clamp_min(1e-30)))
+        top_k = max(1, min(top_k, len(weight) // 2))
         try:
-            logits, scores, chosen = router(x)
+            view = adapter.narrowed(router, top_k)
+            # A copy has the knobs' front, too.
+            vars(view).pop("forward", None)
+            logits, scores, chosen = view.forward(x)
             for normalized in (False, True):
                 found = _routed(router, top_k, x, normalized=normalized)
                 if found is None:
-                    return None
+                    break
                 same = scores.dtype == found[1].dtype and chosen.dtype == found[2].dtype
                 near = scores.shape == found[1].shape and _near(found[1], scores)
                 if same and near and torch.equal(chosen, found[2]) and _near(found[0], logits):
@@ -171,7 +186,8 @@ class Fused:
         places = [torch.cat([each, each], dim=-1) for each in (half.cos(), half.sin())]
         given = [each.to(self._device, self._dtype) for each in (query, key, *places)]
         try:
-            expected, found = function(*given), _turning(function)(*given)
+            expected = function(*given)
+            found = _turning(function, [threading.get_ident()])(*given)
             return all(_near(*pair) for pair in zip(found, expected, strict=True))
         except Exception as error:
             _LOG.info("%s turns by its own function: %s", file.__name__, error)
@@ -250,29 +266,62 @@ def _routed(router: nn.Module, top_k: int, hidden: Tensor, *, normalized: bool) 
     return (logits, *top_experts(logits, top_k, normalized=normalized)) if fits(logits, top_k) else None
 
 
-def _turning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary function that is ours for calls of this thread that fit, and `function` for others."""
+def _turning(function: Callable[..., Any], threads: Collection[int]) -> Callable[..., Any]:
+    """A rotary function that is ours for calls of some threads that fit, and `function` for others."""
     from sparseflow.adaptive.kernels.rotary.triton import fits, rotate
 
-    mine = threading.get_ident()
-
     def turn(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *given: Any, **named: Any) -> Any:
-        ours = threading.get_ident() == mine and not given and not named
+        ours = threading.get_ident() in threads and not given and not named
         turns = rotate if ours and fits(query, key, cosine, sine) else function
         return turns(query, key, cosine, sine, *given, **named)
 
     return turn
 
 
+class _Turns:
+    """Files whose rotary function is replaced now, and the threads that it is ours for; of all engines."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[ModuleType, tuple[Any, list[int]]] = {}
+
+    def install(self, file: ModuleType) -> None:
+        """Have this thread's calls turned by our kernel."""
+        with self._lock:
+            if file not in self._files:
+                threads: list[int] = []
+                self._files[file] = vars(file)[_ROTARY], threads
+                vars(file)[_ROTARY] = _turning(vars(file)[_ROTARY], threads)
+            self._files[file][1].append(threading.get_ident())
+
+    def remove(self, file: ModuleType) -> None:
+        """No longer; when no thread is left, the file has its own function again."""
+        with self._lock:
+            function, threads = self._files[file]
+            threads.remove(threading.get_ident())
+            if not threads:
+                vars(file)[_ROTARY] = function
+                del self._files[file]
+
+
+_TURNS = _Turns()
+
+
 def _many(
     known: Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Every expert for every token where that pays, else a forward that is known to be right."""
-    from sparseflow.adaptive.kernels.experts.dense import experts, pays
+    from sparseflow.adaptive.kernels.experts.dense import pays
+
+    enough = pays(len(hidden_states), top_k_index.shape[1], module.get_parameter("gate_up_proj"))
+    return (_all if enough else known)(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _all(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Every expert for every token."""
+    from sparseflow.adaptive.kernels.experts.dense import experts
 
     gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    if not pays(len(hidden_states), top_k_index.shape[1], gate_up):
-        return known(module, hidden_states, top_k_index, top_k_weights)
     return experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
 
 

@@ -28,7 +28,8 @@ class Snapshot:
         load: Share of the last seconds in which the engine worked, 0 to 1.
         tokens_per_s: Generated, over the last seconds.
         submitted: Requests handed in so far.
-        ended: Outcome -> requests, of "finished", "refused", "cancelled", "failed".
+        ended: Outcome -> requests, of "finished", "refused", "cancelled", "failed",
+            "stopped".
         tokens: Generated so far.
         plans: Id of a plan -> requests that began to decode under it.
         batches: Id of what of a plan matters in decoding -> requests that decode under it now.

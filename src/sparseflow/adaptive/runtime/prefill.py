@@ -1,9 +1,8 @@
 """Prompts: from inputs to a slot with keys and values, and the logits of the first new token.
 
 Whole: the model's own forward, with the second controller asked within it. That is right for every model and
-    every
-batch. In parts, recorded: one row at a time, where a model's decoder is its blocks and nothing more; whether
-it is, is tried on a short prompt first.
+every batch. In parts, recorded: one row at a time, where a model's decoder is its blocks and nothing more;
+whether it is, is tried on a short prompt first.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.images import Bank
 from sparseflow.adaptive.grid_vqa.model import load
+from sparseflow.adaptive.grid_vqa.settings import Settings
 from sparseflow.adaptive.grpo_config import GrpoConfig
 from sparseflow.adaptive.profile import Profile, weights_id
 from sparseflow.adaptive.study import findings
 from sparseflow.adaptive.study.contest import contest
-from sparseflow.adaptive.study.learning import learn
+from sparseflow.adaptive.study.learning import GRPO, SUPERVISED, learn
 from sparseflow.adaptive.study.page import PAGE, write_page
 from sparseflow.adaptive.study.tables import Counts, Tables, dtype_of, tables
 from sparseflow.adaptive.training import CONTROLLERS
@@ -29,6 +30,7 @@ from sparseflow.errors import InputError
 Progress = Callable[[str, float], None]
 
 WORTH = "worth.json"
+_ATTAINMENT = 0.99
 _TABLES, _TRAINED = 0.4, 0.9
 """Share of the progress after which tables are there, and after which controllers are."""
 
@@ -43,7 +45,8 @@ class Asked:
         out: Folder of the study; made when absent.
         device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
         counts: Of samples.
-        attainment: Share of answers that must be in time; by default what the training asks for.
+        attainment: Share of answers that must be in time; by default what the training asks for, or 0.99
+            where that is not known.
         budgets: How many to judge at.
         archives: Of images, if they are elsewhere now than when the model was trained.
         bank: Images in place of those that the model's settings name.
@@ -111,6 +114,9 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Judge controllers, or only what needs no training, without training any.
 
+    Controllers in the folder of a study are judged at the attainment that it was judged at, and where the
+    profile is of the same device, at budgets of the same span. What was used, and why, `judged_at` tells.
+
     Args:
         asked: Model, profile and where to write.
         controllers: Trained ones.
@@ -120,19 +126,25 @@ def evaluate(
         What `judged.json` holds; None in processes but the first.
 
     Raises:
-        InputError: A file is missing or of something else.
+        InputError: A file is missing or of something else, or the folder holds a training.
         FileFormatError: A file is damaged.
     """
+    held = [name for name in (CONTROLLERS, GRPO, SUPERVISED) if (asked.out / name).exists()]
+    if held:
+        raise InputError(
+            f"`out` (={asked.out}) holds a training ({held[0]}), whose findings would be overwritten; name "
+            "another folder than that of a training"
+        )
     with ranks(asked.device) as mine:
         profile, made, model_id = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
         if mine.rank:
             return None
         given = () if controllers is None else (_load(controllers, model_id, made, mine),)
-        told = {} if controllers is None else {"controllers": str(controllers)}
+        told: dict[str, Any] = {} if controllers is None else {"controllers": str(controllers)}
+        how, told["judged_at"] = _judged_at(asked, controllers, model_id, profile)
         return _judged(
-            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0), controllers=given,
-            attainment=0.99 if asked.attainment is None else asked.attainment,
-        )  # fmt: skip
+            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0), controllers=given, **how
+        )
 
 
 def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profile, Tables, str]:
@@ -141,15 +153,52 @@ def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profi
         raise InputError(f"`out` (={asked.out}) is a file; name a folder")
     profile = Profile.read(asked.profile)
     model, _, settings = load(asked.model, device=mine.device, dtype=dtype_of(profile))
-    if asked.archives:
-        images = settings.images.model_copy(update={"archives": tuple(asked.archives)})
-        settings = settings.model_copy(update={"images": images})
-    data = Data(settings, mine.device, bank=asked.bank)
+    data = Data(placed(settings, asked.archives), mine.device, bank=asked.bank)
     asked.out.mkdir(parents=True, exist_ok=True)
     made = tables(
         model, data, profile, asked.out, counts=asked.counts, mine=mine, progress=progress
     )  # fmt: skip
     return profile, made, weights_id(model)
+
+
+def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
+    """Settings of a task whose archives may be elsewhere now."""
+    if not archives:
+        return settings
+    images = settings.images.model_copy(update={"archives": tuple(archives)})
+    return settings.model_copy(update={"images": images})
+
+
+def _judged_at(
+    asked: Asked, controllers: Path | None, model_id: str, profile: Profile
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Attainment and span of budgets to judge at, and where each is from."""
+    study = None if controllers is None else _study_of(controllers, model_id)
+    how: dict[str, Any] = {"attainment": _ATTAINMENT}
+    told = {"attainment": "by default", "budgets": "by default, from the least that a plan keeps"}
+    if study is not None:
+        how["attainment"], told["attainment"] = study["attainment"], "of the controllers' study"
+        budgets_ms = study["budgets_ms"]
+        if len(budgets_ms) > 1 and study["device"].get("name") == profile.about.device.get("name"):
+            # `budget_grid` has the middles of equal parts: half a part lies beyond the first and the last.
+            half = (budgets_ms[-1] / budgets_ms[0]) ** (0.5 / (len(budgets_ms) - 1))
+            how["span_ms"] = (budgets_ms[0] / half, budgets_ms[-1] * half)
+            told["budgets"] = "of the controllers' study"
+    if asked.attainment is not None:
+        how["attainment"], told["attainment"] = asked.attainment, "as asked for"
+    return how, told
+
+
+def _study_of(controllers: Path, model_id: str) -> dict[str, Any] | None:
+    """What the study found that controllers lie in, as its best or as those of a seed; None if in none."""
+    for folder in controllers.absolute().parents[:3]:
+        try:
+            found = findings.read(folder)
+        except InputError:
+            continue
+        if "best_seed" in found and found["model_id"] == model_id:
+            return found
+    return None
 
 
 def _load(path: Path, model_id: str, made: Tables, mine: Ranks) -> Controllers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.folder import Opened
-    from sparseflow.adaptive.grid_vqa.settings import Settings
     from sparseflow.adaptive.serve.backend import Prompt
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -69,14 +67,6 @@ def quiet() -> None:
     logging = require("transformers.utils.logging", "adaptive")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
-    """Settings of a task whose archives may be elsewhere now."""
-    if not archives:
-        return settings
-    images = settings.images.model_copy(update={"archives": tuple(archives)})
-    return settings.model_copy(update={"images": images})
 
 
 def example_of(opened: Opened) -> Prompt:

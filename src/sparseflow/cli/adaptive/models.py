@@ -63,7 +63,8 @@ def importance(
     from sparseflow.adaptive.importance import importance as search
     from sparseflow.adaptive.plan import Plan
     from sparseflow.adaptive.profile import weights_id
-    from sparseflow.cli.adaptive.base import placed, quiet
+    from sparseflow.adaptive.study.run import placed
+    from sparseflow.cli.adaptive.base import quiet
     from sparseflow.cli.options import device_of
     from sparseflow.cli.progress import bar
 

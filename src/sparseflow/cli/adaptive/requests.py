@@ -134,6 +134,8 @@ def app_of(
     ms, _ = chooser.predictor.predict_all(text_tokens=32, images=int(there.sight is not None), new_tokens=16)
     kept = pareto(space.plans, ms.tolist(), ms.tolist() if chooser.worth is None else chooser.worth, plans)
     chooser = chooser.only(kept)
+    # Before the engine: what is wrong with a profile is said before minutes of recording.
+    forecast = Predicted(chooser.predictor, kept, load=lambda: engine.load)
     engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=batch, max_tokens=there.context)
     with bar() as tell:
         engine.warm(
@@ -141,9 +143,8 @@ def app_of(
             progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of),
         )
     backend = EngineBackend(
-        engine, decider=deciding(chooser, load=lambda: engine.load),
-        forecast=Predicted(chooser.predictor, kept, load=lambda: engine.load), stop=attached.stop,
-    )  # fmt: skip
+        engine, decider=deciding(chooser, load=lambda: engine.load), forecast=forecast, stop=attached.stop
+    )
     prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
     return create_app(Service(name, backend, prompts))
 

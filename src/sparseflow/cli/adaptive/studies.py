@@ -142,10 +142,16 @@ def _tell(found: dict[str, Any], out: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    files = {name: str(out / file) for name, file in _FILES.items() if (out / file).exists()}
+    from sparseflow.adaptive.study.findings import FILE
+    from sparseflow.adaptive.study.page import PAGE
+    from sparseflow.adaptive.study.run import WORTH
+    from sparseflow.adaptive.training import CONTROLLERS
+
+    made = {"controllers": CONTROLLERS, "worth": WORTH, "judged": FILE, "page": PAGE}
+    files = {name: str(out / file) for name, file in made.items() if (out / file).exists()}
     if as_json:
-        kept = ("policies", "compared", "verdict", "attainment", "budgets_ms", "samples")
-        typer.echo(json.dumps({name: found[name] for name in kept} | files))
+        kept = ("policies", "compared", "verdict", "attainment", "budgets_ms", "samples", "judged_at")
+        typer.echo(json.dumps({name: found[name] for name in kept if name in found} | files))
         return
     measures = ("goodput", "accuracy", "attainment", "regret")
     table = Table("policy", "right and in time, %", "right, %", "in time, %", "regret, points", "mean, ms")
@@ -161,14 +167,13 @@ def _tell(found: dict[str, Any], out: Path, as_json: bool) -> None:
     (console if console.is_terminal else Console(width=160)).print(table)
     for sentence in found["verdict"]:
         typer.echo(sentence)
+    if (source := found.get("judged_at")) is not None:
+        typer.echo(
+            f"judged at {found['attainment']:.1%} in time ({source['attainment']}) and budgets of "
+            f"{found['budgets_ms'][0]:.3g} to {found['budgets_ms'][-1]:.3g} ms ({source['budgets']})"
+        )
     for name, path in files.items():
         typer.echo(f"{name}: {path}")
-
-
-_FILES = {
-    "controllers": "controllers.safetensors", "worth": "worth.json", "judged": "judged.json",
-    "page": "report.html",
-}  # fmt: skip
 
 
 def _beside(path: Path) -> Path:

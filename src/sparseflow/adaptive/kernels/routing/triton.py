@@ -31,7 +31,8 @@ def choose_kernel(
     logits = tl.where((row < N)[:, None], logits.to(tl.float32), 0.0)
     top = tl.max(logits, axis=1)
     odds = tl.exp(logits - top[:, None])
-    chances = odds / tl.sum(odds, axis=1)[:, None]
+    total = tl.sum(odds, axis=1)
+    chances = odds / total[:, None]
     left = tl.where((e < E)[None, :], chances, -1.0)
     at = tl.arange(0, BK)
     values = tl.zeros([BN, BK], tl.float32)
@@ -39,9 +40,13 @@ def choose_kernel(
     for k in tl.static_range(K):
         best = tl.max(left, axis=1)
         which = tl.min(tl.where(left == best[:, None], e[None, :], BE), axis=1)
+        # NaN equals nothing: whatever expert it is, it must be one, for kernels that go by it.
+        which = tl.minimum(which, E - 1)
         values = tl.where((at == k)[None, :], best[:, None], values)
         chosen = tl.where((at == k)[None, :], which[:, None], chosen)
         left = tl.where(e[None, :] == which[:, None], -1.0, left)
+    # A row with NaN gives NaN, as a softmax does.
+    values = tl.where((total == total)[:, None], values, total[:, None])
     if NORMALIZED:
         values = values / tl.sum(values, axis=1)[:, None]
     out = row[:, None] * K + at[None, :]
