@@ -10,15 +10,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.claims import recorded
+from sparseflow.core.claims import record_command
 from sparseflow.pruning.data.moving_digits import MovingDigits
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -205,17 +203,5 @@ def checks(record: Fields) -> Iterator[Fields]:
 KINDS = {"checks": checks, "throughput": throughput, "comparison": comparison, "decode": decode}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("file", type=Path)
-    asked = parser.parse_args()
-    record = json.loads(asked.file.read_text(encoding="utf-8"))
-    recorded(RESULTS, record, asked.file, KINDS[asked.kind])
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_command(__doc__, RESULTS, KINDS))

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from guided import summary
 
-from sparseflow.core.claims import recorded
+from sparseflow.core.claims import record_command
 from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.files import write_atomic
 from sparseflow.tuning.net.judge import TOP
@@ -310,17 +309,5 @@ def read(path: Path) -> tuple[Fields, Path]:
     return record, kept
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("file", type=Path)
-    asked = parser.parse_args()
-    record, kept = read(asked.file)
-    recorded(RESULTS, record, kept, KINDS[asked.kind])
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_command(__doc__, RESULTS, KINDS, read=read))

@@ -110,3 +110,25 @@ def test_an_id_stands_once(results: Path) -> None:
     (results / "spiking" / "claims.json").write_text(json.dumps([fields(), fields()]))
     with pytest.raises(FileFormatError, match="more than one claim"):
         claims.load(results / "spiking" / "claims.json")
+
+
+def test_a_record_becomes_claims_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "spiking" / "resnet18.json"
+    kept.parent.mkdir()
+    circumstances = {"device": {"name": "a GPU"}, "git": "abcdef123456"}
+    kept.write_text(json.dumps({"environment": circumstances, "ratio": 1.52}))
+    told = {"device", "samples", "git", "date"}
+
+    def steps(record: Any) -> list[dict[str, Any]]:
+        return [{k: v for k, v in fields(value=record["ratio"]).items() if k not in told}]
+
+    monkeypatch.setattr("sys.argv", ["record.py", "steps", str(kept)])
+    assert claims.record_command("What it does.", tmp_path, {"steps": steps}) == 0
+    (found,) = claims.load(tmp_path / "spiking" / "claims.json")
+    assert (found.value, found.device, found.samples) == (1.52, "a GPU", "spiking/resnet18.json")
+    assert capsys.readouterr().out == "met  spiking/3-resnet18-b32-t4: 1.52 x (>= 1.4)\n"
+    monkeypatch.setattr("sys.argv", ["record.py", "other", str(kept)])
+    with pytest.raises(SystemExit):
+        claims.record_command("What it does.", tmp_path, {"steps": steps})

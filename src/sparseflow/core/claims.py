@@ -5,6 +5,7 @@ A claim that was not met is kept as one, with its honest value. A claim without 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import re
@@ -203,6 +204,42 @@ def recorded(
         claim = update(results, common | fields)
         met = "" if claim.target is None else "met  " if claim.met else "NOT MET  "
         print(f"{met}{claim.id}: {claim.value} {claim.unit} ({claim.target})")
+
+
+def read_record(path: Path) -> tuple[dict[str, Any], Path]:
+    """A benchmark's record, and the file that it is kept in."""
+    return json.loads(path.read_text(encoding="utf-8")), path
+
+
+def record_command(
+    doc: str | None,
+    results: Path,
+    kinds: Mapping[str, Callable[[Any], Iterable[dict[str, Any]]]],
+    *,
+    read: Callable[[Path], tuple[Mapping[str, Any], Path]] = read_record,
+) -> int:
+    """What a wing's `benchmarks/<wing>/record.py` does: `record.py KIND FILE`.
+
+    Args:
+        doc: The script's docstring.
+        results: The folder `results/`.
+        kinds: What benchmarks there are -> the claims that a record of it supports, as for `recorded`.
+        read: From the file to the record and the file that it is kept in.
+
+    Returns:
+        The status to end with.
+
+    Raises:
+        InputError: As of `recorded`.
+        FileFormatError: As of `recorded`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("file", type=Path)
+    asked = parser.parse_args()
+    record, kept = read(asked.file)
+    recorded(results, record, kept, kinds[asked.kind])
+    return 0
 
 
 def _first(error: ValidationError) -> str:

@@ -17,7 +17,7 @@ from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.profile.identity import model_id
 from sparseflow.adaptive.profile.prompts import Prompts
-from sparseflow.adaptive.profile.runner import Timed
+from sparseflow.adaptive.profile.runner import Timed, computed
 from sparseflow.core.timing import measure
 from sparseflow.errors import InputError
 
@@ -66,14 +66,7 @@ class EagerRunner:
 
     @property
     def how(self) -> Mapping[str, Any]:
-        config = self._adapter.model.config
-        inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return {
-            "runner": "eager",
-            "dtype": str(next(self._adapter.model.parameters()).dtype).removeprefix("torch."),
-            "attention": getattr(inner, "_attn_implementation", None),
-            "experts": getattr(inner, "_experts_implementation", None),
-        }
+        return {"runner": "eager", **computed(self._adapter.model)}
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
         """Run a request; see `Runner.run`.

@@ -35,7 +35,7 @@ from sparseflow.adaptive.profile.collect import Progress, profile
 from sparseflow.adaptive.profile.identity import model_id
 from sparseflow.adaptive.profile.others import Given, Mix, Others, whole
 from sparseflow.adaptive.profile.prompts import Prompts
-from sparseflow.adaptive.profile.runner import Timed
+from sparseflow.adaptive.profile.runner import Timed, computed
 from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.handle import Handle
@@ -131,13 +131,8 @@ class EngineRunner:
         return self._how
 
     def _told(self, engine: Engine) -> Mapping[str, Any]:
-        config = self._adapter.model.config
-        inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         return {
-            "runner": "engine",
-            "dtype": str(next(self._adapter.model.parameters()).dtype).removeprefix("torch."),
-            "attention": getattr(inner, "_attn_implementation", None),
-            "experts": getattr(inner, "_experts_implementation", None),
+            "runner": "engine", **computed(self._adapter.model),
             "graphs": engine.graphs.enabled, "max_batch": self._max_batch, "max_tokens": self._max_tokens,
             "prompts": list(engine.prompts), "contexts": list(engine.contexts),
         }  # fmt: skip

@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,17 @@ class Timed:
                 raise InputError(
                     f"`{name}` (={value!r}) must be a finite time above 0 ms; the runner's timer is wrong"
                 )
+
+
+def computed(model: PreTrainedModel) -> dict[str, Any]:
+    """How a model computes, as far as its times depend on it: number format, attention and experts."""
+    config: Any = model.config
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "attention": getattr(inner, "_attn_implementation", None),
+        "experts": getattr(inner, "_experts_implementation", None),
+    }
 
 
 class Runner(Protocol):

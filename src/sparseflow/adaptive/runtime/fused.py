@@ -167,8 +167,8 @@ class Fused:
                 if found is None:
                     break
                 same = scores.dtype == found[1].dtype and chosen.dtype == found[2].dtype
-                near = scores.shape == found[1].shape and _near(found[1], scores)
-                if same and near and torch.equal(chosen, found[2]) and _near(found[0], logits):
+                near = scores.shape == found[1].shape and compared(found[1], scores)[1]
+                if same and near and torch.equal(chosen, found[2]) and compared(found[0], logits)[1]:
                     return normalized
         except Exception as error:  # A module that only looks alike may fail in any way.
             _LOG.info("%s chooses experts itself: %s", type(router).__name__, error)
@@ -188,7 +188,7 @@ class Fused:
         try:
             expected = function(*given)
             found = _turning(function, [threading.get_ident()])(*given)
-            return all(_near(*pair) for pair in zip(found, expected, strict=True))
+            return all(compared(*pair)[1] for pair in zip(found, expected, strict=True))
         except Exception as error:
             _LOG.info("%s turns by its own function: %s", file.__name__, error)
             return False
@@ -209,16 +209,14 @@ class Fused:
         except Exception as error:  # A module that only looks alike may fail in any way.
             _LOG.info("%s keeps its own forward: %s", type(module).__name__, error)
             return False
-        largest = float(expected.double().abs().max())
-        difference = float((found.double() - expected.double()).abs().max())
-        limit = TOLERANCE.get(self._dtype, 0.0) * largest
-        if difference > limit:
+        difference, near = compared(found, expected)
+        if not near:
             _LOG.warning(
                 "%s keeps its own forward: a kernel differs from it by %.1e",
                 type(module).__name__,
                 difference,
             )
-        return difference <= limit
+        return near
 
 
 def _is_stacked(module: nn.Module) -> bool:
@@ -252,9 +250,11 @@ def _bytes_a_token(module: nn.Module) -> int:
     return chosen * sum(stack[0].numel() * stack.element_size() for stack in stacks)
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
+def compared(found: Tensor, expected: Tensor) -> tuple[float, bool]:
+    """The largest difference of what a replacement gives, and whether `TOLERANCE` allows it."""
+    difference = float((found.double() - expected.double()).abs().max())
     limit = TOLERANCE.get(expected.dtype, 0.0) * float(expected.double().abs().max())
-    return bool((found.double() - expected.double()).abs().max() <= limit)
+    return difference, difference <= limit
 
 
 def _routed(router: nn.Module, top_k: int, hidden: Tensor, *, normalized: bool) -> Any:

@@ -20,7 +20,7 @@ from sparseflow.adaptive.adapters.base import Adapter, Inputs
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.runtime.cache import SlotCache
-from sparseflow.adaptive.runtime.fused import TOLERANCE, Fused
+from sparseflow.adaptive.runtime.fused import Fused, compared
 from sparseflow.adaptive.runtime.graphs import Graphs
 from sparseflow.adaptive.runtime.parts import Decided, Parts, Place
 from sparseflow.adaptive.runtime.steps import decode_plan, last_logits
@@ -226,8 +226,7 @@ class Prefill:
         ids, position = torch.arange(tokens, device=self._device)[None], plan.insertion_position
         whole = self._whole({"input_ids": ids}, None, position, False, _same, lambda _: plan, place).logits
         found = parts.run(self.adapter.embed(ids), None, position, lambda _: plan, place)[3]
-        difference = float((found.double() - whole.double()).abs().max())
-        good = difference <= TOLERANCE.get(whole.dtype, 0.0) * float(whole.double().abs().max())
+        difference, good = compared(found, whole)
         if not good:
             _LOG.warning("prompts run whole, unrecorded: in parts their logits differ by %.1e", difference)
         return good

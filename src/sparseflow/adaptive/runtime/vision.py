@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.adaptive.adapters.base import Adapter, Inputs
-from sparseflow.adaptive.runtime.fused import TOLERANCE
+from sparseflow.adaptive.runtime.fused import compared
 from sparseflow.adaptive.runtime.graphs import Graphs
 from sparseflow.adaptive.runtime.steps import bucket
 from sparseflow.errors import ModelError
@@ -115,9 +115,8 @@ class Vision:
         expected = self._embedded(given)
         try:
             found = self._recorded(given["input_ids"], given["pixel_values"])
-            difference = float((found.double() - expected.double()).abs().max())
-            limit = TOLERANCE.get(expected.dtype, 0.0) * float(expected.double().abs().max())
-            self._static, why = difference <= limit, f"it would differ by {difference:.1e}"
+            difference, self._static = compared(found, expected)
+            why = f"it would differ by {difference:.1e}"
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
