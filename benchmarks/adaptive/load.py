@@ -541,7 +541,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer")
     parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
     parser.add_argument("--plans", type=int, default=12, help="as of `serve`")
-    parser.add_argument("--batch", type=int, default=8, help="as of `serve`")
+    parser.add_argument("--batch", type=int, help="as of `serve`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--http", action="store_true", help="by uvicorn and a client")
     parser.add_argument("--seed", type=int, default=0)

@@ -182,6 +182,12 @@ def test_a_model_without_images_has_no_tiers() -> None:
     assert MOLMOE.full().blocks == tuple(range(16)) and MOLMOE.full().top_k == 8
 
 
+def test_calls_of_experts_are_counted_before_and_after_the_insertion() -> None:
+    assert MOLMOE.expert_calls(MOLMOE.full()) == 16 * 8
+    plan = Plan(tier="low", insertion_position=2, top_k=5, blocks=(0, 1, 4, 7))
+    assert MOLMOE.expert_calls(plan) == 2 * 8 + 2 * 5
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -4,14 +4,14 @@ A plan fits where what 99 of 100 such requests stay below is no more than what i
 the vision encoder, Stage 1 chooses tier and insertion position among those that some fitting plan begins
 with. At the insertion, with what is left by then, Stage 2 chooses among the fitting plans that begin so.
 Without controllers the plan of the highest worth that fits is taken; without anything to tell worth by, the
-one that takes longest, which does most. Without a budget everything runs.
+one that does most, as calls of experts over all tokens. Without a budget everything runs.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from sparseflow.adaptive.adapters.base import Adapter
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.host import Begun, HostControllers, HostWords
-from sparseflow.adaptive.plan import TIERS, Plan
+from sparseflow.adaptive.plan import TIERS, Plan, Tier
 from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.model import Predictor
 from sparseflow.adaptive.runtime.requests import Choice, Decision, Refusal, Request
@@ -59,6 +59,10 @@ class Chooser:
     """Which of them may be chosen, [plans] bool."""
     begins: np.ndarray = field(init=False, repr=False)
     """Their tiers and insertion positions, as indices: [2, plans] int64."""
+    vision: np.ndarray = field(init=False, repr=False)
+    """Vision tokens of an image under each, [plans] int64."""
+    calls: np.ndarray = field(init=False, repr=False)
+    """Experts that a token goes to under each, [plans] int64."""
     host: HostControllers | None = field(init=False, repr=False)
     """The controllers as they were when this was made."""
     words: HostWords = field(init=False, repr=False)
@@ -86,6 +90,8 @@ class Chooser:
             ("every", every),
             ("allowed", allowed),
             ("begins", np.array([(each.tier, each.position) for each in actions]).T),
+            ("vision", np.array([_vision(self.predictor.about.vision_tokens, plan) for plan in every])),
+            ("calls", np.array([space.geometry.expert_calls(plan) for plan in every])),
             ("host", None if self.controllers is None else HostControllers(self.controllers)),
             ("words", HostWords(self.adapter)),
         ):
@@ -124,6 +130,15 @@ class Chooser:
             chooser=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
             load=load, input_ids=input_ids,
         )  # fmt: skip
+
+    def worths(self, *, text_tokens: int, images: int) -> np.ndarray:
+        """What plans are worth to a prompt, more is better: [plans].
+
+        Without `worth` it is what they do, in calls of experts: a count, so no noise of timing ranks them.
+        """
+        if self.worth is not None:
+            return np.asarray(self.worth)
+        return (text_tokens + images * self.vision) * self.calls
 
     def only(self, plans: Sequence[Plan]) -> Chooser:
         """The same, choosing among some plans."""
@@ -199,7 +214,7 @@ class Budgeted:
         return max(among.tolist(), key=lambda at: (_tier(plans[at]), len(plans[at].blocks), plans[at].top_k))
 
     def _worthiest(self, fits: np.ndarray, p50: np.ndarray) -> int:
-        worth = p50 if self.chooser.worth is None else np.asarray(self.chooser.worth)
+        worth = self.chooser.worths(text_tokens=self.text_tokens, images=self.images)
         among = np.flatnonzero(fits)
         # Of equal worth, the quicker.
         return int(among[np.lexsort((p50[among], -worth[among]))[0]])
@@ -261,3 +276,8 @@ def _waited_ms(request: Request) -> float:
 
 def _tier(plan: Plan) -> int:
     return -1 if plan.tier is None else TIERS.index(plan.tier)
+
+
+def _vision(of_image: Mapping[Tier, int], plan: Plan) -> int:
+    # Profiles need not say how many tokens a tier has; the tiers' order is known then.
+    return 0 if plan.tier is None else of_image.get(plan.tier, 1 + TIERS.index(plan.tier))

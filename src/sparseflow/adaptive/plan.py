@@ -195,6 +195,11 @@ class Geometry:
         tier = self.tiers[-1] if images and self.tiers else None
         return Plan(tier=tier, insertion_position=1, top_k=self.top_k, blocks=tuple(range(self.depth)))
 
+    def expert_calls(self, plan: Plan) -> int:
+        """How many experts one token goes to, over all blocks that run."""
+        whole = plan.insertion_position
+        return whole * self.top_k + (len(plan.blocks) - whole) * plan.top_k
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
         return {"depth": self.depth, "top_k": self.top_k, "tiers": list(self.tiers)}

@@ -301,6 +301,12 @@ class TestWhatItTells:
             engine.submit(request(max_new_tokens=3)).result()
         assert 0.0 < engine.load <= 1.0 and engine.worked_s > 0.0
 
+    def test_load_is_what_requests_meet(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        engine = still(olmoe)
+        for _ in range(20):
+            engine.submit(request(max_new_tokens=2))
+        assert engine.load > 0.8
+
     def test_a_listener_hears_of_every_token(self, olmoe: tuple[Adapter, Knobs]) -> None:
         heard: list[int] = []
         with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from sparseflow.adaptive.runtime.metrics import BUSY_S, RATE_S, Metrics
@@ -40,6 +41,41 @@ def test_load_of_work_that_comes_and_goes() -> None:
         clock.now += 0.003
         metrics.spent(busy=False)
     assert metrics.load(busy=False) == pytest.approx(0.7, abs=0.01)
+
+
+def test_who_sends_one_request_after_the_other_is_alone() -> None:
+    clock = Clock()
+    metrics = Metrics(clock=clock)
+    metrics.spent(busy=False)
+    for _ in range(500):
+        metrics.arrived(busy=False)
+        clock.now += 0.019
+        metrics.spent(busy=True)
+        clock.now += 0.001
+        metrics.spent(busy=False)
+    # Busy for 95 % of the time, and nobody ever met another.
+    assert metrics.load(busy=False) < 0.03
+    clock.now += 100 * BUSY_S
+    assert metrics.load(busy=False) == pytest.approx(0.0)
+
+
+def test_at_random_arrivals_load_is_the_share_of_busy_time() -> None:
+    clock, random = Clock(), np.random.default_rng(0)
+    metrics = Metrics(clock=clock)
+    metrics.spent(busy=False)
+    told, until = [], clock.now
+    for _ in range(20_000):
+        came = clock.now + random.exponential(0.01)
+        if until < came:
+            clock.now = max(clock.now, until)
+            metrics.spent(busy=True)
+            clock.now = came
+            metrics.spent(busy=False)
+        clock.now = came
+        metrics.arrived(busy=until > came)
+        until = max(until, came) + 0.006
+        told.append(metrics.load(busy=True))
+    assert np.mean(told[1000:]) == pytest.approx(0.6, abs=0.03)
 
 
 def test_tokens_a_second() -> None:

@@ -84,13 +84,13 @@ class Forecast:
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         return 1.0 + new_tokens
 
-    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
+    def of(self, plan: Plan, job: Job) -> tuple[float, float]:
         return 10.0, 20.0
 
-    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
+    def observe(self, job: Job, finished: Finished) -> None:
         if self.error is not None:
             raise self.error
-        self.seen.append((prompt, beside, finished))
+        self.seen.append((job.prompt, job.beside, job.load, finished))
 
 
 class Asked:
@@ -118,7 +118,7 @@ class Replanning(Asked):
 class Standing:
     """A stand-in for an engine: it does nothing by itself."""
 
-    max_batch, max_tokens = 3, 64
+    max_batch, max_tokens, load = 3, 64, 0.25
 
     def __init__(self, error: Exception | None = None) -> None:
         self.handles: list[Handle] = []
@@ -188,7 +188,8 @@ def test_what_happens_comes_in_order() -> None:
         assert started.plan == PLAN
         assert [token for each in tokens for token in each.ids] == [8, 9]
         assert ended == Ended("stop")
-        assert [(prompt, beside) for prompt, beside, _ in forecast.seen] == [(asked.prompt, 1)]
+        # With the load that the engine had when its turn came.
+        assert [told[:-1] for told in forecast.seen] == [(asked.prompt, 1, 0.25)]
 
     asyncio.run(story())
 
@@ -318,10 +319,10 @@ KINDS: tuple[tuple[Tier, int], ...] = (("low", 3), ("low", 2), ("high", 2), ("hi
 class Predictor:
     """As that of `predictor`, by a formula; remembers what it was asked."""
 
-    def __init__(self, runner: str = "engine", device: str = "cuda") -> None:
+    def __init__(self, runner: str = "engine", device: str = "cuda", **sizes: int) -> None:
         self.asked: list[dict[str, Any]] = []
         self.observed: list[tuple[Ask, float, float | None]] = []
-        self.about = SimpleNamespace(how={"runner": runner}, device={"kind": device})
+        self.about = SimpleNamespace(how={"runner": runner, **sizes}, device={"kind": device})
         self.space = SimpleNamespace(
             plans=tuple(
                 Plan(tier=tier, insertion_position=1, top_k=2, blocks=tuple(range(blocks)))
@@ -351,11 +352,15 @@ def test_a_forecast_of_the_predictor() -> None:
         {"text_tokens": text.text_tokens, "images": 0, "batch": 3, "load": 0.25},
         {"text_tokens": 3, "images": 1, "batch": 1, "load": 0.25},
     ]
-    assert forecast.of(plans[0], seen, 5, 1) == (35.0, 70.0)
+    asked = job(prompt=seen, max_new_tokens=5, beside=1, load=0.5)
+    assert forecast.of(plans[0], asked) == (35.0, 70.0)
     # The tier does not matter without images.
-    assert forecast.of(replace(plans[0], tier=None), text, 5, 1) == (35.0, 70.0)
-    forecast.observe(seen, 1, finished(plan=plans[0]))
+    assert forecast.of(replace(plans[0], tier=None), job(max_new_tokens=5, beside=1)) == (35.0, 70.0)
+    # A job's own load counts, not that of the end.
+    assert [each["load"] for each in predictor.asked[-2:]] == [0.5, 0.0]
+    forecast.observe(asked, finished(plan=plans[0]))
     ((ask, measured_ms, prefill_ms),) = predictor.observed
+    assert ask.load == 0.5
     assert (ask.new_tokens, ask.queued_ms, ask.batch, measured_ms, prefill_ms) == (2, 2.0, 2, 11.0, 5.0)
     with pytest.raises(InputError, match="no plans"):
         Predicted(predictor, [])
@@ -368,15 +373,26 @@ def test_what_was_measured_eagerly_on_a_gpu_is_no_forecast_of_an_engine() -> Non
     with pytest.raises(InputError, match=r"eager runner.*--runner engine"):
         Predicted(eager, eager.space.plans)
     on_cpu: Any = Predictor("eager", "cpu")
-    Predicted(on_cpu, on_cpu.space.plans)
+    # A profile of the eager runner knows no sizes of engines.
+    Predicted(on_cpu, on_cpu.space.plans, max_batch=4, max_tokens=64)
+
+
+def test_what_an_engine_of_other_sizes_took_is_no_forecast() -> None:
+    predictor: Any = Predictor("engine", max_batch=8, max_tokens=64)
+    Predicted(predictor, predictor.space.plans)
+    Predicted(predictor, predictor.space.plans, max_batch=8, max_tokens=64)
+    with pytest.raises(InputError, match=r"`max_batch` 8, and this one has 4.*use 8, or profile anew"):
+        Predicted(predictor, predictor.space.plans, max_batch=4)
+    with pytest.raises(InputError, match="`max_tokens` 64, and this one has 128"):
+        Predicted(predictor, predictor.space.plans, max_batch=8, max_tokens=128)
 
 
 def test_a_job_that_was_let_in_is_not_refused_by_its_decider() -> None:
     asked: list[dict[str, Any]] = []
     chooser: Any = SimpleNamespace(decider=lambda **how: asked.append(how))
-    of = deciding(chooser, load=lambda: 0.5)
+    of = deciding(chooser)
     for mode in ("reject", "best_effort", "truncate"):
-        of(job(on_infeasible=mode, beside=2))
+        of(job(on_infeasible=mode, beside=2, load=0.5))
     assert [how["on_infeasible"] for how in asked] == ["best_effort", "best_effort", "truncate"]
     assert all(
         (how["text_tokens"], how["images"], how["batch"], how["load"]) == (3, 0, 3, 0.5) for how in asked

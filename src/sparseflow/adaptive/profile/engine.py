@@ -8,8 +8,9 @@ Others are requests of random plans, lengths and numbers of tokens in the same e
 some are what a server tells of itself when it asks a predictor:
 
 - `batch`: with so many a request runs when its turn comes, itself included (a server's `beside` + 1);
-- `load`: the share of time that the engine works for those that come and go (`Engine.load`), which is how
-  likely more of them come while it runs. A measured request is not in it; of a server's many, one hardly is.
+- `load`: the share of time that the engine works for those that come and go, which is how likely more of them
+  come while it runs. A measured request is not in it. A server counts how many of its requests met others
+  (`Engine.load`), which at random arrivals is the same.
 
 With load 0 nobody comes, and those beside it leave one by one.
 """

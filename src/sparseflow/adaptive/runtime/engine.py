@@ -164,6 +164,7 @@ class Engine:
             self._check_open()
             if self._schedule.waiting >= self._queue_limit:
                 raise Refused(f"{self._schedule.waiting} requests wait already, the most that may")
+            self._metrics.arrived(busy=bool(self._schedule.waiting or self._schedule.running))
             self._metrics.submitted += 1
             self._schedule.add(handle)
             self._changed.notify_all()

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 BUSY_S = 2.0
 """Time constant of the load: what was longer ago than this hardly counts."""
 
+_DOUBT = 2.0
+"""Requests' worth that the share of busy time counts in the load, beside what requests met."""
+
 RATE_S = 5.0
 """Over how long tokens a second are counted."""
 
@@ -25,7 +28,9 @@ class Snapshot:
         running: Requests that decode.
         slots: Most requests that may.
         oldest_wait_ms: How long the oldest of those that wait has waited since its receipt.
-        load: Share of the last seconds in which the engine worked, 0 to 1.
+        load: Share of the last seconds' requests that met the engine at work for others, 0 to 1; where few
+            came, share of the time in which it worked. At random arrivals both are the same, but who sends
+            one request after the other is alone however busy that keeps the engine.
         tokens_per_s: Generated, over the last seconds.
         submitted: Requests handed in so far.
         ended: Outcome -> requests, of "finished", "refused", "cancelled", "failed",
@@ -73,6 +78,9 @@ class Metrics:
     plans: Counter[str] = field(default_factory=Counter)
     _load: float = 0.0
     _seen_s: float | None = None
+    _came: float = 0.0
+    _met: float = 0.0
+    _came_s: float | None = None
     _first_s: float = math.inf
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -86,6 +94,13 @@ class Metrics:
                 self.worked_s += now - self._seen_s
             self._seen_s = now
 
+    def arrived(self, *, busy: bool) -> None:
+        """A request came, and the engine was at work for others or not."""
+        with self._lock:
+            now = self.clock()
+            kept = self._kept(now)
+            self._came, self._met, self._came_s = self._came * kept + 1.0, self._met * kept + busy, now
+
     def generated(self, count: int) -> None:
         """Tokens were generated."""
         with self._lock:
@@ -98,7 +113,10 @@ class Metrics:
     def load(self, *, busy: bool) -> float:
         """The load now; `busy` says what has been going on since the last call of `spent`."""
         with self._lock:
-            return self._at(self.clock(), busy)
+            now = self.clock()
+            kept = self._kept(now)
+            share = self._at(now, busy)
+            return (self._met * kept + _DOUBT * share) / (self._came * kept + _DOUBT)
 
     def tokens_per_s(self) -> float:
         """Over the last seconds."""
@@ -108,6 +126,9 @@ class Metrics:
             # Soon after the first tokens there are no such many seconds yet.
             span = min(RATE_S, max(now - self._first_s, 1e-3))
             return sum(count for _, count in self._recent) / span
+
+    def _kept(self, now: float) -> float:
+        return 0.0 if self._came_s is None else math.exp(-max(0.0, now - self._came_s) / BUSY_S)
 
     def _at(self, now: float, busy: bool) -> float:
         passed = 0.0 if self._seen_s is None else max(0.0, now - self._seen_s)

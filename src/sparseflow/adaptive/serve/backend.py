@@ -51,6 +51,7 @@ class Job:
             an end. Plans are to be chosen for this, not for the budget.
         on_infeasible: What was asked for. Only budgets that can be kept get here with `"reject"`.
         beside: How many requests ran when its turn came, without this one.
+        load: Share of the device that others wanted then, 0 to 1; the backend knows.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Job:
     until_s: float = math.inf
     on_infeasible: OnInfeasible = "reject"
     beside: int = 0
+    load: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

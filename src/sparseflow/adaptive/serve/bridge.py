@@ -50,18 +50,18 @@ def _alone() -> float:
 
 
 class Forecast(Protocol):
-    """How long requests take, from their turn to their last token. `beside` counts the others that run."""
+    """How long requests take, from their turn to their last token."""
 
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
-        """p99 of the cheapest plan."""
+        """p99 of the cheapest plan, now, while `beside` others run."""
         ...
 
-    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
-        """Median and p99 of a plan."""
+    def of(self, plan: Plan, job: Job) -> tuple[float, float]:
+        """Median and p99 of a plan, as it looked when the job's turn came."""
         ...
 
-    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
-        """Learn from a request that ended."""
+    def observe(self, job: Job, finished: Finished) -> None:
+        """Learn from a job that ended."""
         ...
 
 
@@ -71,15 +71,24 @@ class Predicted:
     Args:
         predictor: Of this model on this device.
         plans: Those that the engine runs, with tiers.
-        load: Share of the device that others want now, 0 to 1, as `Engine.load`; by default none.
+        load: Share of the device that others want now, 0 to 1, as `Engine.load`; by default none. For those
+            whose turn has not come: jobs carry their own.
+        max_batch: As of the engine; by default whatever the profile was measured with, as the next.
+        max_tokens: As of the engine.
 
     Raises:
         InputError: There are no plans, the predictor knows one of them not, or it was made for another way to
-            run on a GPU.
+            run on a GPU or an engine of other sizes.
     """
 
     def __init__(
-        self, predictor: Predictor, plans: Sequence[Plan], *, load: Callable[[], float] = _alone
+        self,
+        predictor: Predictor,
+        plans: Sequence[Plan],
+        *,
+        load: Callable[[], float] = _alone,
+        max_batch: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         if not plans:
             raise InputError("there are no plans to forecast; give those that the engine runs")
@@ -89,6 +98,13 @@ class Predicted:
                 "the predictor's profile was measured by the eager runner, and on a GPU an engine takes "
                 "other times; profile with `sparseflow adaptive profile --runner engine`"
             )
+        for name, here in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+            measured = about.how.get(name, here)
+            if here is not None and measured != here:
+                raise InputError(
+                    f"the predictor's profile was measured by an engine with `{name}` {measured}, and this "
+                    f"one has {here}: recordings are of other sizes; use {measured}, or profile anew"
+                )
         self._predictor = predictor
         self._load = load
         at: dict[Plan, int] = {}
@@ -104,40 +120,41 @@ class Predicted:
 
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         """As in `Forecast`."""
-        return float(self._every(prompt, new_tokens, beside)[1][self._rows].min())
+        return float(self._every(prompt, new_tokens, beside, self._load())[1][self._rows].min())
 
-    def of(self, plan: Plan, prompt: Prompt, new_tokens: int, beside: int) -> tuple[float, float]:
+    def of(self, plan: Plan, job: Job) -> tuple[float, float]:
         """As in `Forecast`."""
-        p50, p99 = self._every(prompt, new_tokens, beside)
+        p50, p99 = self._every(job.prompt, job.max_new_tokens, job.beside, job.load)
         return float(p50[self._at[plan]]), float(p99[self._at[plan]])
 
-    def observe(self, prompt: Prompt, beside: int, finished: Finished) -> None:
+    def observe(self, job: Job, finished: Finished) -> None:
         """As in `Forecast`."""
         asked = Ask(
-            plan=finished.plan, text_tokens=prompt.text_tokens, images=prompt.images,
-            new_tokens=max(len(finished.tokens), 1), batch=beside + 1, load=self._load(),
+            plan=finished.plan, text_tokens=job.prompt.text_tokens, images=job.prompt.images,
+            new_tokens=max(len(finished.tokens), 1), batch=job.beside + 1, load=job.load,
             queued_ms=finished.queued_ms,
         )  # fmt: skip
         self._predictor.observe(
             asked, finished.total_ms, prefill_ms=finished.total_ms - finished.queued_ms - finished.decode_ms
         )
 
-    def _every(self, prompt: Prompt, new_tokens: int, beside: int) -> tuple[np.ndarray, np.ndarray]:
+    def _every(
+        self, prompt: Prompt, new_tokens: int, beside: int, load: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Median and p99 of every plan of the predictor's space."""
         return self._predictor.predict_all(
             text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=new_tokens, batch=beside + 1,
-            load=self._load(),
+            load=load,
         )  # fmt: skip
 
 
-def deciding(chooser: Chooser, *, load: Callable[[], float] = _alone) -> Callable[[Job], Decider]:
+def deciding(chooser: Chooser) -> Callable[[Job], Decider]:
     """Makes who decides about a job, of what chooses plans.
 
     A job was let in, so it is not refused any more for a millisecond that was lost since.
 
     Args:
         chooser: Of the model, with the plans that the engine runs.
-        load: As of `Predicted`.
     """
 
     def of(job: Job) -> Decider:
@@ -146,7 +163,7 @@ def deciding(chooser: Chooser, *, load: Callable[[], float] = _alone) -> Callabl
             images=job.prompt.images,
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
             batch=job.beside + 1,
-            load=load(),
+            load=job.load,
             input_ids=job.prompt.inputs["input_ids"],
         )
 
@@ -199,6 +216,8 @@ class EngineBackend:
 
     def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
         """As in `Backend`."""
+        # What is learnt from it in the end is for the load that its plan was chosen at.
+        job = replace(job, load=self._engine.load)
         passage = _Passage(job=job, emit=emit, forecast=self._forecast, stop=self._stop)
         try:
             request = Request(
@@ -260,7 +279,7 @@ class _Passage:
         if self.over:
             return
         before_ms = (self.turn_s - self.job.received_s) * 1000.0
-        p50, p99 = self.forecast.of(plan, self.job.prompt, self.job.max_new_tokens, self.job.beside)
+        p50, p99 = self.forecast.of(plan, self.job)
         self.emit(Started(plan=plan, p50_ms=before_ms + p50, p99_ms=before_ms + p99))
 
     def _look(self, handle: Handle) -> None:
@@ -290,9 +309,7 @@ class _Passage:
         # Before its turn it waited in the server's line; others' turns in the engine are part of its time.
         queued_ms = (self.turn_s - self.job.received_s) * 1000.0
         try:
-            self.forecast.observe(
-                self.job.prompt, self.job.beside, replace(finished, queued_ms=max(queued_ms, 0.0))
-            )
+            self.forecast.observe(self.job, replace(finished, queued_ms=max(queued_ms, 0.0)))
         except InputError:
             _LOG.warning("what request %s took could not be learnt from", self.job.id, exc_info=True)
 

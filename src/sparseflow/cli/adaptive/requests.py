@@ -77,7 +77,12 @@ def serve(
     plans: Annotated[
         int, typer.Option(min=2, help="Most plans to run; requests of one meet in a batch.")
     ] = 12,
-    batch: Annotated[int, typer.Option(min=1, help="Most requests that decode at a time.")] = 8,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most requests that decode at a time; by default as the profile has it, else 8."
+        ),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="Seconds that running requests have after a signal.")] = 30.0,
     replicas: Annotated[
         int, typer.Option(min=1, help="Servers behind one address, by Ray Serve; each has a GPU of its own.")
@@ -117,7 +122,7 @@ def app_of(
     worth: Path | None,
     name: str,
     plans: int,
-    batch: int,
+    batch: int | None,
     device: str,
 ) -> FastAPI:
     """The app of one server, its engine warmed; in the process of a replica, too."""
@@ -131,20 +136,23 @@ def app_of(
     chooser = attached.chooser
     assert chooser is not None
     space = chooser.predictor.space
-    ms, _ = chooser.predictor.predict_all(text_tokens=32, images=int(there.sight is not None), new_tokens=16)
-    kept = pareto(space.plans, ms.tolist(), ms.tolist() if chooser.worth is None else chooser.worth, plans)
+    text_tokens, images = 32, int(there.sight is not None)
+    ms, _ = chooser.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=16)
+    worths = chooser.worths(text_tokens=text_tokens, images=images)
+    kept = pareto(space.plans, ms.tolist(), worths.tolist(), plans)
     chooser = chooser.only(kept)
     # Before the engine: what is wrong with a profile is said before minutes of recording.
-    forecast = Predicted(chooser.predictor, kept, load=lambda: engine.load)
-    engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=batch, max_tokens=there.context)
+    slots = batch or chooser.predictor.about.how.get("max_batch", 8)
+    forecast = Predicted(
+        chooser.predictor, kept, load=lambda: engine.load, max_batch=slots, max_tokens=there.context
+    )
+    engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=slots, max_tokens=there.context)
     with bar() as tell:
         engine.warm(
             None if there.sight is None else example_of(there).inputs,
             progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of),
         )
-    backend = EngineBackend(
-        engine, decider=deciding(chooser, load=lambda: engine.load), forecast=forecast, stop=attached.stop
-    )
+    backend = EngineBackend(engine, decider=deciding(chooser), forecast=forecast, stop=attached.stop)
     prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
     return create_app(Service(name, backend, prompts))
 
