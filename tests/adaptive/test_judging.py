@@ -51,7 +51,7 @@ def test_several_seeds_are_judged_by_their_mean() -> None:
     together, alone = judge(every, table, budgets), [judge(each, table, budgets) for each in every]
     assert together.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in alone) / 3)
     torch.testing.assert_close(
-        together.per_sample["regret"], torch.stack([each.per_sample["regret"] for each in alone]).mean(0)
+        together.per_request["regret"], torch.stack([each.per_request["regret"] for each in alone]).mean(0)
     )
 
 

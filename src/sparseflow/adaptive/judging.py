@@ -64,11 +64,6 @@ class Judged:
     per_request: Mapping[str, Tensor]
     images: Sequence[int]
 
-    @property
-    def per_sample(self) -> dict[str, Tensor]:
-        """Means over budgets: name -> [samples]."""
-        return {name: values.mean(1) for name, values in self.per_request.items()}
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it, without what each request had."""
         estimates = {name: getattr(self, name).to_dict() for name in MEASURES}

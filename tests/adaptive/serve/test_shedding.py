@@ -300,6 +300,21 @@ def test_one_slow_hour_does_not_keep_everybody_out() -> None:
     join(here, budget_ms=150.0)
 
 
+def test_what_was_slow_is_forgotten_while_others_end() -> None:
+    here, clock = line()
+    stretches = []
+    for number in range(60):
+        join(here)
+        place = run(here)
+        place.ends_s = clock.now + 1.0
+        clock.now += 3.0 if number < 2 else 1.0
+        here.leave(place, ended=True)
+        stretches.append(here.stretch)
+    # No more than half of so many had ended by then: that alone would still remember.
+    assert stretches[1] == pytest.approx(3.0, rel=0.3)
+    assert stretches[-1] < 1.1
+
+
 def test_an_engine_that_does_not_obey_breaks_promises() -> None:
     """Why a plan is to be chosen for `until_s`, and not for the budget."""
     found = simulate(lambda _: 140.0, 10.0, seed=1, obeys=False)

@@ -35,7 +35,7 @@ together."""
 _REMEMBERED = 128
 """Latest requests that say how a promise is to be counted: only one or two of so many may take longer."""
 _FORGETS_S = 10.0
-"""Seconds without an end in which half of what promises are counted with above 1 is forgotten."""
+"""Seconds after which a request that took longer than predicted counts half as far beyond."""
 _HALVINGS = 8
 """Steps in which a request's time is narrowed down for those behind it."""
 
@@ -110,7 +110,7 @@ class Line:
         self._mean = 1.0
         self._deviation = 0.0
         self._excess = 0.0
-        self._ratios: deque[float] = deque([1.0] * _REMEMBERED, maxlen=_REMEMBERED)
+        self._beyond: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
     @property
     def waiting(self) -> int:
@@ -136,9 +136,9 @@ class Line:
     def stretch(self) -> float:
         """What a promise is counted with over the predicted p99: 1, or more where predictions were too short.
 
-        Fades while nothing ends, lest a slow hour, long over, keep everybody out.
+        Fades, lest a slow hour, long over, keep everybody out.
         """
-        return 1.0 + self._excess * 0.5 ** ((self._clock() - self._learnt_s) / _FORGETS_S)
+        return 1.0 + _faded(self._excess, self._learnt_s, self._clock())
 
     def enter(self) -> Place:
         """Take a place, before anything is known of the request.
@@ -252,10 +252,11 @@ class Line:
         if place.ends_s > place.began_s:
             # One request that hung must not close the house to all others.
             ratio = min(took_s / (place.ends_s - place.began_s), 4.0)
-            self._ratios.append(ratio)
+            now = self._clock()
+            self._beyond.append((now, max(ratio - 1.0, 0.0)))
+            beyond = heapq.nlargest(2, (_faded(excess, then, now) for then, excess in self._beyond))
             # One that was slow may have been alone in it; the second one says that it happens.
-            self._excess = max(0.0, heapq.nlargest(2, self._ratios)[1] - 1.0)
-            self._learnt_s = self._clock()
+            self._excess, self._learnt_s = beyond[1] if len(beyond) > 1 else 0.0, now
             self._deviation += _SHARE * (abs(ratio - self._mean) - self._deviation)
             self._mean += _SHARE * (ratio - self._mean)
 
@@ -290,6 +291,10 @@ class Line:
             if late_s > 0.0:
                 late[place] = late_s
         return late
+
+
+def _faded(excess: float, then_s: float, now_s: float) -> float:
+    return excess * 0.5 ** ((now_s - then_s) / _FORGETS_S)
 
 
 def _order(place: Place) -> tuple[float, int]:
