@@ -74,6 +74,23 @@ def test_stages_follow_one_another_by_their_shares() -> None:
     assert crops == [14, 14, 14, 1, 1, 1, 1, 5, 5, 14, 14]
 
 
+def test_a_stage_has_its_own_batch_size() -> None:
+    stages = [{"share": 0.5, "tier": "low"}, {"share": 0.5, "tier": "high", "batch_size": 2}]
+    run = learning(**{"train.stages": stages, "train.steps": 4})
+    assert [len(run._batch(step).crops) for step in range(3, 7)] == [4, 4, 2, 2]
+    for _ in range(7):
+        run.advance()
+
+
+def test_the_vision_tower_learns_from_some_crops() -> None:
+    run = learning(**{"train.vision_crops": [1, 1, 2]})
+    seen, see = [], run.stack.see
+    run.stack.see = lambda crops: (seen.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
+    for _ in range(4):
+        run.advance()
+    assert seen == [4, 4, 4, 1]
+
+
 def test_the_vision_tower_learns_alone_at_first() -> None:
     run = learning()
     before = weights(run)
@@ -118,7 +135,10 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     hidden = stack.run(steps_of(run.full, 3)[:2], hidden, rotary, balance)
     ground = run.grounding(hidden, quizzed, batch.prompts, batch.cells).sum()
     naming = torch.stack(
-        [functional.cross_entropy(level.flatten(0, 1), batch.cells.flatten()) for level in run.naming(seen)]
+        [
+            functional.cross_entropy(level.flatten(0, 1), batch.cells.flatten())
+            for level in run.naming(seen)[0]
+        ]
     ).mean()
     loss = functional.cross_entropy(full, wanted[where]) + 0.01 * sum(balance) / 4 + 0.3 * naming
     loss = loss + 0.5 * ground

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from sparseflow.adaptive.grid_vqa.naming import Naming, naming_loss, right
+from sparseflow.adaptive.grid_vqa.naming import Naming, draw_crops, naming_loss, right
+
+ALL = torch.ones(3, 4, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("grid", [2, 3])
 def test_each_level_looks_where_the_cell_is(grid: int) -> None:
     torch.manual_seed(0)
-    naming = Naming(2, 5, grid)
+    naming = Naming(2, 5, grid, 6)
     # Tokens that say where on the canvas they are: row and column of their middle, 0 to 1.
     side, tokens = 6, []
     for level in (1, 2, 3):
@@ -24,12 +27,52 @@ def test_each_level_looks_where_the_cell_is(grid: int) -> None:
     caught: list[torch.Tensor] = []
     for head in naming.heads:
         head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
-    assert naming(seen).shape == (3, 1, grid * grid, 5)
+    logits, there = naming(seen)
+    assert logits.shape == (3, 1, grid * grid, 5) and bool(there.all())
     middle = (torch.arange(grid) + 0.5) / grid
     wanted = torch.cartesian_prod(middle, middle)[None]
     for level in caught:
         torch.testing.assert_close(level, wanted)
-    torch.testing.assert_close(naming(seen[:, :5]), naming(seen)[:2])
+    torch.testing.assert_close(naming(seen[:, :5])[0], logits[:2])
+
+
+def test_some_crops_name_the_cells_that_they_show() -> None:
+    torch.manual_seed(0)
+    naming = Naming(4, 5, 3, 2)
+    seen = torch.randn(2, 14, 4, 4)
+    every, _ = naming(seen)
+    # Those of two by two show a cell, two halves and a quarter; those of three by three show one cell.
+    crops = [0, 2, 5, 13]
+    some, there = naming(seen[:, crops], crops)
+    assert there.tolist() == [
+        [True] * 9,
+        [False, True, True, False, False, True, False, False, False],
+        [True, *[False] * 7, True],
+    ]
+    torch.testing.assert_close(some[0], every[0])
+    torch.testing.assert_close(some[2][:, [0, 8]], every[2][:, [0, 8]])
+    # A corner is seen whole by one crop of two by two.
+    torch.testing.assert_close(some[1][:, 2], every[1][:, 2])
+    cells = torch.randint(5, (2, 9))
+    whole = torch.ones(3, 9, dtype=torch.bool)
+    asked = torch.cat([some[level][:, there[level]] for level in range(3)], dim=1)
+    wanted = torch.cat([cells[:, there[level]] for level in range(3)], dim=1)
+    torch.testing.assert_close(
+        naming_loss(some, there, cells),
+        torch.nn.functional.cross_entropy(asked.flatten(0, 1), wanted.flatten()),
+    )
+    assert naming_loss(every, whole, cells) > 0.0
+
+
+def test_crops_are_drawn_of_each_level() -> None:
+    random = np.random.default_rng(0)
+    drawn = [draw_crops((1, 2, 3), random) for _ in range(200)]
+    assert all(each == sorted(set(each)) and each[0] == 0 for each in drawn)
+    assert all(
+        [sum(1 <= crop < 5 for crop in each), sum(crop >= 5 for crop in each)] == [2, 3] for each in drawn
+    )
+    assert {crop for each in drawn for crop in each} == set(range(14))
+    assert draw_crops((1, 4, 9), random) == list(range(14))
 
 
 def test_the_loss_of_blends() -> None:
@@ -42,9 +85,9 @@ def test_the_loss_of_blends() -> None:
         -shares[b, c] * logs[level, b, c, cells[b, c]] - (1 - shares[b, c]) * logs[level, b, c, blends[b, c]]
         for level in range(3) for b in range(2) for c in range(4)
     ]  # fmt: skip
-    torch.testing.assert_close(naming_loss(logits, cells, blends, shares), torch.stack(wanted).mean())
-    alone = naming_loss(logits, cells)
-    torch.testing.assert_close(naming_loss(logits, cells, cells, shares), alone)
+    torch.testing.assert_close(naming_loss(logits, ALL, cells, blends, shares), torch.stack(wanted).mean())
+    alone = naming_loss(logits, ALL, cells)
+    torch.testing.assert_close(naming_loss(logits, ALL, cells, cells, shares), alone)
 
 
 def test_the_share_that_is_right_is_of_cells_with_something() -> None:
@@ -52,5 +95,5 @@ def test_the_share_that_is_right_is_of_cells_with_something() -> None:
     logits = torch.nn.functional.one_hot(
         torch.tensor([[[0, 1, 4, 4]], [[0, 0, 0, 4]], [[4, 4, 4, 4]]]), 5
     ).float()
-    assert right(logits, cells, 4).tolist() == [1.0, 0.5, 0.0]
-    assert right(logits[:, :, 2:], cells[:, 2:], 4).tolist() == [0.0, 0.0, 0.0]
+    assert right(logits, ALL, cells, 4).tolist() == [1.0, 0.5, 0.0]
+    assert right(logits[:, :, 2:], ALL[:, 2:], cells[:, 2:], 4).tolist() == [0.0, 0.0, 0.0]

@@ -52,6 +52,11 @@ def stages(*tiers: str) -> list[dict[str, Any]]:
         ({"train": {"stages": stages("medium", "low", "high")}}, "must go from lower tiers to higher ones"),
         ({"train": {"warm_up": 0.6}}, r"`warm_up` \(=0.6\) and `cool_down` \(=0.5\) must be at most 1"),
         ({"train": {"ground_blocks": 17}}, r"`ground_blocks` \(=17\) must not be more than `depth` \(=16\)"),
+        (
+            {"train": {"vision_crops": [1, 0, 3]}},
+            r"`train.vision_crops` \(=\(1, 0, 3\)\) must be at least 1, 1, 1",
+        ),
+        ({"train": {"vision_crops": [1, 4, 10]}}, "at most 1, 4, 9"),
         ({"train": {"rate": float("nan")}}, "rate"),
         ({"trains": {}}, "trains"),
     ],

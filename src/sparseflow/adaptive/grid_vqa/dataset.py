@@ -130,11 +130,11 @@ class Data:
         """What `Batch.cells` can be."""
         return 2 * len(self.bank.names) + 1
 
-    def train(self, step: int, rank: int = 0, *, tier: Tier = "high") -> Batch:
-        """The batch of a step of a process, with the crops of a tier."""
+    def train(self, step: int, rank: int = 0, *, tier: Tier = "high", batch_size: int | None = None) -> Batch:
+        """The batch of a step of a process, with the crops of a tier; by default of the training's size."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _TRAIN, step, rank])
-        questions = draw(self.world, told.shares, told.batch_size, random)
+        questions = draw(self.world, told.shares, batch_size or told.batch_size, random)
         looks = looks_of(
             questions.scenes, self.bank, "train", self.settings.scene, random, augment=told.augment
         )  # fmt: skip

@@ -27,7 +27,7 @@ from sparseflow.adaptive.grid_vqa.dataset import Batch, Data, Named
 from sparseflow.adaptive.grid_vqa.evaluate import accuracy
 from sparseflow.adaptive.grid_vqa.grounding import Grounding
 from sparseflow.adaptive.grid_vqa.model import build
-from sparseflow.adaptive.grid_vqa.naming import Naming, naming_loss, right
+from sparseflow.adaptive.grid_vqa.naming import Naming, draw_crops, naming_loss, right
 from sparseflow.adaptive.grid_vqa.questions import SMALL
 from sparseflow.adaptive.grid_vqa.settings import Settings, StageSettings
 from sparseflow.adaptive.grid_vqa.stack import Stack, steps_of
@@ -60,12 +60,13 @@ class Learning:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(told.seed)
             model = build(settings, data.vocabulary)
-            naming = Naming(settings.model.vision_width, data.labels, settings.scene.grid)
+            crop_side = settings.model.crop_px // settings.model.patch_px
+            naming = Naming(settings.model.vision_width, data.labels, settings.scene.grid, crop_side)
             grounding = Grounding(
                 settings.model.width, data.vocabulary.ids(data.bank.names).tolist(),
                 [data.bank.names.index(name) for name in data.world.asked],
                 data.vocabulary.ids(SMALL).tolist(), grid=settings.scene.grid,
-                crop_side=settings.model.crop_px // settings.model.patch_px,
+                crop_side=crop_side,
             )  # fmt: skip
         self.model, self.naming = model.to(mine.device), naming.to(mine.device)
         self.grounding = grounding.to(mine.device)
@@ -124,7 +125,7 @@ class Learning:
             each.grad = None
         self.model.train()
         if isinstance(batch, Named):
-            found = self._name(batch)
+            found = self._name(batch, draw_crops(told.vision_crops, random))
         else:
             stage = self.stage(self.step)
             plans = self._plans(stage, random)
@@ -179,7 +180,8 @@ class Learning:
     def _draw(self, step: int) -> Batch | Named:
         if step < self.settings.train.vision_steps:
             return self.data.named(step, self._mine.rank)
-        return self.data.train(step, self._mine.rank, tier=self.stage(step).tier)
+        stage = self.stage(step)
+        return self.data.train(step, self._mine.rank, tier=stage.tier, batch_size=stage.batch_size)
 
     def stage(self, step: int) -> StageSettings:
         """The stage of a step of the second part."""
@@ -195,13 +197,15 @@ class Learning:
         told = self.settings.train
         return step < told.vision_steps or (told.vision_scale > 0.0 and self.stage(step).tier == TIERS[-1])
 
-    def _name(self, batch: Named) -> dict[str, Tensor]:
-        """Gradients of naming cells."""
+    def _name(self, batch: Named, crops: list[int]) -> dict[str, Tensor]:
+        """Gradients of naming cells of some crops."""
+        # By slices: a list of places would have to be sent to the device, and waited for.
+        looked = torch.stack([batch.crops[:, crop] for crop in crops], dim=1)
         with self._amp():
-            logits = self.naming(self.stack.see(batch.crops))
-        loss = naming_loss(logits, batch.cells, batch.blends, batch.shares)
+            logits, there = self.naming(self.stack.see(looked), crops)
+        loss = naming_loss(logits, there, batch.cells, batch.blends, batch.shares)
         loss.backward()
-        rights = right(logits.detach(), batch.cells, self.data.labels - 1)
+        rights = right(logits.detach(), there, batch.cells, self.data.labels - 1)
         return {"loss": loss, "naming": loss} | {
             f"named_{tier}": each for tier, each in zip(TIERS, rights, strict=True)
         }
@@ -217,7 +221,8 @@ class Learning:
         wanted = batch.text[:, 1:].flatten()[at]
         with self._amp(), torch.set_grad_enabled(sees):
             seen = stack.see(batch.crops)
-            naming = naming_loss(self.naming(seen), batch.cells)
+            named, there = self.naming(seen)
+            naming = naming_loss(named, there, batch.cells)
         with self._amp():
             vision = stack.project(seen)
         # Plans go backward one by one, to hold one plan's activations at a time; what they share waits.

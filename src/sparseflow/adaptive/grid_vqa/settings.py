@@ -91,6 +91,8 @@ class StageSettings(_Model):
     """Highest that plans run at; crops beyond it are not even made, so early stages are cheap."""
     drawn_plans: int = Field(default=1, ge=0)
     """Plans that run in a step beside the whole model."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Of each process; by default that of the training."""
 
 
 class TrainSettings(_Model):
@@ -101,6 +103,8 @@ class TrainSettings(_Model):
     """After those."""
     batch_size: int = Field(default=256, ge=1)
     """Of each process."""
+    vision_crops: tuple[int, int, int] = (1, 4, 9)
+    """Crops of each level that are looked at in one of its steps, drawn anew each time."""
     vision_rate: float = Field(default=1e-3, gt=0.0)
     rate: float = Field(default=1e-3, gt=0.0)
     vision_scale: float = Field(default=0.3, ge=0.0)
@@ -219,6 +223,10 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
     if told.warm_up + told.cool_down > 1.0:
         raise InputError(
             f"`warm_up` (={told.warm_up}) and `cool_down` (={told.cool_down}) must be at most 1 together"
+        )
+    if not all(1 <= count <= most for count, most in zip(told.vision_crops, (1, 4, 9), strict=True)):
+        raise InputError(
+            f"`train.vision_crops` (={told.vision_crops}) must be at least 1, 1, 1 and at most 1, 4, 9"
         )
     if told.ground_blocks > model.depth:
         raise InputError(
