@@ -55,19 +55,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     torch.manual_seed(0)
     save(build(settings, data.vocabulary), settings, data.vocabulary, root / "model")
     few = [
-        "--plans",
-        "6",
-        "--text-plans",
-        "0",
-        "--tokens",
-        "8",
-        "--tokens",
-        "16",
-        "--repeats",
-        "1",
-        "--steps",
-        "2",
-    ]
+        "--plans", "6", "--text-plans", "0", "--tokens", "8", "--tokens", "16", "--repeats", "1",
+        "--steps", "2", "--max-batch", "4",
+    ]  # fmt: skip
     assert (
         run(["adaptive", "profile", str(root / "model"), *few, "--out", str(root / "profile.parquet")]) == 0
     )
@@ -83,7 +73,7 @@ def test_requests_under_load(script: Any, served: tuple[Path, Path], tmp_path: P
     few = ["--requests", "30", "--warmup", "12", "--step-s", "0.5", "--questions", "4", "--new-tokens", "4"]
     load = script("load")
     # So large that a server that was disappointed does not refuse all of them.
-    small = ["--plans", "3", "--batch", "4", "--dearest", "50", "--out", str(out)]
+    small = ["--plans", "3", "--dearest", "50", "--out", str(out)]
     assert load.main([str(model), "--profile", str(predictor), *small, *few, *way]) == 0
     record = json.loads(out.read_text())
     assert record["steady"]["requests"] == 30 and record["capacity_per_s"] > 0.0
