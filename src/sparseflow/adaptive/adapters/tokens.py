@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparseflow.adaptive.adapters.base import Inputs
 from sparseflow.adaptive.plan import TIERS, Tier
@@ -35,10 +35,15 @@ def ids_of(inputs: Inputs) -> Tensor:
 
 
 def spans(input_ids: Tensor, token: int) -> list[Span]:
-    """Runs of a placeholder in a prompt [batch, tokens], in reading order."""
-    edges = functional.pad((input_ids == token).int(), (1, 1)).diff()
-    starts, ends = ((edges == edge).nonzero().tolist() for edge in (1, -1))
-    return [(row, start, end - start) for (row, start), (_, end) in zip(starts, ends, strict=True)]
+    """Runs of a placeholder in a prompt [batch, tokens], in reading order. Of a prompt on a GPU it waits."""
+    found: list[Span] = []
+    # NumPy, as this is done some times for each request, and its calls cost a tenth.
+    for row, ids in enumerate(input_ids.numpy(force=True)):
+        mask = ids == token
+        edges: list[int] = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+        edges = [*([0] if mask[:1].any() else []), *edges, *([len(mask)] if mask[-1:].any() else [])]
+        found += [(row, start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return found
 
 
 def check_presence(inputs: Inputs, images: Sequence[Span], tier: Tier | None) -> None:
@@ -86,21 +91,29 @@ def shortened(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> d
         raise PlanError(
             f"`attention_mask` {list(mask.shape)} must have the shape of `input_ids`, {list(input_ids.shape)}"
         )
-    keep = torch.ones(input_ids.shape, dtype=torch.bool)
+    rows, tokens = input_ids.shape
+    ends = [0] * rows
+    pieces: list[list[slice]] = [[] for _ in range(rows)]
     for (row, start, length), kept in zip(runs, lengths, strict=True):
-        keep[row, start + kept : start + length] = False
-    counts = keep.sum(1)
-    if len(counts.unique()) > 1:
+        if kept < length:
+            pieces[row].append(slice(ends[row], start + kept))
+            ends[row] = start + length
+    if not any(pieces):
+        return dict(inputs)
+    for mine, end in zip(pieces, ends, strict=True):
+        mine.append(slice(end, tokens))
+    counts = [sum(piece.stop - piece.start for piece in mine) for mine in pieces]
+    if len(set(counts)) > 1:
         raise PlanError(
-            f"rows would have {counts.tolist()} tokens, as their images shrink by unlike counts; run them "
-            "alone"
+            f"rows would have {counts} tokens, as their images shrink by unlike counts; run them alone"
         )
-    keep = keep.to(input_ids.device)
 
     def cut(name: str, value: Any) -> Any:
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == input_ids.shape
         if not per_token or name in _OF_IMAGES:
             return value
-        return value[keep.to(value.device)].view(len(input_ids), -1, *value.shape[2:])
+        return torch.stack(
+            [torch.cat([value[row, piece] for piece in mine]) for row, mine in enumerate(pieces)]
+        )
 
     return {name: cut(name, value) for name, value in inputs.items()}

@@ -92,7 +92,7 @@ class _Begin:
         request = handles[0].request
         self._asking = Asking(
             request.decide,
-            replace(request, inputs=_words_on(request.inputs, self._device)),
+            request,
             lambda: min(handle.request.remaining_ms(clock()) for handle in handles),
             plans=plans,
         )
@@ -203,11 +203,3 @@ def _alike(one: Request, other: Request) -> bool:
 
     fixed = isinstance(one.decide, Fixed) and one.decide == other.decide
     return fixed and shapes(one.inputs) == shapes(other.inputs)
-
-
-def _words_on(inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    """Inputs with their whole numbers on the model's device; pixels stay where they are."""
-    return {
-        name: value.to(device) if isinstance(value, Tensor) and not value.is_floating_point() else value
-        for name, value in inputs.items()
-    }

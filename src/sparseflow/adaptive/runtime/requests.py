@@ -107,8 +107,7 @@ class Decider(Protocol):
         """Before the vision encoder.
 
         Args:
-            request: Its inputs are those of the highest tier; whole numbers lie on the model's device
-                already.
+            request: Its inputs are those of the highest tier, where they were handed in.
             remaining_ms: What is left of the budget; infinite without one, negative when it is over.
         """
         ...
