@@ -33,7 +33,6 @@ import io
 import json
 import math
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +43,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from models import settled
+from models import listening, settled
 
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.runtime.engine import Engine
@@ -500,25 +499,8 @@ async def in_process(
 def by_http(
     asked: argparse.Namespace, app: Any, service: Service, predictor: Predictor
 ) -> tuple[dict[str, Any], list[Sent]]:
-    from sparseflow.adaptive.serve.lifecycle import Server
-
-    up, where = threading.Event(), []
-
-    def announce(told: str) -> None:
-        where.append(json.loads(told)["url"])
-        up.set()
-
-    server = Server(app, port=0, drain_s=30.0, announce=announce)
-    thread = threading.Thread(target=server.run, name="server")
-    thread.start()
-    try:
-        if not up.wait(60.0):
-            raise SystemExit("the server did not come up")
-
-        return asyncio.run(measured(asked, service, predictor, over_http(where[0])))
-    finally:
-        server.stop()
-        thread.join()
+    with listening(app) as url:
+        return asyncio.run(measured(asked, service, predictor, over_http(url)))
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -1,10 +1,13 @@
-"""Models for the benchmarks of this folder: from a folder, or with random weights; and what all of them are
-asked."""
+"""What the benchmarks of this folder share: models, from a folder or with random weights; a server of this
+process; and options."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,29 @@ def built(asked: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
         14, 3, vision.image_size, vision.image_size, generator=torch.Generator().manual_seed(1)
     )
     return adapter, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """A server of this process within; gives its address."""
+    from sparseflow.adaptive.serve.lifecycle import Server
+
+    up, where = threading.Event(), []
+
+    def announce(told: str) -> None:
+        where.append(json.loads(told)["url"])
+        up.set()
+
+    server = Server(app, port=0, drain_s=30.0, announce=announce)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        if not up.wait(60.0):
+            raise SystemExit("the server did not come up")
+        yield where[0]
+    finally:
+        server.stop()
+        thread.join()
 
 
 def options(parser: argparse.ArgumentParser) -> None:

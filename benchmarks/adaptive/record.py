@@ -4,6 +4,7 @@
 
     PYTHONPATH=src python benchmarks/adaptive/record.py exact results/adaptive/exact.json
     PYTHONPATH=src python benchmarks/adaptive/record.py decode results/adaptive/decode-cuda.json
+    PYTHONPATH=src python benchmarks/adaptive/record.py server results/adaptive/server.json
 """
 
 from __future__ import annotations
@@ -79,7 +80,22 @@ def decode(record: Fields) -> Iterator[Fields]:
         }  # fmt: skip
 
 
-KINDS = {"exact": exact, "decode": decode}
+def server(record: Fields) -> Iterator[Fields]:
+    """OpenAI's client against the server (line 7)."""
+    count = len(record["samples"])
+    yield {
+        "id": "adaptive/7-openai-client",
+        "claim": f"answers of the server to OpenAI's own client ({record['streamed']} streamed, "
+        f"{record['with_image']} with an image; up to {record['most_at_once']} requests of "
+        f"{record['most_plans']} plans at a time) that are, token by token, what their request gets alone, "
+        f"float64; of {count}",
+        "value": record["equal"], "unit": "answers", "target": f">= {count}", "met": record["equal"] == count,
+        "baseline": "each request alone, by the model's own forward",
+        "command": "python benchmarks/adaptive/server.py --out results/adaptive/server.json",
+    }  # fmt: skip
+
+
+KINDS = {"exact": exact, "decode": decode, "server": server}
 
 
 if __name__ == "__main__":

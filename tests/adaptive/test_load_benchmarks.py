@@ -64,6 +64,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "model", root / "predictor.json"
 
 
+def test_answers_to_openais_client_are_those_that_requests_get_alone(script: Any, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    out = tmp_path / "server.json"
+    few = ["--requests", "12", "--clients", "4", "--plans", "6", "--depth", "4", "--out", str(out)]
+    assert script("server").main(few) == 0
+    record = json.loads(out.read_text())
+    assert (record["equal"], record["streamed"], record["with_image"]) == (12, 6, 6)
+    assert record["texts"] > 6 and len({each["plan"] for each in record["samples"]}) > 3
+    assert all(each["pieces"] > 1 for each in record["samples"] if each["stream"] and each["tokens"] > 4)
+
+
 @pytest.mark.parametrize("way", [[], ["--http"]], ids=["below HTTP", "HTTP"])
 def test_requests_under_load(script: Any, served: tuple[Path, Path], tmp_path: Path, way: list[str]) -> None:
     import pyarrow.parquet as pq

@@ -1,0 +1,247 @@
+r"""OpenAI's own client against the server (line 7): each answer must be what its request gets alone.
+
+::
+
+    PYTHONPATH=src python benchmarks/adaptive/server.py --out results/adaptive/server.json
+    PYTHONPATH=src python benchmarks/adaptive/server.py FOLDER --device cuda --out server.json
+
+A server of this process, with its engine, its batches and HTTP, answers some clients at once: half of the
+requests with an image (Grid-VQA's canvases), half of them streamed, each under a plan of its own, lengths and
+numbers of tokens as they come. Everything is float64, greedy. Afterwards each request is run alone, by the
+model's own forward under the plan that its answer names, and the texts are compared, sign by sign. Without
+FOLDER a Grid-VQA model of 16 blocks is made, with random weights so large that every block, expert and pixel
+changes what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import listening, settled
+
+from sparseflow.adaptive.attached import Attached, attach
+from sparseflow.adaptive.folder import Opened, open_folder
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.model import build, load, save
+from sparseflow.adaptive.grid_vqa.settings import Settings, read_settings
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.profile.choosing import spread
+from sparseflow.adaptive.profile.others import Given
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.requests import Finished
+from sparseflow.adaptive.serve import EngineBackend, Prompts, Service, create_app
+from sparseflow.adaptive.serve.backend import Job, Prompt
+from sparseflow.adaptive.serve.images import decode
+from sparseflow.adaptive.serve.limits import Limits
+from sparseflow.adaptive.serve.schema import ImagePart, Message
+from sparseflow.core.environment import environment
+from sparseflow.core.files import write_atomic
+
+_LOUD = 0.4
+"""Standard deviation of random weights."""
+_LOOK_S = 0.001
+
+
+class Unmeasured:
+    """A forecast for requests that ask for nothing."""
+
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+        return 1.0
+
+    def of(self, plan: Plan, job: Job) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def observe(self, job: Job, finished: Finished) -> None:
+        pass
+
+
+class Drawn:
+    """Gives each job a plan by chance."""
+
+    def __init__(self, plans: Sequence[Plan], seed: int) -> None:
+        self._plans, self._random = plans, np.random.default_rng(seed)
+
+    def __call__(self, job: Job) -> Given:
+        plan = self._plans[self._random.integers(len(self._plans))]
+        return Given(plan=plan if job.prompt.images else replace(plan, tier=None))
+
+
+def made(folder: Path, settings: Settings, seed: int) -> None:
+    """A model with large random weights, in a folder."""
+    data = Data(settings)
+    torch.manual_seed(seed)
+    model = build(settings, data.vocabulary)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=1.0 if "embed" in name else _LOUD)
+    save(model, settings, data.vocabulary, folder, dtype=torch.float32)
+
+
+def questions(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
+    """What clients ask: messages, whether streamed, and how many tokens."""
+    from PIL import Image
+
+    _, _, settings = load(folder)
+    images = settings.images.model_copy(update={"archives": (), "asked": ()})
+    samples = list(Data(settings.model_copy(update={"images": images})).samples("test", count))
+    random = np.random.default_rng(seed)
+    asked = []
+    for at, sample in enumerate(samples):
+        text = sample.question.removesuffix("<answer>").strip()
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if at % 2:
+            file = io.BytesIO()
+            Image.fromarray(sample.canvas).save(file, "PNG")
+            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+        asked.append(
+            {
+                "messages": [{"role": "user", "content": parts}], "image": bool(at % 2),
+                "stream": bool(at // 2 % 2), "new_tokens": int(random.integers(2, 25)),
+            }
+        )  # fmt: skip
+    return asked
+
+
+def answered(client: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """An answer by OpenAI's client: its text, its tokens, its plan, and in how many pieces it came."""
+    how = {"model": "grid-vqa", "messages": asked["messages"], "max_completion_tokens": asked["new_tokens"]}
+    if not asked["stream"]:
+        found = client.chat.completions.create(**how)
+        return {
+            "text": found.choices[0].message.content, "plan": found.sparseflow["plan"], "pieces": 1,
+            "tokens": found.usage.completion_tokens,
+        }  # fmt: skip
+    how |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**how))
+    deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    pieces = [delta for delta in deltas if delta]
+    return {
+        "text": "".join(pieces), "plan": chunks[-1].sparseflow["plan"], "pieces": len(pieces),
+        "tokens": chunks[-1].usage.completion_tokens,
+    }  # fmt: skip
+
+
+def alone(
+    there: Opened, attached: Attached, prompts: Prompts, asked: dict[str, Any], plan: Plan
+) -> tuple[str, int]:
+    """The text and number of tokens that a request gets by itself, by the model's own forward."""
+    message = Message.model_validate(asked["messages"][0])
+    urls = [part.image_url.url for part in message.content if isinstance(part, ImagePart)]
+    prompt = prompts.prompt([message], [decode(url, Limits()) for url in urls])
+    inputs = {name: each.to(attached.adapter.model.device) for name, each in prompt.inputs.items()}
+    found = attached.generate(plan=plan, max_new_tokens=asked["new_tokens"], **inputs)
+    tokens = [token for token in found.new_tokens[0].tolist() if token not in attached.stop]
+    return there.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", type=Path, nargs="?", help="folder of a Grid-VQA model; by default a loud one"
+    )
+    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--clients", type=int, default=8, help="that ask at the same time")
+    parser.add_argument("--plans", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=8, help="as of `serve`")
+    parser.add_argument("--depth", type=int, default=16, help="blocks of the model that is made")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    asked = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = asked.model
+        if folder is None:
+            folder = Path(scratch) / "grid-vqa"
+            made(folder, read_settings("digits", {"model.depth": asked.depth}), asked.seed)
+        record = measured(asked, folder)
+    write_atomic(asked.out, json.dumps(record, allow_nan=False) + "\n")
+    print(
+        f"{record['equal']} of {len(record['samples'])} answers are what their requests get alone "
+        f"({record['streamed']} streamed, {record['with_image']} with an image, {record['texts']} texts); up "
+        f"to {record['most_at_once']} requests of {record['most_plans']} plans at a time"
+    )
+    return 0 if record["equal"] == len(record["samples"]) else 1
+
+
+def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    import openai
+
+    there = open_folder(folder, device=asked.device, dtype=torch.float64)
+    # Products by groups of experts are not there in float64.
+    there.model.set_experts_implementation("eager")
+    wanted = questions(folder, asked.requests, asked.seed)
+    with attach(there.model) as attached:
+        geometry = attached.adapter.geometry
+        random = np.random.default_rng(asked.seed)
+        plans = spread(PlanSpace.of(geometry, random.random(geometry.depth).tolist()), asked.plans)
+        prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
+        engine = Engine(
+            attached.adapter, attached.knobs, plans=plans, max_batch=asked.batch, max_tokens=there.context
+        )
+        backend = EngineBackend(
+            engine, decider=Drawn(plans, asked.seed), forecast=Unmeasured(), stop=attached.stop
+        )
+        app = create_app(Service("grid-vqa", backend, prompts, temperature=0.0))
+        seen: Counter[tuple[int, int]] = Counter()
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                batches = engine.snapshot().batches
+                seen[sum(batches.values()), len(batches)] += 1
+
+        watcher = threading.Thread(target=look, daemon=True)
+        with listening(app) as url, ThreadPoolExecutor(asked.clients) as clients:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=600.0)
+            watcher.start()
+            try:
+                found = list(clients.map(lambda each: answered(client, each), wanted))
+            finally:
+                over.set()
+                watcher.join()
+                client.close()
+        samples = []
+        for each, answer in zip(wanted, found, strict=True):
+            told = {name: answer["plan"][name] for name in ("tier", "insertion_position", "top_k", "blocks")}
+            plan = Plan.from_dict(told)
+            expected = alone(there, attached, prompts, each, plan)
+            samples.append(
+                {
+                    "image": each["image"], "stream": each["stream"], "new_tokens": each["new_tokens"],
+                    "plan": plan.id, "pieces": answer["pieces"], "text": answer["text"],
+                    "tokens": answer["tokens"], "equal": (answer["text"], answer["tokens"]) == expected,
+                }
+            )  # fmt: skip
+    return {
+        "environment": environment(asked.device, seed=asked.seed), "settings": settled(asked),
+        "client": openai.__version__, "plans": [plan.id for plan in plans], "samples": samples,
+        "equal": sum(each["equal"] for each in samples),
+        "streamed": sum(each["stream"] for each in samples),
+        "with_image": sum(each["image"] for each in samples),
+        "texts": len({each["text"] for each in samples}),
+        "most_at_once": max((rows for rows, _ in seen), default=0),
+        "most_plans": max((count for _, count in seen), default=0),
+        "looks": [[*at, times] for at, times in sorted(seen.items())],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
