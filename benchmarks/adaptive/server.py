@@ -76,7 +76,7 @@ class Drawn:
         self._plans, self._random = plans, np.random.default_rng(seed)
 
     def __call__(self, job: Job) -> Given:
-        plan = self._plans[self._random.integers(len(self._plans))]
+        plan = self._plans[int(self._random.integers(len(self._plans)))]
         return Given(plan=plan if job.prompt.images else replace(plan, tier=None))
 
 
