@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests import interpreted
+
 # Tensors here are small: a second thread only waits, and sums in another order differ. Processes that tests
 # start are told too, so that what one of them computes can be compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(too_slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    with interpreted.once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -199,7 +199,7 @@ def test_the_size_of_a_split_counts_its_parts() -> None:
     assert steps[3] == 0
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(spaces(), st.integers(0, 2**32))
 def test_no_space_is_empty(space: Space, seed: int) -> None:
     assert space.size() >= len({space.sample(np.random.default_rng(seed + n)) for n in range(5)}) >= 1

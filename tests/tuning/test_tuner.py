@@ -26,7 +26,7 @@ from sparseflow.tuning.matrices import as_coo
 from sparseflow.tuning.operators import OPERATORS
 from sparseflow.tuning.presets import presets
 from sparseflow.tuning.schedule import Schedule
-from sparseflow.tuning.search import STRATEGIES
+from sparseflow.tuning.search import STRATEGIES, guided
 from sparseflow.tuning.trials import FILE
 from sparseflow.tuning.tuner import Tuned
 
@@ -88,6 +88,15 @@ class Made:
     def tried(self) -> list[Schedule]:
         """The schedules that were measured, however often."""
         return list(dict.fromkeys(self.quick))
+
+
+@pytest.fixture(autouse=True)
+def few_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guided searches rank fewer schedules; how good what they find is, their own tests ask."""
+    defaults = guided.Guided.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "proposals", 32)
+    monkeypatch.setattr(guided, "_PARENTS", 8)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_pack_takes_any_dtype(dtype: torch.dtype) -> None:
 
 
 def test_pack_takes_any_strides() -> None:
-    x = spikes(seeded(3), 2, 3, 40, 6, 5)
+    x = spikes(seeded(3), 2, 3, 40, 3, 5)
     views = {
         "channels last": rows_view(x),
         "transposed": x.transpose(3, 4).contiguous().transpose(3, 4),
@@ -63,7 +63,7 @@ def test_pack_writes_where_it_is_told() -> None:
         codec.pack(x[:1], out)
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 70, 5, 3), (32, 1, 64, 4, 9), (3, 2, 200, 7, 7), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("shape", [(4, 3, 70, 5, 3), (32, 1, 64, 1, 9), (3, 2, 130, 5, 7), (1, 1, 1, 1, 1)])
 @pytest.mark.parametrize("tile", [1, 8, 16, 32])
 def test_pack_marks_what_fires(shape: tuple[int, ...], tile: int) -> None:
     x = spikes(seeded(7), *shape, rate=0.002)

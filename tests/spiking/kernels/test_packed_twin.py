@@ -44,6 +44,14 @@ def _spec(
     return GroupSpec(sources=sources, bias=grid(g, c_out), neuron=neuron, skips=skips, dense_inputs=dense)
 
 
+def _variants(spec: GroupSpec, *, parts: int = 1, T: int) -> list[str]:
+    """Names of the variants that are different here: the interpreter has neither warps nor stages."""
+    found = twin_variants(spec, T=T, parts=parts)
+    if DEVICE == "cpu":
+        found = list({(v.bm, v.bn, v.tc): v for v in reversed(found)}.values())[::-1]
+    return [v.name for v in found]
+
+
 def _check(
     spec: GroupSpec,
     inputs: list[torch.Tensor],
@@ -101,15 +109,15 @@ def test_neurons_and_steps(name: str, steps: int) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_all_variants_with_everything(parts: int) -> None:
     g = seeded(4)
-    first, second = source(g, 70, 128, 3, 2), source(g, 40, 128, 1, 2)
+    first, second = source(g, 40, 128, 3, 2), source(g, 70, 128, 1, 2)
     spec = _spec(g, first, second, neuron=SHIFTED, skips=2, dense=2)
-    inputs = [spikes(g, 4, 2, 70, 9, 7), spikes(g, 4, 2, 40, 9, 7)]
+    inputs = [spikes(g, 4, 2, 40, 9, 7), spikes(g, 4, 2, 70, 9, 7)]
     skips = [spikes(g, 4, 2, 128, 5, 4), spikes(g, 4, 2, 128, 5, 4)]
     dense = [grid(g, 4, 2, 128, 5, 4).half(), grid(g, 1, 2, 128, 5, 4)]
     v = grid(g, 2, 128, 5, 4)
     names = [found.name for found in twin_variants(spec, T=4, parts=parts)]
     assert len(names) == len(set(names)) >= 4
-    for name in names:
+    for name in _variants(spec, T=4, parts=parts):
         _check(spec, inputs, skips, dense, v, parts=parts, variant=name)
 
 
@@ -144,14 +152,14 @@ def test_full_images_see_zeros_around_them(k: int, stride: int, size: tuple[int,
     assert v is not None and torch.equal(v.permute(0, 3, 1, 2), expected_v)
 
 
-@pytest.mark.parametrize("c_out", [70, 128])
-def test_what_fires_is_marked(c_out: int) -> None:
+@pytest.mark.parametrize(("c_out", "k", "rate"), [(70, 3, 0.02), (128, 1, 0.1)])
+def test_what_fires_is_marked(c_out: int, k: int, rate: float) -> None:
     g = seeded(11)
-    spec = _spec(g, source(g, 64, c_out, 3))
+    spec = _spec(g, source(g, 64, c_out, k))
     spec = replace(spec, bias=torch.full((c_out,), -0.25, device=DEVICE))
-    x = spikes(g, 2, 2, 64, 7, 5, rate=0.02)
-    for v in twin_variants(spec, T=2):
-        group = PreparedTwinGroup(spec, T=2, N=2, H=7, W=5, device=DEVICE, variant=v.name, emit_activity=True)
+    x = spikes(g, 2, 2, 64, 7, 5, rate=rate)
+    for name in _variants(spec, T=2):
+        group = PreparedTwinGroup(spec, T=2, N=2, H=7, W=5, device=DEVICE, variant=name, emit_activity=True)
         for fed in (x, torch.zeros_like(x)):
             found = group([pack(fed)])[0]
             assert_packed(found, run_group_reference(spec, [fed])[0])
@@ -185,10 +193,8 @@ def test_membranes_lie_in_an_order_of_their_own(c_out: int) -> None:
     x, dense, v = spikes(g, 2, 2, 64, 3, 5), grid(g, 2, 2, c_out, 3, 5), grid(g, 2, c_out, 3, 5)
     places = torch.randperm(c_out, generator=g).to(DEVICE)
     expected, expected_v = run_group_reference(spec, [x], (), [dense], v=v)
-    for variant in twin_variants(spec, T=2):
-        group = PreparedTwinGroup(
-            spec, T=2, N=2, H=3, W=5, device=DEVICE, variant=variant.name, v_columns=places
-        )
+    for variant in _variants(spec, T=2):
+        group = PreparedTwinGroup(spec, T=2, N=2, H=3, W=5, device=DEVICE, variant=variant, v_columns=places)
         there = torch.empty(2, 3, 5, c_out, device=DEVICE)
         there[..., places] = v.permute(0, 2, 3, 1)
         found, last = group([pack(x)], (), [rows(dense)], there, True)

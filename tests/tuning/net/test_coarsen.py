@@ -73,7 +73,7 @@ def slowly(dense: np.ndarray, most: int) -> Cells:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 50), st.integers(1, 50)),
     density=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
