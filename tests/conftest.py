@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,10 @@ from tests import interpreted
 # start are told too, so that what one of them computes can be compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, so this must stand before any test does that.

@@ -144,9 +144,10 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
     if (asked.model / SETTINGS).is_file():
         from sparseflow.adaptive.grid_vqa.dataset import Data
         from sparseflow.adaptive.grid_vqa.settings import settings_of
+        from sparseflow.adaptive.study.run import placed
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
-        data = Data(settings_of(kept["settings"], SETTINGS))
+        data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives))
         samples = data.samples("test", asked.questions)
         return [question(each.canvas, each.question, each.answer) for each in samples]
     random, words = np.random.default_rng(asked.seed), service.prompts.tokenizer
@@ -520,6 +521,9 @@ def main(given: Sequence[str] | None = None) -> int:
         "--dearest", type=float, default=1.5, help="largest budget, times the dearest plan's p99"
     )
     parser.add_argument("--questions", type=int, default=512)
+    parser.add_argument(
+        "--archives", type=Path, action="append", help="of images, where they are elsewhere than in training"
+    )
     parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer")
     parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
     parser.add_argument("--plans", type=int, default=12, help="as of `serve`")

@@ -124,7 +124,9 @@ def settled(asked: argparse.Namespace) -> dict[str, Any]:
 def most_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
     """Of a request."""
     config: Any = adapter.decoder.config
-    return asked.max_tokens or min(int(config.max_position_embeddings), 2560)
+    # Random weights know more than is of use here.
+    most = 2560 if asked.model is None else 8192
+    return asked.max_tokens or min(int(config.max_position_embeddings), most)
 
 
 def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:

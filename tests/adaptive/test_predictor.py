@@ -174,7 +174,7 @@ def drifted() -> Predictor:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     ask=ASKS, by=st.integers(0, 700),
     what=st.sampled_from(

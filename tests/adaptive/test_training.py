@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,24 @@ def test_rewards_alone_teach_latency(seed: int, tmp_path: Path) -> None:
     assert gain > 0.05 and short < 0.07 and attained > 0.98
 
 
-def test_the_folder_tells_what_happened(tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
-    trained = quick(tmp_path, lambda *one: told.append(one))
-    rows = list(read_history(tmp_path))
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """A training that nothing stopped: not to be written to."""
+
+    folder: Path
+    trained: Trained
+    told: list[tuple[str, float]]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    folder, told = tmp_path_factory.mktemp("unbroken"), []
+    return Unbroken(folder=folder, trained=quick(folder, lambda *one: told.append(one)), told=told)
+
+
+def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
+    trained, folder, told = unbroken.trained, unbroken.folder, unbroken.told
+    rows = list(read_history(folder))
     learnt = [row for row in rows if row["kind"] == "train"]
     looks = [row for row in rows if row["kind"] == "held_out"]
     assert [row["step"] for row in learnt] == list(range(1, 13))
@@ -112,15 +126,18 @@ def test_the_folder_tells_what_happened(tmp_path: Path) -> None:
     assert [share for _, share in told] == pytest.approx([at / 12 for at in range(1, 13)])
     best = max(looks, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
-    kept = Controllers.load(tmp_path / CONTROLLERS, model_id="m")
+    kept = Controllers.load(folder / CONTROLLERS, model_id="m")
     assert_same(dict(kept.state_dict()), dict(trained.controllers.state_dict()))
     again = Joint(config(), tables()[0], None, "m", ALONE)
     again.controllers.load_state_dict(kept.state_dict())
     assert again.validate(tables()[1]) == trained.validation
 
 
-def test_a_finished_training_is_not_done_again_and_another_is_refused(tmp_path: Path) -> None:
-    first = quick(tmp_path)
+def test_a_finished_training_is_not_done_again_and_another_is_refused(
+    unbroken: Unbroken, tmp_path: Path
+) -> None:
+    first = unbroken.trained
+    shutil.copytree(unbroken.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / CONTROLLERS).unlink()
     again = quick(tmp_path, lambda *_: pytest.fail("it trained"))
     assert (again.step, again.validation) == (first.step, first.validation)
@@ -144,48 +161,61 @@ import os, signal, sys
 from pathlib import Path
 from tests.adaptive.test_training import quick
 
-def progress(what, share):
-    if share > float(sys.argv[2]) / 12 - 0.01:
-        os.kill(os.getpid(), signal.SIGKILL)
+for step in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        def progress(what, share):
+            if share > float(step) / 12 - 0.01:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-quick(Path(sys.argv[1]), progress)
+        quick(Path(sys.argv[1], step), progress)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 """
+KILLS = {3: 1, 7: 6}
+"""In which step a training is killed, and the one that it then goes on with."""
 
 
 def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"} | more
 
 
-@pytest.mark.parametrize(("dies", "goes_on"), [(3, 1), (7, 6)])
-def test_after_sigkill_it_goes_on_as_if_unbroken(dies: int, goes_on: int, tmp_path: Path) -> None:
-    unbroken = quick(tmp_path / "unbroken")
-    killed = tmp_path / "killed"
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, str(killed), str(dies)],
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
+    root = tmp_path_factory.mktemp("killed")
+    told = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), *map(str, KILLS)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert Controllers.load(killed / CONTROLLERS).model_id == "m", "the best so far is there at any time"
+    assert told.returncode == 0, told.stderr
+    return root
+
+
+@pytest.mark.parametrize("dies", KILLS)
+def test_after_sigkill_it_goes_on_as_if_unbroken(dies: int, killed: Path, unbroken: Unbroken) -> None:
+    folder = killed / str(dies)
+    assert Controllers.load(folder / CONTROLLERS).model_id == "m", "the best so far is there at any time"
     steps: list[int] = []
-    again = quick(killed, lambda _, share: steps.append(round(12 * share)))
-    assert steps == list(range(goes_on, 13))
-    assert (again.step, again.validation) == (unbroken.step, unbroken.validation)
-    assert_same(weights(killed), weights(tmp_path / "unbroken"))
-    assert_same(dict(again.controllers.state_dict()), dict(unbroken.controllers.state_dict()))
-    assert list(read_history(killed)) == list(read_history(tmp_path / "unbroken"))
+    again = quick(folder, lambda _, share: steps.append(round(12 * share)))
+    assert steps == list(range(KILLS[dies], 13))
+    wanted = unbroken.trained
+    assert (again.step, again.validation) == (wanted.step, wanted.validation)
+    assert_same(weights(folder), weights(unbroken.folder))
+    assert_same(dict(again.controllers.state_dict()), dict(wanted.controllers.state_dict()))
+    assert list(read_history(folder)) == list(read_history(unbroken.folder))
 
 
-def test_seeds_and_the_global_generator(tmp_path: Path) -> None:
+def test_seeds_and_the_global_generator(unbroken: Unbroken, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    quick(tmp_path / "one")
-    assert torch.equal(torch.rand(1), expected), "the global generator was used"
     quick(tmp_path / "same")
-    assert_same(weights(tmp_path / "one"), weights(tmp_path / "same"))
+    assert torch.equal(torch.rand(1), expected), "the global generator was used"
+    assert_same(weights(unbroken.folder), weights(tmp_path / "same"))
     quick(tmp_path / "other", seed=1)
     assert not torch.equal(
-        weights(tmp_path / "one")["stage1.fuse.weight"], weights(tmp_path / "other")["stage1.fuse.weight"]
+        weights(unbroken.folder)["stage1.fuse.weight"], weights(tmp_path / "other")["stage1.fuse.weight"]
     )
 
 

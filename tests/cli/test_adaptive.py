@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,26 @@ from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import QUICK
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model that was trained for some steps, by the command."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "quick.yaml").write_text(json.dumps(QUICK))  # JSON is YAML
-    assert run(["adaptive", "grid-vqa", "--config", "quick.yaml", "--out", "run"]) == 0
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command trained a model for some steps; not to be written into."""
     from PIL import Image
 
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "quick.yaml").write_text(json.dumps(QUICK))  # JSON is YAML
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run(["adaptive", "grid-vqa", "--config", "quick.yaml", "--out", "run"]) == 0
     pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "canvas.png")
+    Image.fromarray(pixels).save(folder / "canvas.png")
+    return folder
+
+
+@pytest.fixture
+def model(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The model, in a copy of the folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return "run/model"
 
 

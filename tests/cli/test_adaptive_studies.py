@@ -41,7 +41,9 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def test_from_a_profile_to_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_profile_to_a_page(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask = ["adaptive", "train", "run/model", "--profile", "profile.parquet", "--out", "study", *FEW, *STEPS]
     assert run(ask) == 0
     output = capsys.readouterr()
@@ -49,6 +51,8 @@ def test_from_a_profile_to_a_page(folder: Path, capsys: pytest.CaptureFixture[st
         assert word in output.out
     assert "weights" not in output.err
     assert sorted(read("study")["command"].split()) == sorted(["sparseflow", *ask])
+    # From here on pages of studies, which take longer than these, are not drawn again.
+    monkeypatch.setattr("sparseflow.adaptive.study.run.write_page", lambda *_: None)
     assert run([*ask, "--json"]) == 0  # done already
     told: Any = json.loads(capsys.readouterr().out)
     assert told["controllers"] == "study/controllers.safetensors"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +300,12 @@ def test_quadratic_assignments(config: str, capsys: pytest.CaptureFixture[str]) 
     assert found["cost"] == 0 > found["lower_bound"] and found["gap_to_bound"] is None
 
 
-def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of few points there is little to learn; a name for the module is taken by the function in it.
+    fitting = importlib.import_module("sparseflow.codesign.proxy.fit")
+    few = partial(fitting.Training, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
+    monkeypatch.setattr(fitting, "Training", few)
+    monkeypatch.setattr("sparseflow.codesign.proxy.roofline._STEPS", 60)
     command = ["codesign", "profile", "--out", "profile", "--points", "8"]
     assert run([*command, "--json"]) == 0
     found = told(capsys)

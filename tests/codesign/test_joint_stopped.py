@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -112,28 +111,43 @@ import os, signal, sys
 from pathlib import Path
 from tests.codesign.toys import PAYS, Toy, trained
 
-def progress(what, share):
-    if (what, round(share * 12)) == (sys.argv[3], int(sys.argv[4])):
-        os.kill(os.getpid(), signal.SIGKILL)
+for mode, place, at in zip(*[iter(sys.argv[2:])] * 3):
+    child = os.fork()
+    if not child:
+        def progress(what, share):
+            if (what, round(share * 12)) == (place, int(at)):
+                os.kill(os.getpid(), signal.SIGKILL)
 
-trained(Path(sys.argv[1]), Toy(4), mode=sys.argv[2], progress=progress, **PAYS)
+        trained(Path(sys.argv[1], mode), Toy(4), mode=mode, progress=progress, **PAYS)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 """
+KILLS: dict[Mode, tuple[str, str]] = {
+    "joint": ("epoch 3", "8"),
+    "two-stage": ("hardware round 2 of 3", "8"),
+}
+"""Where a run of each mode is killed."""
 
 
-@pytest.mark.parametrize(
-    ("mode", "what", "at"), [("joint", "epoch 3", "8"), ("two-stage", "hardware round 2 of 3", "8")]
-)
-def test_after_sigkill_it_goes_on_as_if_unbroken(
-    mode: Mode, what: str, at: str, tmp_path: Path, unbroken: dict[str, Any]
-) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), mode, what, at],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs that SIGKILL ended, by mode: processes forked from one that imported all."""
+    root = tmp_path_factory.mktemp("killed")
+    kills = [word for mode, at in KILLS.items() for word in (mode, *at)]
+    told = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), *kills],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert (tmp_path / CHECKPOINT).is_file() and not (tmp_path / PLAN).exists()
-    goes_on(tmp_path, mode, unbroken)
+    assert told.returncode == 0, told.stderr
+    return root
+
+
+@pytest.mark.parametrize("mode", KILLS)
+def test_after_sigkill_it_goes_on_as_if_unbroken(mode: Mode, killed: Path, unbroken: dict[str, Any]) -> None:
+    folder = killed / mode
+    assert (folder / CHECKPOINT).is_file() and not (folder / PLAN).exists()
+    goes_on(folder, mode, unbroken)
 
 
 def test_a_run_that_is_done_is_not_done_again(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def rounds(found: Found) -> list[list[Considered]]:
 )
 def test_nothing_is_made_up(mode: Mode, changes: dict[str, Any]) -> None:
     layers_split = []
-    for seed in range(30):
+    for seed in range(12):
         costs, graph = an_instance(seed)
         search, config, weights = a_search(costs, graph, mode, **changes)
         begin = begun(search, costs, len(graph.segments), seed)

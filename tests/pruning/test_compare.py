@@ -40,6 +40,8 @@ def test_who_takes_part() -> None:
 
 
 def test_it_goes_on_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The page of the comparison is looked at; those of its trainings take longer than these.
+    monkeypatch.setattr("sparseflow.pruning.train.write_page", lambda *_: None)
     entries = [entry for entry in rivals(TINY) if entry.name in ("dense", "ast", "random")]
     told: list[tuple[str, float]] = []
     rows = compare(entries, tmp_path, seeds=2, progress=lambda *one: told.append(one))

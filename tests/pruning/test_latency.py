@@ -75,7 +75,9 @@ def test_a_file_of_it(tmp_path: Path) -> None:
         other.predict(quick().make(8, 1))
 
 
-def test_a_training_keeps_a_budget(tmp_path: Path) -> None:
+def test_a_training_keeps_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nobody looks at the page, which takes longer than the training.
+    monkeypatch.setattr("sparseflow.pruning.train.write_page", lambda *_: None)
     cost_of().save(tmp_path / "cost.json")
     settings = quick(
         mode="ast+latency",

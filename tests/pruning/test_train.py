@@ -49,6 +49,13 @@ def test_the_folder_tells_what_happened(tmp_path: Path) -> None:
     assert "Loss in training" in page and "What is dropped or closed" in page
 
 
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody looks at it; drawing takes longer than such a training."""
+    monkeypatch.setattr("sparseflow.pruning.train.write_page", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_page")
 def test_a_model_learns(tmp_path: Path) -> None:
     # By heart: the same few clips over and over.
     settings = quick(
@@ -89,6 +96,7 @@ train(quick(), sys.argv[1], progress=progress)
 """
 
 
+@pytest.mark.usefixtures("no_page")
 def test_after_sigkill_in_mid_epoch_it_goes_on_as_if_unbroken(tmp_path: Path) -> None:
     unbroken = train(quick(), tmp_path / "unbroken")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
@@ -106,6 +114,7 @@ def test_after_sigkill_in_mid_epoch_it_goes_on_as_if_unbroken(tmp_path: Path) ->
     assert_same(load(tmp_path / "killed" / MODEL), load(tmp_path / "unbroken" / MODEL))
 
 
+@pytest.mark.usefixtures("no_page")
 def test_workers_and_the_global_generator_change_nothing(tmp_path: Path) -> None:
     torch.manual_seed(1)
     one = train(quick(train={"epochs": 1}), tmp_path / "one")
@@ -118,6 +127,7 @@ def test_workers_and_the_global_generator_change_nothing(tmp_path: Path) -> None
     assert not torch.equal(other.model.head.weight, one.model.head.weight)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_loss_that_is_not_finite_stops_it_and_keeps_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +150,7 @@ def test_a_loss_that_is_not_finite_stops_it_and_keeps_the_checkpoint(
     assert steps[0] == 5, "the checkpoint of step 4 was kept"
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_gradient_that_is_not_finite_stops_it_before_it_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +176,7 @@ def test_a_page_that_was_not_written_is_written_by_the_next_call(tmp_path: Path)
     assert (tmp_path / PAGE).is_file()
 
 
+@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_half_precision(amp: str, tmp_path: Path) -> None:
     trained = train(quick(train={"epochs": 1, "amp": amp}), tmp_path)
@@ -176,6 +188,7 @@ def test_too_few_clips_for_a_step(tmp_path: Path) -> None:
         train(quick(train={"batch_size": 64}), tmp_path)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_stronger_drive_closes_no_less(tmp_path: Path) -> None:
     closed = []
     for strength in (0.0, 0.1, 1.0, 10.0):

@@ -37,7 +37,7 @@ def model() -> torch.nn.Module:
     settings = SETTINGS.model_copy(
         update={
             "train": SETTINGS.train.model_copy(
-                update={"vision_steps": 0, "steps": 60, "batch_size": 16, "rate": 1e-2, "ema": 0.0}
+                update={"vision_steps": 0, "steps": 40, "batch_size": 16, "rate": 1e-2, "ema": 0.0}
             )
         }
     )
@@ -49,12 +49,12 @@ def model() -> torch.nn.Module:
 
 
 def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
-    judged = outcomes(model, DATA, PLANS, split="test", count=24, batch_size=10)
+    judged = outcomes(model, DATA, PLANS, split="test", count=12, batch_size=5)
     adapter = adapter_of(model)
     knobs = Knobs(adapter)
     try:
-        wanted = torch.zeros(24, len(PLANS))
-        for at, sample in enumerate(DATA.samples("test", 24)):
+        wanted = torch.zeros(12, len(PLANS))
+        for at, sample in enumerate(DATA.samples("test", 12)):
             assert KINDS[judged.kinds[at]] == sample.kind
             for number, plan in enumerate(PLANS):
                 inputs = adapter.at_tier(sample.inputs, plan.tier)

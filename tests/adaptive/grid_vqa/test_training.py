@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -87,28 +86,44 @@ import os, signal, sys
 from sparseflow.adaptive.grid_vqa.training import train
 from tests.adaptive.grid_vqa.little import bank, quick
 
-def progress(what, share):
-    if what.startswith(f"step {sys.argv[2]} "):
-        os.kill(os.getpid(), signal.SIGKILL)
+for step in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        def progress(what, share):
+            if what.startswith(f"step {step} "):
+                os.kill(os.getpid(), signal.SIGKILL)
 
-train(quick(), sys.argv[1], bank=bank(), progress=progress)
+        train(quick(), f"{sys.argv[1]}/{step}", bank=bank(), progress=progress)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 """
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
 
 
-@pytest.mark.parametrize("step", [3, 7])
-def test_after_sigkill_it_goes_on_as_if_unbroken(step: int, unbroken: Path, tmp_path: Path) -> None:
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(step)],
+KILLS = (3, 7)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
+    root = tmp_path_factory.mktemp("killed")
+    told = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), *map(str, KILLS)],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert told.returncode == 0, told.stderr
+    return root
+
+
+@pytest.mark.parametrize("step", KILLS)
+def test_after_sigkill_it_goes_on_as_if_unbroken(step: int, unbroken: Path, killed: Path) -> None:
+    folder = killed / str(step)
     done: list[str] = []
-    train(quick(), tmp_path, bank=bank(), progress=lambda what, _: done.append(what))
+    train(quick(), folder, bank=bank(), progress=lambda what, _: done.append(what))
     # Checkpoints are those of steps 2, 4 and 6.
     assert done[0].startswith(f"step {step // 2 * 2 + 1} of 8")
-    assert_same(tmp_path, unbroken)
-    assert list(read_history(tmp_path)) == list(read_history(unbroken))
+    assert_same(folder, unbroken)
+    assert list(read_history(folder)) == list(read_history(unbroken))
 
 
 TOGETHER = """

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.grid_vqa import evaluate
+from sparseflow.adaptive.grid_vqa import dataset, evaluate
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.evaluate import outcomes
 from sparseflow.adaptive.grid_vqa.images import Split
@@ -50,15 +50,23 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return calls
 
 
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 32 samples, not of 256."""
+    for module in (room, dataset):
+        monkeypatch.setattr(module, "CHUNK", 32)
+
+
+@pytest.mark.usefixtures("short_chunks")
 def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tried) -> None:
     told: list[tuple[str, float]] = []
     found = answers(
-        model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE,
+        model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE,
         progress=lambda what, share: told.append((what, share)),
     )  # fmt: skip
-    assert tried == [("val", 0, 256), ("val", 256, 44), ("test", 0, 20)]
+    assert tried == [("val", 0, 32), ("val", 32, 8), ("test", 0, 20)]
     assert told[-1] == ("plans tried on 20 test samples", 1.0)
-    wanted: dict[Split, int] = {"val": 300, "test": 20}
+    wanted: dict[Split, int] = {"val": 40, "test": 20}
     for split, count in wanted.items():
         whole = outcomes(model, DATA, space, split=split, count=count)
         for field in fields(whole):
@@ -79,18 +87,19 @@ def test_lengths_are_those_of_requests(model, space) -> None:
         assert judged.new_tokens[at] == len(sample.answer.split()) + 1
 
 
+@pytest.mark.usefixtures("short_chunks")
 def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) -> None:
     def stop(what: str, share: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answers(model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE, progress=stop)
+        answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE, progress=stop)
     del tried[:]
-    answers(model, DATA, space, tmp_path, {"val": 300, "test": 20}, mine=ALONE)
-    assert tried == [("val", 256, 44), ("test", 0, 20)]
+    answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
+    assert tried == [("val", 32, 8), ("test", 0, 20)]
     del tried[:]
-    fewer = answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
-    assert not tried and len(fewer["val"].kinds) == 40
+    fewer = answers(model, DATA, space, tmp_path, {"val": 10, "test": 20}, mine=ALONE)
+    assert not tried and len(fewer["val"].kinds) == 10
     more = answers(model, DATA, space, tmp_path, {"test": 30}, mine=ALONE)
     assert tried == [("test", 0, 30)] and len(more["test"].kinds) == 30
 

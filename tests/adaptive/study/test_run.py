@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sparseflow.adaptive.profile import Profile
 from sparseflow.adaptive.study import Counts, evaluate, train, write_page
 from sparseflow.adaptive.study.findings import read
 from sparseflow.adaptive.study.run import WORTH
+from sparseflow.adaptive.study.tables import FOLDER
 from sparseflow.adaptive.worth import Worth
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
@@ -68,6 +70,13 @@ def test_what_a_study_leaves(studied: Path, made: Path) -> None:
     assert "Who wins" in (studied / "report.html").read_text("utf-8")
 
 
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only findings are looked at; drawing takes longer than they do."""
+    monkeypatch.setattr("sparseflow.adaptive.study.run.write_page", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_page")
 def test_it_is_what_an_unbroken_one_gives(studied: Path, made: Path, tmp_path: Path) -> None:
     shares: list[float] = []
     whole = train(
@@ -96,25 +105,29 @@ def test_judging_without_training(studied: Path, made: Path, tmp_path: Path) -> 
     assert given["judged_at"]["attainment"] == "as asked for"
 
 
+@pytest.mark.usefixtures("no_page")
 def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tmp_path: Path) -> None:
+    asked = small.asked(made, out=tmp_path / "judged")
+    # What the model answers, and what that takes, is the same for all.
+    shutil.copytree(studied / FOLDER, asked.out / FOLDER)
     study = json.loads((studied / "judged.json").read_text("utf-8"))
     elsewhere = tmp_path / "study"
     (elsewhere / "controllers" / "seed-0").mkdir(parents=True)
     moved = elsewhere / "controllers" / "seed-0" / "controllers.safetensors"
     moved.write_bytes((studied / "controllers.safetensors").read_bytes())
-    found = evaluate(small.asked(made, out=tmp_path / "unknown"), controllers=moved)
+    found = evaluate(asked, controllers=moved)
     assert found is not None and found["attainment"] == 0.99
     assert found["judged_at"]["attainment"] == "by default"
     assert found["judged_at"]["budgets"].startswith("by default")
     narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
     told = study | {"attainment": 0.8, "budgets_ms": narrower}
     (elsewhere / "judged.json").write_text(json.dumps(told))
-    known = evaluate(small.asked(made, out=tmp_path / "known"), controllers=moved)
+    known = evaluate(asked, controllers=moved)
     assert known is not None and known["attainment"] == 0.8
     assert known["budgets_ms"] == pytest.approx(narrower)
     assert set(known["judged_at"].values()) == {"of the controllers' study"}
     (elsewhere / "judged.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
-    other = evaluate(small.asked(made, out=tmp_path / "known"), controllers=moved)
+    other = evaluate(asked, controllers=moved)
     assert other is not None and other["attainment"] == 0.8
     assert other["budgets_ms"] == found["budgets_ms"]
 

@@ -17,6 +17,12 @@ from tests.codesign.proxy.made_up import GPU, node, points
 QUICK = Training(members=2, hidden=8, steps=30, decays=(1.0,))
 
 
+@pytest.fixture
+def rough_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not matter how good the fit is."""
+    monkeypatch.setattr("sparseflow.codesign.proxy.roofline._STEPS", 60)
+
+
 def test_unseen_configurations_are_predicted_better_than_by_the_roofline() -> None:
     measured = points(360)
     found = judge(measured, folds=3).summary()
@@ -29,6 +35,7 @@ def test_unseen_configurations_are_predicted_better_than_by_the_roofline() -> No
     assert set(found["by"]["precision"]) == {"float32", "bfloat16"}
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_a_configuration_is_held_out_as_a_whole() -> None:
     one = points(24)
     twice = one + [
@@ -40,6 +47,7 @@ def test_a_configuration_is_held_out_as_a_whole() -> None:
     assert judged.summary()["configurations"] == 24
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_a_proxy_carries_how_good_it_is() -> None:
     done: list[tuple[int, int]] = []
     proxy = fit(points(30), folds=2, training=QUICK, progress=lambda *told: done.append(told))
@@ -49,6 +57,7 @@ def test_a_proxy_carries_how_good_it_is() -> None:
     assert fit(points(30), folds=0, training=QUICK).provenance["held_out"] is None
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_a_seed_decides_all() -> None:
     measured, longer = points(60), replace(QUICK, steps=200)
     tables = [
@@ -58,6 +67,7 @@ def test_a_seed_decides_all() -> None:
     assert tables[0] == tables[1] != tables[2]
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_analytic_points_are_counted_and_not_learnt_from() -> None:
     measured = points(30)
     chip = DeviceSpec.of(read_library().chip("npu-m"))
@@ -114,12 +124,14 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         fit(measured, folds=13)
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_fitting_works_without_gradients_around_it() -> None:
     with torch.no_grad():
         proxy = fit(points(12), folds=0, training=QUICK)
     assert proxy.table([node()], [GPU])["lat_ms"].item() > 0.0
 
 
+@pytest.mark.usefixtures("rough_roofline")
 def test_progress_ends_when_the_work_does() -> None:
     measured, told = points(12), []
     judge(measured, folds=3, training=QUICK, progress=lambda *one: told.append(one))

@@ -96,8 +96,11 @@ def train(
         try:
             state = checkpoint.read(root, of)
             mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            # Wall clock of all calls, judging while it trains and all.
+            began = time.perf_counter()
             if state is not None:
                 run.restore(state)
+                began -= state.get("seconds", 0.0)
                 del state
             if history is not None:
                 write_atomic(root / SETTINGS, json.dumps(settings.model_dump(mode="json"), indent=1) + "\n")
@@ -110,7 +113,8 @@ def train(
                         history.write(run.step, "val", run.judge())
                     if last or run.step % told.checkpoint_every == 0:
                         history.sync()
-                        checkpoint.write(root, run.state() | {"of": of})
+                        seconds = time.perf_counter() - began
+                        checkpoint.write(root, run.state() | {"of": of, "seconds": seconds})
                 if progress is not None and mine.rank == 0:
                     progress(_said(run, numbers), _TRAINED * run.step / run.steps)
             if history is not None:
@@ -118,6 +122,8 @@ def train(
                 if report is None or report.get("asked") != _asked(settings):
                     save(run.average, settings, data.vocabulary, root / MODEL)
                     report = _judged(root, data, mine.device, progress)
+                    report["train_seconds"] = round(time.perf_counter() - began, 1)
+                    write_report(root, report)
             mine.wait()
         finally:
             if history is not None:

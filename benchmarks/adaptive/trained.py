@@ -1,0 +1,85 @@
+r"""What trained Grid-VQA models are worth, and what their plans take (line 2), as one record.
+
+::
+
+    PYTHONPATH=src python benchmarks/adaptive/trained.py runs/seed-0 runs/seed-1 runs/seed-2 \
+        --study runs/study --out results/adaptive/trained.json
+
+The folders are of `sparseflow adaptive grid-vqa`, trained alike but for the seed; the study is of the first
+one, and says what each plan that was measured takes. Nothing is computed here but which plans no other beats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparseflow.adaptive.grid_vqa.report import REPORT, pareto, read_report
+from sparseflow.adaptive.study import findings
+from sparseflow.core.files import write_atomic
+from sparseflow.errors import InputError
+
+KEPT = ("accuracy", "by_kind", "blind", "samples", "train_seconds", "environment")
+
+
+def trained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a training's folder tells, and its settings without the seed.
+
+    Raises:
+        InputError: It has not ended.
+    """
+    report = read_report(folder)
+    if report is None:
+        raise InputError(f"{folder} has no {REPORT}: let its training end first")
+    settings = json.loads((folder / "settings.json").read_text("utf-8"))
+    settings["images"].pop("archives", None)
+    found = {"seed": settings["train"].pop("seed"), **{name: report.get(name) for name in KEPT}}
+    return found, settings
+
+
+def measured(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Plans that were measured, the quickest first, and whether another beats them."""
+    rows = sorted((row for row in found["plans"] if row["measured"]), key=lambda row: row["p50_ms"])
+    best = pareto([row["p50_ms"] for row in rows], [row["accuracy"] for row in rows])
+    kept = ("id", "accuracy", "p5_ms", "p50_ms", "p95_ms")
+    return [
+        {name: row[name] for name in kept} | {"pareto": on, "samples_ms": row.get("samples_ms")}
+        for row, on in zip(rows, best, strict=True)
+    ]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", help="of trainings")
+    parser.add_argument("--study", type=Path, required=True, help="folder of the first one's study")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    asked = parser.parse_args(given)
+    seeds, settings = zip(*(trained(folder) for folder in asked.folders), strict=True)
+    if any(each != settings[0] for each in settings):
+        raise InputError("the trainings differ in more than their seeds")
+    found = findings.read(asked.study)
+    plans = measured(found)
+    front = [row["p50_ms"] for row in plans if row["pareto"]]
+    record = {
+        "environment": found["environment"], "settings": settings[0], "seeds": seeds, "plans": plans,
+        "size": found["size"], "load": found["load"], "pareto_plans": len(front),
+        "span": max(front) / min(front),
+    }  # fmt: skip
+    write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+    for each in seeds:
+        print(
+            f"seed {each['seed']}: {each['accuracy']:.1%} of {each['samples']} (blind "
+            f"{each['blind']['accuracy']:.1%}) after {each['train_seconds']} s"
+        )
+    print(f"{len(front)} of {len(plans)} measured plans are beaten by none; they span {record['span']:.2f}x")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
