@@ -129,7 +129,8 @@ def trained(record: Fields) -> Iterator[Fields]:
     }  # fmt: skip
     yield common | {
         "id": "adaptive/2-plans",
-        "claim": f"Pareto plans in accuracy and measured latency, of {len(record['plans'])} that were measured",
+        "claim": "Pareto plans in accuracy and measured latency, of "
+        f"{len(record['plans'])} that were measured",
         "value": len(front), "unit": "plans", "target": ">= 6", "met": len(front) >= 6, "baseline": None,
     }  # fmt: skip
 
