@@ -34,7 +34,10 @@ def once() -> Iterator[None]:
 
     def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
         patched.clear()
-        launch(self, *args, **kwargs)
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
 
     def patch_once(function: Any) -> Any:
         if (module := id(function.__globals__)) in patched:

@@ -6,11 +6,11 @@ r"""OpenAI's own client against the server (line 7): each answer must be what it
     PYTHONPATH=src python benchmarks/adaptive/server.py FOLDER --device cuda --out server.json
 
 A server of this process, with its engine, its batches and HTTP, answers some clients at once: half of the
-requests with an image (Grid-VQA's canvases), half of them streamed, each under a plan of its own, lengths and
-numbers of tokens as they come. Everything is float64, greedy. Afterwards each request is run alone, by the
-model's own forward under the plan that its answer names, and the texts are compared, sign by sign. Without
-FOLDER a Grid-VQA model of 16 blocks is made, with random weights so large that every block, expert and pixel
-changes what it says.
+requests with an image (Grid-VQA's canvases), half of them streamed, plans, lengths and numbers of tokens by
+chance. Everything is float64, greedy. Afterwards each request is run alone, by the model's own forward under
+the plan that its answer names. Compared are every token that the engine gave out for it, and the text and the
+number of tokens that came to the client. Without FOLDER a Grid-VQA model of 16 blocks is made, with random
+weights so large that every block, expert and pixel changes what it says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch
 from models import listening, settled
 
 from sparseflow.adaptive.attached import Attached, attach
-from sparseflow.adaptive.folder import Opened, open_folder
+from sparseflow.adaptive.folder import open_folder
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.model import build, load, save
 from sparseflow.adaptive.grid_vqa.settings import Settings, read_settings
@@ -44,7 +44,7 @@ from sparseflow.adaptive.profile.others import Given
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.requests import Finished
 from sparseflow.adaptive.serve import EngineBackend, Prompts, Service, create_app
-from sparseflow.adaptive.serve.backend import Job, Prompt
+from sparseflow.adaptive.serve.backend import Event, Job, Prompt, Tokens
 from sparseflow.adaptive.serve.images import decode
 from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.schema import ImagePart, Message
@@ -78,6 +78,24 @@ class Drawn:
     def __call__(self, job: Job) -> Given:
         plan = self._plans[int(self._random.integers(len(self._plans)))]
         return Given(plan=plan if job.prompt.images else replace(plan, tier=None))
+
+
+class Listening(EngineBackend):
+    """Remembers the tokens that each job was given."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.given: dict[str, list[int]] = {}
+
+    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+        mine = self.given.setdefault(job.id, [])
+
+        def heard(event: Event) -> None:
+            if isinstance(event, Tokens):
+                mine.extend(event.ids)
+            emit(event)
+
+        return super().submit(job, heard)
 
 
 def made(folder: Path, settings: Settings, seed: int) -> None:
@@ -124,30 +142,27 @@ def answered(client: Any, asked: dict[str, Any]) -> dict[str, Any]:
     if not asked["stream"]:
         found = client.chat.completions.create(**how)
         return {
-            "text": found.choices[0].message.content, "plan": found.sparseflow["plan"], "pieces": 1,
-            "tokens": found.usage.completion_tokens,
+            "id": found.id, "text": found.choices[0].message.content, "plan": found.sparseflow["plan"],
+            "pieces": 1, "tokens": found.usage.completion_tokens,
         }  # fmt: skip
     how |= {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**how))
     deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
     pieces = [delta for delta in deltas if delta]
     return {
-        "text": "".join(pieces), "plan": chunks[-1].sparseflow["plan"], "pieces": len(pieces),
-        "tokens": chunks[-1].usage.completion_tokens,
+        "id": chunks[0].id, "text": "".join(pieces), "plan": chunks[-1].sparseflow["plan"],
+        "pieces": len(pieces), "tokens": chunks[-1].usage.completion_tokens,
     }  # fmt: skip
 
 
-def alone(
-    there: Opened, attached: Attached, prompts: Prompts, asked: dict[str, Any], plan: Plan
-) -> tuple[str, int]:
-    """The text and number of tokens that a request gets by itself, by the model's own forward."""
+def alone(attached: Attached, prompts: Prompts, asked: dict[str, Any], plan: Plan) -> list[int]:
+    """The tokens that a request gets by itself, by the model's own forward, without its end."""
     message = Message.model_validate(asked["messages"][0])
     urls = [part.image_url.url for part in message.content if isinstance(part, ImagePart)]
     prompt = prompts.prompt([message], [decode(url, Limits()) for url in urls])
     inputs = {name: each.to(attached.adapter.model.device) for name, each in prompt.inputs.items()}
     found = attached.generate(plan=plan, max_new_tokens=asked["new_tokens"], **inputs)
-    tokens = [token for token in found.new_tokens[0].tolist() if token not in attached.stop]
-    return there.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens)
+    return [token for token in found.new_tokens[0].tolist() if token not in attached.stop]
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -196,7 +211,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engine = Engine(
             attached.adapter, attached.knobs, plans=plans, max_batch=asked.batch, max_tokens=there.context
         )
-        backend = EngineBackend(
+        backend = Listening(
             engine, decider=Drawn(plans, asked.seed), forecast=Unmeasured(), stop=attached.stop
         )
         app = create_app(Service("grid-vqa", backend, prompts, temperature=0.0))
@@ -222,12 +237,15 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for each, answer in zip(wanted, found, strict=True):
             told = {name: answer["plan"][name] for name in ("tier", "insertion_position", "top_k", "blocks")}
             plan = Plan.from_dict(told)
-            expected = alone(there, attached, prompts, each, plan)
+            expected = alone(attached, prompts, each, plan)
+            text = there.tokenizer.decode(expected, skip_special_tokens=True)
+            equal = backend.given[answer["id"]] == expected
+            equal = equal and (answer["text"], answer["tokens"]) == (text, len(expected))
             samples.append(
                 {
                     "image": each["image"], "stream": each["stream"], "new_tokens": each["new_tokens"],
                     "plan": plan.id, "pieces": answer["pieces"], "text": answer["text"],
-                    "tokens": answer["tokens"], "equal": (answer["text"], answer["tokens"]) == expected,
+                    "tokens": answer["tokens"], "equal": equal,
                 }
             )  # fmt: skip
     return {

@@ -32,6 +32,10 @@ OnInfeasible = Literal["reject", "best_effort", "truncate"]
 ON_INFEASIBLE: tuple[OnInfeasible, ...] = get_args(OnInfeasible)
 
 
+_CROP = 256
+"""Vision tokens of a tier more, where nothing tells."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chooser:
     """Chooses plans for the requests of one model.
@@ -134,7 +138,8 @@ class Chooser:
     def worths(self, *, text_tokens: int, images: int) -> np.ndarray:
         """What plans are worth to a prompt, more is better: [plans].
 
-        Without `worth` it is what they do, in calls of experts: a count, so no noise of timing ranks them.
+        Without `worth` it is what they do to the prompt, in calls of experts: a count, so no noise of timing
+        ranks them.
         """
         if self.worth is not None:
             return np.asarray(self.worth)
@@ -279,5 +284,5 @@ def _tier(plan: Plan) -> int:
 
 
 def _vision(of_image: Mapping[Tier, int], plan: Plan) -> int:
-    # Profiles need not say how many tokens a tier has; the tiers' order is known then.
-    return 0 if plan.tier is None else of_image.get(plan.tier, 1 + TIERS.index(plan.tier))
+    # Profiles need not say how many tokens a tier has; only the tiers' order is known then.
+    return 0 if plan.tier is None else of_image.get(plan.tier, _CROP * (1 + TIERS.index(plan.tier)))

@@ -11,6 +11,7 @@ import torch
 
 from sparseflow.adaptive.adapters import Adapter
 from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import (
@@ -300,6 +301,25 @@ class TestWhatItTells:
             assert engine.load == engine.worked_s == 0.0
             engine.submit(request(max_new_tokens=3)).result()
         assert 0.0 < engine.load <= 1.0 and engine.worked_s > 0.0
+
+    def test_whose_prompt_is_run_is_met_too(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        engine, loads = still(olmoe), []
+
+        class Meeting:
+            """While its prompt is run, another request comes."""
+
+            def first(self, asked: Request, remaining_ms: float) -> Choice:
+                engine.submit(request(max_new_tokens=2))
+                loads.append(engine.load)
+                return Choice(tier=None, insertion_position=PLANS[0].insertion_position)
+
+            def second(self, latency_token: torch.Tensor, asked: Request, remaining_ms: float) -> Plan:
+                return PLANS[0]
+
+        engine.submit(request(decide=Meeting(), max_new_tokens=2))
+        driven(engine)
+        # One of two met another.
+        assert loads[0] > 0.2
 
     def test_load_is_what_requests_meet(self, olmoe: tuple[Adapter, Knobs]) -> None:
         engine = still(olmoe)

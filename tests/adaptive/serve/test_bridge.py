@@ -381,7 +381,7 @@ def test_what_an_engine_of_other_sizes_took_is_no_forecast() -> None:
     predictor: Any = Predictor("engine", max_batch=8, max_tokens=64)
     Predicted(predictor, predictor.space.plans)
     Predicted(predictor, predictor.space.plans, max_batch=8, max_tokens=64)
-    with pytest.raises(InputError, match=r"`max_batch` 8, and this one has 4.*use 8, or profile anew"):
+    with pytest.raises(InputError, match=r"`max_batch` 8, and this one has 4.*serve with 8.*or profile anew"):
         Predicted(predictor, predictor.space.plans, max_batch=4)
     with pytest.raises(InputError, match="`max_tokens` 64, and this one has 128"):
         Predicted(predictor, predictor.space.plans, max_batch=8, max_tokens=128)

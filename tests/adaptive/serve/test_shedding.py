@@ -312,7 +312,7 @@ def test_what_was_slow_is_forgotten_while_others_end() -> None:
         stretches.append(here.stretch)
     # No more than half of so many had ended by then: that alone would still remember.
     assert stretches[1] == pytest.approx(3.0, rel=0.3)
-    assert stretches[-1] < 1.1
+    assert stretches[-1] < 1.25
 
 
 def test_an_engine_that_does_not_obey_breaks_promises() -> None:

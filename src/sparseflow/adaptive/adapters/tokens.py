@@ -74,7 +74,7 @@ def shortened(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> d
 
     Args:
         inputs: Those to shorten; they stay as they are.
-        runs: Runs of placeholders.
+        runs: Runs of placeholders, in reading order.
         lengths: How many tokens are to stay of each.
 
     Raises:

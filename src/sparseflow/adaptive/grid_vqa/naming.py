@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparseflow.adaptive.adapters.crops import LEVELS
 from sparseflow.adaptive.grid_vqa.grounding import shown
 
-_SEEN = 0.45
+_SEEN = 0.4
 """Share of a cell that has to be seen."""
 
 
@@ -101,7 +101,9 @@ def naming_loss(
     if blends is not None and shares is not None:
         loss = loss * shares - _of(logs, blends) * (1.0 - shares)
     asked = there[:, None].float()
-    return (loss * asked).sum() / (asked.sum() * len(cells))
+    # Each level counts as much as another, however few of its cells are seen.
+    levels = (loss * asked).sum((1, 2)) / (asked.sum((1, 2)) * len(cells)).clamp(min=1.0)
+    return levels.sum() / there.any(1).sum()
 
 
 def right(logits: Tensor, there: Tensor, cells: Tensor, nothing: int) -> Tensor:

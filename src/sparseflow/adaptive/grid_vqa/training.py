@@ -96,7 +96,7 @@ def train(
         try:
             state = checkpoint.read(root, of)
             mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
-            # Wall clock of all calls, judging while it trains and all.
+            # Wall clock of the steps that are kept; judging now and then is among them.
             began = time.perf_counter()
             if state is not None:
                 run.restore(state)
@@ -104,6 +104,7 @@ def train(
                 del state
             if history is not None:
                 write_atomic(root / SETTINGS, json.dumps(settings.model_dump(mode="json"), indent=1) + "\n")
+            seconds = time.perf_counter() - began
             while run.step < run.steps:
                 numbers = run.advance()
                 last = run.step == run.steps
@@ -121,9 +122,7 @@ def train(
                 report = read_report(root)
                 if report is None or report.get("asked") != _asked(settings):
                     save(run.average, settings, data.vocabulary, root / MODEL)
-                    report = _judged(root, data, mine.device, progress)
-                    report["train_seconds"] = round(time.perf_counter() - began, 1)
-                    write_report(root, report)
+                    report = _judged(root, data, mine.device, seconds, progress)
             mine.wait()
         finally:
             if history is not None:
@@ -145,9 +144,12 @@ def pace(settings: Settings, *, device: torch.device | str = "cpu", steps: int =
     counts = {"vision_steps": steps + 2, "steps": steps + 2}
     short = settings.model_copy(update={"train": settings.train.model_copy(update=counts)})
     taken: list[float] = []
+    samples = 0
     with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
         run = Learning(short, Data(short, mine.device), mine)
-        for _ in range(run.steps):
+        for step in range(run.steps):
+            if step >= run.steps - steps:
+                samples += run.stage(step).batch_size or settings.train.batch_size
             begun = time.perf_counter()
             run.advance()
             if mine.cuda:
@@ -159,12 +161,14 @@ def pace(settings: Settings, *, device: torch.device | str = "cpu", steps: int =
     return {
         "vision_step_ms": vision_ms,
         "step_ms": step_ms,
-        "samples_per_s": told.batch_size * mine.size / step_ms * 1e3,
+        "samples_per_s": samples / steps * mine.size / step_ms * 1e3,
         "hours": (vision_ms * told.vision_steps + step_ms * told.steps) / 3.6e6,
     }
 
 
-def _judged(root: Path, data: Data, device: torch.device, progress: Progress | None) -> dict[str, Any]:
+def _judged(
+    root: Path, data: Data, device: torch.device, seconds: float, progress: Progress | None
+) -> dict[str, Any]:
     """Judge what lies in the folder, as it will be used: in half precision on a GPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, _, _ = load(root / MODEL, device=device, dtype=dtype)
@@ -172,7 +176,7 @@ def _judged(root: Path, data: Data, device: torch.device, progress: Progress | N
         None if progress is None else lambda what, share: progress(what, _TRAINED + (1.0 - _TRAINED) * share)
     )
     report = report_of(model, data, progress=told)
-    report["asked"] = _asked(data.settings)
+    report |= {"asked": _asked(data.settings), "train_seconds": round(seconds, 1)}
     report["environment"] = environment(device, seed=data.settings.train.seed)
     write_report(root, report)
     return report

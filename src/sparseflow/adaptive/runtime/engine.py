@@ -164,7 +164,7 @@ class Engine:
             self._check_open()
             if self._schedule.waiting >= self._queue_limit:
                 raise Refused(f"{self._schedule.waiting} requests wait already, the most that may")
-            self._metrics.arrived(busy=bool(self._schedule.waiting or self._schedule.running))
+            self._metrics.arrived(busy=self._schedule.busy)
             self._metrics.submitted += 1
             self._schedule.add(handle)
             self._changed.notify_all()
@@ -292,7 +292,7 @@ class Engine:
             raise Stopped("the engine is shut down and takes no more requests")
 
     def _has_work(self) -> bool:
-        return bool(self._schedule.waiting or self._schedule.running or self._jobs or self._news)
+        return bool(self._schedule.busy or self._jobs or self._news)
 
     def _is_over(self) -> bool:
         if self._stopping is None:

@@ -77,6 +77,7 @@ class Schedule:
         )
         self._queue: deque[Handle] = deque()
         self._batches: dict[Plan, Batch] = {}
+        self._beginning = 0
 
     @property
     def prompts(self) -> tuple[int, ...]:
@@ -92,6 +93,11 @@ class Schedule:
     def waiting(self) -> int:
         """Requests that wait."""
         return len(self._queue)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait, decode, or have their prompt run just now."""
+        return bool(self._queue or self._beginning or self.running)
 
     @property
     def running(self) -> int:
@@ -186,7 +192,11 @@ class Schedule:
             together = self._admission.together(self._next_waiting(), self._queue)[:free]
             for handle in together:
                 self._queue.remove(handle)
-        self._begin(together)
+            self._beginning = len(together)
+        try:
+            self._begin(together)
+        finally:
+            self._beginning = 0
         return True
 
     def _next_waiting(self) -> Handle:

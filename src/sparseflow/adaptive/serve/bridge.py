@@ -103,7 +103,8 @@ class Predicted:
             if here is not None and measured != here:
                 raise InputError(
                     f"the predictor's profile was measured by an engine with `{name}` {measured}, and this "
-                    f"one has {here}: recordings are of other sizes; use {measured}, or profile anew"
+                    f"one has {here}, so its requests take other times; serve with {measured} (--batch of "
+                    "`serve` is `max_batch`), or profile anew"
                 )
         self._predictor = predictor
         self._load = load

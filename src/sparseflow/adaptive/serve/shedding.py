@@ -5,7 +5,8 @@ played forward: every slot is free at the predicted end of its request, those wh
 each as short as its cheapest plan. A newcomer that would end too late, or make another end too late, is
 refused at once, with the time after which another try may help. How long requests really take, as a share of
 what was predicted, is followed by an exponentially weighted mean and deviation, so that the forecast follows
-the load; and where the longest of late were beyond their prediction, promises are counted with as much more.
+the load; and where the longest of late were beyond their prediction, promises are counted with as much more,
+which fades with time.
 
 Those who wait stand by deadline (earliest first); one without a promise stands as if it had `patience_s`, so
 that it is not passed for ever. When a request's turn comes it is told by when to end: its own deadline, or
@@ -35,7 +36,8 @@ together."""
 _REMEMBERED = 128
 """Latest requests that say how a promise is to be counted: only one or two of so many may take longer."""
 _FORGETS_S = 10.0
-"""Seconds after which a request that took longer than predicted counts half as far beyond."""
+"""Seconds without an end in which half of what promises are counted with above 1 is forgotten; where ends
+are frequent, likewise of each request that took longer than predicted."""
 _HALVINGS = 8
 """Steps in which a request's time is narrowed down for those behind it."""
 
@@ -138,7 +140,7 @@ class Line:
 
         Fades, lest a slow hour, long over, keep everybody out.
         """
-        return 1.0 + _faded(self._excess, self._learnt_s, self._clock())
+        return 1.0 + _faded(self._excess, self._clock() - self._learnt_s, _FORGETS_S)
 
     def enter(self) -> Place:
         """Take a place, before anything is known of the request.
@@ -254,7 +256,9 @@ class Line:
             ratio = min(took_s / (place.ends_s - place.began_s), 4.0)
             now = self._clock()
             self._beyond.append((now, max(ratio - 1.0, 0.0)))
-            beyond = heapq.nlargest(2, (_faded(excess, then, now) for then, excess in self._beyond))
+            # Where ends are seldom, those that are remembered reach farther back.
+            half_s = max(_FORGETS_S, (now - self._beyond[0][0]) / 4.0)
+            beyond = heapq.nlargest(2, (_faded(each, now - then, half_s) for then, each in self._beyond))
             # One that was slow may have been alone in it; the second one says that it happens.
             self._excess, self._learnt_s = beyond[1] if len(beyond) > 1 else 0.0, now
             self._deviation += _SHARE * (abs(ratio - self._mean) - self._deviation)
@@ -293,8 +297,8 @@ class Line:
         return late
 
 
-def _faded(excess: float, then_s: float, now_s: float) -> float:
-    return excess * 0.5 ** ((now_s - then_s) / _FORGETS_S)
+def _faded(excess: float, age_s: float, half_s: float) -> float:
+    return excess * 0.5 ** (age_s / half_s)
 
 
 def _order(place: Place) -> tuple[float, int]:

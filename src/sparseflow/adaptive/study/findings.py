@@ -124,10 +124,10 @@ def _of_plans(profile: Profile, accuracy: Sequence[float], latency: Latencies, s
 def _row(
     number: int, plan: Plan, samples_ms: np.ndarray, accuracy: float, measured: bool, front: Sequence[Plan]
 ) -> dict[str, Any]:
-    """A plan; every sample of those that are best, and quantiles of the others."""
+    """A plan; every sample of those that are best or were measured, and quantiles of all."""
     low, middle, high = np.quantile(samples_ms, (0.05, 0.5, 0.95)).tolist()
     row = {
         "number": number, "plan": plan.to_dict(), "id": plan.id, "accuracy": accuracy, "measured": measured,
         "front": plan in front, "p5_ms": low, "p50_ms": middle, "p95_ms": high,
     }  # fmt: skip
-    return row | ({"samples_ms": samples_ms.tolist()} if plan in front else {})
+    return row | ({"samples_ms": samples_ms.tolist()} if plan in front or measured else {})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def grid_vqa(
     out: Annotated[Path, typer.Option(help="Folder of the training; one that was stopped goes on.")],
     config: Annotated[
-        str, typer.Option(help="A YAML file, or one that is shipped: digits, gpu, large.")
+        str, typer.Option(help="A YAML file, or one that is shipped: digits, demo, gpu, large.")
     ] = "digits",
     changes: Set = None,
     device: Device = "cpu",

@@ -1,0 +1,278 @@
+"""The main job, shown on real input: a trained model that answers within budgets, on this machine.
+
+Some plans are measured, a predictor is fitted, and questions about images that the model has not seen are
+answered under several budgets; beside them, in random order, by the whole model and by its quickest plan.
+What each request took is kept as a run (`run.json`, `samples.parquet`), with a page (`report.html`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.adaptive.attached import Attached, attach
+from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, write_page
+from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
+from sparseflow.adaptive.grid_vqa.model import load
+from sparseflow.adaptive.importance import Importance
+from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.predictor import Predictor
+from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
+from sparseflow.adaptive.study.run import placed
+from sparseflow.adaptive.worth import Worth, pareto
+from sparseflow.core.records import Run
+from sparseflow.errors import InputError
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of the demo that is over."""
+
+IMPORTANCE, WORTH = "importance.json", "worth.json"
+"""Beside a model: which blocks can be skipped, and how good its plans are."""
+
+_MEASURED, _KEPT = 12, 8
+_NEW_TOKENS = 2
+"""Of an answer of one word, with its end."""
+_ROOM = 1.25
+"""The largest budget over what 99 of 100 requests of the dearest plan stay below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """How requests with one budget did.
+
+    Attributes:
+        budget_ms: The budget.
+        in_time, right, goodput: Share in time; right; both.
+        p50_ms: Median of what they took.
+        plan: The plan that was chosen most often.
+        plans: How many different ones were.
+        whole, quickest: Share right and in time of the whole model and of its quickest plan, always.
+    """
+
+    budget_ms: float
+    in_time: float
+    right: float
+    goodput: float
+    p50_ms: float
+    plan: str
+    plans: int
+    whole: float
+    quickest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """What the demo found.
+
+    Attributes:
+        model: Its folder's name.
+        questions: How many were asked.
+        budgets: By budget, ascending.
+        in_time: Share in time of all requests with a budget.
+        whole_ms, quickest_ms: Median milliseconds of the whole model and of its quickest plan.
+        whole_right, quickest_right: Share of their answers that is right, however long they take.
+        held_out: Relative error of predicted medians of plans and lengths that a fit had not seen; None where
+            too little was measured to tell.
+        run: Folder of the run.
+        report: The page.
+    """
+
+    model: str
+    questions: int
+    budgets: tuple[Kept, ...]
+    in_time: float
+    whole_ms: float
+    quickest_ms: float
+    whole_right: float
+    quickest_right: float
+    held_out: float | None
+    run: Path
+    report: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"run": str(self.run), "report": str(self.report)}
+
+
+def shipped() -> Path:
+    """Folder of the model that comes with SparseFlow."""
+    return Path(str(resources.files("sparseflow.adaptive") / "data" / "grid_vqa"))
+
+
+def run_demo(
+    model: Path | None = None,
+    *,
+    out: Path = Path("runs"),
+    questions: int = 40,
+    budgets: int = 5,
+    archives: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: Progress = lambda what, fraction: None,
+) -> DemoResult:
+    """Measure plans of a Grid-VQA model, answer questions within budgets, and write the run.
+
+    Args:
+        model: Folder of the model; by default the one that is shipped. `importance.json` and `worth.json` in
+            it are used where they are there.
+        out: Folder that gets the run's own folder.
+        questions: How many to ask, each under every budget.
+        budgets: How many.
+        archives: Of images, where they are elsewhere than in training.
+        device: Where to compute.
+        seed: What orders are drawn from.
+        progress: Told what is being done.
+
+    Raises:
+        InputError: A number is too small, the folder holds no model of Grid-VQA, or that is asked about
+            nothing with one word as its answer.
+        FileFormatError: A file of the folder is damaged.
+        MissingExtraError: A package of the `adaptive` extra is missing.
+    """
+    if questions < 1 or budgets < 2 or seed < 0:
+        raise InputError(
+            f"`questions` (={questions}) must be at least 1, `budgets` (={budgets}) at least 2 and `seed` "
+            f"(={seed}) not negative"
+        )
+    folder = shipped() if model is None else Path(model)
+    progress("loading the model", 0.0)
+    network, tokenizer, task = load(folder, device=device)
+    samples = _asked(Data(placed(task, archives), device), questions)
+    settings = {
+        "model": None if model is None else folder.name, "questions": questions, "budgets": budgets,
+        "device": str(device),
+    }  # fmt: skip
+    with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
+        with attach(network) as bare:
+            space = _space(folder, bare)
+            lengths = _lengths(bare, samples)
+            runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
+            found = profile(
+                runner, space, run.path / "profile" / "profile.parquet", buckets=lengths, repeats=3,
+                plans=spread(space, _MEASURED, seed=seed), steps=_NEW_TOKENS, seed=seed,
+                progress=lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
+            )  # fmt: skip
+        predictor = Predictor.fit(found, seed=seed)
+        with attach(network, profile=predictor, worth=_worth(folder, network, space)) as attached:
+            assert attached.chooser is not None
+            ms, p99 = predictor.predict_all(text_tokens=lengths[-1], images=1, new_tokens=_NEW_TOKENS)
+            worths = attached.chooser.worths(text_tokens=lengths[-1], images=1)
+            kept = pareto(space.plans, ms.tolist(), worths.tolist(), _KEPT)
+            attached.chooser = attached.chooser.only(kept)
+            places = [space.plans.index(plan) for plan in kept]
+            ladder = np.geomspace(p99[places].min(), _ROOM * p99[places].max(), budgets).tolist()
+            fixed = {WHOLE: space.geometry.full(), QUICKEST: kept[int(ms[places].argmin())]}
+            rows: list[dict[str, Any]] = []
+            for row in _answered(attached, tokenizer, samples, ladder, fixed, seed, progress):
+                rows.append(row)
+                run.append(row)
+        result = _result(folder, rows, ladder, predictor, run)
+        run.note(**{name: value for name, value in result.to_dict().items() if name not in ("run", "report")})
+        progress("writing the report", 0.97)
+        write_page(result, rows, run)
+    progress("done", 1.0)
+    return result
+
+
+def _asked(data: Data, count: int) -> list[Sample]:
+    """Questions of the test whose answer is one word."""
+    found: list[Sample] = []
+    for sample in data.samples("test", 8 * count + 64):
+        if sample.kind != "list":
+            found.append(sample)
+        if len(found) == count:
+            return found
+    raise InputError(
+        f"only {len(found)} of {8 * count + 64} questions have an answer of one word, and {count} were to be "
+        "asked; its `test_shares` ask for lists"
+    )
+
+
+def _space(folder: Path, bare: Attached) -> PlanSpace:
+    geometry = bare.adapter.geometry
+    if (folder / IMPORTANCE).is_file():
+        return Importance.read(folder / IMPORTANCE).space()
+    return PlanSpace.of(geometry, [float(geometry.depth - block) for block in range(geometry.depth)])
+
+
+def _worth(folder: Path, network: Any, space: PlanSpace) -> Worth | None:
+    if not (folder / WORTH).is_file():
+        return None
+    worth = Worth.read(folder / WORTH)
+    worth.check(weights_id(network), space)
+    return worth
+
+
+def _lengths(bare: Attached, samples: Sequence[Sample]) -> list[int]:
+    """The fewest and the most text tokens of prompts, and one more where all have as many."""
+    every = [each.inputs["input_ids"].shape[1] - bare.adapter.vision_tokens(each.inputs) for each in samples]
+    return [min(every), max(max(every), min(every) + 1)]
+
+
+def _answered(
+    attached: Attached, tokenizer: Any, samples: Sequence[Sample], ladder: Sequence[float],
+    fixed: dict[str, Plan], seed: int, progress: Progress,
+) -> Any:  # fmt: skip
+    """A row for each request."""
+    ways: list[tuple[str, float | None]] = [
+        *((name, None) for name in fixed),
+        *(("budget", ms) for ms in ladder),
+    ]
+    random = np.random.default_rng(seed)
+    for name in fixed:
+        attached.generate(plan=fixed[name], max_new_tokens=_NEW_TOKENS, **samples[0].inputs)
+    for number, sample in enumerate(samples):
+        for at in random.permutation(len(ways)).tolist():
+            way, budget_ms = ways[at]
+            found = attached.generate(
+                plan=fixed.get(way), latency_budget_ms=budget_ms, max_new_tokens=_NEW_TOKENS, **sample.inputs
+            )
+            text = tokenizer.decode(found.new_tokens[0], skip_special_tokens=True)
+            yield {
+                "question": number, "kind": sample.kind, "way": way, "budget_ms": budget_ms,
+                "plan": found.plan.id, "measured_ms": found.measured_ms, "predicted_ms": found.predicted_ms,
+                "right": text.strip() == sample.answer.strip(),
+            }  # fmt: skip
+        progress(
+            f"answering: question {number + 1} of {len(samples)}", 0.4 + 0.56 * (number + 1) / len(samples)
+        )
+
+
+def _result(
+    folder: Path, rows: Sequence[dict[str, Any]], ladder: Sequence[float], predictor: Predictor, run: Run
+) -> DemoResult:
+    fixed = {way: [row for row in rows if row["way"] == way] for way in (WHOLE, QUICKEST)}
+
+    def share(rows: Sequence[dict[str, Any]], budget_ms: float | None = None, right: bool = True) -> float:
+        hits = [
+            (row["right"] or not right) and (budget_ms is None or row["measured_ms"] <= budget_ms)
+            for row in rows
+        ]
+        return float(np.mean(hits))
+
+    kept = []
+    for budget_ms in ladder:
+        mine = [row for row in rows if row["budget_ms"] == budget_ms]
+        plans = Counter(row["plan"] for row in mine)
+        kept.append(
+            Kept(
+                budget_ms=budget_ms, in_time=share(mine, budget_ms, right=False), right=share(mine),
+                goodput=share(mine, budget_ms), p50_ms=float(np.median([row["measured_ms"] for row in mine])),
+                plan=plans.most_common(1)[0][0], plans=len(plans), whole=share(fixed[WHOLE], budget_ms),
+                quickest=share(fixed[QUICKEST], budget_ms),
+            )
+        )  # fmt: skip
+    middle = {way: float(np.median([row["measured_ms"] for row in mine])) for way, mine in fixed.items()}
+    return DemoResult(
+        model=folder.name, questions=len(fixed[WHOLE]), budgets=tuple(kept),
+        in_time=float(np.mean([each.in_time for each in kept])), whole_ms=middle[WHOLE],
+        quickest_ms=middle[QUICKEST], whole_right=share(fixed[WHOLE]), quickest_right=share(fixed[QUICKEST]),
+        held_out=predictor.held_out, run=run.path, report=run.path / "report.html",
+    )  # fmt: skip

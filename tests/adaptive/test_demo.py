@@ -1,0 +1,89 @@
+"""The demo: budgets on a model that never learnt anything, its run, its page and its command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+from sparseflow.adaptive.demo import QUICKEST, WHOLE, DemoResult, run_demo
+from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.model import build, save
+from sparseflow.cli.root import run
+from sparseflow.core.records import Run
+from sparseflow.errors import InputError
+from tests.adaptive.grid_vqa.little import quick
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of random weights."""
+    folder = tmp_path_factory.mktemp("made") / "grid-vqa"
+    settings = quick(**{"images.digits": True})
+    data = Data(settings)
+    torch.manual_seed(0)
+    save(build(settings, data.vocabulary), settings, data.vocabulary, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, list[str]]:
+    said: list[str] = []
+    out = tmp_path_factory.mktemp("runs")
+    found = run_demo(model, out=out, questions=3, budgets=3, progress=lambda what, share: said.append(what))
+    return found, said
+
+
+def test_every_question_is_answered_under_every_budget_and_without(
+    shown: tuple[DemoResult, list[str]],
+) -> None:
+    found, said = shown
+    rows: list[dict[str, Any]] = Run.open(found.run).rows()
+    assert len(rows) == 3 * (3 + 2) and found.questions == 3
+    assert {row["way"] for row in rows} == {WHOLE, QUICKEST, "budget"}
+    budgets = [each.budget_ms for each in found.budgets]
+    assert budgets == sorted(budgets) and len(budgets) == 3
+    assert sorted({row["budget_ms"] for row in rows if row["budget_ms"]}) == budgets
+    for each in found.budgets:
+        mine = [row for row in rows if row["budget_ms"] == each.budget_ms]
+        in_time = [row["measured_ms"] <= each.budget_ms for row in mine]
+        assert each.in_time == pytest.approx(sum(in_time) / 3)
+        assert each.goodput <= min(each.in_time, each.right)
+    assert said[0] == "loading the model" and said[-1] == "done"
+
+
+def test_the_run_has_a_page(shown: tuple[DemoResult, list[str]]) -> None:
+    found, _ = shown
+    page = found.report.read_text()
+    assert "Answers within a budget" in page and "<svg" in page and "sparseflow adaptive demo" in page
+
+
+def test_by_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--questions", "2", "--budgets", "2", "--out", str(tmp_path)]
+    assert run(["adaptive", "demo", str(model), *few, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["budgets"]) == 2 and Path(told["report"]).is_file()
+
+
+def test_what_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"`questions` \(=0\) must be at least 1"):
+        run_demo(model, out=tmp_path, questions=0)
+    with pytest.raises(InputError, match=r"`seed` \(=-1\) not negative"):
+        run_demo(model, out=tmp_path, seed=-1)
+    with pytest.raises(InputError, match="holds no model of Grid-VQA"):
+        run_demo(tmp_path / "nothing", out=tmp_path)
+    lists = tmp_path / "lists"
+    shutil.copytree(model, lists)
+    told = json.loads((lists / "grid_vqa.json").read_text())
+    told["settings"]["test_shares"] = {"list": 1.0}
+    (lists / "grid_vqa.json").write_text(json.dumps(told))
+    with pytest.raises(InputError, match="only 0 of 72 questions have an answer of one word"):
+        run_demo(lists, out=tmp_path, questions=1)
+    assert not list(tmp_path.glob("*demo*")), "nothing is left of a run that never began"
