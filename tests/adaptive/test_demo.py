@@ -13,9 +13,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from sparseflow.adaptive.demo import QUICKEST, WHOLE, DemoResult, run_demo
+from sparseflow.adaptive.demo import IMPORTANCE, WORTH, DemoResult, run_demo, shipped
+from sparseflow.adaptive.demo_page import QUICKEST, WHOLE
 from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.model import build, save
+from sparseflow.adaptive.grid_vqa.evaluate import accuracy
+from sparseflow.adaptive.grid_vqa.model import build, load, save
+from sparseflow.adaptive.importance import Importance
+from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.worth import Worth
 from sparseflow.cli.root import run
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
@@ -63,6 +68,18 @@ def test_the_run_has_a_page(shown: tuple[DemoResult, list[str]]) -> None:
     found, _ = shown
     page = found.report.read_text()
     assert "Answers within a budget" in page and "<svg" in page and "sparseflow adaptive demo" in page
+
+
+def test_the_shipped_model_is_small_deep_and_right() -> None:
+    folder = shipped()
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 25e6
+    network, _, settings = load(folder)
+    assert 12 <= settings.model.depth <= 16
+    space = Importance.read(folder / IMPORTANCE).space()
+    Worth.read(folder / WORTH).check(weights_id(network), space)
+    right = accuracy(network, Data(settings), [space.geometry.full()], split="test", count=128)
+    # Far more than the question alone tells.
+    assert right.mean() > 0.8
 
 
 def test_by_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import torch
 from sparseflow.adaptive.attached import Attached, attach
 from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, write_page
 from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
+from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.importance import Importance
 from sparseflow.adaptive.plan import Plan, PlanSpace
@@ -36,7 +37,7 @@ Progress = Callable[[str, float], None]
 IMPORTANCE, WORTH = "importance.json", "worth.json"
 """Beside a model: which blocks can be skipped, and how good its plans are."""
 
-_MEASURED, _KEPT = 12, 8
+_MEASURED, _KEPT, _REPEATS, _FIRST = 12, 8, 8, 32
 _NEW_TOKENS = 2
 """Of an answer of one word, with its end."""
 _ROOM = 1.25
@@ -144,7 +145,8 @@ def run_demo(
     folder = shipped() if model is None else Path(model)
     progress("loading the model", 0.0)
     network, tokenizer, task = load(folder, device=device)
-    samples = _asked(Data(placed(task, archives), device), questions)
+    data = Data(placed(task, archives), device)
+    samples, first = _asked(data, "test", questions), _asked(data, "val", 8)
     settings = {
         "model": None if model is None else folder.name, "questions": questions, "budgets": budgets,
         "device": str(device),
@@ -155,18 +157,26 @@ def run_demo(
             lengths = _lengths(bare, samples)
             runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
             found = profile(
-                runner, space, run.path / "profile" / "profile.parquet", buckets=lengths, repeats=3,
+                runner, space, run.path / "profile" / "profile.parquet", buckets=lengths, repeats=_REPEATS,
                 plans=spread(space, _MEASURED, seed=seed), steps=_NEW_TOKENS, seed=seed,
                 progress=lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
             )  # fmt: skip
         predictor = Predictor.fit(found, seed=seed)
         with attach(network, profile=predictor, worth=_worth(folder, network, space)) as attached:
             assert attached.chooser is not None
-            ms, p99 = predictor.predict_all(text_tokens=lengths[-1], images=1, new_tokens=_NEW_TOKENS)
+            size: dict[str, Any] = {"text_tokens": lengths[-1], "images": 1, "new_tokens": _NEW_TOKENS}
+            ms, _ = predictor.predict_all(**size)
             worths = attached.chooser.worths(text_tokens=lengths[-1], images=1)
             kept = pareto(space.plans, ms.tolist(), worths.tolist(), _KEPT)
             attached.chooser = attached.chooser.only(kept)
             places = [space.plans.index(plan) for plan in kept]
+            progress("learning on from first requests", 0.4)
+            for number in range(_FIRST):
+                # What a profile does not time, deciding for one, is learnt from requests as they end.
+                budget_ms = float(ms[places[number % len(places)]]) * _ROOM
+                inputs = first[number % len(first)].inputs
+                attached.generate(latency_budget_ms=budget_ms, max_new_tokens=_NEW_TOKENS, **inputs)
+            ms, p99 = predictor.predict_all(**size)
             ladder = np.geomspace(p99[places].min(), _ROOM * p99[places].max(), budgets).tolist()
             fixed = {WHOLE: space.geometry.full(), QUICKEST: kept[int(ms[places].argmin())]}
             rows: list[dict[str, Any]] = []
@@ -181,10 +191,10 @@ def run_demo(
     return result
 
 
-def _asked(data: Data, count: int) -> list[Sample]:
-    """Questions of the test whose answer is one word."""
+def _asked(data: Data, split: Split, count: int) -> list[Sample]:
+    """Questions of a split whose answer is one word."""
     found: list[Sample] = []
-    for sample in data.samples("test", 8 * count + 64):
+    for sample in data.samples(split, 8 * count + 64):
         if sample.kind != "list":
             found.append(sample)
         if len(found) == count:
