@@ -56,7 +56,7 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
     picture = curves(
         "Right and in time", {name: (budgets, values) for name, values in shares.items()},
         x="budget, ms", y="share of questions", log_x=True,
-        caption="`In time` counts wrong answers, too.",
+        caption="In time: wrong answers, too.",
     )  # fmt: skip
     took = {
         f"{each.budget_ms:.3g} ms": [row["measured_ms"] for row in rows if row["budget_ms"] == each.budget_ms]
