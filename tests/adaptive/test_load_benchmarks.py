@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,23 +22,6 @@ pytest.importorskip("PIL")
 from sparseflow.adaptive.grid_vqa.model import save
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import quick
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "adaptive"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a benchmark by name."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names: list[str] = []
-
-    def load(name: str) -> Any:
-        names.append(name)
-        return import_module(name)
-
-    yield load
-    for name in (*names, "models"):
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")

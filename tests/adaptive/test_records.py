@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,6 @@ pytest.importorskip("transformers")
 
 from sparseflow.core.claims import Claim
 from sparseflow.errors import InputError
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "adaptive"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a benchmark by name."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield import_module
-    for name in ("trained", "record"):
-        sys.modules.pop(name, None)
 
 
 def folder(root: Path, seed: int, accuracy: float, *, steps: int = 10) -> Path:
