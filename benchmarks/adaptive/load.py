@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import math
 import sys
@@ -43,7 +41,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from models import listening, settled
+from models import content_of, listening, settled
 
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.runtime.engine import Engine
@@ -122,24 +120,12 @@ Ask = Callable[[bytes, float], Awaitable[dict[str, Any]]]
 """Sends a body that was due at a moment; gives the answer's JSON with `measured_ms`, or raises `Refusal`."""
 
 
-def url_of(canvas: np.ndarray) -> str:
-    """A canvas [height, width, 3] uint8 as a data URL."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(canvas).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
     """Some of the test split, or noise."""
     from sparseflow.adaptive.grid_vqa.model import SETTINGS
 
     def question(canvas: np.ndarray | None, text: str, answer: str | None) -> Question:
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        if canvas is not None:
-            parts.insert(0, {"type": "image_url", "image_url": {"url": url_of(canvas)}})
-        return Question(content=parts, answer=answer)
+        return Question(content=content_of(text, canvas), answer=answer)
 
     if (asked.model / SETTINGS).is_file():
         from sparseflow.adaptive.grid_vqa.dataset import Data

@@ -4,6 +4,8 @@ process; and options."""
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseflow.adaptive.adapters import Adapter, Inputs, adapter_of
@@ -76,6 +79,19 @@ def built(asked: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
         14, 3, vision.image_size, vision.image_size, generator=torch.Generator().manual_seed(1)
     )
     return adapter, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def content_of(text: str, canvas: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """What a user's message holds, as OpenAI's clients send it; a canvas is [height, width, 3] uint8."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if canvas is not None:
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.fromarray(canvas).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    return parts
 
 
 @contextmanager

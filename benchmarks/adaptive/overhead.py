@@ -57,7 +57,7 @@ COLUMNS = ("given_ms", "decided_ms", "given_again_ms", "decide_ms")
 def profiled(asked: argparse.Namespace, knobs: Knobs, example: Any, tokens: int) -> Predictor:
     """A predictor of a small profile; what it predicts does not matter here, only that it does."""
     geometry = knobs.geometry
-    space = PlanSpace.of(geometry, [1.0 / (1 + at) for at in range(geometry.depth)])
+    space = PlanSpace.of(geometry)
     few = spread(space, max(2 * len(space.tiers), 6), seed=asked.seed)
     sizes, steps = [asked.text_tokens, 2 * asked.text_tokens], 4
     with tempfile.TemporaryDirectory() as scratch, EngineRunner(

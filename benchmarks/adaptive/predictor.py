@@ -259,7 +259,7 @@ def main(given: Sequence[str] | None = None) -> int:
     asked.lengths = within(asked.lengths, [40, 150, 220], most, "--lengths")
     settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
     knobs = Knobs(adapter)
-    space = PlanSpace.of(adapter.geometry, [1.0 / (1 + at) for at in range(adapter.geometry.depth)])
+    space = PlanSpace.of(adapter.geometry)
     known = spread(space, asked.plans, seed=asked.seed)
     requests = drawn(asked, space, known)
     engine = asked.runner == "engine"

@@ -16,8 +16,6 @@ weights so large that every block, expert and pixel changes what it says.
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import json
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import listening, settled
+from models import content_of, listening, settled
 
 from sparseflow.adaptive.attached import Attached, attach
 from sparseflow.adaptive.folder import open_folder
@@ -112,21 +110,13 @@ def made(folder: Path, settings: Settings, seed: int) -> None:
 
 def questions(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
     """What clients ask: messages, whether streamed, and how many tokens."""
-    from PIL import Image
-
     _, _, settings = load(folder)
     images = settings.images.model_copy(update={"archives": (), "asked": ()})
     samples = list(Data(settings.model_copy(update={"images": images})).samples("test", count))
     random = np.random.default_rng(seed)
     asked = []
     for at, sample in enumerate(samples):
-        text = sample.question.removesuffix("<answer>").strip()
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        if at % 2:
-            file = io.BytesIO()
-            Image.fromarray(sample.canvas).save(file, "PNG")
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-            parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+        parts = content_of(sample.question, sample.canvas if at % 2 else None)
         asked.append(
             {
                 "messages": [{"role": "user", "content": parts}], "image": bool(at % 2),

@@ -230,3 +230,9 @@ def test_names_of_plans() -> None:
     assert Plan(**WHOLE_TEXT).id == "text-p2-k8-b0.1.2.3"
     listed: dict[str, Any] = WHOLE | {"blocks": [0, 1, 2, 3]}
     assert Plan(**listed) == Plan(**WHOLE)
+
+
+def test_without_importance_the_first_blocks_are_kept() -> None:
+    falling = PlanSpace.of(MOLMOE, [float(16 - block) for block in range(16)])
+    assert PlanSpace.of(MOLMOE) == falling
+    assert falling.sets[2, 13] == tuple(range(13))

@@ -8,7 +8,7 @@ What each request took is kept as a run (`run.json`, `samples.parquet`), with a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -25,9 +25,9 @@ from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.importance import Importance
 from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
+from sparseflow.adaptive.profile import EagerRunner, profile, spread
 from sparseflow.adaptive.study.run import placed
-from sparseflow.adaptive.worth import Worth, pareto
+from sparseflow.adaptive.worth import pareto
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
 
@@ -153,7 +153,12 @@ def run_demo(
     }  # fmt: skip
     with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
         with attach(network) as bare:
-            space = _space(folder, bare)
+            kept_blocks = folder / IMPORTANCE
+            space = (
+                Importance.read(kept_blocks).space()
+                if kept_blocks.is_file()
+                else PlanSpace.of(bare.adapter.geometry)
+            )
             lengths = _lengths(bare, samples)
             runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
             found = profile(
@@ -162,7 +167,8 @@ def run_demo(
                 progress=lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
             )  # fmt: skip
         predictor = Predictor.fit(found, seed=seed)
-        with attach(network, profile=predictor, worth=_worth(folder, network, space)) as attached:
+        worth = folder / WORTH if (folder / WORTH).is_file() else None
+        with attach(network, profile=predictor, worth=worth) as attached:
             assert attached.chooser is not None
             size: dict[str, Any] = {"text_tokens": lengths[-1], "images": 1, "new_tokens": _NEW_TOKENS}
             ms, _ = predictor.predict_all(**size)
@@ -205,21 +211,6 @@ def _asked(data: Data, split: Split, count: int) -> list[Sample]:
     )
 
 
-def _space(folder: Path, bare: Attached) -> PlanSpace:
-    geometry = bare.adapter.geometry
-    if (folder / IMPORTANCE).is_file():
-        return Importance.read(folder / IMPORTANCE).space()
-    return PlanSpace.of(geometry, [float(geometry.depth - block) for block in range(geometry.depth)])
-
-
-def _worth(folder: Path, network: Any, space: PlanSpace) -> Worth | None:
-    if not (folder / WORTH).is_file():
-        return None
-    worth = Worth.read(folder / WORTH)
-    worth.check(weights_id(network), space)
-    return worth
-
-
 def _lengths(bare: Attached, samples: Sequence[Sample]) -> list[int]:
     """The fewest and the most text tokens of prompts, and one more where all have as many."""
     every = [each.inputs["input_ids"].shape[1] - bare.adapter.vision_tokens(each.inputs) for each in samples]
@@ -229,7 +220,7 @@ def _lengths(bare: Attached, samples: Sequence[Sample]) -> list[int]:
 def _answered(
     attached: Attached, tokenizer: Any, samples: Sequence[Sample], ladder: Sequence[float],
     fixed: dict[str, Plan], seed: int, progress: Progress,
-) -> Any:  # fmt: skip
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each request."""
     ways: list[tuple[str, float | None]] = [
         *((name, None) for name in fixed),

@@ -258,16 +258,19 @@ class PlanSpace:
         object.__setattr__(self, "_actions", actions)
 
     @classmethod
-    def of(cls, geometry: Geometry, importance: Sequence[float]) -> PlanSpace:
+    def of(cls, geometry: Geometry, importance: Sequence[float] | None = None) -> PlanSpace:
         """Keep the blocks that are worth the most one by one.
 
         Args:
             geometry: What there is to choose among.
-            importance: What is lost without a block, for each. Of equal ones the earlier is kept.
+            importance: What is lost without a block, for each. Of equal ones the earlier is kept, and by
+                default all are equal.
 
         Raises:
             InputError: It is not one finite number for each block.
         """
+        if importance is None:
+            importance = [0.0] * geometry.depth
         if len(importance) != geometry.depth or not all(abs(value) < float("inf") for value in importance):
             raise InputError(
                 f"`importance` must be {geometry.depth} finite numbers, one a block; it is {list(importance)}"

@@ -189,7 +189,7 @@ def _space(model: Any, geometry: Any, importance_of: Path | None) -> PlanSpace:
     from sparseflow.errors import InputError
 
     if importance_of is None:
-        return PlanSpace.of(geometry, [float(geometry.depth - block) for block in range(geometry.depth)])
+        return PlanSpace.of(geometry)
     found = Importance.read(importance_of)
     if found.model_id and found.model_id != weights_id(model):
         raise InputError(
