@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,15 @@ from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from sparseflow.codesign.execute.links import LinkError
+from sparseflow.core.files import write_atomic
 from sparseflow.errors import DeviceError, InputError, RunError
 
 Result = TypeVar("Result")
 
 TIMEOUT_S = 120.0
+
+_GRACE_S = 10.0
+"""That a process which lost another leaves it to say what happened, and to end first."""
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def launch(
         try:
             spawn(_enter, (job, processes, str(device), timeout_s, folder), processes)
         except ProcessException as error:
-            raise _cause(folder, processes) or RunError(f"a process ended: {error}") from error
+            raise _cause(folder, processes, error) from error
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(processes)]
 
 
@@ -123,19 +128,29 @@ def _enter(
     except Exception as error:
         kind = "lost" if isinstance(error, LinkError) else "failed"
         told = [f"{type(error).__name__}: {error}", traceback.format_exc()]
-        (folder / f"{rank}.{kind}").write_text(json.dumps(told), "utf-8")
+        # Whole or not at all: it may be terminated while it writes.
+        write_atomic(folder / f"{rank}.{kind}", json.dumps(told))
+        if kind == "lost":
+            time.sleep(_GRACE_S)
         # At once: what still waits for a message would hold the end of the process up.
         os._exit(1)
 
 
-def _cause(folder: Path, processes: int) -> RunError | None:
-    """Of the first process that did not only lose another; with its traceback as a note."""
-    for kind in ("failed", "lost"):
-        for rank in range(processes):
-            file = folder / f"{rank}.{kind}"
-            if file.is_file():
-                what, trace = json.loads(file.read_text("utf-8"))
-                found = RunError(f"process {rank} of {processes} failed: {what}")
-                found.add_note(trace)
-                return found
+def _cause(folder: Path, processes: int, ended: ProcessException) -> RunError:
+    """Of the first process that failed; else that one died, or only lost another, without a word of why."""
+    told = _told(folder, processes, "failed")
+    if told is None and getattr(ended, "exit_code", 1) == 1:
+        told = _told(folder, processes, "lost")
+    return told or RunError(f"a process ended: {ended}")
+
+
+def _told(folder: Path, processes: int, kind: str) -> RunError | None:
+    """By the first process that left a word of this kind; with its traceback as a note."""
+    for rank in range(processes):
+        file = folder / f"{rank}.{kind}"
+        if file.is_file():
+            what, trace = json.loads(file.read_text("utf-8"))
+            found = RunError(f"process {rank} of {processes} failed: {what}")
+            found.add_note(trace)
+            return found
     return None
