@@ -18,8 +18,10 @@ from tests import interpreted
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# How long an example takes is the machine's affair.
-hypothesis.settings.register_profile("tests", deadline=None)
+# How long an example takes is the machine's affair. A run tries what the last one did, so that one that fails
+# tells of a change; `--hypothesis-profile search` draws examples anew.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 if not torch.cuda.is_available():

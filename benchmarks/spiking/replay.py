@@ -221,10 +221,10 @@ class Results:
             "status": "running", "environment": environment(device, seed=seed), "settings": plain, "rows": [],
         }  # fmt: skip
         self._lock = threading.Lock()
+        self.save()
         self._timer = threading.Timer(limit_s, self._expire, [limit_s])
         self._timer.daemon = True
         self._timer.start()
-        self.save()
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row; it is on disk when this returns."""

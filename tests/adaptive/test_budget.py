@@ -46,7 +46,8 @@ def test_against_the_formula_written_out() -> None:
 @given(BUDGETS, st.floats(1.001, 1e6), st.floats(1.001, 1e6))
 def test_similarity_falls_with_distance(first: float, near: float, further: float) -> None:
     second, third = first * near, first * near * further
-    if third <= 1e6:
+    # Numbers of four bytes do not tell vectors at the far end apart.
+    if third <= 1e6 and third / first <= 9e5:
         assert cosine(first, second) > cosine(first, third)
         assert cosine(third, second) > cosine(third, first)
 

@@ -111,7 +111,7 @@ def test_two_processes(folder: Path) -> None:
             "--out", "two", *FEW, *STEPS, "--json",
         ],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # of the first process alone

@@ -55,7 +55,7 @@ def wires(slots: int, bandwidth: float = 1e9, latency_us: float = 1.0) -> Networ
 
 
 def a_planner(mode: Mode = "balanced", **changes: Any) -> PartitionPlanner:
-    return PartitionPlanner(MappingSolver(mode=mode), PROXY, PartitionConfig(**changes))
+    return PartitionPlanner(MappingSolver(mode=mode, time_limit_s=600.0), PROXY, PartitionConfig(**changes))
 
 
 def with_giant(blocks: int = 2, times: float = 50.0) -> list[LayerNode]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_a_second_writer_is_refused_until_the_first_lets_go(tmp_path: Path) -> N
         jsonl.LineWriter(tmp_path / "a.jsonl")
     first.close()
     jsonl.LineWriter(tmp_path / "a.jsonl").close()
+
+
+def test_who_is_about_to_let_go_is_waited_for(tmp_path: Path) -> None:
+    first = jsonl.LineWriter(tmp_path / "a.jsonl")
+    going = threading.Timer(0.1, first.close)
+    going.start()
+    jsonl.LineWriter(tmp_path / "a.jsonl").close()
+    going.join()
 
 
 def test_lines_reach_the_disk_every_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,15 @@ from sparseflow.latency.collect import collect
 
 
 class FakeBench:
-    """Measures nothing. Takes `pause_s` a measurement; items whose id holds `broken` fail."""
+    """Measures nothing. Takes `pause_s` a measurement; items whose id holds `broken` fail.
 
-    def __init__(self, config: Config, pause_s: float = 0.0) -> None:
+    After `most` measurements it only waits to be killed.
+    """
+
+    def __init__(self, config: Config, pause_s: float = 0.0, most: int | None = None) -> None:
         self.config = config
         self.pause_s = pause_s
+        self.most = most
         self.level: float | None = None
         self.visited: list[float] = []
         self.measured: list[tuple[float, str]] = []
@@ -39,7 +43,7 @@ class FakeBench:
 
     def measure(self, item: Item) -> dict[str, Any]:
         assert self.level is not None
-        time.sleep(self.pause_s)
+        time.sleep(self.pause_s if len(self.measured) != self.most else 3600.0)
         self.measured.append((self.level, item.id))
         if "broken" in item.id:
             return {"start_s": 1.0, "end_s": 2.0, "error": "RunError: it is broken"}
@@ -60,10 +64,13 @@ class FakeBench:
 
 
 def main() -> None:
-    """Collect by the settings of one file into a folder, with a pause of so many seconds a measurement."""
-    config, out, pause_s = sys.argv[1:]
+    """Collect by the settings of one file into a folder.
+
+    With a pause of so many seconds a measurement, and so many measurements until it only waits.
+    """
+    config, out, pause_s, most = sys.argv[1:]
     read = read_config(config)
-    collect(read, Path(out), instruments=FakeBench(read, float(pause_s)))
+    collect(read, Path(out), instruments=FakeBench(read, float(pause_s), int(most)))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def test_units_are_those_that_are_open() -> None:
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_everything_closed(merge: bool) -> None:
+    torch.manual_seed(0)
     model = made("ast", GRAINS[-1], merge=merge, pool="mean")
     assert model.gates is not None
     with torch.no_grad():

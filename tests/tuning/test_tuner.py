@@ -17,6 +17,7 @@ import pytest
 import scipy.sparse
 import torch
 
+from sparseflow.core import jsonl
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning import explore, finals, tune
 from sparseflow.tuning.evaluate import Evaluator, Trial
@@ -53,7 +54,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(cache: Path) -> dict[str, Any]:
-    return {"n_cols": 8, "threads": 1, "dtype": np.float32, "cache": cache}
+    return {"n_cols": 8, "threads": 1, "dtype": np.float32, "cache": cache, "budget_s": 3600.0}
 
 
 REFERENCE_MS = 1e-6
@@ -215,7 +216,7 @@ def test_a_space_is_exhausted(options: dict[str, Any], made: Made) -> None:
 
 
 def test_time_is_up(options: dict[str, Any], made: Made) -> None:
-    tuned = explore("spmm", drawn(), budget_s=1e-9, **options)
+    tuned = explore("spmm", drawn(), **{**options, "budget_s": 1e-9})
     assert [trial.schedule for trial in tuned.trials] == list(hand_written().values()), "these always are"
 
 
@@ -315,7 +316,7 @@ def test_parts_of_the_time_are_added_up(options: dict[str, Any], made: Made) -> 
 def test_progress(trials: int | None, options: dict[str, Any], made: Made) -> None:
     told: list[tuple[str, float]] = []
     limits: dict[str, Any] = {"trials": trials, "budget_s": 600.0 if trials else 0.3}
-    tuned = explore("spmm", drawn(), progress=lambda *args: told.append(args), **limits, **options)
+    tuned = explore("spmm", drawn(), progress=lambda *args: told.append(args), **{**options, **limits})
     *told, last = told
     assert last == ("measuring the best again", 1.0)
     assert len(told) == len(tuned.trials)
@@ -445,7 +446,11 @@ def test_other_values_are_the_same_problem(options: dict[str, Any], made: Made, 
     check(tuned)
 
 
-def test_a_folder_is_for_one_at_a_time(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
+def test_a_folder_is_for_one_at_a_time(
+    options: dict[str, Any], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_PATIENCE_S", 0.0)
+
     def intrude(*_: object) -> None:
         with pytest.raises(RunError, match="written by another process"):
             explore("spmm", drawn(), trials=0, folder=tmp_path, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from sparseflow.errors import FileFormatError, RunError
 
 SYNC_ROWS = 64
+
+_PATIENCE_S = 2.0
+"""That a lock is waited for: what a killed writer just started holds it until it runs its own program."""
 
 
 class LineWriter:
@@ -31,7 +35,7 @@ class LineWriter:
         # The kernel drops the lock with its process, so a killed run can be taken up at once.
         self._folder = os.open(path.parent, os.O_RDONLY)
         try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._folder)
         except OSError as error:
             os.close(self._folder)
             raise RunError(
@@ -78,6 +82,19 @@ class LineWriter:
         """Let go of the file and of its folder."""
         os.close(self._file)
         os.close(self._folder)
+
+
+def _lock(folder: int) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _whole_lines(path: Path) -> int:

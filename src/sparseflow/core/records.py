@@ -244,7 +244,7 @@ def _kind(name: str, value: object) -> str | None:
 def _new_id(command: str) -> str:
     # Sorted by time, told apart at a glance, unique even when two start within a second.
     slug = re.sub(r"[^a-z0-9]+", "-", command.lower().removeprefix("sparseflow")).strip("-")[:40] or "run"
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(4)}"
 
 
 def _now() -> str:

@@ -95,7 +95,7 @@ def compiler() -> Compiler:
 def _version(path: str, changed_ns: int) -> str | None:
     """What the compiler at `path` says it is; the time of its file makes an upgrade be asked again."""
     try:
-        ended = child.run([path, "--version"], timeout_s=10.0)
+        ended = child.run([path, "--version"], timeout_s=120.0)
     except OSError:
         return None
     return ended.output.partition("\n")[0].strip() or None if ended.code == 0 else None

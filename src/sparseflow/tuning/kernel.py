@@ -188,8 +188,10 @@ class CompiledKernel(Kernel):
         output, pointer = room
         addresses = [array.ctypes.data for array in inputs]
         self._function(self._inputs(*self._before, *addresses, *self._after), pointer)
+        found = self.program.result(output) if self._rows is None else output[: self._rows]
+        # Only now: who takes it from here, in another thread, looks whether somebody has a view of it.
         self._spare.append(room)
-        return self.program.result(output) if self._rows is None else output[: self._rows]
+        return found
 
     def _room(self) -> tuple[np.ndarray, Any]:
         """Memory for a result, and a pointer to it: the last one's, unless somebody still has a view of it.

@@ -61,6 +61,8 @@ SETTINGS = {
     "GOMP_SPINCOUNT": "50000",
     "KMP_BLOCKTIME": "1",
 }
+_GIVEN_UP = "and was given up"
+"""How the harness ends what it says of a candidate that is too slow."""
 _FOREIGN = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_")
 
 
@@ -131,6 +133,11 @@ class Measured:
     drifted: bool
     error: str | None
     usage: Usage | None = None
+
+    @property
+    def given_up(self) -> bool:
+        """It failed only because its first run took too long beside the reference, by `slower`."""
+        return self.error is not None and self.error.endswith(_GIVEN_UP)
 
     @property
     def best_ms(self) -> float:

@@ -12,6 +12,7 @@ import torch
 from sparseflow.adaptive.adapters import Adapter
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime import metrics
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import (
@@ -302,7 +303,10 @@ class TestWhatItTells:
             engine.submit(request(max_new_tokens=3)).result()
         assert 0.0 < engine.load <= 1.0 and engine.worked_s > 0.0
 
-    def test_whose_prompt_is_run_is_met_too(self, olmoe: tuple[Adapter, Knobs]) -> None:
+    def test_whose_prompt_is_run_is_met_too(
+        self, olmoe: tuple[Adapter, Knobs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metrics, "BUSY_S", 1e9)
         engine, loads = still(olmoe), []
 
         class Meeting:
@@ -321,7 +325,10 @@ class TestWhatItTells:
         # One of two met another.
         assert loads[0] > 0.2
 
-    def test_load_is_what_requests_meet(self, olmoe: tuple[Adapter, Knobs]) -> None:
+    def test_load_is_what_requests_meet(
+        self, olmoe: tuple[Adapter, Knobs], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metrics, "BUSY_S", 1e9)
         engine = still(olmoe)
         for _ in range(20):
             engine.submit(request(max_new_tokens=2))

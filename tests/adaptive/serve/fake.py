@@ -176,17 +176,17 @@ def serving(app: FastAPI, *, drain_s: float = 5.0) -> Iterator[Server]:
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
-        assert up.wait(10.0)
+        assert up.wait(120.0)
         yield server
     finally:
         server.stop()
-        thread.join(20.0)
+        thread.join(120.0)
         assert not thread.is_alive()
 
 
 def eventually(holds: Callable[[], bool]) -> None:
     """Wait until something holds; it has no time of its own, only an end."""
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 120.0
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)

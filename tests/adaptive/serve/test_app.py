@@ -7,7 +7,6 @@ import base64
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,8 +46,10 @@ class Here:
     def __init__(self, app: FastAPI, server: Server, fake: Fake) -> None:
         self.app, self.server, self.fake = app, server, fake
         self.url = f"http://127.0.0.1:{server.port}"
-        self.http = httpx2.Client(base_url=self.url, timeout=20.0)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=20.0)
+        # Kept for less long than the server keeps it: one that it just closes must not be used.
+        kept = httpx2.Limits(keepalive_expiry=1.0)
+        self.http = httpx2.Client(base_url=self.url, timeout=60.0, limits=kept)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60.0)
         self.service = app.state.service
 
     def ask(self, text: str, **how: Any) -> Any:
@@ -248,12 +249,12 @@ def test_truncate_has_an_end_too(here: Here) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_truncate_ends_when_time_is_up(here: Here, stream: bool) -> None:
     found = here.ask(
-        "hang", stream=stream, extra_body={"latency_budget_ms": 400, "on_infeasible": "truncate"}
+        "hang", stream=stream, extra_body={"latency_budget_ms": 2000, "on_infeasible": "truncate"}
     )
     last = list(found)[-1] if stream else found
     assert last.choices[0].finish_reason == "length"
     assert last.sparseflow["truncated"] is True
-    assert last.sparseflow["measured_ms"] >= 397.0
+    assert last.sparseflow["measured_ms"] >= 1997.0
     eventually(lambda: here.fake.running == 0)
 
 
@@ -377,16 +378,16 @@ def test_a_full_server_sheds(make: Callable[..., Here]) -> None:
 
 
 def test_a_budget_that_the_line_would_eat_is_shed(make: Callable[..., Here]) -> None:
-    here = make(Fake(slots=1, least_ms=1000.0, scripts=SCRIPTS))
+    here = make(Fake(slots=1, least_ms=60_000.0, scripts=SCRIPTS))
     stream = here.ask("hang", stream=True)
     with pytest.raises(openai.RateLimitError) as caught:
-        here.ask("Hi", extra_body={"latency_budget_ms": 1500})
+        here.ask("Hi", extra_body={"latency_budget_ms": 90_000})
     assert caught.value.code == "overloaded"
     assert "try again in" in caught.value.message
     with ThreadPoolExecutor(1) as threads:
         # It was told of no promise, so it may wait.
         ask = threads.submit(
-            here.ask, "Hi", extra_body={"latency_budget_ms": 1500, "on_infeasible": "best_effort"}
+            here.ask, "Hi", extra_body={"latency_budget_ms": 90_000, "on_infeasible": "best_effort"}
         )
         eventually(lambda: here.service.line.waiting == 1)
         stream.close()
@@ -401,9 +402,8 @@ def test_who_goes_away_frees_a_slot_and_hurts_nobody(make: Callable[..., Here]) 
     assert here.fake.running == 2
     gone.close()
     assert "".join(chunk.choices[0].delta.content or "" for chunk in other) == SCRIPTS["slow"].say
-    eventually(lambda: here.fake.running == 0)
+    eventually(lambda: here.fake.running == here.service.line.running == 0)
     assert here.fake.cancelled == [here.fake.jobs[0].id]
-    assert here.service.line.running == 0
     assert here.service.metrics.value("requests_total", outcome="cancelled", code="client_gone") == 1
 
 
@@ -421,7 +421,7 @@ def test_who_goes_away_before_the_first_token_or_from_the_line(make: Callable[..
             with pytest.raises(openai.APITimeoutError):
                 each.result()
     eventually(lambda: here.service.line.waiting == here.service.line.running == here.fake.running == 0)
-    assert len(here.fake.jobs) in (1, 2)
+    assert len(here.fake.jobs) <= 2
     assert here.ask("Hi").choices[0].finish_reason == "stop"
 
 
@@ -445,7 +445,8 @@ def test_a_body_that_does_not_come(make: Callable[..., Here]) -> None:
 
     def slow() -> Iterator[bytes]:
         yield b"{"
-        time.sleep(0.5)
+        refused = {"outcome": "refused", "code": "request_timeout"}
+        eventually(lambda: here.service.metrics.value("requests_total", **refused) == 1)
         yield b"}"
 
     response = here.http.post("/v1/chat/completions", content=slow())

@@ -195,18 +195,18 @@ def test_what_happens_comes_in_order() -> None:
 
 
 @pytest.mark.parametrize("kind", [Asked, Replanning])
-@pytest.mark.parametrize(("until_s", "told_ms"), [(math.inf, 5000.0), (9.0, 5000.0), (1.0, 1000.0)])
+@pytest.mark.parametrize(("until_s", "told_ms"), [(math.inf, 5e6), (9000.0, 5e6), (1000.0, 1e6)])
 def test_a_decider_is_told_what_remains_until_the_end(kind: Any, until_s: float, told_ms: float) -> None:
     async def story() -> None:
         engine, decider = Standing(), kind()
         backend(engine, decider).submit(job(until_s=time.perf_counter() + until_s), lambda _: None)
         request = engine.handles[0].request
         decide: Any = request.decide
-        choice = decide.first(request, 5000.0)
+        choice = decide.first(request, 5e6)
         assert hasattr(decide, "again") == (kind is Replanning)
         if kind is Replanning:
-            assert decide.again(request, choice, 5000.0) == 1
-        decide.second(torch.zeros(2), request, 5000.0)
+            assert decide.again(request, choice, 5e6) == 1
+        decide.second(torch.zeros(2), request, 5e6)
         for told in decider.remaining:
             assert told <= told_ms
             assert told == pytest.approx(told_ms, rel=0.5)

@@ -109,7 +109,7 @@ def program(drain_s: float, wait_for: Path = ROOT) -> Iterator[tuple[subprocess.
 
 
 def client_of(line: dict[str, Any]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{line['url']}/v1", api_key="any", max_retries=0, timeout=20.0)
+    return openai.OpenAI(base_url=f"{line['url']}/v1", api_key="any", max_retries=0, timeout=60.0)
 
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         assert line["event"] == "listening"
         assert line["port"] > 0
         assert (line["model"], line["pid"]) == (MODEL, process.pid)
-        with httpx2.Client(base_url=line["url"]) as http:
+        with httpx2.Client(base_url=line["url"], timeout=60.0) as http:
             assert http.get("/ready").status_code == 200
             stream = client.chat.completions.create(
                 model=MODEL, messages=user("slow"), stream=True, max_tokens=200
@@ -135,18 +135,18 @@ def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
             chunks += list(stream)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "word " * 20
         assert chunks[-1].choices[0].finish_reason == "stop"
-        out, err = process.communicate(timeout=20.0)
+        out, err = process.communicate(timeout=120.0)
         assert (process.returncode, out, err) == (0, "closed\n", "")
 
 
-@pytest.mark.parametrize("drain_s", [0.2, 60.0])
+@pytest.mark.parametrize("drain_s", [2.0, 60.0])
 def test_what_does_not_end_is_cut_with_an_error(drain_s: float) -> None:
     with program(drain_s) as (process, line), client_of(line) as client:
         stream = client.chat.completions.create(model=MODEL, messages=user("hang"), stream=True)
         said = next(iter(stream)).choices[0].delta.content
         process.send_signal(signal.SIGTERM)
-        if drain_s > 1.0:
-            with httpx2.Client(base_url=line["url"]) as http:
+        if drain_s > 10.0:
+            with httpx2.Client(base_url=line["url"], timeout=60.0) as http:
                 eventually(lambda: http.get("/ready").status_code == 503)
             # A second signal waits no longer.
             process.send_signal(signal.SIGINT)
@@ -154,7 +154,7 @@ def test_what_does_not_end_is_cut_with_an_error(drain_s: float) -> None:
             for chunk in stream:
                 said = (said or "") + (chunk.choices[0].delta.content or "")
         assert said == "start"
-        out, err = process.communicate(timeout=20.0)
+        out, err = process.communicate(timeout=120.0)
         assert (process.returncode, out, err) == (0, "closed\n", "")
 
 
@@ -173,7 +173,7 @@ def test_a_whole_answer_that_is_cut_is_an_error() -> None:
         thread.start()
         eventually(lambda: bool(fake.jobs))
         server.stop()
-        thread.join(20.0)
+        thread.join(120.0)
     assert [(error.status_code, error.code) for error in failed] == [(503, "shutting_down")]
     assert fake.cancelled
     assert fake.closed
@@ -222,7 +222,7 @@ def test_an_address_of_version_six() -> None:
     thread = threading.Thread(target=server.run)
     thread.start()
     eventually(lambda: bool(lines))
-    assert httpx2.get(f"{json.loads(lines[0])['url']}/ready").status_code == 200
+    assert httpx2.get(f"{json.loads(lines[0])['url']}/ready", timeout=60.0).status_code == 200
     server.stop()
-    thread.join(20.0)
+    thread.join(120.0)
     server.stop()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sparseflow.adaptive.serve import answer as answers
 from sparseflow.adaptive.serve.answer import Answer
 from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Started, Tokens
 from sparseflow.adaptive.serve.chat import Prompts
@@ -115,26 +116,35 @@ def test_who_leaves_the_line_never_runs() -> None:
 
 def test_time_that_passed_before_counts() -> None:
     async def story(service: Service, backend: Still) -> None:
-        answer = await ask(service, ago_s=10.0, latency_budget_ms=10_900)
+        answer = await ask(service, ago_s=100.0, latency_budget_ms=160_000)
         job = backend.jobs[0][0]
-        assert job.until_s - time.perf_counter() < 0.9
+        assert job.until_s - time.perf_counter() < 60.0
         answer.leave()
         # What is left would do for an idle server's least, had less time passed: no reason to ask for a
         # larger budget.
         with pytest.raises(Refusal) as caught:
-            await ask(service, ago_s=10.0, latency_budget_ms=10_050)
+            await ask(service, ago_s=100.0, latency_budget_ms=100_050)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
 
     scene(story)
 
 
-def test_a_budget_that_was_used_up_in_line() -> None:
+def test_a_budget_that_was_used_up_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        """An hour later."""
+
+        time = staticmethod(time.time)
+
+        @staticmethod
+        def perf_counter() -> float:
+            return time.perf_counter() + 3600.0
+
     async def story(service: Service, backend: Still) -> None:
         running = await ask(service)
         # Nothing says that the first one takes long.
-        waiting = await ask(service, latency_budget_ms=500)
-        hoping = await ask(service, latency_budget_ms=500, on_infeasible="best_effort")
-        await asyncio.sleep(0.6)
+        waiting = await ask(service, latency_budget_ms=60_000)
+        hoping = await ask(service, latency_budget_ms=60_000, on_infeasible="best_effort")
+        monkeypatch.setattr(answers, "time", Clock)
         running.leave()
         with pytest.raises(Refusal) as caught:
             await waiting.begin()
@@ -161,7 +171,7 @@ def test_what_runs_beside_is_told() -> None:
 def test_where_predictions_are_too_short_the_least_is_more() -> None:
     async def story(service: Service, backend: Still) -> None:
         with pytest.raises(Refusal) as caught:
-            await ask(service, latency_budget_ms=90)
+            await ask(service, latency_budget_ms=90_000)
         first = caught.value.more["least_feasible_ms"]
         for _ in range(60):
             await ask(service)
@@ -170,10 +180,10 @@ def test_where_predictions_are_too_short_the_least_is_more() -> None:
             emit(Started(plan=PLANS[0], p50_ms=now_ms, p99_ms=now_ms + 1e-3))
             emit(Ended("stop"))
         with pytest.raises(Refusal) as caught:
-            await ask(service, latency_budget_ms=90)
+            await ask(service, latency_budget_ms=90_000)
         assert caught.value.more["least_feasible_ms"] > 1.3 * first
 
-    scene(story)
+    scene(story, Still(least_ms=100_000.0))
 
 
 def test_a_request_that_comes_as_the_gate_shuts() -> None:

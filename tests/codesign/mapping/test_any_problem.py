@@ -13,6 +13,8 @@ from sparseflow.codesign.mapping import Goal, MappingSolver, Mode, lower_bound
 from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import fits, objective, wild
 
+LONG_S = 600.0
+"""Far more than any search takes here."""
 CLOSE = 1.0 + 1e-12
 PROVES = {"auto": 1e-9, "exact": 1e-9, "best": 1e-9, "cpsat": 1e-5}
 """How far from the best, as a share, a strategy that ends may be; CP-SAT counts in ticks."""
@@ -27,7 +29,9 @@ def test_against_all_mappings(seed: int, mode: Mode) -> None:
     best = min(objective(problem, goal, mapping) for mapping in every)
     assert lower_bound(problem, goal).value_ms <= best * CLOSE
     for strategy in ("auto", "exact", "local", "dp", "best", "cpsat"):
-        solver = MappingSolver(strategy=strategy, mode=mode, serial_weight=goal.tie_weight, workers=1)
+        solver = MappingSolver(
+            strategy=strategy, mode=mode, serial_weight=goal.tie_weight, workers=1, time_limit_s=LONG_S
+        )
         if math.isinf(best):
             with pytest.raises(InputError):
                 solver.solve_mapping(problem)

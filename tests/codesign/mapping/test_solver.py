@@ -28,6 +28,8 @@ from sparseflow.codesign.mapping.reference import exhaust
 from sparseflow.errors import InputError, RunError
 from tests.codesign.mapping.naive import changed, fits, objective, varied
 
+LONG_S = 600.0
+"""Far more than a search takes that is to end by itself."""
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 every = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
 
@@ -37,7 +39,8 @@ every = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cp
 @pytest.mark.parametrize("seed", range(6))
 def test_every_answer_can_run_and_is_told_right(strategy: str, mode: Mode, seed: int) -> None:
     problem = synthetic(7, 3, seed=seed, skips=0.3, slack=1.4)
-    goal, solver = Goal(mode=mode), MappingSolver(strategy=strategy, mode=mode, workers=1)
+    goal = Goal(mode=mode)
+    solver = MappingSolver(strategy=strategy, mode=mode, workers=1, time_limit_s=LONG_S)
     ((best, _),) = exhaust(problem, [goal])
     if strategy == "dp" and seed != 0:
         # Runs may not fit where a mapping does.
@@ -67,7 +70,7 @@ def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None
     problem = varied(seed, most_segments=10, most_slots=6)
     goal = Goal(mode=MODES[seed % 2])
     try:
-        found = MappingSolver(mode=goal.mode, seed=seed).solve_mapping(problem)
+        found = MappingSolver(mode=goal.mode, seed=seed, time_limit_s=LONG_S).solve_mapping(problem)
     except InputError:
         # Only links that were cut can make these impossible.
         assert not problem.connected.all()
@@ -80,14 +83,14 @@ def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None
 def test_larger_ones_take_the_other_ways(mode: Mode) -> None:
     middle, large = synthetic(13, 6, seed=0, slack=1.3), synthetic(30, 6, seed=0, slack=1.3, skips=0.2)
     for problem in (middle, large):
-        found = MappingSolver(mode=mode).solve_mapping(problem)
+        found = MappingSolver(mode=mode, time_limit_s=LONG_S).solve_mapping(problem)
         assert fits(problem, found.mapping) and 0.0 <= found.gap < 0.5 and found.finished
     assert MappingSolver(mode=mode).solve_mapping(large).strategy == "local"
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     problem = synthetic(30, 6, seed=0, slack=1.3)
-    one, two = (MappingSolver(seed=5).solve_mapping(problem) for _ in range(2))
+    one, two = (MappingSolver(seed=5, time_limit_s=LONG_S).solve_mapping(problem) for _ in range(2))
     assert one.mapping == two.mapping and one.lower_bound_ms == two.lower_bound_ms
 
 
@@ -122,7 +125,7 @@ def test_a_strategy_can_be_chosen_for_one_problem() -> None:
 
 def test_progress_is_told() -> None:
     told: list[Progress] = []
-    MappingSolver(progress=told.append).solve_mapping(synthetic(13, 6, seed=0))
+    MappingSolver(progress=told.append, time_limit_s=LONG_S).solve_mapping(synthetic(13, 6, seed=0))
     assert {one.strategy for one in told} == {"local", "exact"}
 
 
@@ -200,7 +203,7 @@ def test_larger_ones_are_proven_impossible_too() -> None:
         fixed_ms=np.zeros((slots, slots)),
         ms_per_byte=np.zeros((slots, slots)),
     )
-    assert MappingSolver().solve_mapping(problem).finished
+    assert MappingSolver(time_limit_s=LONG_S).solve_mapping(problem).finished
     # Four to a slot, and five to the last: 25 at most, though there would be room for 30 in all.
     limit = np.append(np.full(slots - 1, 5499.0), 6500.0)
     with pytest.raises(InputError, match="no mapping can run"):

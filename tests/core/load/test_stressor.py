@@ -16,7 +16,7 @@ import torch
 from sparseflow.core.load import Stressor, stressor
 from sparseflow.errors import DeviceError, InputError, RunError
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def gone(pid: int) -> bool:
@@ -52,13 +52,13 @@ def test_it_reaches_a_level_and_another_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cpu = min(os.sched_getaffinity(0))
-    with Stressor("cpu-fma", 0.1, cpus={cpu}) as load:
+    with Stressor("cpu-fma", 0.05, cpus={cpu}) as load:
         (pid,) = load.pids
         assert os.sched_getaffinity(pid) == {cpu}
-        assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.1, abs=0.05)
+        assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.05, abs=0.05)
         assert 0.0 < load.achieved(0.5) < 1.0
-        load.set_level(0.2)
-        assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.2, abs=0.05)
+        load.set_level(0.1)
+        assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.1, abs=0.05)
         begin = time.monotonic()
         with load.held():
             time.sleep(0.3)
@@ -74,11 +74,15 @@ def test_it_reaches_a_level_and_another_and_leaves_nothing(
 
 def test_a_level_out_of_reach_names_what_was_asked_and_achieved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
-    with (
-        Stressor("cpu-stream", 0.15, workers=1) as load,
-        pytest.raises(RunError, match=r"asked for a level of 0\.15 and achieved, after 3 s: CPU \d+ 0\.\d\d"),
-    ):
-        load.wait_until_steady(3.0)
+    with Stressor("cpu-stream", 0.15, workers=1) as load:
+        end = time.monotonic() + PATIENCE_S
+        while None in load.shares():
+            assert time.monotonic() < end, "nothing was achieved"
+            time.sleep(0.05)
+        with pytest.raises(
+            RunError, match=r"asked for a level of 0\.15 and achieved, after 1 s: CPU \d+ 0\.\d\d"
+        ):
+            load.wait_until_steady(1.0)
 
 
 def test_it_dies_with_whoever_started_it() -> None:

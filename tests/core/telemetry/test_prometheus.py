@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from sparseflow.core.telemetry import prometheus
 from sparseflow.core.telemetry.prometheus import PrometheusReader
 from sparseflow.core.telemetry.prometheus_api import Server, selector
 from sparseflow.errors import DeviceError, InputError
@@ -207,11 +209,12 @@ def test_a_sample_from_the_future_is_an_error(fake: Fake) -> None:
         PrometheusReader(fake.url).read()
 
 
-def test_a_watch_reads_the_time_it_lasted(fake: Fake) -> None:
+def test_a_watch_reads_the_time_it_lasted(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.series = [(SM, GPU0, steady("0.5"))]
     watch = PrometheusReader(fake.url).start()
     time.sleep(0.12)
     assert watch.stop()["busy"] == 0.5
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=lambda: 5.0))
     with pytest.raises(DeviceError, match="at least 100 ms"):
         PrometheusReader(fake.url).start().stop()
 

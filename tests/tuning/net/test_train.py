@@ -45,6 +45,7 @@ def test_every_loss_learns_to_rank(loss: Loss, tmp_path: Path) -> None:
         QUICK, net=NO_PATTERN, loss=loss, steps=60, rate=1e-2, checkpoint_every=1000, validate_every=1000,
         sampling=Sampling(schedules=16, matrices=2, tasks=2),
     )  # fmt: skip
+    torch.manual_seed(0)
     before = summary(judge(data.groups, by_net(AutoSparseNet(NO_PATTERN), data)))
     trained = train(config, data, tmp_path)
     after = summary(judge(data.groups, by_net(trained.net, data)))

@@ -30,6 +30,8 @@ _NEAR = 0.05
 """Relative error of a load at which no other rate is tried."""
 _FAR = 0.2
 """Relative error that no measured rate may exceed, beside the chance of few requests."""
+_MANY = 20
+"""Requests of which at least one comes for sure while so many do on average."""
 _STAND_S = 300.0
 """Far longer than a line takes that grew by chance."""
 _LOOK_S = 0.0005
@@ -199,6 +201,9 @@ class Others:
                 time.sleep(self._settle_s / 4.0)
                 worked, began = self._engine.worked_s, time.perf_counter()
                 time.sleep(self._settle_s)
+                # None came by chance, or this process was held up: so long, some must have.
+                while self._engine.worked_s == worked and time.perf_counter() - began < _MANY / rate:
+                    time.sleep(_LOOK_S)
                 share = (self._engine.worked_s - worked) / (time.perf_counter() - began)
         finally:
             self.clear()

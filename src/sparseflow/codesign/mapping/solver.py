@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import isfinite, log2
 
@@ -20,7 +21,8 @@ from sparseflow.codesign.mapping.problem import Problem
 from sparseflow.codesign.mapping.result import Mapping
 from sparseflow.codesign.mapping.strategy import Answer, Progress, Request
 from sparseflow.codesign.mapping.synthetic import synthetic
-from sparseflow.errors import InputError, RunError
+from sparseflow.core.extras import require
+from sparseflow.errors import InputError, MissingExtraError, RunError
 
 SMALL_BITS = 24.0
 """K log2(S) up to which `"auto"` goes on until it has the proof: 12 segments on 4 slots."""
@@ -104,6 +106,10 @@ class MappingSolver:
         """
         name = _known(self.strategy if strategy is None else strategy)
         _compiled()
+        if name in ("cpsat", "best"):
+            # To import it takes seconds, before any clock starts; whoever needs it says that it is missing.
+            with suppress(MissingExtraError):
+                require("ortools.sat.python.cp_model", "codesign")
         check_possible(problem)
         slots = np.flatnonzero(problem.allowed.any(axis=0))
         request = Request(

@@ -142,7 +142,12 @@ class HostWatch:
         stolen = whole[1].stolen - whole[0].stolen
         found = {
             "busy": busy,
-            "active": max(host.utilisation(*each) for each in zip(first, last, strict=True)),
+            # A virtual CPU that its host has stopped for so long has no tick, and the others still have.
+            "active": max(
+                host.utilisation(*each)
+                for each in zip(first, last, strict=True)
+                if each[1].total > each[0].total
+            ),
             "others": busy - own,
             "steal": stolen / (whole[1].total - whole[0].total),
             "queue": sum(self._waiting) / len(self._waiting),
