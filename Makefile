@@ -7,7 +7,9 @@ PYTHON ?= python3
 ARGS   ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
+# What pip would do file by file, on all cores; a package may ship files that are not meant to compile.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Its exact pin, and before anything else: a looser wish would fetch the latest build for CUDA.
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
@@ -67,10 +69,12 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@echo "installing what running needs ..."
 	@$(PIP) -e . numba $(SPIKINGJELLY_NEEDS)
 	@$(PIP) --no-deps spikingjelly
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and checks need ..."
 	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign,adaptive]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+	@$(COMPILE)
 	@touch $@
