@@ -254,6 +254,14 @@ def test_damaged_files_are_refused(path: tuple[Any, ...], value: Any) -> None:
         Importance.from_dict(record)
 
 
+def test_it_is_of_one_model() -> None:
+    found = importance(Model(), SMALL, budget=22, model_id="m")
+    found.check("m")
+    importance(Model(), SMALL, budget=22).check("m")
+    with pytest.raises(InputError, match=r"of another model \(id m; yours is n\)"):
+        found.check("n")
+
+
 def test_block_0_is_worth_no_question() -> None:
     found = importance(Model(), SMALL, budget=22)
     for without in ((0,), (16,), (-1, 2)):

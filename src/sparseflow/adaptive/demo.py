@@ -25,7 +25,7 @@ from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.importance import Importance
 from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import EagerRunner, profile, spread
+from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
 from sparseflow.adaptive.study.run import placed
 from sparseflow.adaptive.worth import pareto
 from sparseflow.core.records import Run
@@ -132,8 +132,8 @@ def run_demo(
         progress: Told what is being done.
 
     Raises:
-        InputError: A number is too small, the folder holds no model of Grid-VQA, or that is asked about
-            nothing with one word as its answer.
+        InputError: A number is too small, the folder holds no model of Grid-VQA, one that is asked about
+            nothing with one word as its answer, or the importance or worth of another model.
         FileFormatError: A file of the folder is damaged.
         MissingExtraError: A package of the `adaptive` extra is missing.
     """
@@ -153,12 +153,7 @@ def run_demo(
     }  # fmt: skip
     with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
         with attach(network) as bare:
-            kept_blocks = folder / IMPORTANCE
-            space = (
-                Importance.read(kept_blocks).space()
-                if kept_blocks.is_file()
-                else PlanSpace.of(bare.adapter.geometry)
-            )
+            space = _space(folder, bare)
             lengths = _lengths(bare, samples)
             runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
             found = profile(
@@ -195,6 +190,15 @@ def run_demo(
         write_page(result, rows, run)
     progress("done", 1.0)
     return result
+
+
+def _space(folder: Path, attached: Attached) -> PlanSpace:
+    """The plans: by what was found about the blocks of this model, or by their order."""
+    if not (folder / IMPORTANCE).is_file():
+        return PlanSpace.of(attached.adapter.geometry)
+    found = Importance.read(folder / IMPORTANCE)
+    found.check(weights_id(attached.adapter.model))
+    return found.space()
 
 
 def _asked(data: Data, split: Split, count: int) -> list[Sample]:

@@ -93,6 +93,18 @@ class Importance:
                     "blocks"
                 )
 
+    def check(self, model_id: str) -> None:
+        """That it is of this model, where it was told whose it is.
+
+        Raises:
+            InputError: It is of another one.
+        """
+        if self.model_id and self.model_id != model_id:
+            raise InputError(
+                f"this is the importance of blocks of another model (id {self.model_id}; yours is "
+                f"{model_id}): measure yours with `sparseflow adaptive importance`"
+            )
+
     def alone(self, without: Sequence[int]) -> float:
         """Sum of what is lost without each by itself, to hold what is lost without all of them against.
 

@@ -186,14 +186,9 @@ def _space(model: Any, geometry: Any, importance_of: Path | None) -> PlanSpace:
     from sparseflow.adaptive.importance import Importance
     from sparseflow.adaptive.plan import PlanSpace
     from sparseflow.adaptive.profile import weights_id
-    from sparseflow.errors import InputError
 
     if importance_of is None:
         return PlanSpace.of(geometry)
     found = Importance.read(importance_of)
-    if found.model_id and found.model_id != weights_id(model):
-        raise InputError(
-            f"--importance {importance_of} is of another model (id {found.model_id}; yours is "
-            f"{weights_id(model)}): measure yours with `sparseflow adaptive importance`"
-        )
+    found.check(weights_id(model))
     return found.space()
