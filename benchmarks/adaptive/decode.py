@@ -13,10 +13,11 @@ A random OLMoE, on a GPU of the size of OLMoE-1B-7B and in bf16. Before anything
   is the same is told.
 
 Then a step, from tokens on the host to next tokens on the host, is timed in turns: by transformers' forward
-with a cache that grows, as `generate` does, experts by its grouped product ("own"); from slots, recorded,
-with our kernels ("recorded"); and without them. Tokens are drawn, the same for all. Prompts are timed whole,
-as the model runs them, and in recorded parts. At last the experts of one block. On a CPU nothing is recorded,
-and the same code runs as it is.
+with a cache that grows, as `generate` does, experts by whichever of its products is quickest for this plan
+and batch ("own"; what the others take is kept); from slots, recorded, with our kernels ("recorded"); and
+without them. Tokens are drawn, the same for all. Prompts are timed whole, as the model runs them, and in
+recorded parts. At last the experts of one block. On a CPU nothing is recorded, and the same code runs as it
+is.
 
 The floor of a step is the time to read what it needs once, at the rate of a large copy: weights of attention,
 routers, experts that drawn tokens are expected to hit, head, and keys and values.
@@ -28,6 +29,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,6 +64,8 @@ GEOMETRY: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """OLMoE-1B-7B, and one that a CPU runs in milliseconds."""
 
+EXPERTS = {"cuda": ("grouped_mm", "batched_mm", "eager"), "cpu": ("eager", "batched_mm")}
+"""Ways of transformers to multiply by experts; the first is that of prompts: others take much memory."""
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 CHECKED_STEPS = 32
 WARMUP = 10
@@ -78,11 +82,17 @@ def built(asked: argparse.Namespace, dtype: torch.dtype, **changed: int) -> tupl
         torch.manual_seed(asked.seed)
         model: Any = OlmoeForCausalLM._from_config(config, dtype=dtype)
     model = model.eval()
-    # The fastest that there is: the grouped product of types but bf16 is a loop on the host.
-    grouped = dtype == torch.bfloat16 and asked.device != "cpu"
-    model.set_experts_implementation("grouped_mm" if grouped else "eager")
     adapter = adapter_of(model)
+    set_experts(adapter)
     return adapter, Knobs(adapter)
+
+
+def set_experts(adapter: Adapter, kind: str | None = None) -> None:
+    """Multiply by experts in some way; by default in that of prompts."""
+    weights = next(adapter.decoder.parameters())
+    # The grouped product of other types is a loop on the host.
+    usual = EXPERTS["cuda" if weights.dtype == torch.bfloat16 and weights.is_cuda else "cpu"][0]
+    adapter.model.set_experts_implementation(usual if kind is None else kind)
 
 
 def drawn(asked: argparse.Namespace, *shape: int, seed: int = 0) -> Tensor:
@@ -108,6 +118,18 @@ class Own:
         return logits, logits.argmax(-1).tolist()
 
 
+def prompted(
+    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int, context: int
+) -> Any:
+    """What the model gives for drawn prompts: logits of their last tokens, and the cache."""
+    adapter, knobs = both
+    set_experts(adapter)
+    with knobs.running(plan):
+        return adapter.model(
+            input_ids=drawn(asked, batch, context, seed=1).to(asked.device), use_cache=True, logits_to_keep=1
+        )
+
+
 class Setup:
     """Requests of one plan that are ready to decode, in each way there is.
 
@@ -118,6 +140,7 @@ class Setup:
         batch: How many requests.
         context: Tokens of each.
         steps: How many steps there will be.
+        experts: How the model itself multiplies by experts in steps.
     """
 
     def __init__(
@@ -128,11 +151,12 @@ class Setup:
         batch: int,
         context: int,
         steps: int,
+        *,
+        experts: str | None = None,
     ) -> None:
         adapter, knobs = both
-        ids = drawn(asked, batch, context, seed=1).to(asked.device)
-        with knobs.running(plan):
-            found: Any = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        found = prompted(asked, both, plan, batch, context)
+        set_experts(adapter, experts)
         self.first: list[int] = found.logits[:, -1].argmax(-1).tolist()
         self.graphs: list[Graphs] = []
         self.ways: dict[str, Callable[[Sequence[int]], tuple[Tensor, list[int]]]] = {}
@@ -196,11 +220,32 @@ def near_logits(
     }  # fmt: skip
 
 
+def own_steps(
+    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int
+) -> dict[str, float]:
+    """Median milliseconds of a step of the model's own, by each way to multiply by experts."""
+    adapter, knobs = both
+    tokens = drawn(asked, WARMUP + asked.rounds // 3, batch, seed=99).tolist()
+    found: dict[str, float] = {}
+    for kind in EXPERTS["cpu" if asked.device == "cpu" else "cuda"]:
+        cache = prompted(asked, both, plan, batch, asked.context).past_key_values
+        set_experts(adapter, kind)
+        own, times = Own(adapter, knobs, plan, cache), []
+        for each in tokens:  # which ends with its tokens on the host
+            begin = time.perf_counter()
+            own(each)
+            times.append(1e3 * (time.perf_counter() - begin))
+        found[kind] = round(statistics.median(times[WARMUP:]), 5)
+    return found
+
+
 def timed_steps(
     asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int
 ) -> dict[str, Any]:
     """A step by each way, in turns."""
-    setup = Setup(asked, both, plan, batch, asked.context, WARMUP + asked.rounds)
+    own_ms = own_steps(asked, both, plan, batch)
+    quickest = min(own_ms, key=lambda kind: own_ms[kind])
+    setup = Setup(asked, both, plan, batch, asked.context, WARMUP + asked.rounds, experts=quickest)
 
     def work(way: Callable[[Sequence[int]], Any]) -> Callable[[], object]:
         tokens = iter(drawn(asked, WARMUP + asked.rounds, batch, seed=99).tolist())
@@ -210,7 +255,14 @@ def timed_steps(
         {name: work(way) for name, way in setup.ways.items()}, rounds=asked.rounds, baseline="own",
         warmup=WARMUP, device=asked.device, seed=asked.seed,
     )  # fmt: skip
-    kept = told(found) | {"plan": plan.id, "batch": batch, "unrecorded": setup.reasons}
+    kept = told(found) | {
+        "plan": plan.id,
+        "batch": batch,
+        "unrecorded": setup.reasons,
+        "own_ms": own_ms,
+        "experts": quickest,
+    }
+    print(f"own    {plan.id[:24]:24s} batch {batch}: {own_ms}", flush=True)
     for name in setup.ways:
         speed = found.speedup(name)
         print(
@@ -390,6 +442,7 @@ def main() -> int:
                     f"       floor {1e3 * least / rate:.3f} ms; not recorded: {found['unrecorded']}",
                     flush=True,
                 )
+        set_experts(both[0])
         record["prompts"] = [
             timed_prompts(asked, both, plan, size) for plan in plans for size in asked.prompts
         ]

@@ -78,7 +78,7 @@ def decode(record: Fields) -> Iterator[Fields]:
             "id": f"adaptive/6-step-{kept}-k{top_k}-b{step['batch']}",
             "claim": f"a decode step of OLMoE-1B-7B's geometry, bf16, {kept} blocks, {top_k} experts, batch "
             f"{step['batch']}, in CUDA graphs ({statistics.median(ours):.2f} ms; reading what it needs takes "
-            f"{step['floor_ms']:.2f}) over transformers' own, experts by its grouped product "
+            f"{step['floor_ms']:.2f}) over transformers' own, experts by {step['experts']}, its quickest "
             f"({statistics.median(own):.1f} ms)",
             "value": round(ratio, 2), "unit": "x", "target": None if target is None else f">= {target:g}",
             "met": target is None or ratio >= target, "baseline": "transformers, eager",
