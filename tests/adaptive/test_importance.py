@@ -18,8 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.adaptive.importance import Drop, Importance, fewest_evaluations, importance
-from sparseflow.adaptive.plan import Geometry
+from sparseflow.adaptive.importance import Drop, Importance, fewest_evaluations, importance, space_of
+from sparseflow.adaptive.plan import Geometry, PlanSpace
+from sparseflow.adaptive.profile import weights_id
 from sparseflow.errors import FileFormatError, InputError, RunError
 
 SMALL = Geometry(depth=16, top_k=8)
@@ -254,12 +255,15 @@ def test_damaged_files_are_refused(path: tuple[Any, ...], value: Any) -> None:
         Importance.from_dict(record)
 
 
-def test_it_is_of_one_model() -> None:
-    found = importance(Model(), SMALL, budget=22, model_id="m")
-    found.check("m")
-    importance(Model(), SMALL, budget=22).check("m")
-    with pytest.raises(InputError, match=r"of another model \(id m; yours is n\)"):
-        found.check("n")
+def test_plans_are_by_what_was_found_of_the_same_model(tmp_path: Path) -> None:
+    model, file = torch.nn.Linear(2, 2), tmp_path / "importance.json"
+    assert space_of(model, SMALL, None) == PlanSpace.of(SMALL)
+    for name in ("", weights_id(model)):
+        found = importance(Model(), SMALL, budget=22, model_id=name)
+        found.write(file)
+        assert space_of(model, SMALL, file) == found.space()
+    with pytest.raises(InputError, match=r"importance.json is of another model \(id [0-9a-f]+; yours is"):
+        space_of(torch.nn.Linear(2, 2), SMALL, file)
 
 
 def test_block_0_is_worth_no_question() -> None:

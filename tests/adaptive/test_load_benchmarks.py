@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,9 @@ def test_answers_to_openais_client_are_those_that_requests_get_alone(script: Any
     record = json.loads(out.read_text())
     assert (record["equal"], record["streamed"], record["with_image"]) == (12, 6, 6)
     assert record["texts"] > 6 and len({each["plan"] for each in record["samples"]}) > 3
-    assert any(each["pieces"] > 1 for each in record["samples"] if each["stream"] and each["tokens"] > 4)
+    pieces = [each["pieces"] for each in record["samples"] if each["stream"] and each["tokens"] > 4]
+    # One that comes all at once was waited for by a process that was held up.
+    assert min(pieces) >= 1 and statistics.median(pieces) > 1
 
 
 @pytest.mark.parametrize("way", [[], ["--http"]], ids=["below HTTP", "HTTP"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -31,8 +30,8 @@ from sparseflow.core.training.history import read_history
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.adaptive.synthetic import WIDTH, outcomes, reachable, space
+from tests.killed import ROOT, environment, run_script
 
-ROOT = Path(__file__).parents[2]
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 QUICK: dict[str, Any] = {
@@ -157,38 +156,24 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(
 
 
 KILLED = """
-import os, signal, sys
+import sys
+from functools import partial
 from pathlib import Path
 from tests.adaptive.test_training import quick
+from tests.killed import killed_when
 
 for step in sys.argv[2:]:
-    child = os.fork()
-    if not child:
-        def progress(what, share):
-            if share > float(step) / 12 - 0.01:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        quick(Path(sys.argv[1], step), progress)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    killed_when(partial(quick, Path(sys.argv[1], step)), lambda _, share: share > float(step) / 12 - 0.01)
 """
 KILLS = {3: 1, 7: 6}
 """In which step a training is killed, and the one that it then goes on with."""
-
-
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
     root = tmp_path_factory.mktemp("killed")
-    told = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), *map(str, KILLS)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    run_script(KILLED, str(root), *map(str, KILLS))
     return root
 
 

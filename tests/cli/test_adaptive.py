@@ -94,7 +94,7 @@ def test_importance_of_another_model_is_refused(model: str, capsys: pytest.Captu
     capsys.readouterr()
     profile = ["adaptive", "profile", "other/model", "--out", "profile.parquet"]
     assert run([*profile, "--importance", "deep/importance.json"]) == 2
-    assert "the importance of blocks of another model (id" in capsys.readouterr().err
+    assert "deep/importance.json is of another model (id" in capsys.readouterr().err
     assert run([*profile, "--importance", "absent.json"]) == 2
     assert "there is no file absent.json; measure with `sparseflow" in capsys.readouterr().err
 

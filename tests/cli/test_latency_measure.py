@@ -34,7 +34,7 @@ def test_stress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert run([*command, "--level", "0.05", "--level", "0.1", "--timeout", "60"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [level["asked"] for level in told["levels"]] == [0.05, 0.1] and len(told["cpus"]) == 1
-    assert all(0.0 < level["achieved"] <= 1.0 for level in told["levels"])
+    assert all(0.0 < level["achieved"] < 0.5 for level in told["levels"])
     assert run([*command, "--level", "2"]) == 2
     monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
     capsys.readouterr()

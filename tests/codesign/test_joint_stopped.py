@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +20,7 @@ from sparseflow.codesign.trace import TRACE, Trace, replay
 from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.toys import PAYS, Toy, rows_of, trained
-
-ROOT = Path(__file__).parents[2]
+from tests.killed import run_script
 
 
 def same_run(one: tuple[Toy, list[Designed]], other: tuple[Toy, list[Designed]]) -> None:
@@ -107,20 +103,16 @@ def test_it_goes_on_after_any_checkpoint(
 
 
 KILLED = """
-import os, signal, sys
+import sys
 from pathlib import Path
 from tests.codesign.toys import PAYS, Toy, trained
+from tests.killed import killed_when
 
 for mode, place, at in zip(*[iter(sys.argv[2:])] * 3):
-    child = os.fork()
-    if not child:
-        def progress(what, share):
-            if (what, round(share * 12)) == (place, int(at)):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        trained(Path(sys.argv[1], mode), Toy(4), mode=mode, progress=progress, **PAYS)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    killed_when(
+        lambda progress: trained(Path(sys.argv[1], mode), Toy(4), mode=mode, progress=progress, **PAYS),
+        lambda what, share: (what, round(share * 12)) == (place, int(at)),
+    )
 """
 KILLS: dict[Mode, tuple[str, str]] = {
     "joint": ("epoch 3", "8"),
@@ -134,12 +126,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs that SIGKILL ended, by mode: processes forked from one that imported all."""
     root = tmp_path_factory.mktemp("killed")
     kills = [word for mode, at in KILLS.items() for word in (mode, *at)]
-    told = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), *kills],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    run_script(KILLED, str(root), *kills)
     return root
 
 

@@ -169,8 +169,9 @@ def test_a_reading_that_fails_answers_503_and_never_the_last_number(error: Excep
     with Exporter(Reader(answer), port=0, interval_s=0.1) as running:
         until(lambda: get(running.url), lambda found: found[0] == 200)
         broken.set()
-        _, kind, text = until(lambda: get(running.url), lambda found: "cannot be read" in found[2])
-        assert "the host cannot be read" in text and "/proc/stat is gone" in text and "0.5" not in text
+        code, kind, text = until(lambda: get(running.url), lambda found: "cannot be read" in found[2])
+        assert code == 503 and "the host cannot be read" in text
+        assert "/proc/stat is gone" in text and "0.5" not in text
         assert kind.startswith("text/plain")
         broken.clear()
         until(lambda: get(running.url), lambda found: found[0] == 200)

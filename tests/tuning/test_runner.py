@@ -51,9 +51,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     gc.collect()  # so that nothing which others left is closed meanwhile and gives its number away
-    before = set(os.listdir("/proc/self/fd"))
+    before = sorted(os.listdir("/proc/self/fd"))
     yield
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def kernel(
@@ -108,9 +108,13 @@ def test_a_kernel_may_be_its_own_reference(axpy: Job, cache: Path) -> None:
 
 
 def test_many_samples_until_the_least_time(axpy: Job, cache: Path) -> None:
-    told = measure(axpy, repeats=1, min_time_s=0.1, cache=cache)
-    # One may be all of it where it was held up.
-    assert told.usage is not None and told.usage.wall_s >= 0.1
+    for _ in range(20):
+        told = measure(axpy, repeats=1, min_time_s=0.1, cache=cache)
+        assert told.usage is not None and told.usage.wall_s >= 0.1
+        # One may be all of it where it was held up.
+        if len(told.latency_ms) > 1:
+            return
+    pytest.fail("never more than one")
 
 
 def test_few_samples_at_the_most_time(cache: Path) -> None:
@@ -130,7 +134,7 @@ def test_a_candidate_that_is_far_slower_is_given_up(axpy: Job, cache: Path) -> N
     with Session(axpy, cache=cache) as session:
         told = session.measure(kernel(cache, HANG), repeats=3, min_time_s=0.0, slower=1.5)
         assert told.error is not None and "too many times as long as the reference" in told.error
-        assert "first run" in told.error and math.isinf(told.ratio)
+        assert told.given_up and "first run" in told.error and math.isinf(told.ratio)
         slow = kernel(cache, "usleep(5000); y[0] = 1;", shape=(1,))
         told = (session.measure(slow, repeats=3, min_time_s=0.0, slower=1.5) for _ in range(50))
         assert any(each.error is None for each in told), "within the grace, unless it wakes late"
@@ -223,11 +227,15 @@ def test_a_reference_that_fails_is_named(axpy: Job, cache: Path) -> None:
 
 def test_a_kernel_that_hangs_is_killed(axpy: Job, cache: Path) -> None:
     job = kernel(cache, HANG)
-    told = measure(job, axpy, timeout_s=0.5, cache=cache)
-    assert told.error is not None and told.error.endswith(
-        ": it was killed because it had not ended after 0.5 s"
+    for timeout_s in (0.5, 5.0, 50.0):
+        told = measure(job, axpy, timeout_s=timeout_s, cache=cache)
+        assert processes(job.library) == []
+        if told.error is not None and "in its first run" in told.error:
+            break  # and else the machine was so slow that it had not come so far
+    assert (
+        told.error
+        == f"the candidate, in its first run: it was killed because it had not ended after {timeout_s:g} s"
     )
-    assert processes(job.library) == []
 
 
 def test_one_that_hangs_in_all_its_threads_is_killed(cache: Path) -> None:

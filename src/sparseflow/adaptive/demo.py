@@ -22,10 +22,10 @@ from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, write_page
 from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
-from sparseflow.adaptive.importance import Importance
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.importance import space_of
+from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
+from sparseflow.adaptive.profile import EagerRunner, profile, spread
 from sparseflow.adaptive.study.run import placed
 from sparseflow.adaptive.worth import pareto
 from sparseflow.core.records import Run
@@ -153,7 +153,7 @@ def run_demo(
     }  # fmt: skip
     with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
         with attach(network) as bare:
-            space = _space(folder, bare)
+            space = space_of(network, bare.adapter.geometry, _beside(folder, IMPORTANCE))
             lengths = _lengths(bare, samples)
             runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
             found = profile(
@@ -162,8 +162,7 @@ def run_demo(
                 progress=lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
             )  # fmt: skip
         predictor = Predictor.fit(found, seed=seed)
-        worth = folder / WORTH if (folder / WORTH).is_file() else None
-        with attach(network, profile=predictor, worth=worth) as attached:
+        with attach(network, profile=predictor, worth=_beside(folder, WORTH)) as attached:
             assert attached.chooser is not None
             size: dict[str, Any] = {"text_tokens": lengths[-1], "images": 1, "new_tokens": _NEW_TOKENS}
             ms, _ = predictor.predict_all(**size)
@@ -192,13 +191,9 @@ def run_demo(
     return result
 
 
-def _space(folder: Path, attached: Attached) -> PlanSpace:
-    """The plans: by what was found about the blocks of this model, or by their order."""
-    if not (folder / IMPORTANCE).is_file():
-        return PlanSpace.of(attached.adapter.geometry)
-    found = Importance.read(folder / IMPORTANCE)
-    found.check(weights_id(attached.adapter.model))
-    return found.space()
+def _beside(folder: Path, name: str) -> Path | None:
+    """A file of the folder, where it is there."""
+    return folder / name if (folder / name).is_file() else None
 
 
 def _asked(data: Data, split: Split, count: int) -> list[Sample]:

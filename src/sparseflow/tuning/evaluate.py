@@ -151,18 +151,15 @@ class Evaluator:
             return Trial(schedule=schedule, error=str(error), seconds=seconds)
         with clock("measure"):
             settings, processes = (_THOROUGHLY, _PROCESSES) if thorough else (_QUICKLY, 1)
-            if schedule == self._reference:
-                # Held up while it is beside itself, it must not be given up as too slow.
-                settings = {name: value for name, value in settings.items() if name != "slower"}
             found = []
             for _ in range(processes):
                 one = self._session.measure(job, **settings)
                 if one.given_up:  # or was it only held up?
                     one = self._session.measure(job, **settings)
-                found.append(one)
-                wrong = found[-1].error or self._wrong(program, found[-1].output)
+                wrong = one.error or self._wrong(program, one.output)
                 if wrong is not None:
                     return Trial(schedule=schedule, error=wrong, seconds=seconds)
+                found.append(one)
         return Trial(
             schedule=schedule,
             latency_ms=min(each.best_ms for each in found),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -23,8 +22,7 @@ from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank, quick
-
-ROOT = Path(__file__).parents[3]
+from tests.killed import ROOT, environment, run_script
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -82,24 +80,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import sys
 from sparseflow.adaptive.grid_vqa.training import train
 from tests.adaptive.grid_vqa.little import bank, quick
+from tests.killed import killed_when
 
 for step in sys.argv[2:]:
-    child = os.fork()
-    if not child:
-        def progress(what, share):
-            if what.startswith(f"step {step} "):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        train(quick(), f"{sys.argv[1]}/{step}", bank=bank(), progress=progress)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    killed_when(
+        lambda progress: train(quick(), f"{sys.argv[1]}/{step}", bank=bank(), progress=progress),
+        lambda what, share: what.startswith(f"step {step} "),
+    )
 """
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-
-
 KILLS = (3, 7)
 
 
@@ -107,11 +98,7 @@ KILLS = (3, 7)
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
     root = tmp_path_factory.mktemp("killed")
-    told = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), *map(str, KILLS)],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    run_script(KILLED, str(root), *map(str, KILLS))
     return root
 
 
@@ -145,7 +132,7 @@ def test_processes_train_together(unbroken: Path, tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", TOGETHER, str(tmp_path)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
+            env=environment() | {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
             | {"MASTER_ADDR": "127.0.0.1"},
         )
         for rank in range(2)

@@ -409,7 +409,7 @@ def test_who_goes_away_frees_a_slot_and_hurts_nobody(make: Callable[..., Here]) 
 
 def test_who_goes_away_before_the_first_token_or_from_the_line(make: Callable[..., Here]) -> None:
     here = make(Fake(slots=1, scripts={"hang": Script("", hang=True)}))
-    impatient = openai.OpenAI(base_url=f"{here.url}/v1", api_key="any", max_retries=0, timeout=0.5)
+    impatient = openai.OpenAI(base_url=f"{here.url}/v1", api_key="any", max_retries=0, timeout=3.0)
     with impatient, ThreadPoolExecutor(2) as threads:
         asked = [
             threads.submit(
@@ -421,7 +421,7 @@ def test_who_goes_away_before_the_first_token_or_from_the_line(make: Callable[..
             with pytest.raises(openai.APITimeoutError):
                 each.result()
     eventually(lambda: here.service.line.waiting == here.service.line.running == here.fake.running == 0)
-    assert len(here.fake.jobs) <= 2
+    assert len(here.fake.jobs) in (1, 2)
     assert here.ask("Hi").choices[0].finish_reason == "stop"
 
 

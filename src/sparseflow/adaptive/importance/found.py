@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from sparseflow.adaptive.plan import Geometry, PlanSpace
+from sparseflow.adaptive.profile.identity import weights_id
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
 
@@ -92,18 +95,6 @@ class Importance:
                     f"blocks {each.drop.without} cannot be skipped at position {each.position} of {depth} "
                     "blocks"
                 )
-
-    def check(self, model_id: str) -> None:
-        """That it is of this model, where it was told whose it is.
-
-        Raises:
-            InputError: It is of another one.
-        """
-        if self.model_id and self.model_id != model_id:
-            raise InputError(
-                f"this is the importance of blocks of another model (id {self.model_id}; yours is "
-                f"{model_id}): measure yours with `sparseflow adaptive importance`"
-            )
 
     def alone(self, without: Sequence[int]) -> float:
         """Sum of what is lost without each by itself, to hold what is lost without all of them against.
@@ -195,3 +186,21 @@ class Importance:
         except ValueError as error:
             raise FileFormatError(f"{file} is not JSON: {error}") from error
         return cls.from_dict(record)
+
+
+def space_of(model: nn.Module, geometry: Geometry, file: Path | None) -> PlanSpace:
+    """The plans of a model: by what was found about its blocks, or by their order where there is no file.
+
+    Raises:
+        InputError: The file is missing, or of another model.
+        FileFormatError: It is damaged.
+    """
+    if file is None:
+        return PlanSpace.of(geometry)
+    found = Importance.read(file)
+    if found.model_id and found.model_id != (mine := weights_id(model)):
+        raise InputError(
+            f"{file} is of another model (id {found.model_id}; yours is {mine}): measure yours with "
+            "`sparseflow adaptive importance`"
+        )
+    return found.space()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sparseflow.cli.adaptive.base import Archives, Device, Json, Model, Set, app
-
-if TYPE_CHECKING:
-    from sparseflow.adaptive.plan import PlanSpace
 
 
 @app.command("grid-vqa")
@@ -134,6 +131,7 @@ def profile(
 ) -> None:
     """Measure what plans take here, and fit a predictor to it: predictor.json beside the profile."""
     from sparseflow.adaptive.adapters import adapter_of
+    from sparseflow.adaptive.importance import space_of
     from sparseflow.adaptive.knobs import Knobs
     from sparseflow.adaptive.predictor import Predictor
     from sparseflow.adaptive.profile import EagerRunner, EngineRunner, Mix, by_group, spread
@@ -146,7 +144,7 @@ def profile(
     where = device_of(device)
     found_there = opened(model, where)
     adapter = adapter_of(found_there.model)
-    space = _space(found_there.model, adapter.geometry, importance_of)
+    space = space_of(found_there.model, adapter.geometry, importance_of)
     example = None if found_there.sight is None else example_of(found_there).inputs
     chosen = spread(space, min(plans, len(space)) if plans else len(space), seed=seed, text_only=text_plans)
     knobs, lengths, options = Knobs(adapter), tokens or [16, 64], {"example": example, "seed": seed}
@@ -179,16 +177,3 @@ def profile(
     typer.echo(f"{told['requests']} requests measured, {told['failed']} failed")
     typer.echo(f"medians of plans and lengths that a fit had not seen: {predictor.held_out:.1%} off")
     typer.echo(f"written: {out}, {place}")
-
-
-def _space(model: Any, geometry: Any, importance_of: Path | None) -> PlanSpace:
-    """The plans: by what was found about the blocks of this model, or by their order."""
-    from sparseflow.adaptive.importance import Importance
-    from sparseflow.adaptive.plan import PlanSpace
-    from sparseflow.adaptive.profile import weights_id
-
-    if importance_of is None:
-        return PlanSpace.of(geometry)
-    found = Importance.read(importance_of)
-    found.check(weights_id(model))
-    return found.space()
