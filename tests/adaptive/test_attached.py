@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,14 @@ import torch
 pytest.importorskip("transformers")
 
 from sparseflow import adaptive
+from sparseflow.adaptive import attached as attached_module
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.controllers import Controllers
+from sparseflow.adaptive.generation import generate
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.adaptive.profile import EagerRunner, profile, spread, weights_id
+from sparseflow.adaptive.profile import EagerRunner, EngineRunner, profile, spread, weights_id
+from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import Refused
 from sparseflow.adaptive.worth import Worth
 from sparseflow.errors import InputError, ModelError
@@ -39,6 +44,21 @@ def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
         runner = EagerRunner(knobs, device="cpu")
         profile(runner, space, file, buckets=[4, 8], plans=spread(space, 6), repeats=2, steps=2, warmup=1)
+    finally:
+        knobs.remove()
+    return file
+
+
+@pytest.fixture(scope="module")
+def measured_by_an_engine(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the model as an engine of two slots runs it."""
+    file = tmp_path_factory.mktemp("profile") / "profile.parquet"
+    knobs = Knobs(adapter_of(model))
+    try:
+        space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+        plans = spread(space, 6)
+        with EngineRunner(knobs, plans, max_batch=2, max_tokens=48) as runner:
+            profile(runner, space, file, buckets=[4, 8], plans=plans, repeats=2, steps=2, warmup=1)
     finally:
         knobs.remove()
     return file
@@ -129,3 +149,91 @@ def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
     with pytest.raises(InputError, match=r"there is no profile"):
         adaptive.attach(model, profile=measured.with_name("absent.parquet"))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_an_engine: Path) -> None:
+    with torch.no_grad():
+        before = model(IDS).logits
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        assert attached.engine is None
+        attached.warm(input_ids=IDS)
+        engine = attached.engine
+        assert engine is not None and (engine.max_batch, engine.max_tokens) == (2, 48)
+        assert 1 <= len(engine.plans) <= 12
+        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
+        assert engine.snapshot().ended["finished"] == 1 and found.plan in engine.plans
+        assert found.budget_met and found.feasible and found.predicted_ms is not None
+        assert 0.0 < found.timings.decode_ms < found.measured_ms
+        alone = generate(attached.adapter, attached.knobs, {"input_ids": IDS}, found.plan, max_new_tokens=4)
+        assert torch.equal(found.sequences, alone.sequences)
+        with pytest.raises(Refused, match=r"needs at least .* ms"):
+            attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject", max_new_tokens=2)
+        with pytest.raises(InputError, match="more than the 48 tokens of a slot"):
+            attached.generate(input_ids=IDS, max_new_tokens=64)
+        # What an engine cannot run, the model's forward does: another plan, or several rows.
+        ended = engine.snapshot().ended
+        narrow = replace(attached.knobs.geometry.full(), top_k=1)
+        assert attached.generate(input_ids=IDS, plan=narrow, max_new_tokens=2).plan == narrow
+        rows = attached.generate(input_ids=IDS.repeat(2, 1), plan=found.plan, max_new_tokens=2)
+        assert len(rows.new_tokens) == 2 and engine.snapshot().ended == ended
+    assert attached.engine is None and not any("forward" in vars(module) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+
+
+def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> None:
+    prompts = [torch.arange(4 + each, 9 + each)[None] for each in range(6)]
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached, ThreadPoolExecutor(6) as pool:
+        found = list(
+            pool.map(
+                lambda ids: attached.generate(input_ids=ids, latency_budget_ms=1e5, max_new_tokens=6), prompts
+            )
+        )
+        for ids, mine in zip(prompts, found, strict=True):
+            alone = generate(
+                attached.adapter, attached.knobs, {"input_ids": ids}, mine.plan, max_new_tokens=6
+            )
+            assert torch.equal(mine.sequences, alone.sequences)
+
+
+def test_an_interrupted_call_does_not_go_on(
+    model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        attached.warm(input_ids=IDS)
+
+        def interrupted(self: Handle) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Handle, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            attached.generate(input_ids=IDS, max_new_tokens=40)
+        assert attached.engine is not None
+        attached.engine.shutdown()
+        assert attached.engine.snapshot().ended["cancelled"] == 1
+
+
+def test_an_engine_that_cannot_be_warmed_is_ended(
+    model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Full:
+        """An engine on a device without memory."""
+
+        graphs = SimpleNamespace(enabled=True)
+
+        def __init__(self, *parts: Any, **sizes: Any) -> None:
+            pass
+
+        def warm(self, example: Any, progress: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        def shutdown(self, *, drain: bool) -> None:
+            ended.append(drain)
+
+    monkeypatch.setattr(attached_module, "Engine", Full)
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        with pytest.raises(torch.OutOfMemoryError):
+            attached.generate(input_ids=IDS, latency_budget_ms=1e5)
+        assert attached.engine is None and ended == [False]

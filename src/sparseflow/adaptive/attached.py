@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.adapters.base import Adapter
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.decide import Chooser, OnInfeasible
-from sparseflow.adaptive.generation import Generated, generate
+from sparseflow.adaptive.generation import Generated, generate, generate_on
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.profile import Profile, model_id, weights_id
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.requests import check_inputs, check_limits
 from sparseflow.adaptive.runtime.sampling import Sampling
 from sparseflow.adaptive.worth import Worth
 from sparseflow.errors import InputError
@@ -39,12 +42,16 @@ def attach(
 ) -> Attached:
     """Make a model keep latency budgets. It is changed on the instance only; `detach` takes everything off.
 
+    Requests run as those of the profile ran: of one that an engine made, by an engine with the same sizes (on
+    a GPU with its recordings, as `serve` does), else by the model's own forward.
+
     Args:
         model: Of transformers, where it is to run.
         profile: Times of this model on this device: a profile (Parquet), or a predictor (JSON) that was
             fitted to one. Without it plans can be run, but no budget can be kept.
         controller: Trained controllers (safetensors). Without them the plan is chosen by worth.
-        plans: Those that may be chosen; by default all of the profile's space.
+        plans: Those that may be chosen; by default all of the profile's space, or of an engine the few that
+            no other one beats (`Chooser.few`).
         worth: How good each plan of the space is, as its mean accuracy; used without controllers.
         adapter: How the model's knobs are found; by default the one for its architecture.
 
@@ -77,16 +84,40 @@ class Attached:
         adapter: The model, as `adapter.model`, and where its knobs are.
         knobs: To run plans by hand: `with attached.knobs.running(plan): model(...)`.
         chooser: Who chooses plans for budgets; None without a profile.
+        engine: What requests run on; None before the first one, and where they run by the model's forward.
     """
 
     def __init__(self, adapter: Adapter, knobs: Knobs, chooser: Chooser | None) -> None:
         self.adapter, self.knobs, self.chooser = adapter, knobs, chooser
+        self.engine: Engine | None = None
+        self._making = threading.Lock()
 
     def __enter__(self) -> Attached:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+    def warm(self, *, progress: Callable[[int, int], None] | None = None, **inputs: Any) -> None:
+        """Make ready what requests need, so that none is late for it.
+
+        Where requests run on an engine, `generate` does so before its first one: on a GPU each plan is
+        recorded, which takes a while.
+
+        Args:
+            progress: Called with (done, in all) while an engine records.
+            **inputs: Of a request, as of `generate`, with as many images as requests will have.
+
+        Raises:
+            InputError: The inputs are no request's.
+            OutOfMemoryError: The engine's caches do not fit; profile with a smaller `--max-batch`.
+        """
+        engine = self._engine(inputs, progress)
+        if engine is None or not engine.graphs.enabled:
+            # Nothing is recorded; a request that nobody learns from makes what is made when it is first used.
+            images = self.adapter.vision_tokens(inputs) > 0
+            full = self.knobs.geometry.full(images=images)
+            generate(self.adapter, self.knobs, inputs, full, max_new_tokens=2)
 
     def generate(
         self,
@@ -97,7 +128,7 @@ class Attached:
         plan: Plan | None = None,
         sampling: Sampling | None = None,
         stop: Collection[int] | None = None,
-        load: float = 0.0,
+        load: float | None = None,
         received_s: float | None = None,
         **inputs: Any,
     ) -> Generated:
@@ -111,35 +142,40 @@ class Attached:
             plan: Run this one, whatever the budget.
             sampling: How tokens are drawn; greedy by default.
             stop: Tokens that end the answer; by default the model's own.
-            load: Share of the device that others want, 0 to 1.
+            load: Share of the device that others want, 0 to 1; by default what the engine knows of its own
+                requests, else 0.
             received_s: When the request came, by `time.perf_counter`; by default now.
             **inputs: What the model's processor gives for the highest tier: `input_ids` [1, tokens] and, with
-                images, their pixels.
+                images, their pixels. With `plan`, several rows may run by the model's forward.
 
         Raises:
             InputError: A value is out of range, or there is a budget and neither profile nor plan.
             Refused: No plan keeps the budget; `least_ms` is the least that one does.
+            RunError: The engine cannot run it, such as for want of memory.
         """
+        check_inputs(inputs)
+        check_limits(max_new_tokens, latency_budget_ms)
+        engine = self._engine_for(inputs, plan)
         received = time.perf_counter() if received_s is None else received_s
-        asked = None
-        if plan is not None:
-            decide: Any = plan
-        elif self.chooser is None:
+        asked, decide = None, plan
+        if decide is None and self.chooser is None:
             if latency_budget_ms is not None:
                 raise InputError("a budget needs a profile: attach(model, profile=...), or give a plan")
             decide = self.knobs.geometry.full(images=self.adapter.vision_tokens(inputs) > 0)
+        elif decide is None:
+            assert self.chooser is not None
+            asked = self._asked(inputs, engine, load)
+            decide = self.chooser.decider(**asked, on_infeasible=on_infeasible)
+        how: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens, "budget_ms": latency_budget_ms, "received_s": received,
+            "sampling": sampling, "stop": self.stop if stop is None else stop,
+        }  # fmt: skip
+        if engine is None:
+            found = generate(self.adapter, self.knobs, inputs, decide, **how)
         else:
-            asked = self._asked(inputs)
-            text, images = asked
-            decide = self.chooser.decider(
-                text_tokens=text, images=images, on_infeasible=on_infeasible, load=load
-            )
-        found = generate(
-            self.adapter, self.knobs, inputs, decide, max_new_tokens=max_new_tokens, sampling=sampling,
-            budget_ms=latency_budget_ms, received_s=received, stop=self.stop if stop is None else stop,
-        )  # fmt: skip
+            found = generate_on(engine, self.adapter, inputs, decide, **how)
         if asked is not None:
-            self._learn(found, *asked, load)
+            self._learn(found, asked)
         return found
 
     @property
@@ -149,24 +185,78 @@ class Attached:
         return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 
     def detach(self) -> None:
-        """Take everything off; the model is as it was, bit for bit. A second time does nothing."""
+        """Take everything off; the model is as it was, bit for bit. A second time does nothing.
+
+        Requests that other threads still run on an engine are finished before.
+        """
+        with self._making:
+            if self.engine is not None:
+                self.engine.shutdown()
+                self.engine = None
         self.knobs.remove()
 
-    def _asked(self, inputs: dict[str, Any]) -> tuple[int, int]:
-        """Text tokens and images of a prompt."""
+    def _engine_for(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
+        """What a request runs on; None for the model's own forward."""
+        if self._sizes is None or len(inputs["input_ids"]) > 1:
+            return None
+        engine = self._engine(inputs)
+        if engine is None or plan is None or plan in engine.plans:
+            return engine
+        return None
+
+    @property
+    def _sizes(self) -> Mapping[str, Any] | None:
+        """Of the engine that made the profile, if one did."""
+        how = {} if self.chooser is None else self.chooser.predictor.about.how
+        return how if how.get("runner") == "engine" else None
+
+    def _engine(
+        self, example: dict[str, Any], progress: Callable[[int, int], None] | None = None
+    ) -> Engine | None:
+        """The engine, made and warmed when it is first asked for; None where the profile is of none."""
+        sizes = self._sizes
+        if sizes is None:
+            return None
+        with self._making:
+            if self.engine is None:
+                assert self.chooser is not None
+                chooser = self.chooser if self.chooser.plans is not None else self.chooser.few()
+                engine = Engine(
+                    self.adapter, self.knobs, plans=chooser.plans or (), max_batch=sizes["max_batch"],
+                    max_tokens=sizes["max_tokens"], graphs=sizes["graphs"],
+                )  # fmt: skip
+                try:
+                    if engine.graphs.enabled:
+                        images = self.adapter.vision_tokens(example) > 0
+                        engine.warm(example if images else None, progress=progress)
+                except BaseException:
+                    engine.shutdown(drain=False)
+                    raise
+                self.engine, self.chooser = engine, chooser
+            return self.engine
+
+    def _asked(self, inputs: dict[str, Any], engine: Engine | None, load: float | None) -> dict[str, Any]:
+        """What a predictor is told of a request, but its plan and its tokens."""
         assert self.chooser is not None
         vision = self.adapter.vision_tokens(inputs)
         of_one = list(self.chooser.predictor.about.vision_tokens.values())
         images = max(1, round(vision / of_one[-1])) if vision and of_one else 0
-        return inputs["input_ids"].shape[1] - vision, images
+        text, batch = inputs["input_ids"].shape[1] - vision, 1
+        if engine is not None:
+            there = engine.snapshot()
+            batch = min(there.queued + there.running + 1, there.slots)
+            load = there.load if load is None else load
+        return {"text_tokens": text, "images": images, "batch": batch, "load": load or 0.0}
 
-    def _learn(self, found: Generated, text: int, images: int, load: float) -> None:
+    def _learn(self, found: Generated, asked: dict[str, Any]) -> None:
         assert self.chooser is not None
-        asked = Ask(
-            plan=found.plan, text_tokens=text, images=images, new_tokens=found.new_tokens.shape[1], load=load
-        )
+        times = found.timings
         try:
-            self.chooser.predictor.observe(asked, found.timings.total_ms)
+            self.chooser.predictor.observe(
+                Ask(plan=found.plan, new_tokens=found.new_tokens.shape[1], **asked),
+                times.total_ms,
+                prefill_ms=times.total_ms - times.decode_ms,
+            )
         except InputError:
             _LOG.warning("what a request took could not be learnt from", exc_info=True)
 

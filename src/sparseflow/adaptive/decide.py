@@ -25,12 +25,15 @@ from sparseflow.adaptive.plan import TIERS, Plan, Tier
 from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.model import Predictor
 from sparseflow.adaptive.runtime.requests import Choice, Decision, Refusal, Request
+from sparseflow.adaptive.worth import pareto
 from sparseflow.errors import InputError
 
 OnInfeasible = Literal["reject", "best_effort", "truncate"]
 """What becomes of a request that no plan fits."""
 ON_INFEASIBLE: tuple[OnInfeasible, ...] = get_args(OnInfeasible)
 
+FEW = 12
+"""Plans of an engine: enough to trade quality for time, and few enough for requests to meet in a batch."""
 
 _CROP = 256
 """Vision tokens of a tier more, where nothing tells."""
@@ -148,6 +151,20 @@ class Chooser:
     def only(self, plans: Sequence[Plan]) -> Chooser:
         """The same, choosing among some plans."""
         return replace(self, plans=plans)
+
+    def few(self, most: int = FEW, *, text_tokens: int = 32, new_tokens: int = 16) -> Chooser:
+        """The same, choosing among few of its plans: those that no other one beats in time and worth.
+
+        Args:
+            most: As of `worth.pareto`.
+            text_tokens: Of the prompt that times are compared for; it has an image where the profile has.
+            new_tokens: Of its answer.
+        """
+        images = int(bool(self.predictor.about.vision_tokens))
+        ms, _ = self.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
+        worths, among = self.worths(text_tokens=text_tokens, images=images), np.flatnonzero(self.allowed)
+        plans = [self.every[at] for at in among]
+        return self.only(pareto(plans, ms[among].tolist(), worths[among].tolist(), most))
 
 
 @dataclass(kw_only=True, eq=False)

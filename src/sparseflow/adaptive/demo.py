@@ -27,7 +27,6 @@ from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import EagerRunner, profile, spread
 from sparseflow.adaptive.study.run import placed
-from sparseflow.adaptive.worth import pareto
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
 
@@ -164,19 +163,18 @@ def run_demo(
         predictor = Predictor.fit(found, seed=seed)
         with attach(network, profile=predictor, worth=_beside(folder, WORTH)) as attached:
             assert attached.chooser is not None
-            size: dict[str, Any] = {"text_tokens": lengths[-1], "images": 1, "new_tokens": _NEW_TOKENS}
-            ms, _ = predictor.predict_all(**size)
-            worths = attached.chooser.worths(text_tokens=lengths[-1], images=1)
-            kept = pareto(space.plans, ms.tolist(), worths.tolist(), _KEPT)
-            attached.chooser = attached.chooser.only(kept)
+            size: dict[str, Any] = {"text_tokens": lengths[-1], "new_tokens": _NEW_TOKENS}
+            attached.chooser = attached.chooser.few(_KEPT, **size)
+            kept = list(attached.chooser.plans or ())
             places = [space.plans.index(plan) for plan in kept]
+            ms, _ = predictor.predict_all(**size, images=1)
             progress("learning on from first requests", 0.4)
             for number in range(_FIRST):
                 # What a profile does not time, deciding for one, is learnt from requests as they end.
                 budget_ms = float(ms[places[number % len(places)]]) * _ROOM
                 inputs = first[number % len(first)].inputs
                 attached.generate(latency_budget_ms=budget_ms, max_new_tokens=_NEW_TOKENS, **inputs)
-            ms, p99 = predictor.predict_all(**size)
+            ms, p99 = predictor.predict_all(**size, images=1)
             ladder = np.geomspace(p99[places].min(), _ROOM * p99[places].max(), budgets).tolist()
             fixed = {WHOLE: space.geometry.full(), QUICKEST: kept[int(ms[places].argmin())]}
             rows: list[dict[str, Any]] = []

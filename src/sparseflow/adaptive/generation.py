@@ -1,8 +1,9 @@
-"""Generate tokens with a plan, or with a decider and a budget, by the model's own forward.
+"""Generate tokens with a plan, or with a decider and a budget.
 
-This is the plain way: any model of transformers that has an adapter, one call after the other, keys and
-values in a cache that grows. Greedy tokens are those of the model's own `generate` under the same plan. The
-runtime does the same for many requests at a time, in static shapes.
+`generate` is the plain way, by the model's own forward: any model of transformers that has an adapter, one
+call after the other, keys and values in a cache that grows. Greedy tokens are those of the model's own
+`generate` under the same plan. `generate_on` hands the call to an engine, which does the same for many
+requests at a time, in static shapes that a GPU can record.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,27 +29,32 @@ from sparseflow.adaptive.runtime.vision import at_decoder
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, RunError
 
+if TYPE_CHECKING:
+    from sparseflow.adaptive.runtime.engine import Engine
+
 OnTokens = Callable[[list[int]], None]
 """Called with each new token of all rows, as they come."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Where the time of a call went. On a GPU, phases lie between CUDA events, so nothing waits.
+    """Where the time of a call went, as in `runtime.requests.Finished`.
+
+    On a GPU, phases of the plain way lie between CUDA events, so nothing waits.
 
     Attributes:
-        first_ms: Deciding before the vision encoder, and reducing the inputs; by the host's clock.
-        vision_ms: Vision encoder and embedding.
-        prefill_ms: From the first block to the first token, decisions included.
-        second_ms: Deciding after the vision encoder and at the insertion; by the host's clock.
+        queued_ms: From receipt until work began.
+        decide_ms: Spent in the decider, all times together.
+        vision_ms: From there to the first block: vision encoder and embedding.
+        prefill_ms: From the first block to the first token, decisions left out.
         decode_ms: From the first token to the last.
-        total_ms: All of it from receipt on, by the host's clock.
+        total_ms: From receipt to the last token, by the host's clock.
     """
 
-    first_ms: float
+    queued_ms: float
+    decide_ms: float
     vision_ms: float
     prefill_ms: float
-    second_ms: float
     decode_ms: float
     total_ms: float
 
@@ -151,12 +157,64 @@ def generate(
     draws = [Draws(each) for each in _for_rows(sampling, rows)]
     answer = _Answer(draws, frozenset(stop), _padding(adapter, pad_id, stop), on_tokens)
     with torch.no_grad():
+        began = time.perf_counter()
         prompt, running_plan, times = _run(adapter, knobs, inputs, asking, answer, max_new_tokens)
-    total_ms = (time.perf_counter() - received) * 1e3
+    total_ms, times["queued_ms"] = (time.perf_counter() - received) * 1e3, (began - received) * 1e3
     return Generated(
         sequences=torch.cat([prompt, *(each[:, None] for each in answer.tokens)], dim=1),
         prompt_tokens=prompt.shape[1], plan=running_plan, feasible=asking.feasible,
         predicted_ms=asking.predicted_ms, budget_ms=budget_ms, timings=Timings(**times, total_ms=total_ms),
+    )  # fmt: skip
+
+
+def generate_on(
+    engine: Engine,
+    adapter: Adapter,
+    inputs: Inputs,
+    plan: Plan | Decider,
+    *,
+    max_new_tokens: int = 64,
+    budget_ms: float | None = None,
+    received_s: float | None = None,
+    sampling: Sampling | None = None,
+    stop: Collection[int] = (),
+) -> Generated:
+    """Generate tokens by an engine, and wait for them; other threads' requests may run beside.
+
+    Args:
+        engine: Of the model.
+        adapter: The model.
+        inputs: As of `generate`, of one row.
+        plan: One of the engine's, or who decides among them.
+        max_new_tokens: As of `generate`, as the next ones.
+        budget_ms: From receipt to the last token, for the decider.
+        received_s: By default now.
+        sampling: Greedy by default.
+        stop: Tokens that end the answer.
+
+    Raises:
+        InputError: Something is out of range, or the request does not fit.
+        Refused: The decider refuses, or too many wait.
+        RunError: The engine cannot run it: no memory, a plan that is not the engine's, NaN, or it stopped.
+    """
+    request = Request(
+        inputs=inputs, decide=Fixed(plan=plan) if isinstance(plan, Plan) else plan, stop=stop,
+        max_new_tokens=max_new_tokens, budget_ms=budget_ms, sampling=sampling or Sampling(),
+        received_s=time.perf_counter() if received_s is None else received_s,
+    )  # fmt: skip
+    handle = engine.submit(request)
+    try:
+        found = handle.result()
+    except BaseException:
+        # Nobody waits any more: without this an interrupted call would go on.
+        handle.cancel()
+        raise
+    prompt = adapter.at_tier(inputs, found.plan.tier)["input_ids"]
+    return Generated(
+        sequences=torch.cat([prompt, prompt.new_tensor([found.tokens])], dim=1),
+        prompt_tokens=prompt.shape[1], plan=found.plan, feasible=found.feasible,
+        predicted_ms=found.predicted_ms, budget_ms=budget_ms,
+        timings=Timings(**{each.name: getattr(found, each.name) for each in fields(Timings)}),
     )  # fmt: skip
 
 
@@ -201,8 +259,10 @@ def _run(
     adapter: Adapter, knobs: Knobs, inputs: Inputs, asking: Asking, answer: _Answer, max_new_tokens: int
 ) -> tuple[Tensor, Plan, dict[str, float]]:
     """Fill an answer; gives the prompt as it was run, the plan, and times."""
-    marks, began = Marks(inputs["input_ids"].device), time.perf_counter()
+    marks = Marks(inputs["input_ids"].device)
     choice = asking.first()
+    before_s = asking.spent_s
+    marks.mark("start")
     given = adapter.at_tier(inputs, choice.tier)
     places, after = adapter.positions(given)
     mask = given.get("attention_mask")
@@ -211,8 +271,6 @@ def _run(
         mask = None
     cache = require("transformers.cache_utils", "adaptive").DynamicCache()
     few = last_logits(adapter.model)
-    first_ms = (time.perf_counter() - began) * 1e3
-    marks.mark("start")
     images = adapter.vision_tokens(given) > 0
     with knobs.deciding(
         choice.tier, choice.insertion_position, lambda hidden: asking.second(hidden[0, -1])
@@ -225,7 +283,6 @@ def _run(
                     marks.wait()
                 running.insertion_position = asking.again(choice.insertion_position)
 
-        before_s = asking.spent_s
         with at_decoder(adapter, entered):
             found: Any = adapter.model(
                 **{**given, "attention_mask": mask, "position_ids": places}, past_key_values=cache,
@@ -245,9 +302,11 @@ def _run(
             after, last = after + 1, answer.take(found.logits[:, -1])
     marks.mark("last")
     marks.wait()
+    # Of the time in the decider, the rest fell between the first block and the first token.
+    later_ms = (asking.spent_s - before_s) * 1e3
     return given["input_ids"], running.plan, {
-        "first_ms": first_ms, "vision_ms": marks.between_ms("start", "blocks"),
-        "prefill_ms": marks.between_ms("blocks", "first"), "second_ms": (asking.spent_s - before_s) * 1e3,
+        "decide_ms": asking.spent_s * 1e3, "vision_ms": marks.between_ms("start", "blocks"),
+        "prefill_ms": marks.between_ms("blocks", "first") - later_ms,
         "decode_ms": marks.between_ms("first", "last"),
     }  # fmt: skip
 

@@ -39,15 +39,18 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt within a budget."""
+    from sparseflow.cli.progress import bar
+
     there, attached = _attached(model, profile_file, controller, worth, device)
     asked = _prompt(there, prompt, image or [])
     inputs = {name: each.to(attached.adapter.model.device) for name, each in asked.inputs.items()}
-    # Once before, for what is made when it is first used.
-    attached.generate(max_new_tokens=2, **inputs)
-    found = attached.generate(
-        latency_budget_ms=budget_ms, on_infeasible=on_infeasible,  # pyright: ignore[reportArgumentType]
-        max_new_tokens=max_new_tokens, **inputs,
-    )  # fmt: skip
+    with attached:
+        with bar() as tell:
+            attached.warm(progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of), **inputs)
+        found = attached.generate(
+            latency_budget_ms=budget_ms, on_infeasible=on_infeasible,  # pyright: ignore[reportArgumentType]
+            max_new_tokens=max_new_tokens, **inputs,
+        )  # fmt: skip
     text = there.tokenizer.decode(found.new_tokens[0], skip_special_tokens=True)
     told = {
         "text": text, "plan": found.plan.to_dict(), "predicted_ms": found.predicted_ms,
@@ -128,19 +131,15 @@ def app_of(
     """The app of one server, its engine warmed; in the process of a replica, too."""
     from sparseflow.adaptive.runtime.engine import Engine
     from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
-    from sparseflow.adaptive.worth import pareto
     from sparseflow.cli.adaptive.base import example_of
     from sparseflow.cli.progress import bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
     chooser = attached.chooser
     assert chooser is not None
-    space = chooser.predictor.space
-    text_tokens, images = 32, int(there.sight is not None)
-    ms, _ = chooser.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=16)
-    worths = chooser.worths(text_tokens=text_tokens, images=images)
-    kept = pareto(space.plans, ms.tolist(), worths.tolist(), plans)
-    chooser = chooser.only(kept)
+    chooser = chooser.few(plans)
+    kept = chooser.plans
+    assert kept is not None
     # Before the engine: what is wrong with a profile is said before minutes of recording.
     slots = batch or chooser.predictor.about.how.get("max_batch", 8)
     forecast = Predicted(
