@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +231,20 @@ def _percent(share: float) -> str:
     return f"{100.0 * share:.1f} %"
 
 
+def _by_device(claims: Callable[[Fields], Iterator[Fields]]) -> Callable[[Fields], Iterator[Fields]]:
+    """Claims whose ids tell a CPU's from a GPU's, so that both can be kept."""
+
+    def named(record: Fields) -> Iterator[Fields]:
+        end = "-cpu" if record["environment"]["device"]["kind"] == "cpu" else ""
+        for each in claims(record):
+            yield each | {"id": each["id"] + end}
+
+    return named
+
+
 KINDS = {
-    "exact": exact, "decode": decode, "server": server, "trained": trained, "predictor": predictor,
-    "load": load, "study": study, "overhead": overhead,
+    "exact": exact, "decode": decode, "server": server,
+    **{each.__name__: _by_device(each) for each in (trained, predictor, load, study, overhead)},
 }  # fmt: skip
 
 

@@ -96,3 +96,6 @@ def test_what_controllers_gain_is_told_with_its_interval(script: Any) -> None:
     found = list(script("record").study({"policies": policies, "compared": compared}))
     assert [(each["value"], each["met"]) for each in found] == [(1.0, True), (-2.0, False)]
     assert "better" in found[0]["claim"] and "worse" in found[1]["claim"]
+    for kind, end in (("cpu", "table-cpu"), ("cuda", "table")):
+        record = {"policies": policies, "compared": compared, "environment": {"device": {"kind": kind}}}
+        assert next(script("record").KINDS["study"](record))["id"] == f"adaptive/5-lookup-{end}"
