@@ -130,7 +130,7 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
     if (asked.model / SETTINGS).is_file():
         from sparseflow.adaptive.grid_vqa.dataset import Data
         from sparseflow.adaptive.grid_vqa.settings import settings_of
-        from sparseflow.adaptive.study.run import placed
+        from sparseflow.adaptive.grid_vqa.task import placed
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
         data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives))
@@ -168,8 +168,9 @@ def bound(asked: argparse.Namespace, service: Service, each: Question, predictor
     prompt = service.prompts.prompt(messages, pictures, asked.new_tokens)
     least_ms = service.backend.least_ms(prompt, asked.new_tokens, 0)
     _, dearest = predictor.predict_all(
-        text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=asked.new_tokens
-    )
+        text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
+        new_tokens=asked.new_tokens,
+    )  # fmt: skip
     each.prompt = prompt
     each.budgets_ms = (least_ms, max(asked.dearest * float(dearest.max()), 1.01 * least_ms))
 

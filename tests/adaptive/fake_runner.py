@@ -21,7 +21,7 @@ def space(depth: int = 16, top_k: int = 8, *, images: bool = True) -> PlanSpace:
     return PlanSpace.of(geometry, [1.0 / (1 + block) for block in range(depth)])
 
 
-def prefill_ms(plan: Plan, text_tokens: int, images: int = 1, *, top_k: int = 8) -> float:
+def prefill_ms(plan: Plan, text_tokens: int, images: float = 1, *, top_k: int = 8) -> float:
     """Median of an idle device: overhead, vision tower, attention that is quadratic, experts that
     saturate."""
     tokens = text_tokens + (images * VISION[plan.tier] if plan.tier else 0)
@@ -71,7 +71,7 @@ class FakeRunner:
             raise RuntimeError("out of memory\nsecond line")
         return self.request(plan, text_tokens, 1, steps, batch)
 
-    def request(self, plan: Plan, text_tokens: int, images: int, steps: int, batch: int = 1) -> Timed:
+    def request(self, plan: Plan, text_tokens: int, images: float, steps: int, batch: int = 1) -> Timed:
         """What a request takes, now."""
         whole = (
             self.factor * (1.0 + 1.5 * self.load**2) * np.exp(0.5 * self._noise() * self.generator.normal())

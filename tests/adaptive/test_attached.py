@@ -168,7 +168,7 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         assert torch.equal(found.sequences, alone.sequences)
         with pytest.raises(Refused, match=r"needs at least .* ms"):
             attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject", max_new_tokens=2)
-        with pytest.raises(InputError, match="more than the 48 tokens of a slot"):
+        with pytest.raises(InputError, match="more than the 48 tokens that there is room for"):
             attached.generate(input_ids=IDS, max_new_tokens=64)
         # What an engine cannot run, the model's forward does: another plan, or several rows.
         ended = engine.snapshot().ended
@@ -237,3 +237,22 @@ def test_an_engine_that_cannot_be_warmed_is_ended(
         with pytest.raises(torch.OutOfMemoryError):
             attached.generate(input_ids=IDS, latency_budget_ms=1e5)
         assert attached.engine is None and ended == [False]
+
+
+def test_what_is_no_input_is_refused(model: Any) -> None:
+    with adaptive.attach(model) as attached:
+        with pytest.raises(
+            InputError, match=r"'latency_budget': neither inputs of Olmoe.* latency_budget_ms,"
+        ):
+            attached.generate(input_ids=IDS, latency_budget=5)
+        with pytest.raises(InputError, match="'do_sample', 'temperature'"):
+            attached.generate(input_ids=IDS, do_sample=True, temperature=2.0)
+        with pytest.raises(InputError, match=r"latency budget .*'180'"):
+            attached.generate(input_ids=IDS, latency_budget_ms="180")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InputError, match="the model knows 0 to 63"):
+            attached.generate(input_ids=torch.tensor([[5, 64]]))
+        most = attached.adapter.context
+        assert most is not None
+        with pytest.raises(InputError, match=f"more than the {most} tokens"):
+            attached.generate(input_ids=IDS, max_new_tokens=most)
+        assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)

@@ -38,10 +38,12 @@ class Formula:
 
     def __init__(self, space: PlanSpace = SPACE) -> None:
         self.space = space
-        self.about = SimpleNamespace(vision_tokens={"low": 10, "medium": 30, "high": 60})
+        self.about = SimpleNamespace(vision_tokens={"low": 10, "medium": 30, "high": 60}, how={})
         self.asked: list[dict[str, Any]] = []
 
-    def predict_all(self, *, new_tokens: int, after: str, **asked: Any) -> tuple[np.ndarray, np.ndarray]:
+    def predict_all(
+        self, *, new_tokens: int, after: str = "receipt", **asked: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
         self.asked.append({"new_tokens": new_tokens, "after": after, **asked})
         spent = 10.0 if after == "insertion" else 0.0
         p50 = np.array([work_ms(plan, new_tokens) for plan in self.space.plans]) - spent
@@ -51,7 +53,7 @@ class Formula:
 def chooser(**parts: Any) -> Chooser:
     table = torch.nn.Embedding(32, WIDTH)
     adapter: Any = SimpleNamespace(
-        geometry=GEOMETRY, embed=table, decoder=table,
+        geometry=GEOMETRY, embed=table, decoder=table, context=None,
         model=SimpleNamespace(config=SimpleNamespace(image_token_id=31)),
     )  # fmt: skip
     return Chooser(**{"adapter": adapter, "predictor": Formula(), **parts})
@@ -202,3 +204,54 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match=r"`on_infeasible` \(='shrug'\) must be one of reject, best_effort"):
         chooser().decider(text_tokens=1, images=0, on_infeasible="shrug")  # pyright: ignore[reportArgumentType]
     assert set(get_args(OnInfeasible)) == {"reject", "best_effort", "truncate"}
+
+
+def test_a_tier_that_leaves_no_room_is_not_chosen() -> None:
+    # 3 words, 10, 30 or 60 vision tokens, and 4 new ones, of which the last takes no room.
+    for most, tier in ((66, "high"), (65, "medium"), (36, "medium"), (35, "low")):
+        for given in (chooser(most_tokens=most), chooser(most_tokens=most, controllers=controllers())):
+            for budget_ms in (60.0, 1000.0, math.inf):
+                first, second, _ = decided(given, budget_ms)
+                assert first.tier == second.plan.tier <= "medium" or most == 66
+            assert decided(given, math.inf)[1].plan.tier == tier
+    # Where none does, the one that comes nearest, so that the error tells how much room there is.
+    assert decided(chooser(most_tokens=10), math.inf)[1].plan.tier == "low"
+    # Two images take twice the room; what a plan does to text alone, its tier does not matter to.
+    assert decided(chooser(most_tokens=66), math.inf, images=2)[1].plan.tier == "medium"
+    assert len(decided(chooser(most_tokens=10), math.inf, images=0)[1].plan.blocks) == 16
+
+
+def test_room_is_what_the_profile_or_the_model_has() -> None:
+    class Engine(Formula):
+        def __init__(self) -> None:
+            super().__init__()
+            self.about.how = {"max_tokens": 40}
+
+    assert chooser().most_tokens is None
+    assert chooser(predictor=Engine()).most_tokens == 40
+    assert chooser(predictor=Engine(), most_tokens=50).only(SPACE.plans[:3]).most_tokens == 50
+
+
+def test_few_plans() -> None:
+    full, every = GEOMETRY.full(), SPACE.plans
+    quickest = min(every, key=lambda plan: work_ms(plan, 16))
+    # By worth: the best plan is a cheap one, and still the one that does most is kept, for who has time.
+    worth = [1.0 if at == 37 else 0.5 + 0.001 * (at % 7) for at in range(len(every))]
+    for most in (2, 3, 8):
+        kept = chooser(worth=worth).few(most).plans
+        assert kept is not None and len(kept) <= most and full in kept and quickest in kept
+        assert list(kept) == sorted(kept, key=lambda plan: work_ms(plan, 16))
+        assert (every[37] in kept) == (most > 2)
+    # By what controllers chose.
+    learned = controllers()
+    learned.chosen[[5, 70, 200]] = torch.tensor([0.2, 0.7, 0.1])
+    kept = chooser(controllers=learned, worth=worth).few(4).plans
+    assert kept is not None and set(kept) == {quickest, full, every[70], every[5]}
+    assert len(chooser(controllers=controllers()).few(8).plans or ()) <= 8
+    # Plans that have no room are none of them.
+    assert {plan.tier for plan in chooser(most_tokens=80).few(8, new_tokens=16).plans or ()} <= {
+        "low",
+        "medium",
+    }
+    with pytest.raises(InputError, match="at least 2"):
+        chooser().few(1)

@@ -178,3 +178,16 @@ def test_other_models_are_others() -> None:
         tiny.llava_siglip(dtype=FLOAT), tiny.llava_clip(dtype=FLOAT), nn.Linear(2, 3), nn.Linear(2, 4),
     ]  # fmt: skip
     assert len({model_id(model) for model in made}) == len(made)
+
+
+def test_a_limit_of_tokens_is_told_and_kept() -> None:
+    runner = runner_of(tiny.llava_siglip(dtype=FLOAT), max_tokens=40)
+    assert runner.how["max_tokens"] == 40
+    assert "max_tokens" not in runner_of(tiny.olmoe(dtype=FLOAT)).how
+    low, high = (
+        Plan(tier=tier, insertion_position=1, top_k=2, blocks=(0, 1)) for tier in ("low", "high")
+    )  # fmt: skip
+    assert len(runner.run(low, 30, steps=6).steps_ms) == 6
+    for plan, steps in ((low, 7), (high, 1)):
+        with pytest.raises(InputError, match="more than the 40 of `max_tokens`"):
+            runner.run(plan, 30, steps=steps)

@@ -155,7 +155,7 @@ def test_bad_requests_are_refused(knobs: Knobs) -> None:
         other = Plan(tier=None, insertion_position=2, top_k=2, blocks=(0, 1, 5))
         with pytest.raises(InputError, match="is not among the 3 plans of this runner"):
             runner.run(other, 3, steps=1)
-        with pytest.raises(InputError, match="more than the 96 tokens of a slot"):
+        with pytest.raises(InputError, match="more than the 96 tokens that there is room for"):
             runner.run(TEXT, 96, steps=9)
     with pytest.raises(InputError, match="needs an image, and the runner was given no `example`"):
         made(knobs, example=None).run(plans(knobs)[0], 5, steps=1)
@@ -163,6 +163,28 @@ def test_bad_requests_are_refused(knobs: Knobs) -> None:
         EngineRunner(knobs, [])
     with pytest.raises(InputError, match="`new_tokens`"):
         Mix(new_tokens=1)
+
+
+def test_sizes_of_another_engine_are_refused(knobs: Knobs, tmp_path: Path) -> None:
+    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    how: dict[str, Any] = {"buckets": (5,), "repeats": 1, "steps": 2, "warmup": 0}
+    with made(knobs, group=3) as runner:
+        found = by_group(runner, space, tmp_path / "p.parquet", **how)
+    for size in ({"max_batch": 2}, {"max_tokens": 80}):
+        with made(knobs, **size) as runner, pytest.raises(InputError, match="has another `how`"):
+            by_group(runner, space, tmp_path / "p.parquet", **how)
+    assert Profile.read(tmp_path / "p.parquet") == found
+
+
+def test_tiers_that_fit_are_measured_though_the_highest_does_not(knobs: Knobs) -> None:
+    low = PlanSpace.of(knobs.geometry).plans[0]
+    assert low.tier == "low"
+    example = tiny.prompt(knobs.adapter.model)
+    with EngineRunner(knobs, [low], example=example, max_batch=3, max_tokens=40, mix=FEW) as runner:
+        assert len(runner.run(low, 9, steps=4, batch=3).steps_ms) == 4
+        assert runner._others is not None
+        # What room others have is by their tier, too.
+        assert runner._others._submit(more=9).request.max_new_tokens > 9
 
 
 def test_what_fails_is_noted_and_the_runner_goes_on(knobs: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save(build(settings, data.vocabulary), settings, data.vocabulary, root / "model")
     few = [
         "--plans", "6", "--text-plans", "0", "--tokens", "8", "--tokens", "16", "--repeats", "1",
-        "--steps", "2", "--max-batch", "4",
+        "--steps", "2", "--max-batch", "4", "--load", "0",
     ]  # fmt: skip
     assert (
         run(["adaptive", "profile", str(root / "model"), *few, "--out", str(root / "profile.parquet")]) == 0

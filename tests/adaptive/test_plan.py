@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -232,7 +232,24 @@ def test_names_of_plans() -> None:
     assert Plan(**listed) == Plan(**WHOLE)
 
 
-def test_without_importance_the_first_blocks_are_kept() -> None:
-    falling = PlanSpace.of(MOLMOE, [float(16 - block) for block in range(16)])
-    assert PlanSpace.of(MOLMOE) == falling
-    assert falling.sets[2, 13] == tuple(range(13))
+def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
+    space = PlanSpace.of(MOLMOE)
+    gone = {key: tuple(sorted(set(range(16)) - set(kept))) for key, kept in space.sets.items()}
+    assert [gone[1, total] for total in (16, 15, 14, 13, 12)] == [
+        (), (12,), (10, 12), (10, 12, 14), (8, 10, 12, 14),
+    ]  # fmt: skip
+    assert gone[4, 15] == (12,)
+    # Of three blocks, only the last one lies after position 2.
+    assert PlanSpace.of(Geometry(depth=3, top_k=2)).sets[2, 2] == (0, 1)
+
+
+@given(geometries)
+def test_without_importance_first_and_last_blocks_are_kept(geometry: Geometry) -> None:
+    depth = geometry.depth
+    for (position, _), kept in PlanSpace.of(geometry).sets.items():
+        gone = sorted(set(range(depth)) - set(kept))
+        assert 0 in kept and (depth - 1 in kept or position == depth - 1)
+        if depth >= 12:
+            assert all(block >= depth // 2 for block in gone)
+            # A quarter is skipped at most, to half a block: there may be one between two others.
+            assert sum(later - sooner < 2 for sooner, later in pairwise(gone)) <= 2

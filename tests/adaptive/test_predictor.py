@@ -132,8 +132,8 @@ ASKS = st.builds(
         plan=SPACE.plans[at], text_tokens=text, images=images, new_tokens=new, batch=batch, load=load,
         queued_ms=queued, after=after,
     ),
-    st.integers(0, 224), st.integers(0, 3000), st.integers(1, 4), st.integers(1, 2000), st.integers(1, 20),
-    st.floats(0, 1), st.floats(0, 1e4), st.sampled_from(AFTERS),
+    st.integers(0, 224), st.integers(0, 3000), st.integers(1, 4) | st.floats(1e-3, 4.0),
+    st.integers(1, 2000), st.integers(1, 20), st.floats(0, 1), st.floats(0, 1e4), st.sampled_from(AFTERS),
 )  # fmt: skip
 
 
@@ -201,11 +201,11 @@ def _plain() -> Predictor:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    text=st.integers(0, 500), images=st.integers(0, 3), new=st.integers(1, 300), batch=st.integers(1, 9),
-    load=st.floats(0, 1), queued=st.floats(0, 100), after=st.sampled_from(AFTERS),
+    text=st.integers(0, 500), images=st.integers(0, 3) | st.floats(0.0, 3.0), new=st.integers(1, 300),
+    batch=st.integers(1, 9), load=st.floats(0, 1), queued=st.floats(0, 100), after=st.sampled_from(AFTERS),
 )  # fmt: skip
 def test_all_plans_at_once_are_as_one_by_one(
-    text: int, images: int, new: int, batch: int, load: float, queued: float, after: Any
+    text: int, images: float, new: int, batch: int, load: float, queued: float, after: Any
 ) -> None:
     found = drifted()
     size: dict[str, Any] = {"text_tokens": text, "images": images, "new_tokens": new, "batch": batch}
@@ -252,6 +252,35 @@ def test_requests_of_no_image_or_several(plan: Plan) -> None:
     assert with_text().predict([bare])[0][0] == pytest.approx(prefill_ms(plan, 100, 0), rel=0.1)
     two = Ask(plan=plan, text_tokens=20, images=2, new_tokens=1)
     assert with_text().predict([two])[0][0] == pytest.approx(prefill_ms(plan, 20, 2), rel=0.1)
+
+
+@pytest.mark.parametrize("plan", SPACE.plans[::37])
+def test_images_of_other_sizes_than_the_profile_s(plan: Plan) -> None:
+    assert plan.tier is not None
+    found = with_text()
+    sizes = [found.about.images(tokens) for tokens in (0, 12, 126, 504, 1008)]
+    assert sizes == [0.0, 12 / 504, 0.25, 1.0, 2.0]
+    bare, tiny, quarter, one, two = (
+        found.predict(
+            [Ask(plan=plan if size else replace(plan, tier=None), text_tokens=64, images=size, new_tokens=4)]
+        )[0][0]
+        for size in sizes
+    )
+    assert bare < tiny <= quarter < one < two
+    # A quarter of the tokens, and as long to be seen as one: how much quicker a small image is, nobody knows.
+    seen = prefill_ms(plan, 64, 1) - prefill_ms(plan, 64 + VISION[plan.tier], 0)
+    expected = prefill_ms(plan, 64 + VISION[plan.tier] // 4, 0) + seen
+    ask = Ask(plan=plan, text_tokens=64, images=0.25, new_tokens=1)
+    assert found.predict([ask])[0][0] == pytest.approx(expected, rel=0.1)
+
+
+def test_what_images_are_counted_in() -> None:
+    about = fitted(loads=(0.0,)).about
+    assert about.images(0) == 0.0 and about.images(2 * VISION["high"]) == 2.0
+    bare = replace(about, vision_tokens={})
+    assert bare.images(0) == 0.0
+    with pytest.raises(InputError, match="measured no images"):
+        bare.images(1)
 
 
 def test_models_without_images_or_experts() -> None:
@@ -328,8 +357,9 @@ def test_files_that_are_no_predictor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"text_tokens": -1}, {"text_tokens": 1.5}, {"images": -1}, {"images": 0}, {"new_tokens": 0},
-        {"batch": 0},
+        {"text_tokens": -1}, {"text_tokens": 1.5}, {"images": -1}, {"images": 0}, {"images": 0.0},
+        {"images": -0.1}, {"images": math.nan}, {"images": math.inf}, {"images": True}, {"images": "1"},
+        {"new_tokens": 0}, {"batch": 0},
         {"load": -0.1}, {"load": 1.1}, {"load": math.nan}, {"queued_ms": -1.0}, {"queued_ms": math.nan},
         {"queued_ms": math.inf}, {"after": "lunch"}, {"text_tokens": True}, {"text_tokens": math.nan},
         {"plan": Plan(tier=None, insertion_position=1, top_k=4, blocks=(0, 1))},

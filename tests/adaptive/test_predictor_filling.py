@@ -9,6 +9,7 @@ import pytest
 
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.predictor.filling import Filling
+from sparseflow.adaptive.predictor.requests import Describer
 from sparseflow.adaptive.profile import Timed, profile, spread
 from tests.adaptive.fake_runner import VISION, FakeRunner, space
 
@@ -51,6 +52,19 @@ class Stairs(FakeRunner):
         tokens = text_tokens + (VISION[plan.tier] if plan.tier else 0)
         filled = next(size for size in self.sizes if size >= tokens)
         return Timed(prefill_ms=0.01 * filled * (1.0 + 0.1 * len(plan.blocks)), steps_ms=(1.0,) * steps)
+
+
+def test_a_share_of_an_image_has_whole_tokens() -> None:
+    plans, filling = space(), Filling.of({"prompts": [256, 512]})
+    plan = plans.plans[-1]
+    assert plan.tier == "high"
+    # Exactly a size, whatever a division makes of it: not filled up to the next one.
+    asks = [
+        Ask(plan=plan, text_tokens=256 - vision, images=vision / VISION["high"], new_tokens=1)
+        for vision in range(1, 257)
+    ]
+    describer = Describer(plans.geometry, VISION, plans.plans, filling)
+    assert set(describer.of(asks).prompt) == {256.0}
 
 
 @pytest.mark.parametrize("told", [True, False])

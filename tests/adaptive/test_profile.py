@@ -37,7 +37,7 @@ def test_everything_is_measured_and_kept(tmp_path: Path) -> None:
         runner, tmp_path / "new" / "p.parquet", loads=(0.0, 0.5), batches=(1, 2),
         progress=lambda what, done: told.append((what, done)),
     )  # fmt: skip
-    keys = {visit.key for visit in found.visits}
+    keys = {visit.turn for visit in found.visits}
     assert keys == {
         (plan.id, tokens, batch, load, number)
         for plan in PLANS for tokens in (4, 9) for batch in (1, 2) for load in (0.0, 0.5) for number in (0, 1)
@@ -84,6 +84,31 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     assert more.visits[: len(first.visits)] == first.visits
     assert len(more.visits) == 6 * 3 * 3 * 2 and len(more.environments) == 2
     assert {visit.session for visit in more.visits[len(first.visits) :]} == {1}
+
+
+def test_more_steps_are_measured_and_fewer_are_kept(tmp_path: Path) -> None:
+    file, runner = tmp_path / "p.parquet", FakeRunner()
+    first = measured(runner, file, plans=PLANS[:2], steps=3)
+    more = measured(FakeRunner(seed=1), file, plans=PLANS[:3], steps=5)
+    assert more.visits[: len(first.visits)] == first.visits
+    assert [len(visit.steps_ms) for visit in more.visits[len(first.visits) :]] == [5] * 12
+    assert len({visit.key for visit in more.visits}) == len(more.visits) == 8 + 12
+    # Those with more steps are enough for who asks for fewer.
+    again = FakeRunner(seed=2)
+    assert measured(again, file, plans=PLANS[:3], steps=4) == more and not again.calls
+    rows = {row["plan"]: row for row in more.rows() if row["phase"] == "decode" and row["tokens"] == 4}
+    assert [len(rows[plan.id]["samples_ms"]) for plan in PLANS[:3]] == [16, 16, 10]
+
+
+def test_what_fails_with_more_steps_is_noted_beside_what_did_not(tmp_path: Path) -> None:
+    file, bad = tmp_path / "p.parquet", PLANS[0]
+    first = measured(FakeRunner(), file, plans=PLANS[:2], steps=3)
+    broken = FakeRunner(fails=lambda plan, tokens: plan == bad and tokens == 9)
+    more = measured(broken, file, plans=PLANS[:2], steps=5)
+    assert len(more.timed) == 8 + 6 and more.visits[:8] == first.visits
+    assert {visit.turn[:2] for visit in more.visits if visit.error} == {(bad.id, 9)}
+    better = measured(FakeRunner(), file, plans=PLANS[:2], steps=5)
+    assert better.visits == better.timed and len(better.timed) == 16
 
 
 KILLED = """
@@ -313,6 +338,13 @@ def test_spread_plans_tell_about_the_others(count: int, seed: int, text_only: in
         assert {16, 12} <= {len(plan.blocks) for plan in mine}
         assert {8, 4} <= {plan.top_k for plan in mine}
     assert found == spread(whole, count, seed=seed, text_only=text_only)
+
+
+def test_plans_of_some_tiers_can_be_spread_alone() -> None:
+    found = spread(space(), 8, tiers=("low", "medium"), text_only=2)
+    assert [plan.tier for plan in found] == ["low"] * 4 + ["medium"] * 4 + [None] * 2
+    assert [plan.tier for plan in spread(space(), 8, tiers=(), text_only=2)] == [None] * 2
+    assert spread(space(), 8, tiers=("low", "medium", "high")) == spread(space(), 8)
 
 
 def test_too_few_plans_are_refused() -> None:

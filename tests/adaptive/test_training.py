@@ -126,6 +126,7 @@ def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
     best = max(looks, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
     kept = Controllers.load(folder / CONTROLLERS, model_id="m")
+    assert kept.chosen.sum() == pytest.approx(1.0), "of the plans, how often each was chosen on the held-out"
     assert_same(dict(kept.state_dict()), dict(trained.controllers.state_dict()))
     again = Joint(config(), tables()[0], None, "m", ALONE)
     again.controllers.load_state_dict(kept.state_dict())

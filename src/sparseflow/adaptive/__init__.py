@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sparseflow.adaptive.attached import Attached, attach
     from sparseflow.adaptive.controllers import Controllers
+    from sparseflow.adaptive.folder import Opened, open_folder
     from sparseflow.adaptive.importance import Importance
     from sparseflow.adaptive.knobs import Knobs
     from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
@@ -33,16 +34,19 @@ __all__ = [
     "Geometry",
     "Importance",
     "Knobs",
+    "Opened",
     "Plan",
     "PlanSpace",
     "Predictor",
     "Profile",
     "attach",
+    "open_folder",
 ]
 
 _HOME = {
     "attached": ("Attached", "attach"),
     "controllers": ("Controllers",),
+    "folder": ("Opened", "open_folder"),
     "importance": ("Importance",),
     "knobs": ("Knobs",),
     "plan": ("Geometry", "Plan", "PlanSpace"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
@@ -112,6 +113,7 @@ class Attached:
             InputError: The inputs are no request's.
             OutOfMemoryError: The engine's caches do not fit; profile with a smaller `--max-batch`.
         """
+        self._check_names(inputs)
         engine = self._engine(inputs, progress)
         if engine is None or not engine.graphs.enabled:
             # Nothing is recorded; a request that nobody learns from makes what is made when it is first used.
@@ -145,14 +147,16 @@ class Attached:
             load: Share of the device that others want, 0 to 1; by default what the engine knows of its own
                 requests, else 0.
             received_s: When the request came, by `time.perf_counter`; by default now.
-            **inputs: What the model's processor gives for the highest tier: `input_ids` [1, tokens] and, with
-                images, their pixels. With `plan`, several rows may run by the model's forward.
+            **inputs: Those of the model's forward for the highest tier, on its device: `input_ids`
+                [1, tokens] and, with images, their pixels; `open_folder(...).prompt(...)` makes some. With
+                `plan`, several rows may run by the model's forward.
 
         Raises:
             InputError: A value is out of range, or there is a budget and neither profile nor plan.
             Refused: No plan keeps the budget; `least_ms` is the least that one does.
             RunError: The engine cannot run it, such as for want of memory.
         """
+        self._check_names(inputs)
         check_inputs(inputs)
         check_limits(max_new_tokens, latency_budget_ms)
         engine = self._engine_for(inputs, plan)
@@ -194,6 +198,17 @@ class Attached:
                 self.engine.shutdown()
                 self.engine = None
         self.knobs.remove()
+
+    def _check_names(self, inputs: Mapping[str, Any]) -> None:
+        """That what is no option is an input of the model, and no option that was misspelt."""
+        known = inspect.signature(type(self.adapter.model).forward).parameters
+        unknown = [name for name in inputs if name not in known]
+        if unknown:
+            options = [name for name in inspect.signature(self.generate).parameters if name != "inputs"]
+            raise InputError(
+                f"{', '.join(map(repr, unknown))}: neither inputs of {type(self.adapter.model).__name__} nor "
+                f"options, which are {', '.join(options)}"
+            )
 
     def _engine_for(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
         """What a request runs on; None for the model's own forward."""
@@ -239,8 +254,7 @@ class Attached:
         """What a predictor is told of a request, but its plan and its tokens."""
         assert self.chooser is not None
         vision = self.adapter.vision_tokens(inputs)
-        of_one = list(self.chooser.predictor.about.vision_tokens.values())
-        images = max(1, round(vision / of_one[-1])) if vision and of_one else 0
+        images = self.chooser.predictor.about.images(vision)
         text, batch = inputs["input_ids"].shape[1] - vision, 1
         if engine is not None:
             there = engine.snapshot()

@@ -52,7 +52,13 @@ class Controllers(nn.Module):
         width: Of the model, d.
         model_id: Of the model, as `profile.weights_id` gives it; kept in the file.
         seed: What first weights are drawn from.
+
+    Attributes:
+        chosen: Shares in which each plan was chosen for the requests that the weights were kept by, [plans];
+            zeros before any.
     """
+
+    chosen: Tensor
 
     def __init__(self, space: PlanSpace, *, width: int, model_id: str, seed: int = 0) -> None:
         super().__init__()
@@ -62,6 +68,7 @@ class Controllers(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.stage1, self.stage2 = Stage1(width), Stage2(width, space.options())
+        self.register_buffer("chosen", torch.zeros(len(space)))
         self._choices = Choices(space)
 
     @property

@@ -50,6 +50,8 @@ class Chooser:
         plans: Those that may be chosen, of the predictor's space; by default all of it.
         worth: For each plan of the predictor's space, how good it is, as its mean accuracy; used without
             controllers.
+        most_tokens: Of a prompt and its answer together: plans whose tier makes more of a request are not
+            chosen. By default those of the profile's engine, or that the model has positions for.
 
     Raises:
         InputError: The parts are of different models or plans.
@@ -60,6 +62,7 @@ class Chooser:
     controllers: Controllers | None = None
     plans: Sequence[Plan] | None = None
     worth: Sequence[float] | None = None
+    most_tokens: int | None = None
     every: tuple[Plan, ...] = field(init=False, repr=False)
     """The predictor's plans."""
     allowed: np.ndarray = field(init=False, repr=False)
@@ -93,7 +96,9 @@ class Chooser:
         allowed = np.zeros(len(space), dtype=bool)
         allowed[[known[plan] for plan in chosen]] = True
         actions = [space.action(plan) for plan in every]
+        most = self.predictor.about.how.get("max_tokens", self.adapter.context)
         for name, value in (
+            ("most_tokens", most if self.most_tokens is None else self.most_tokens),
             ("every", every),
             ("allowed", allowed),
             ("begins", np.array([(each.tier, each.position) for each in actions]).T),
@@ -108,7 +113,7 @@ class Chooser:
         self,
         *,
         text_tokens: int,
-        images: int,
+        images: float,
         on_infeasible: OnInfeasible = "best_effort",
         batch: int = 1,
         load: float = 0.0,
@@ -118,7 +123,7 @@ class Chooser:
 
         Args:
             text_tokens: Tokens of its prompt that are not of images.
-            images: How many it has.
+            images: How many it has, of the size of the profile's (`About.images`).
             on_infeasible: What becomes of it where no plan fits: `"reject"`, `"best_effort"` runs the
                 quickest plan, `"truncate"` runs that for as many tokens as fit.
             batch: Requests that run when its turn comes, itself included.
@@ -138,7 +143,7 @@ class Chooser:
             load=load, input_ids=input_ids,
         )  # fmt: skip
 
-    def worths(self, *, text_tokens: int, images: int) -> np.ndarray:
+    def worths(self, *, text_tokens: int, images: float) -> np.ndarray:
         """What plans are worth to a prompt, more is better: [plans].
 
         Without `worth` it is what they do to the prompt, in calls of experts: a count, so no noise of timing
@@ -148,23 +153,64 @@ class Chooser:
             return np.asarray(self.worth)
         return (text_tokens + images * self.vision) * self.calls
 
+    def room(self, *, text_tokens: int, images: float, new_tokens: int) -> np.ndarray:
+        """Which plans may be chosen for a request and leave it room for its tokens: [plans] bool.
+
+        Where none does, those that come nearest: the error that follows tells how many tokens there are.
+        """
+        if self.most_tokens is None:
+            return self.allowed
+        vision = np.rint(images * self.vision)
+        found = self.allowed & (vision <= self.most_tokens - text_tokens - new_tokens + 1)
+        return found if found.any() else self.allowed & (vision == vision[self.allowed].min())
+
+    def fullest(self, among: np.ndarray) -> int:
+        """The number of the plan that does most, of some: [plans] bool."""
+        plans = self.every
+        return max(
+            np.flatnonzero(among).tolist(),
+            key=lambda at: (_tier(plans[at]), len(plans[at].blocks), plans[at].top_k),
+        )
+
     def only(self, plans: Sequence[Plan]) -> Chooser:
         """The same, choosing among some plans."""
         return replace(self, plans=plans)
 
     def few(self, most: int = FEW, *, text_tokens: int = 32, new_tokens: int = 16) -> Chooser:
-        """The same, choosing among few of its plans: those that no other one beats in time and worth.
+        """The same, choosing among few of its plans.
+
+        With controllers, those that they chose most often where they were trained; else those that no other
+        one beats in time and worth. The quickest plan and the one that does most are always kept.
 
         Args:
-            most: As of `worth.pareto`.
+            most: How many at most, 2 or more.
             text_tokens: Of the prompt that times are compared for; it has an image where the profile has.
             new_tokens: Of its answer.
+
+        Raises:
+            InputError: `most` is out of range.
         """
+        if most < 2:
+            raise InputError(
+                f"`most` (={most}) must be at least 2: the quickest plan, and the one that does most"
+            )
         images = int(bool(self.predictor.about.vision_tokens))
         ms, _ = self.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
-        worths, among = self.worths(text_tokens=text_tokens, images=images), np.flatnonzero(self.allowed)
-        plans = [self.every[at] for at in among]
-        return self.only(pareto(plans, ms[among].tolist(), worths[among].tolist(), most))
+        room = self.room(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
+        among = np.flatnonzero(room)
+        chosen = np.zeros(0) if self.controllers is None else self.controllers.chosen.numpy(force=True)
+        ends = {int(among[ms[among].argmin()]), self.fullest(room)}
+        if most == 2:
+            kept = []
+        elif chosen.size and chosen[among].any():
+            often = among[np.argsort(-chosen[among], kind="stable")]
+            kept = [int(at) for at in often if chosen[at] > 0.0 and at not in ends][: most - len(ends)]
+        else:
+            worths = self.worths(text_tokens=text_tokens, images=images)
+            plans = [self.every[at] for at in among]
+            front = pareto(plans, ms[among].tolist(), worths[among].tolist(), most - 1)
+            kept = [self.every.index(plan) for plan in front]
+        return self.only([self.every[at] for at in sorted({*kept, *ends}, key=lambda at: ms[at])])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,12 +219,13 @@ class Budgeted:
 
     chooser: Chooser
     text_tokens: int
-    images: int
+    images: float
     on_infeasible: OnInfeasible
     batch: int
     load: float
     input_ids: Tensor | None = None
     _begun: Begun | None = None
+    _room: np.ndarray | None = None
     _settled: int | None = None
     _new_tokens: int = 0
 
@@ -186,12 +233,15 @@ class Budgeted:
         """Tier and insertion position, or a refusal."""
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
         self._new_tokens = request.max_new_tokens
-        fits = self.chooser.allowed & (p99 <= remaining_ms)
+        self._room = self.chooser.room(
+            text_tokens=self.text_tokens, images=self.images, new_tokens=self._new_tokens
+        )
+        fits = self._room & (p99 <= remaining_ms)
         if not fits.any():
             return self._infeasible(request, remaining_ms)
         host = self.chooser.host
         if math.isinf(remaining_ms):
-            self._settled = self._full()
+            self._settled = self.chooser.fullest(self._room)
         elif host is None:
             self._settled = self._worthiest(fits, p50)
         else:
@@ -219,21 +269,15 @@ class Budgeted:
 
     def _beginning(self) -> np.ndarray:
         """Which plans may be chosen and begin as was chosen."""
-        assert self._begun is not None
+        assert self._begun is not None and self._room is not None
         tier, position = self.chooser.begins
-        return self.chooser.allowed & (tier == self._begun.tier) & (position == self._begun.position)
+        return self._room & (tier == self._begun.tier) & (position == self._begun.position)
 
     def _predicted(self, new_tokens: int, after: After) -> tuple[np.ndarray, np.ndarray]:
         return self.chooser.predictor.predict_all(
             text_tokens=self.text_tokens, images=self.images, new_tokens=new_tokens, batch=self.batch,
             load=self.load, after=after,
         )  # fmt: skip
-
-    def _full(self) -> int:
-        """The plan that does most."""
-        plans = self.chooser.every
-        among = np.flatnonzero(self.chooser.allowed)
-        return max(among.tolist(), key=lambda at: (_tier(plans[at]), len(plans[at].blocks), plans[at].top_k))
 
     def _worthiest(self, fits: np.ndarray, p50: np.ndarray) -> int:
         worth = self.chooser.worths(text_tokens=self.text_tokens, images=self.images)
@@ -243,7 +287,8 @@ class Budgeted:
 
     def _infeasible(self, request: Request, remaining_ms: float) -> Choice | Refusal:
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
-        among = np.flatnonzero(self.chooser.allowed)
+        assert self._room is not None
+        among = np.flatnonzero(self._room)
         at = int(among[p99[among].argmin()])
         least_ms = _waited_ms(request) + float(p99[at])
         refusal = Refusal(reason="no plan keeps the budget", least_ms=least_ms)

@@ -22,11 +22,11 @@ from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, write_page
 from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
+from sparseflow.adaptive.grid_vqa.task import placed
 from sparseflow.adaptive.importance import space_of
 from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import EagerRunner, profile, spread
-from sparseflow.adaptive.study.run import placed
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
 

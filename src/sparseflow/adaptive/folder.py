@@ -6,9 +6,10 @@ Nothing is fetched, no code of the folder runs, and weights are read from safete
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,9 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError, ModelError
+
+if TYPE_CHECKING:
+    from sparseflow.adaptive.serve.backend import Prompt
 
 _PROCESSOR = "preprocessor_config.json"
 
@@ -35,6 +39,27 @@ class Opened:
     tokenizer: Any
     sight: Any
     context: int
+
+    def prompt(self, text: str, images: Sequence[Path | str] = ()) -> Prompt:
+        """A prompt of one user's message: its `inputs` are those of the model's forward at the highest tier.
+
+        Args:
+            text: What is asked.
+            images: Files of images, which come before the text.
+
+        Raises:
+            InputError: An image cannot be read or used, or the prompt is too long.
+        """
+        from sparseflow.adaptive.serve.chat import Prompts
+
+        contents = []
+        for path in map(Path, images):
+            try:
+                contents.append((str(path), path.read_bytes()))
+            except OSError as error:
+                raise InputError(f"image {path} cannot be read: {error.strerror}") from error
+        prompts = Prompts(self.tokenizer, context=self.context, sight=self.sight)
+        return prompts.of_user(text, contents)
 
 
 def open_folder(

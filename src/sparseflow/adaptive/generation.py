@@ -20,6 +20,7 @@ from torch import Tensor
 from sparseflow.adaptive.adapters.base import Adapter, Inputs
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.runtime.admission import check_room, check_words
 from sparseflow.adaptive.runtime.asking import Asking
 from sparseflow.adaptive.runtime.marks import Marks
 from sparseflow.adaptive.runtime.requests import Decider, Fixed, Request, check_inputs, check_limits
@@ -69,7 +70,7 @@ class Generated:
         prompt_tokens: Tokens of the prompt.
         plan: What was run.
         feasible: Whether the decider thought that the budget would be met.
-        predicted_ms: What it thought that the call would take.
+        predicted_ms: What it thought that the call would take, if all of the tokens asked for are generated.
         budget_ms: What was asked for.
         timings: Where the time went.
     """
@@ -136,6 +137,7 @@ def generate(
     received = time.perf_counter() if received_s is None else received_s
     check_inputs(inputs)
     check_limits(max_new_tokens, budget_ms)
+    check_words(adapter, inputs)
     rows = len(inputs["input_ids"])
     decide: Any = Fixed(plan=plan) if isinstance(plan, Plan) else plan
     if rows > 1 and not isinstance(decide, Fixed):
@@ -264,6 +266,9 @@ def _run(
     before_s = asking.spent_s
     marks.mark("start")
     given = adapter.at_tier(inputs, choice.tier)
+    if adapter.context is not None:
+        tokens = given["input_ids"].shape[1]
+        check_room(tokens, asking.limit(max_new_tokens), adapter.context)
     places, after = adapter.positions(given)
     mask = given.get("attention_mask")
     if mask is not None and bool(mask.bool().all()):

@@ -180,7 +180,9 @@ class Joint:
                 ),
                 allowed=self._allowed(held_out, samples, budgets),
             )  # fmt: skip
-        right, latency_ms = held_out.run(samples, found.plan.cpu(), jitter)
+            plans = found.plan.cpu()
+            self.controllers.chosen.copy_(torch.bincount(plans, minlength=len(held_out.space)) / count)
+        right, latency_ms = held_out.run(samples, plans, jitter)
         accuracy, attained = float(right.mean()), float((latency_ms <= budgets).float().mean())
         beyond = max(0.0, 1.0 - attained - self.config.violations)
         return {

@@ -93,7 +93,7 @@ def test_plans_alone_and_together_are_the_same(model) -> None:
     assert torch.equal(judged.correct, together)
     scorer = Scorer(model, DATA, split="val", count=40, batch_size=13)
     assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
-    kinds = judged.by_kind(0)
+    kinds = judged.by_kind(0, KINDS)
     shares = {kind: float((judged.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
     assert set(kinds) == {"left", "list"}
     assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(together[:, 0].mean()))

@@ -7,7 +7,7 @@ import base64
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from fastapi import FastAPI
 
-from sparseflow.adaptive.plan import TIERS, Plan
+from sparseflow.adaptive.plan import TIERS, Plan, Tier
 from sparseflow.adaptive.serve.app import create_app
 from sparseflow.adaptive.serve.backend import Ended, Event, Failed, Job, Prompt, Started, Tokens
 from sparseflow.adaptive.serve.chat import Prompts
@@ -60,7 +60,7 @@ class Bytes:
 
 
 class Squares:
-    """Images of four tokens, as their mean colour."""
+    """Images of four tokens, and at lower tiers of two and one, as their mean colour."""
 
     placeholder = IMAGE
 
@@ -70,6 +70,10 @@ class Squares:
             ids += [token] * (4 if token == Bytes.image else 1)
         means = torch.stack([image.float().mean((1, 2)) for image in images])
         return {"input_ids": torch.tensor([ids]), "pixel_values": means}
+
+    def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
+        images = len(inputs["pixel_values"])
+        return {"low": images, "medium": 2 * images, "high": 4 * images}
 
 
 class Script:

@@ -54,7 +54,7 @@ STOP = 2
 
 def job(**how: Any) -> Job:
     ids = torch.tensor([[5, 6, 7]])
-    prompt = Prompt(inputs={"input_ids": ids}, tokens=3, text_tokens=3, images=0)
+    prompt = Prompt(inputs={"input_ids": ids}, text_tokens=3)
     base = {
         "id": "a",
         "prompt": prompt,
@@ -319,10 +319,19 @@ KINDS: tuple[tuple[Tier, int], ...] = (("low", 3), ("low", 2), ("high", 2), ("hi
 class Predictor:
     """As that of `predictor`, by a formula; remembers what it was asked."""
 
-    def __init__(self, runner: str = "engine", device: str = "cuda", **sizes: int) -> None:
+    def __init__(
+        self,
+        runner: str = "engine",
+        device: str = "cuda",
+        loads: tuple[float, ...] = (0.0, 0.7),
+        **sizes: int,
+    ) -> None:
         self.asked: list[dict[str, Any]] = []
         self.observed: list[tuple[Ask, float, float | None]] = []
-        self.about = SimpleNamespace(how={"runner": runner, **sizes}, device={"kind": device})
+        self.about = SimpleNamespace(
+            how={"runner": runner, **sizes}, device={"kind": device}, images=lambda tokens: tokens / 24
+        )
+        self.loads = loads
         self.space = SimpleNamespace(
             plans=tuple(
                 Plan(tier=tier, insertion_position=1, top_k=2, blocks=tuple(range(blocks)))
@@ -346,11 +355,11 @@ def test_a_forecast_of_the_predictor() -> None:
     text = job().prompt
     # The fourth plan is quicker, but the engine does not run it.
     assert forecast.least_ms(text, 5, 2) == 50.0
-    seen = Prompt(inputs={}, tokens=9, text_tokens=3, images=1)
+    seen = Prompt(inputs={}, text_tokens=3, images=1, vision={"low": 2, "high": 6})
     assert forecast.least_ms(seen, 5, 0) == 50.0
     assert predictor.asked == [
         {"text_tokens": text.text_tokens, "images": 0, "batch": 3, "load": 0.25},
-        {"text_tokens": 3, "images": 1, "batch": 1, "load": 0.25},
+        {"text_tokens": 3, "images": 0.25, "batch": 1, "load": 0.25},
     ]
     asked = job(prompt=seen, max_new_tokens=5, beside=1, load=0.5)
     assert forecast.of(plans[0], asked) == (35.0, 70.0)
@@ -360,12 +369,35 @@ def test_a_forecast_of_the_predictor() -> None:
     assert [each["load"] for each in predictor.asked[-2:]] == [0.5, 0.0]
     forecast.observe(asked, finished(plan=plans[0]))
     ((ask, measured_ms, prefill_ms),) = predictor.observed
-    assert ask.load == 0.5
+    assert (ask.load, ask.images) == (0.5, 0.25)
     assert (ask.new_tokens, ask.queued_ms, ask.batch, measured_ms, prefill_ms) == (2, 2.0, 2, 11.0, 5.0)
     with pytest.raises(InputError, match="no plans"):
         Predicted(predictor, [])
     with pytest.raises(InputError, match="not among the plans"):
         Predicted(predictor, [replace(plans[0], top_k=1)])
+
+
+def test_plans_that_leave_a_request_no_room_are_no_forecast() -> None:
+    predictor: Any = Predictor()
+    low, cheap, _, high = predictor.space.plans
+    forecast = Predicted(predictor, [low, high], max_tokens=10)
+    seen = Prompt(inputs={}, text_tokens=3, images=1, vision={"low": 2, "high": 6})
+    assert forecast.least_ms(seen, 2, 0) == 24.0
+    # The last token is never run: 3 + 6 + 2 - 1 is 10, and 11 is too much.
+    assert forecast.least_ms(seen, 3, 0) == 66.0
+    # Without images there are no tiers; and where no plan fits, an error will say so.
+    assert forecast.least_ms(Prompt(inputs={}, text_tokens=5), 3, 0) == 26.0
+    assert forecast.least_ms(seen, 40, 0) == 100.0
+    assert Predicted(predictor, [low, cheap, high]).least_ms(seen, 40, 0) == 100.0
+
+
+def test_a_profile_of_one_load_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    idle: Any = Predictor(loads=(0.0,))
+    busy: Any = Predictor()
+    Predicted(busy, busy.space.plans)
+    assert not caplog.records
+    Predicted(idle, idle.space.plans)
+    assert "one load only (0)" in caplog.text and "--load 0 --load 0.7" in caplog.text
 
 
 def test_what_was_measured_eagerly_on_a_gpu_is_no_forecast_of_an_engine() -> None:
@@ -389,7 +421,10 @@ def test_what_an_engine_of_other_sizes_took_is_no_forecast() -> None:
 
 def test_a_job_that_was_let_in_is_not_refused_by_its_decider() -> None:
     asked: list[dict[str, Any]] = []
-    chooser: Any = SimpleNamespace(decider=lambda **how: asked.append(how))
+    about = SimpleNamespace(images=lambda tokens: tokens / 24)
+    chooser: Any = SimpleNamespace(
+        decider=lambda **how: asked.append(how), predictor=SimpleNamespace(about=about)
+    )
     of = deciding(chooser)
     for mode in ("reject", "best_effort", "truncate"):
         of(job(on_infeasible=mode, beside=2, load=0.5))
@@ -478,15 +513,18 @@ def test_the_real_engine_by_openais_client(real: tuple[Any, Engine]) -> None:
                 plan = chosen(CHEAP if budget_ms else FULL, len(urls))
                 assert found.sparseflow["plan"]["id"] == plan.id
                 assert found.usage.completion_tokens <= 6
-                alone[name] = found.choices[0].message.content
                 service: Service = app.state.service
-                inputs = service.prompts.prompt(
+                prompt = service.prompts.prompt(
                     [_message("what is there", urls)], [_pixels(url) for url in urls]
-                ).inputs
-                handle = real[1].submit(
-                    Request(inputs=inputs, decide=Fixed(plan=plan), max_new_tokens=6, stop=[STOP])
                 )
-                tokens = [token for token in handle.result(60.0).tokens if token != STOP]
+                assert found.usage.prompt_tokens == prompt.at(plan.tier)
+                alone[name] = found.choices[0].message.content
+                request = Request(
+                    inputs=prompt.inputs, decide=Fixed(plan=plan), max_new_tokens=6, stop=[STOP]
+                )
+                alone_again = real[1].submit(request).result(60.0)
+                assert alone_again.prompt_tokens == found.usage.prompt_tokens
+                tokens = [token for token in alone_again.tokens if token != STOP]
                 assert alone[name] == Letters().decode(tokens)
 
             def streamed(name: str, urls: list[str], budget_ms: int | None) -> None:

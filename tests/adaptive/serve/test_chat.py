@@ -10,6 +10,7 @@ import torch
 from sparseflow.adaptive.adapters.base import adapter_of
 from sparseflow.adaptive.adapters.crops import nested_crops
 from sparseflow.adaptive.grid_vqa.words import Vocabulary
+from sparseflow.adaptive.plan import TIERS
 from sparseflow.adaptive.serve.chat import Crops, Patches, Prompts
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.schema import Message
@@ -57,6 +58,9 @@ def test_a_model_without_images_gets_plain_text() -> None:
     found = prompts(sight=None).prompt([message("user", "one", "two")], [])
     assert text_of(found.inputs["input_ids"]) == "user: one\ntwo\nassistant:"
     assert not prompts(sight=None).takes_images
+    with pytest.raises(Refusal, match="takes no images") as caught:
+        prompts(sight=None).prompt([message("user", "one", URL)], [RED])
+    assert (caught.value.code, caught.value.param) == ("unsupported_content", "messages.0.content.1")
 
 
 def test_text_cannot_pass_for_an_image() -> None:
@@ -78,10 +82,20 @@ def test_a_prompt_over_the_context_is_refused() -> None:
     assert "context is 30 tokens" in caught.value.message
 
 
-def test_images_count_at_their_finest() -> None:
-    with pytest.raises(Refusal, match="context is 21 tokens"):
-        prompts(context=21).prompt([message("user", "abc", URL)], [RED])
-    assert prompts(context=25).prompt([message("user", "abc", URL)], [RED]).tokens == 24
+def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
+    asked = [message("user", "abc", URL)], [RED]
+    # 20 tokens of text, and 1, 2 or 4 of the image.
+    with pytest.raises(Refusal, match="messages have 21 with images at tier 'low', the lowest") as caught:
+        prompts(context=21).prompt(*asked)
+    assert caught.value.body["error"]["prompt_tokens"] == 21
+    fitting = prompts(context=22)
+    found = fitting.prompt(*asked)
+    assert (found.tokens, found.text_tokens, found.vision_tokens) == (24, 20, 4)
+    assert [found.at(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
+    assert fitting.room(found) == 1
+    # Where no plan is of the lowest tier, the next one counts.
+    with pytest.raises(Refusal, match="messages have 22 with images at tier 'medium'"):
+        prompts(context=22, lowest="medium").prompt(*asked)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
@@ -110,6 +124,7 @@ def test_crops_of_the_highest_tier(words: Any) -> None:
     assert torch.equal(found.inputs["pixel_values"], nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3))
     assert found.inputs["attention_mask"].shape == found.inputs["input_ids"].shape
     assert (found.tokens, found.text_tokens) == (50, 8)
+    assert found.vision == {"low": 3, "medium": 15, "high": 42}
 
 
 def test_images_of_unlike_sizes(words: Any) -> None:
@@ -173,5 +188,6 @@ def test_patches_of_a_processor_of_transformers() -> None:
     adapter = adapter_of(tiny.qwen3_vl_moe())
     ids = found.inputs["input_ids"]
     inputs = {**found.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
-    assert adapter.vision_tokens(inputs) == 16
-    assert adapter.vision_tokens(adapter.at_tier(inputs, "low")) < 16
+    for tier in TIERS:
+        assert adapter.vision_tokens(adapter.at_tier(inputs, tier)) == found.vision[tier]
+    assert (found.vision["low"], found.vision["high"]) == (5, 16)

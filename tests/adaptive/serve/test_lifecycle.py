@@ -10,15 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
 
-from sparseflow.adaptive.serve.lifecycle import Gate, Server
+from sparseflow.adaptive.serve.lifecycle import Gate, Server, serve
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.errors import InputError, RunError
 from tests.adaptive.serve.fake import MODEL, Fake, Script, eventually, make_app, serving, user
@@ -184,6 +185,48 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"cannot listen at 127.0.0.1:{port}: .*name another port, or 0"):
             Server(make_app(), port=port)
+
+
+def unmade() -> Any:
+    pytest.fail("an app was made before its address was known to be free")
+
+
+def test_an_app_is_made_when_its_address_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match="cannot listen at"):
+        serve(unmade, port=taken.getsockname()[1])
+    with pytest.raises(InputError, match="must not be negative"):
+        serve(unmade, port=0, drain_s=-1.0)
+    lines: list[str] = []
+
+    def make() -> FastAPI:
+        # It is bound, and does not listen yet: nobody hangs who comes early.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port)).close()
+        return make_app()
+
+    server = Server(make, port=0, announce=lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    eventually(lambda: bool(lines) or not thread.is_alive())
+    assert httpx2.get(f"{json.loads(lines[0])['url']}/ready", timeout=60.0).status_code == 200
+    server.stop()
+    thread.join(120.0)
+    assert not thread.is_alive()
+
+
+def test_an_address_that_is_lost_while_an_app_is_made() -> None:
+    with ExitStack() as stack:
+
+        def make() -> FastAPI:
+            other = stack.enter_context(socket.socket())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", server.port))
+            other.listen()
+            return make_app()
+
+        server = Server(make, port=0)
+        with pytest.raises(InputError, match=f"cannot listen at 127.0.0.1:{server.port}: .*name another"):
+            server.run()
 
 
 @pytest.mark.parametrize(

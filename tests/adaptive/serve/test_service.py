@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from sparseflow.adaptive.serve import answer as answers
 from sparseflow.adaptive.serve.answer import Answer
@@ -18,7 +19,7 @@ from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import InputError
-from tests.adaptive.serve.fake import MODEL, PLANS, Bytes, Squares, user
+from tests.adaptive.serve.fake import MODEL, PLANS, Bytes, Squares, data_url, user
 
 
 class Still:
@@ -85,6 +86,23 @@ def test_the_line_moves_on_when_one_ends() -> None:
         assert [piece async for piece in second.pieces()] == []
         assert second.finish_reason == "length"
         assert backend.called_off == [job.id, backend.jobs[1][0].id]
+
+    scene(story)
+
+
+def test_an_answer_has_the_room_that_the_lowest_tier_leaves() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        # 508 tokens with the image at the lowest tier, 511 at the highest, of 512.
+        picture = data_url(Image.new("RGB", (2, 2)))
+        answer = await ask(service, messages=user("x" * 490, picture))
+        ((job, _),) = backend.jobs
+        assert (job.prompt.at("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 4)
+        assert answer.usage["prompt_tokens"] == 511
+        backend.jobs[0][1](Started(plan=PLANS[0], p50_ms=1.0, p99_ms=2.0))
+        assert answer.usage["prompt_tokens"] == 508
+        answer.leave()
+        with pytest.raises(Refusal, match="context is 512 tokens"):
+            await ask(service, messages=user("x" * 490, picture), max_tokens=5)
 
     scene(story)
 

@@ -11,13 +11,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.grid_vqa import dataset, evaluate
+from sparseflow.adaptive.grid_vqa import dataset, evaluate, task
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.evaluate import outcomes
-from sparseflow.adaptive.grid_vqa.images import Split
+from sparseflow.adaptive.grid_vqa.task import GridVqa
 from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.adaptive.study import answers as room
 from sparseflow.adaptive.study.answers import answers
+from sparseflow.adaptive.task import Split
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
@@ -25,6 +25,10 @@ from tests.adaptive.study import small
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 DATA = Data(small.SETTINGS, bank=bank())
+
+
+def of(model: Any, data: Data = DATA) -> GridVqa:
+    return GridVqa(model=model, data=data, chunk=dataset.CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +50,21 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         calls.append((named["split"], named["first"], named["count"]))
         return evaluate.outcomes(*given, **named)
 
-    monkeypatch.setattr(room, "outcomes", noted)
+    monkeypatch.setattr(task, "outcomes", noted)
     return calls
 
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 32 samples, not of 256."""
-    for module in (room, dataset):
-        monkeypatch.setattr(module, "CHUNK", 32)
+    monkeypatch.setattr(dataset, "CHUNK", 32)
 
 
 @pytest.mark.usefixtures("short_chunks")
 def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tried) -> None:
     told: list[tuple[str, float]] = []
     found = answers(
-        model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE,
+        of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE,
         progress=lambda what, share: told.append((what, share)),
     )  # fmt: skip
     assert tried == [("val", 0, 32), ("val", 32, 8), ("test", 0, 20)]
@@ -71,7 +74,7 @@ def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tri
         whole = outcomes(model, DATA, space, split=split, count=count)
         for field in fields(whole):
             one, other = getattr(found[split], field.name), getattr(whole, field.name)
-            if field.name == "plans":
+            if field.name in ("plans", "vision_tokens"):
                 assert one == other
             else:
                 torch.testing.assert_close(one, other)
@@ -93,39 +96,39 @@ def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) ->
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE, progress=stop)
+        answers(of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE, progress=stop)
     del tried[:]
-    answers(model, DATA, space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
+    answers(of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
     assert tried == [("val", 32, 8), ("test", 0, 20)]
     del tried[:]
-    fewer = answers(model, DATA, space, tmp_path, {"val": 10, "test": 20}, mine=ALONE)
+    fewer = answers(of(model), space, tmp_path, {"val": 10, "test": 20}, mine=ALONE)
     assert not tried and len(fewer["val"].kinds) == 10
-    more = answers(model, DATA, space, tmp_path, {"test": 30}, mine=ALONE)
+    more = answers(of(model), space, tmp_path, {"test": 30}, mine=ALONE)
     assert tried == [("test", 0, 30)] and len(more["test"].kinds) == 30
 
 
 def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path) -> None:
-    answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+    answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
     other = Data(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
     with pytest.raises(InputError, match=r"test-000000.safetensors is of other task; name another folder"):
-        answers(model, other, space, tmp_path, {"test": 4}, mine=ALONE)
+        answers(of(model, other), space, tmp_path, {"test": 4}, mine=ALONE)
     backwards = PlanSpace.of(space.geometry, [float(block) for block in range(space.geometry.depth)])
     with pytest.raises(InputError, match=r"of other plans"):
-        answers(model, DATA, backwards, tmp_path, {"test": 4}, mine=ALONE)
+        answers(of(model), backwards, tmp_path, {"test": 4}, mine=ALONE)
     changed = small.opened(made / "model")
     with torch.no_grad():
         next(iter(changed.parameters())).add_(1.0)
     with pytest.raises(InputError, match=r"of other weights"):
-        answers(changed, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+        answers(of(changed), space, tmp_path, {"test": 4}, mine=ALONE)
     with pytest.raises(InputError, match=r"`counts` .* at least 1 sample"):
-        answers(model, DATA, space, tmp_path, {"test": 0}, mine=ALONE)
+        answers(of(model), space, tmp_path, {"test": 0}, mine=ALONE)
     with pytest.raises(InputError, match=r"`first` \(=3\) must be a multiple of 256"):
         outcomes(model, DATA, space, count=4, first=3)
 
 
 def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:
-    answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+    answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
     path = tmp_path / "test-000000.safetensors"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(FileFormatError, match=r"is not a chunk of answers that can be read"):
-        answers(model, DATA, space, tmp_path, {"test": 4}, mine=ALONE)
+        answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)

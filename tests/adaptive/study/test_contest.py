@@ -9,7 +9,7 @@ import torch
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.environment import Outcomes
 from sparseflow.adaptive.study.contest import contest, verdict
-from sparseflow.adaptive.study.latencies import Latencies
+from sparseflow.adaptive.study.latencies import Latencies, Size
 from sparseflow.adaptive.study.tables import Tables
 from sparseflow.errors import InputError
 from tests.adaptive.synthetic import WIDTH, outcomes, space
@@ -25,7 +25,7 @@ def made(*, samples: int = 64) -> Tables:
 
     half = torch.arange(samples) < samples // 2
     return Tables(
-        train=of(1), validation=of(2), test=of(3), kinds={"one": half, "other": ~half}, size=(8, 2),
+        train=of(1), validation=of(2), test=of(3), kinds={"one": half, "other": ~half}, size=Size(8, 2),
         latency=Latencies(
             ms=np.ones((1, len(PLANS), 2), np.float32), measured=np.ones(len(PLANS), bool), load=0.0
         ),

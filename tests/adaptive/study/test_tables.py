@@ -15,9 +15,11 @@ pytest.importorskip("transformers")
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.evaluate import outcomes
 from sparseflow.adaptive.grid_vqa.settings import KINDS
+from sparseflow.adaptive.grid_vqa.task import GridVqa
 from sparseflow.adaptive.profile import Profile
 from sparseflow.adaptive.study import tables as room
-from sparseflow.adaptive.study.tables import FOLDER, LATENCIES, Counts, Tables, dtype_of, tables
+from sparseflow.adaptive.study.tables import FOLDER, LATENCIES, Tables, dtype_of, tables
+from sparseflow.adaptive.task import Counts
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
@@ -33,7 +35,7 @@ def model(made: Path) -> Any:
 
 
 def of(model: Any, profile: Profile, folder: Path, **counts: int) -> Tables:
-    return tables(model, DATA, profile, folder, counts=Counts(**counts), mine=ALONE)
+    return tables(GridVqa(model=model, data=DATA), profile, folder, counts=Counts(**counts), mine=ALONE)
 
 
 def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> None:

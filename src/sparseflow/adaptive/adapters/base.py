@@ -59,6 +59,12 @@ class Adapter(ABC):
         """The decoder's blocks in order. Each takes hidden states first: [batch, tokens, d]."""
 
     @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer that the model has positions for; None where it does not
+        tell."""
+        return getattr(getattr(self.decoder, "config", None), "max_position_embeddings", None)
+
+    @property
     def state(self) -> Sequence[tuple[nn.Module, str]]:
         """Modules and attributes in which the model keeps what belongs to a request; each cache has its "
         "own."""

@@ -92,7 +92,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         if tier is None:
             return dict(inputs)
         grids, merge = self._grids(inputs, tier), self._vision.spatial_merge_size
-        smaller = [_scaled(grid, SCALES[tier], merge) for grid in grids]
+        smaller = [scaled(grid, SCALES[tier], merge) for grid in grids]
         counts = [rows * columns // merge**2 for rows, columns in smaller]
         found = shortened(inputs, self._images(inputs), counts)
         self._made[tier].update(counts)
@@ -182,7 +182,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         return cut.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(grid[0] * grid[1], -1)
 
 
-def _scaled(grid: Grid, scale: float, merge: int) -> Grid:
+def scaled(grid: Grid, scale: float, merge: int) -> Grid:
     """A grid of smaller sides, each of whole merged tokens and at least one."""
 
     def side(patches: int) -> int:

@@ -8,9 +8,9 @@ these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,47 +19,12 @@ from torch import Tensor
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.features import language_features
 from sparseflow.adaptive.grid_vqa.dataset import Batch, Data
-from sparseflow.adaptive.grid_vqa.images import Split
-from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.adaptive.grid_vqa.stack import Rotary, Stack, Step, steps_of
 from sparseflow.adaptive.plan import TIERS, Plan, PlanSpace, Tier
+from sparseflow.adaptive.task import Judged, Progress, Split
 from sparseflow.errors import InputError
 
-Progress = Callable[[str, float], None]
-
 BATCH = 128
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Judged:
-    """What plans make of samples; everything on the CPU.
-
-    Attributes:
-        plans: Those that were tried.
-        correct: [samples, plans] float32, 0 or 1.
-        kinds: Index into `settings.KINDS`, [samples] int64.
-        language: Language features, [samples, d] float32.
-        tokens: Latency tokens: the last prompt token's hidden state as it leaves the block before each
-            insertion position, by tier: [samples, tiers, positions, d] float32.
-        text_tokens: Of the prompt, those that are not of the image, [samples] int64.
-        new_tokens: Of the right answer, its end included, [samples] int64. A wrong answer may be longer or
-            shorter.
-    """
-
-    plans: tuple[Plan, ...]
-    correct: Tensor
-    kinds: Tensor
-    language: Tensor
-    tokens: Tensor
-    text_tokens: Tensor
-    new_tokens: Tensor
-
-    def by_kind(self, plan: int) -> dict[str, float]:
-        """A plan's accuracy for each kind of question that there is."""
-        there = {kind: self.kinds == at for at, kind in enumerate(KINDS)}
-        return {
-            kind: float(self.correct[mine, plan].mean()) for kind, mine in there.items() if bool(mine.any())
-        }
 
 
 def outcomes(

@@ -15,17 +15,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
+from sparseflow.adaptive.task import Split
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
 SIDE = 32
 """Pixels of an image, each way; images of other sizes are resized."""
 
-Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -11,9 +11,10 @@ from typing import Any
 from sparseflow.adaptive.adapters.crops import CROPS
 from sparseflow.adaptive.grid_vqa.blind import blindly
 from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
-from sparseflow.adaptive.grid_vqa.evaluate import Judged, Progress, importance, outcomes
-from sparseflow.adaptive.grid_vqa.settings import ModelSettings
+from sparseflow.adaptive.grid_vqa.evaluate import importance, outcomes
+from sparseflow.adaptive.grid_vqa.settings import KINDS, ModelSettings
 from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
+from sparseflow.adaptive.task import Judged, Progress
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError
 
@@ -40,7 +41,7 @@ def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> di
         "samples": settings.test_samples,
         "names": list(data.world.asked),
         "accuracy": rows[full]["accuracy"],
-        "by_kind": judged.by_kind(full),
+        "by_kind": judged.by_kind(full, KINDS),
         "blind": asdict(blindly(data, count=settings.test_samples)),
         "importance": list(lost),
         "text_tokens": text_tokens,

@@ -189,7 +189,7 @@ class Importance:
 
 
 def space_of(model: nn.Module, geometry: Geometry, file: Path | None) -> PlanSpace:
-    """The plans of a model: by what was found about its blocks, or by their order where there is no file.
+    """The plans of a model: by what was found about its blocks, or by a guess where there is no file.
 
     Raises:
         InputError: The file is missing, or of another model.

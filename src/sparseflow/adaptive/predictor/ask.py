@@ -21,7 +21,9 @@ class Ask:
     Attributes:
         plan: Without a tier for a request without image.
         text_tokens: Of the prompt, those that are not of images.
-        images: How many; each becomes as many tokens as one of the profile did at the plan's tier.
+        images: How many, counted in images of the profile's size (`About.images`): one with a quarter of the
+            tokens is 0.25. They become tokens in proportion. Smaller ones than the profile's take as long to
+            be seen as that one: how far below it a vision tower's time falls was not measured.
         new_tokens: To be generated, at least 1; the first comes from the prefill.
         batch: Requests that run when its turn comes, itself included.
         load: Share of the device that others want, 0 to 1; of an engine, `Engine.load`.
@@ -34,7 +36,7 @@ class Ask:
 
     plan: Plan
     text_tokens: int
-    images: int
+    images: float
     new_tokens: int
     batch: int = 1
     load: float = 0.0
@@ -53,7 +55,7 @@ class Ask:
 
 
 def check_sizes(
-    text_tokens: int, images: int, new_tokens: int, batch: int, load: float, queued_ms: float
+    text_tokens: int, images: float, new_tokens: int, batch: int, load: float, queued_ms: float
 ) -> None:
     """That a request can be of this size.
 
@@ -61,11 +63,15 @@ def check_sizes(
         InputError: It cannot.
     """
     for name, value, least in (
-        ("text_tokens", text_tokens, 0), ("images", images, 0), ("new_tokens", new_tokens, 1),
-        ("batch", batch, 1),
+        ("text_tokens", text_tokens, 0), ("new_tokens", new_tokens, 1), ("batch", batch, 1),
     ):  # fmt: skip
         if type(value) is not int or value < least:
             raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {least}")
+    number = isinstance(images, int | float) and not isinstance(images, bool)
+    if not (number and math.isfinite(images) and images >= 0.0):
+        raise InputError(
+            f"`images` (={images!r}) must be a finite number, not negative: how many of the profile's images"
+        )
     if not 0.0 <= load <= 1.0:
         raise InputError(f"`load` (={load}) must be a share of the device, in [0, 1]")
     if not (math.isfinite(queued_ms) and queued_ms >= 0.0):

@@ -80,6 +80,11 @@ class Predictor:
         self._lock = threading.Lock()
         self._now = self._settled()
 
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Those that times were measured at, ascending; of others only what lies between is known."""
+        return tuple(self._loads.tolist())
+
     @classmethod
     def fit(
         cls, profile: Profile, space: PlanSpace | None = None, *, level: float = LEVEL, seed: int = 0
@@ -144,7 +149,7 @@ class Predictor:
         self,
         *,
         text_tokens: int,
-        images: int,
+        images: float,
         new_tokens: int,
         batch: int = 1,
         load: float = 0.0,

@@ -25,7 +25,7 @@ class Requests:
         prompt: Tokens that the prompt runs as, those of images among them.
         context: Mean number of tokens that a step looks at.
         steps: Tokens after the first.
-        images: To be seen.
+        images: To be seen; see `seen`.
         tier: [n] int, index into the model's tiers; 0 without image.
         batch: As in `Ask`.
         load: As in `Ask`.
@@ -91,15 +91,16 @@ class Describer:
             strict=True,
         )
         text, images, new, batch, load, queued = (np.array(column, dtype=float) for column in columns)
-        prompt = text + images * self._tokens[at]
-        first, seen = self._whole[at], images
+        # A prompt has whole tokens, and sizes that prompts are filled up to are of whole ones.
+        prompt = text + np.rint(images * self._tokens[at])
+        first, to_see = self._whole[at], seen(images)
         if any(ask.after != "receipt" for ask in asks):
             inserted = np.array([ask.after == "insertion" for ask in asks])
             first = np.where(inserted[:, None], self._rest[at], first)
-            seen = images * [ask.after == "receipt" for ask in asks]
+            to_see = to_see * [ask.after == "receipt" for ask in asks]
         return Requests(
             prefill_terms=first, step_terms=self._whole[at], prompt=self._filling.prompt(prompt),
-            context=self._filling.context(prompt, new - 1.0), steps=new - 1.0, images=seen,
+            context=self._filling.context(prompt, new - 1.0), steps=new - 1.0, images=to_see,
             tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
         )  # fmt: skip
 
@@ -120,3 +121,8 @@ class Describer:
         tiers = [place[plan.tier] if plan.tier else 0 for plan in fresh]
         self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=int)])
         self._tier = np.concatenate([self._tier, np.array(tiers, dtype=int)])
+
+
+def seen(images: np.ndarray | float) -> np.ndarray:
+    """How many images' time it takes to see some, of `Ask.images`: less than one counts as one."""
+    return np.where(np.greater(images, 0.0), np.maximum(images, 1.0), 0.0)

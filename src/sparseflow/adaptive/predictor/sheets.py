@@ -18,13 +18,14 @@ from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.calibrating import Tables
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.margins import scatter
+from sparseflow.adaptive.predictor.requests import seen
 from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.errors import InputError
 
 _MOST = 256
 """Sheets that are kept; one of 225 plans and four loads is about 30 kB."""
 
-Size = tuple[int, int, int, int, After]
+Size = tuple[int, float, int, int, After]
 """Text tokens, images, new tokens, batch, and how far the request has come."""
 
 
@@ -133,17 +134,17 @@ class Sheets:
         if images and not self._vision:
             raise InputError(f"the profile measured no images, so nothing is known of images (={images})")
         groups = self._tiers if images else self._every
-        tokens = np.array([float(text + images * each) for _, each, _ in groups])
+        tokens = np.array([float(text) + np.rint(images * each) for _, each, _ in groups])
         steps = np.full(len(groups), new_tokens - 1.0)
         beside = np.full(len(groups), float(batch))
         first = self._tables.prefill.between(self._filling.prompt(tokens), beside)
         later = self._tables.step.between(self._filling.context(tokens, steps), beside)
-        seen = images if after == "receipt" else 0
+        to_see = seen(images) if after == "receipt" else 0.0
         left, whole = self._terms[after == "insertion"], self._terms[False]
         prefill, step = np.empty((2, len(self._loads), whole.shape[1]))
         for at, (tier, _, rows) in enumerate(groups):
             prefill[:, rows] = first[at] @ left[:, rows]
-            if seen and self._tables.prefill.vision.shape[1]:
-                prefill[:, rows] += seen * self._tables.prefill.vision[:, tier, None]
+            if to_see and self._tables.prefill.vision.shape[1]:
+                prefill[:, rows] += to_see * self._tables.prefill.vision[:, tier, None]
             step[:, rows] = later[at] @ whole[:, rows]
         return Sheet(prefill, step, new_tokens - 1)

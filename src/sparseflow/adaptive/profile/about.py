@@ -41,6 +41,26 @@ class About:
                 f"{', '.join(self.space.geometry.tiers)}, each at least 1"
             )
 
+    def images(self, vision_tokens: int) -> float:
+        """How many of the profile's images those of a prompt amount to: what `Ask.images` counts in.
+
+        A profile knows images of one size. Two images of half that size are 1.0; no image is 0.0.
+
+        Args:
+            vision_tokens: Of all images of the prompt, at the highest tier.
+
+        Raises:
+            InputError: There are some, and the profile measured no images.
+        """
+        if vision_tokens == 0:
+            return 0.0
+        if not self.vision_tokens:
+            raise InputError(
+                "the profile measured no images, so nothing is known of images: profile the model with them, "
+                "or send text only"
+            )
+        return vision_tokens / max(self.vision_tokens.values())
+
     def check(self, model_id: str, device: torch.device | str) -> None:
         """That it is of this model and this device.
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.plan import Plan, PlanSpace, Tier
 from sparseflow.errors import InputError
 
 
-def spread(space: PlanSpace, count: int, *, seed: int = 0, text_only: int = 0) -> tuple[Plan, ...]:
+def spread(
+    space: PlanSpace,
+    count: int,
+    *,
+    seed: int = 0,
+    text_only: int = 0,
+    tiers: Sequence[Tier | None] | None = None,
+) -> tuple[Plan, ...]:
     """Some plans that tell about the others: of each tier the dearest, the cheapest, and random ones.
 
     Args:
@@ -16,11 +25,12 @@ def spread(space: PlanSpace, count: int, *, seed: int = 0, text_only: int = 0) -
         count: How many, at least two a tier; all of them where there are fewer.
         seed: What they are drawn from.
         text_only: How many more to choose for requests without image, of a model that takes them.
+        tiers: Those to choose plans of; by default all of the space.
 
     Raises:
         InputError: A count is too small.
     """
-    tiers = space.tiers
+    tiers = space.tiers if tiers is None else tiers
     if count < 2 * len(tiers) or text_only < 0:
         raise InputError(
             f"`count` (={count}) must be at least {2 * len(tiers)}, two a tier; `text_only` not negative"

@@ -5,7 +5,8 @@ drift over all cells alike. A cell's first run in a process is thrown away, as o
 clocks and kernels are then what they are in the middle of a busy day.
 
 Samples go to a file as they come in, and what is there is not measured again: after a kill, the same call
-goes on; a call that asks for more plans, lengths, loads or rounds adds to the file.
+goes on; a call that asks for more plans, lengths, loads or rounds adds to the file. Where it asks for more
+steps, requests are measured again and those with fewer stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sparseflow.adaptive.profile.appending import Appending
 from sparseflow.adaptive.profile.load import Background, background
 from sparseflow.adaptive.profile.runner import Runner
 from sparseflow.adaptive.profile.saved import Profile
-from sparseflow.adaptive.profile.visits import Key, Visit
+from sparseflow.adaptive.profile.visits import Turn, Visit
 from sparseflow.errors import InputError, RunError, SparseFlowError
 
 Progress = Callable[[str, float], None]
@@ -126,10 +127,10 @@ class _Work:
 
     def run(self, appending: Appending, load: Background, progress: Progress | None) -> str | None:
         """Make the visits that are missing; gives the last error."""
-        there = {visit.key for visit in appending.held.timed}
+        there = {visit.turn for visit in appending.held.timed if len(visit.steps_ms) >= self.steps}
         total = len(self.cells) * len(self.levels) * self.repeats
         missing = {
-            block: [cell for cell in cells if _key(cell, *block) not in there]
+            block: [cell for cell in cells if _turn(cell, *block) not in there]
             for block, cells in self.blocks()
         }
         done, failing, error = total - sum(map(len, missing.values())), 0, None
@@ -178,7 +179,7 @@ class _Work:
         )
 
 
-def _key(cell: _Cell, number: int, level: float) -> Key:
+def _turn(cell: _Cell, number: int, level: float) -> Turn:
     plan, tokens, batch = cell
     return (plan.id, tokens, batch, level, number)
 

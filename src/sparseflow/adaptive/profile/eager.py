@@ -30,6 +30,8 @@ class EagerRunner:
         device: Where the model is, as torch names it.
         example: Inputs of a request with one image at the highest tier, batch 1, as the model's processor
             makes them; None measures requests without image only.
+        max_tokens: Most tokens of a request, prompt and answer together: longer ones are refused, here and by
+            who goes by the profile. None is no limit.
         seed: What words are drawn from.
 
     Raises:
@@ -37,9 +39,15 @@ class EagerRunner:
     """
 
     def __init__(
-        self, knobs: Knobs, *, device: torch.device | str, example: Inputs | None = None, seed: int = 0
+        self,
+        knobs: Knobs,
+        *,
+        device: torch.device | str,
+        example: Inputs | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
     ) -> None:
-        self._knobs, self._adapter = knobs, knobs.adapter
+        self._knobs, self._adapter, self._max_tokens = knobs, knobs.adapter, max_tokens
         model = self._adapter.model
         here = next(model.parameters())
         self._device = here.device
@@ -66,13 +74,14 @@ class EagerRunner:
 
     @property
     def how(self) -> Mapping[str, Any]:
-        return {"runner": "eager", **computed(self._adapter.model)}
+        limit = {} if self._max_tokens is None else {"max_tokens": self._max_tokens}
+        return {"runner": "eager", **computed(self._adapter.model), **limit}
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
         """Run a request; see `Runner.run`.
 
         Raises:
-            InputError: Too few text tokens, or a plan with a tier and no example.
+            InputError: Too few text tokens, too many in all, or a plan with a tier and no example.
         """
         if text_tokens < 1 or steps < 0 or batch < 1:
             raise InputError(
@@ -80,6 +89,12 @@ class EagerRunner:
                 f"(={steps}) not negative"
             )
         inputs, model, found = self._prompts.prompt(plan.tier, text_tokens), self._adapter.model, {}
+        tokens = inputs["input_ids"].shape[1] + steps
+        if self._max_tokens is not None and tokens > self._max_tokens:
+            raise InputError(
+                f"a prompt and {steps} steps are {tokens} tokens, more than the {self._max_tokens} of "
+                "`max_tokens`; ask for fewer, or for a lower tier"
+            )
         named = {"use_cache": True, **({"logits_to_keep": 1} if self._few else {})}
 
         def first() -> None:

@@ -36,6 +36,7 @@ from sparseflow.adaptive.profile.collect import Progress, profile
 from sparseflow.adaptive.profile.identity import model_id
 from sparseflow.adaptive.profile.others import Given, Mix, Others, whole
 from sparseflow.adaptive.profile.prompts import Prompts
+from sparseflow.adaptive.profile.room import check_memory
 from sparseflow.adaptive.profile.runner import Timed, computed
 from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.runtime.engine import Engine
@@ -69,7 +70,8 @@ class EngineRunner:
         progress: Called with (done, in all) while an engine is made ready.
 
     Raises:
-        InputError: The model trains, there is no plan, or the example is not one request with an image.
+        InputError: The model trains, there is no plan, the example is not one request with an image, or the
+            device has no memory for the keys and values of one plan.
     """
 
     def __init__(
@@ -244,22 +246,29 @@ class EngineRunner:
         )  # fmt: skip
 
     def _grouped(self, size: int | None) -> tuple[tuple[Plan, ...], ...]:
-        if size is None:
-            size = self._fitting() if self._device.type == "cuda" else len(self._plans)
+        free = _free_bytes(self._device)
+        if free is not None:
+            dearest = max(self._plans, key=lambda plan: len(plan.blocks))
+            check_memory(self._adapter, dearest, slots=self._max_batch, tokens=self._max_tokens, free=free)
+            size = size or self._fitting(dearest, free)
+        size = size or len(self._plans)
         plans = list(self._plans)
         if size < len(plans):
             # Others of every group shall be as all are.
             plans = [plans[at] for at in np.random.default_rng(self._seed).permutation(len(plans))]
         return tuple(tuple(plans[at : at + size]) for at in range(0, len(plans), size))
 
-    def _fitting(self) -> int:
-        """How many plans fit, by what the dearest one takes."""
-        dearest = max(self._plans, key=lambda plan: len(plan.blocks))
-        free, _ = torch.cuda.mem_get_info(self._device)
+    def _fitting(self, dearest: Plan, free: int) -> int:
+        """How many plans fit, by what the dearest one takes of the bytes that are free."""
         self._made([dearest])
         left, _ = torch.cuda.mem_get_info(self._device)
         self.close()
         return max(1, int(_SHARE * free / max(free - left, 1)))
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What a GPU has left; None for a CPU, whose memory is shared with all else."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def by_group(

@@ -248,7 +248,8 @@ class Others:
             length = int(self._random.choice(list(self._mix.lengths)))
             new_tokens = int(self._random.integers(2, self._mix.new_tokens + 1)) + more
             inputs = whole(self._prompts, plan, length)
-        room = self._engine.max_tokens - inputs["input_ids"].shape[1] + 1
+        vision = self._prompts.vision[plan.tier] if plan.tier else 0
+        room = self._engine.max_tokens - length - vision + 1
         handle = self._engine.submit(
             Request(inputs=inputs, decide=Given(plan=plan), max_new_tokens=max(min(new_tokens, room), 1))
         )

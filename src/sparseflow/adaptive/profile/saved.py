@@ -103,7 +103,9 @@ class Profile:
                     environments[line["session"] :] = [line["environment"]]
                 else:
                     visit = Visit.from_dict(line["visit"])
-                    # A later one is there only where the earlier has an error.
+                    # What could not be run before, and then could.
+                    if visit.error is None and (failed := visits.get((*visit.turn, 0))) and failed.error:
+                        del visits[failed.key]
                     visits[visit.key] = visit
             if about is None:
                 raise KeyError("about")

@@ -10,8 +10,8 @@ from typing import Any
 from sparseflow.adaptive.plan import Plan
 from sparseflow.errors import FileFormatError, InputError
 
-Key = tuple[str, int, int, float, int]
-"""What is not measured twice: plan, text tokens, batch, load, round."""
+Turn = tuple[str, int, int, float, int]
+"""What is measured once: plan, text tokens, batch, load, round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,14 @@ class Visit:
             )
 
     @property
-    def key(self) -> Key:
+    def turn(self) -> Turn:
+        """What it measured; again, where more steps are asked for than there are, or it has an error."""
         return (self.plan.id, self.text_tokens, self.batch, self.load, self.round)
+
+    @property
+    def key(self) -> tuple[str, int, int, float, int, int]:
+        """A profile has one of each: its turn, and how many steps it has."""
+        return (*self.turn, len(self.steps_ms))
 
     def total_ms(self, new_tokens: int) -> float:
         """What a request of so many new tokens took; the first comes from the prefill.

@@ -158,16 +158,24 @@ def check_request(adapter: Adapter, request: Request, max_tokens: int) -> None:
     Raises:
         InputError: It cannot.
     """
-    ids = request.inputs["input_ids"]
-    embeddings: Any = adapter.model.get_input_embeddings()
-    words = embeddings.weight.shape[0]
-    least, most = int(ids.min()), int(ids.max())
-    # On a GPU a word that is not there would end the process.
-    if least < 0 or most >= words:
-        raise InputError(f"`input_ids` are {least} to {most}; the model knows 0 to {words - 1}")
+    check_words(adapter, request.inputs)
     if not adapter.vision_tokens(request.inputs):
         # How long a prompt with images is, its tier decides.
         check_room(request.tokens, request.max_new_tokens, max_tokens)
+
+
+def check_words(adapter: Adapter, inputs: Inputs) -> None:
+    """That the model knows all words of a prompt; on a GPU another one would end the process.
+
+    Raises:
+        InputError: It does not.
+    """
+    ids = inputs["input_ids"]
+    embeddings: Any = adapter.model.get_input_embeddings()
+    words = embeddings.weight.shape[0]
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= words:
+        raise InputError(f"`input_ids` are {least} to {most}; the model knows 0 to {words - 1}")
 
 
 def check_room(tokens: int, new_tokens: int, max_tokens: int) -> None:
@@ -178,8 +186,9 @@ def check_room(tokens: int, new_tokens: int, max_tokens: int) -> None:
     """
     if tokens + new_tokens - 1 > max_tokens:
         raise InputError(
-            f"a prompt of {tokens} tokens and {new_tokens} new ones are more than the {max_tokens} tokens of "
-            f"a slot; ask for at most {max(0, max_tokens - tokens + 1)} new tokens, or shorten the prompt"
+            f"a prompt of {tokens} tokens and {new_tokens} new ones are more than the {max_tokens} tokens "
+            f"that there is room for; ask for at most {max(0, max_tokens - tokens + 1)} new tokens, or "
+            "shorten the prompt"
         )
 
 

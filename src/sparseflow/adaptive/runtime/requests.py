@@ -265,8 +265,12 @@ def check_limits(max_new_tokens: int, budget_ms: float | None) -> None:
         InputError: It does not.
     """
     _check_new_tokens(max_new_tokens)
-    if budget_ms is not None and not (math.isfinite(budget_ms) and budget_ms > 0.0):
-        raise InputError(f"`budget_ms` (={budget_ms}) must be a finite number above 0, or None for no budget")
+    number = isinstance(budget_ms, int | float) and not isinstance(budget_ms, bool)
+    if budget_ms is not None and not (number and math.isfinite(budget_ms) and budget_ms > 0.0):
+        raise InputError(
+            f"the latency budget (`budget_ms`, ={budget_ms!r}) must be a finite number above 0, or None for "
+            "no budget"
+        )
 
 
 def _check_new_tokens(count: int | None) -> None:

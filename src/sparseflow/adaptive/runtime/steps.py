@@ -221,6 +221,6 @@ def check(adapter: Adapter, tokens: int) -> None:
             f"the model's attention looks at a window of {window} tokens; slots keep whole requests, so give "
             f"at most so many as `max_tokens` (={tokens})"
         )
-    most = getattr(config, "max_position_embeddings", None)
+    most = adapter.context
     if most is not None and most < tokens:
         raise ModelError(f"the model knows {most} positions, fewer than `max_tokens` (={tokens})")

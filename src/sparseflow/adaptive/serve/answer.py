@@ -135,8 +135,9 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens; those of the prompt are at the highest tier."""
-        prompt, made = self.wanted.prompt.tokens, self._text.tokens
+        """Numbers of tokens; those of the prompt as it ran, or at the highest tier where it did not run."""
+        of, made = self.wanted.prompt, self._text.tokens
+        prompt = of.tokens if self._plan is None else of.at(self._plan.tier)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
     def report(self) -> dict[str, Any]:
@@ -236,7 +237,7 @@ class Answer:
         self.finish_reason = "stop" if reason == "stop" else "length"
         self._truncated = reason == "truncated" or (reason == "length" and wanted.shortened)
         self._metrics.answered(
-            plan=self._plan, prompt_tokens=wanted.prompt.tokens, new_tokens=self._text.tokens,
+            plan=self._plan, prompt_tokens=self.usage["prompt_tokens"], new_tokens=self._text.tokens,
             measured_ms=self._measured_ms, first_ms=self._first_ms, queued_ms=self._queued_ms,
             predicted_ms=self._predicted_ms,
         )  # fmt: skip

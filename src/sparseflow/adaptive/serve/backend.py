@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from sparseflow.adaptive.decide import OnInfeasible
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.runtime.sampling import Sampling
 from sparseflow.adaptive.serve.refusal import Refusal
 
@@ -24,15 +24,29 @@ class Prompt:
     Attributes:
         inputs: Those of the highest tier, one row: `input_ids` [1, tokens] int64 and, with images, their
             pixels.
-        tokens: Of all of it, at the highest tier.
-        text_tokens: Those that are not of images.
+        text_tokens: Of its tokens, those that are not of images.
         images: How many.
+        vision: Tokens of all images, at each tier; empty without images.
     """
 
     inputs: Mapping[str, Any]
-    tokens: int
     text_tokens: int
-    images: int
+    images: int = 0
+    vision: Mapping[Tier, int] = field(default_factory=dict)
+
+    @property
+    def vision_tokens(self) -> int:
+        """Tokens of all images at the highest tier; 0 without images."""
+        return max(self.vision.values(), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Of all of it, at the highest tier."""
+        return self.text_tokens + self.vision_tokens
+
+    def at(self, tier: Tier | None) -> int:
+        """Tokens of all of it at a tier; without images tiers do not matter."""
+        return self.text_tokens + (0 if tier is None else self.vision.get(tier, 0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,7 +124,7 @@ class Backend(Protocol):
 
     Attributes:
         slots: How many requests run at once.
-        context: Most tokens of a prompt at the highest tier and its answer together.
+        context: Most tokens of a prompt, as it runs, and its answer together.
         alive: Whether it can run requests; once False it stays so.
     """
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseflow.adaptive.decide import Chooser
-    from sparseflow.adaptive.plan import Plan
+    from sparseflow.adaptive.plan import Plan, Tier
     from sparseflow.adaptive.predictor.model import Predictor
     from sparseflow.adaptive.runtime.engine import Engine
     from sparseflow.adaptive.runtime.handle import Handle
@@ -118,10 +118,20 @@ class Predicted:
         if unknown:
             raise InputError(f"{', '.join(unknown)} is not among the plans that the predictor is of")
         self._rows = np.array([at[plan] for plan in plans])
+        self._tiers: list[Tier | None] = [plan.tier for plan in plans]
+        self._max_tokens = max_tokens
+        if len(predictor.loads) == 1:
+            _LOG.warning(
+                "the predictor's profile was measured at one load only (%g), so nothing is known of how "
+                "others on the device slow requests down, and budgets may be missed while it is busy: "
+                "profile with `sparseflow adaptive profile --load 0 --load 0.7`",
+                predictor.loads[0],
+            )
 
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         """As in `Forecast`."""
-        return float(self._every(prompt, new_tokens, beside, self._load())[1][self._rows].min())
+        p99 = self._every(prompt, new_tokens, beside, self._load())[1][self._rows]
+        return float(p99[self._room(prompt, new_tokens)].min())
 
     def of(self, plan: Plan, job: Job) -> tuple[float, float]:
         """As in `Forecast`."""
@@ -131,7 +141,8 @@ class Predicted:
     def observe(self, job: Job, finished: Finished) -> None:
         """As in `Forecast`."""
         asked = Ask(
-            plan=finished.plan, text_tokens=job.prompt.text_tokens, images=job.prompt.images,
+            plan=finished.plan, text_tokens=job.prompt.text_tokens,
+            images=self._predictor.about.images(job.prompt.vision_tokens),
             new_tokens=max(len(finished.tokens), 1), batch=job.beside + 1, load=job.load,
             queued_ms=finished.queued_ms,
         )  # fmt: skip
@@ -139,13 +150,20 @@ class Predicted:
             asked, finished.total_ms, prefill_ms=finished.total_ms - finished.queued_ms - finished.decode_ms
         )
 
+    def _room(self, prompt: Prompt, new_tokens: int) -> np.ndarray:
+        """Which plans leave a request room for its tokens, [plans] bool; all where none does."""
+        most = math.inf if self._max_tokens is None else self._max_tokens
+        # The last token is never run.
+        found = np.array([prompt.at(tier) + new_tokens - 1 <= most for tier in self._tiers])
+        return found if found.any() else ~found
+
     def _every(
         self, prompt: Prompt, new_tokens: int, beside: int, load: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Median and p99 of every plan of the predictor's space."""
         return self._predictor.predict_all(
-            text_tokens=prompt.text_tokens, images=prompt.images, new_tokens=new_tokens, batch=beside + 1,
-            load=load,
+            text_tokens=prompt.text_tokens, images=self._predictor.about.images(prompt.vision_tokens),
+            new_tokens=new_tokens, batch=beside + 1, load=load,
         )  # fmt: skip
 
 
@@ -161,7 +179,7 @@ def deciding(chooser: Chooser) -> Callable[[Job], Decider]:
     def of(job: Job) -> Decider:
         return chooser.decider(
             text_tokens=job.prompt.text_tokens,
-            images=job.prompt.images,
+            images=chooser.predictor.about.images(job.prompt.vision_tokens),
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
             batch=job.beside + 1,
             load=job.load,

@@ -7,6 +7,7 @@ known by one of two ways of seeing: `Crops` for LLaVA-style models, `Patches` fo
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
-from sparseflow.adaptive.plan import TIERS
+from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.adaptive.serve.backend import Prompt
+from sparseflow.adaptive.serve.images import decode
+from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.refusal import Refusal, invalid
 from sparseflow.adaptive.serve.schema import ImagePart, Message
 from sparseflow.errors import InputError
@@ -59,6 +62,10 @@ class Sight(Protocol):
         """
         ...
 
+    def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
+        """How many tokens all images of such inputs have at each tier."""
+        ...
+
 
 class Crops:
     """Images as nested crops, as `adapters.llava` takes them.
@@ -85,16 +92,21 @@ class Crops:
         self.placeholder = tokenizer.decode([image_token], skip_special_tokens=False)
         self._tokenizer = tokenizer
         self._image_token = image_token
-        self._count = CROPS[TIERS[-1]] * tokens_per_crop
+        self._tokens_per_crop = tokens_per_crop
         self._size, self._mean, self._std = size, tuple(mean), tuple(std)
 
     def inputs(self, text: str, images: Sequence[Tensor]) -> dict[str, Any]:
         """As in `Sight`."""
         ids = _encoded(self._tokenizer, text, self._image_token, len(images))
-        long = expanded(ids, self._image_token, self._count)[None]
+        long = expanded(ids, self._image_token, CROPS[TIERS[-1]] * self._tokens_per_crop)[None]
         # One by one: images differ in size.
         crops = [nested_crops(image, self._size, mean=self._mean, std=self._std) for image in images]
         return {"input_ids": long, "attention_mask": torch.ones_like(long), "pixel_values": torch.cat(crops)}
+
+    def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
+        """As in `Sight`."""
+        images = len(inputs["pixel_values"]) // CROPS[TIERS[-1]]
+        return {tier: images * crops * self._tokens_per_crop for tier, crops in CROPS.items()}
 
 
 class Patches:
@@ -132,6 +144,18 @@ class Patches:
             "image_grid_thw": found["image_grid_thw"],
         }
 
+    def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
+        """As in `Sight`."""
+        # It needs transformers, which whoever has an image processor has.
+        from sparseflow.adaptive.adapters.qwen3_vl import SCALES, scaled
+
+        grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]
+        found: dict[Tier, int] = {}
+        for tier, scale in SCALES.items():
+            smaller = [scaled(grid, scale, self._merge) for grid in grids]
+            found[tier] = sum(rows * columns // self._merge**2 for rows, columns in smaller)
+        return found
+
 
 def _encoded(tokenizer: Tokenizer, text: str, image_token: int, images: int) -> Tensor:
     """Tokens of a rendered template that has a placeholder for each image: [tokens] int64."""
@@ -150,6 +174,7 @@ class Prompts:
         context: Most tokens of a prompt and its answer together.
         sight: How images get in; None for a model that takes none.
         stop: Tokens that end an answer.
+        lowest: The lowest tier that prompts may run at: where they fit at that, they are not too long.
 
     Raises:
         InputError: The tokenizer has no chat template.
@@ -162,6 +187,7 @@ class Prompts:
         context: int,
         sight: Sight | None = None,
         stop: Sequence[int] = (),
+        lowest: Tier = TIERS[0],
     ) -> None:
         if not tokenizer.chat_template:
             raise InputError(
@@ -172,6 +198,7 @@ class Prompts:
         self.context = context
         self.stop = frozenset(stop)
         self._sight = sight
+        self._lowest: Tier = lowest
 
     @property
     def takes_images(self) -> bool:
@@ -187,12 +214,14 @@ class Prompts:
             new_tokens: Tokens that the answer is to have room for.
 
         Raises:
-            Refusal: 400; the template refuses the conversation, or the prompt is too long.
+            Refusal: 400; the model takes no images, the template refuses the conversation, or the prompt is
+                too long even at the lowest tier.
         """
-        text = self._rendered(messages)
+        text, vision = self._rendered(messages), {}
         if images and self._sight is not None:
             try:
                 inputs = self._sight.inputs(text, images)
+                vision = self._sight.tokens(inputs)
             except (InputError, ValueError) as error:
                 raise invalid(f"the images do not fit the conversation: {error}", "messages") from error
         else:
@@ -201,19 +230,51 @@ class Prompts:
         tokens = inputs["input_ids"].shape[1]
         if not tokens:
             raise invalid("the conversation is empty: the template makes no token of it", "messages")
-        if tokens + new_tokens > self.context:
+        text_tokens = tokens - max(vision.values(), default=0)
+        prompt = Prompt(inputs=inputs, text_tokens=text_tokens, images=len(images), vision=vision)
+        if self.room(prompt) < new_tokens:
+            least = prompt.at(self._lowest)
+            coarse = f" with images at tier {self._lowest!r}, the lowest," if images else ""
             raise Refusal(
                 400,
-                f"this model's context is {self.context} tokens; the messages have {tokens}, images at their "
-                f"finest included, and the answer is to have {new_tokens}; shorten either",
-                code="context_length_exceeded", param="messages", more={"prompt_tokens": tokens},
+                f"this model's context is {self.context} tokens; the messages have {least}{coarse} and the "
+                f"answer is to have {new_tokens}; shorten either",
+                code="context_length_exceeded", param="messages", more={"prompt_tokens": least},
             )  # fmt: skip
-        vision = tokens - self._text_tokens(text, images) if images else 0
-        return Prompt(inputs=inputs, tokens=tokens, text_tokens=tokens - vision, images=len(images))
+        return prompt
 
-    def _text_tokens(self, text: str, images: Sequence[Tensor]) -> int:
-        """Tokens of a rendered template that are not of images."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False)) - len(images)
+    def of_user(self, text: str, images: Sequence[tuple[str, bytes]] = (), new_tokens: int = 1) -> Prompt:
+        """The prompt of one user's message that is no client's: what is wrong with it is an `InputError`.
+
+        Args:
+            text: What is said.
+            images: Name, for errors, and content of each image's file; they come before the text.
+            new_tokens: As of `prompt`.
+
+        Raises:
+            InputError: An image cannot be used, the model takes none, or the prompt is too long.
+        """
+        if images and not self.takes_images:
+            raise InputError("this model takes no images: leave them out, or name another model")
+        pictures = []
+        for name, content in images:
+            try:
+                # What kind it is, its content says.
+                pictures.append(decode(f"data:;base64,{base64.b64encode(content).decode()}", Limits()))
+            except Refusal as error:
+                raise InputError(f"image {name}: {error}") from error
+        parts = [{"type": "image_url", "image_url": {"url": "data:,"}}] * len(images)
+        message = Message.model_validate(
+            {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        )
+        try:
+            return self.prompt([message], pictures, new_tokens)
+        except Refusal as error:
+            raise InputError(str(error)) from error
+
+    def room(self, prompt: Prompt) -> int:
+        """Most tokens of an answer to a prompt, which runs at the lowest tier then."""
+        return self.context - prompt.at(self._lowest)
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         conversation = [
@@ -233,6 +294,8 @@ class Prompts:
         parts: list[Mapping[str, str]] = []
         for place, part in enumerate(message.content):
             if isinstance(part, ImagePart):
+                if self._sight is None:
+                    raise no_images(f"messages.{at}.content.{place}")
                 parts.append({"type": "image"})
                 continue
             if self._sight is not None and self._sight.placeholder in part.text:
@@ -244,3 +307,8 @@ class Prompts:
             parts.append({"type": "text", "text": part.text})
         # Templates of models without images expect plain text.
         return "\n".join(part["text"] for part in parts) if self._sight is None else parts
+
+
+def no_images(param: str) -> Refusal:
+    """What is said to a request with images where the model takes none."""
+    return invalid("this model takes no images", param, code="unsupported_content")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSING_S = 5.0
 """Seconds that slow readers have to take what is written for them after all else has ended."""
 _RETRY_S = 2.0
+_WAITING = 2048
+"""Connections that may wait to be accepted."""
 
 
 class Cuttable(Protocol):
@@ -115,10 +118,11 @@ def _closed(state: str) -> Refusal:
 
 
 class Server:
-    """An app that listens.
+    """An app that listens. The address is taken at once, and heard from when `run` is called.
 
     Args:
-        app: Of `create_app`.
+        app: Of `create_app`, or what makes one: `run` calls it, so that minutes of making an engine are not
+            spent before an address turns out to be taken.
         host: Address to listen at.
         port: 0 takes a free one.
         drain_s: Seconds that running requests have after a signal.
@@ -129,27 +133,84 @@ class Server:
 
     Raises:
         InputError: The address cannot be listened at.
-        MissingExtraError: uvicorn is missing.
+        MissingExtraError: uvicorn or FastAPI is missing.
     """
 
     def __init__(
         self,
-        app: FastAPI,
+        app: FastAPI | Callable[[], FastAPI],
         *,
         host: str = "127.0.0.1",
         port: int = 8000,
         drain_s: float = 30.0,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        uvicorn = require("uvicorn", "adaptive")
+        self._uvicorn = require("uvicorn", "adaptive")
+        require("fastapi", "adaptive")
+        from fastapi import FastAPI
+
         if not drain_s >= 0.0:
             raise InputError(f"`drain_s` (={drain_s}) must not be negative")
-        self._app = app
-        self._gate: Gate = app.state.service.gate
+        self._make = (lambda: app) if isinstance(app, FastAPI) else app
         self._drain_s = drain_s
         self._announce = announce or _print
-        self._socket = _listen(host, port)
+        self._socket = _bound(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
+        self._stop: Callable[[], object] | None = None
+
+    def run(self) -> None:
+        """Serve until `stop` or a signal, and return when all is closed; once. Signals are heard in the main
+        thread only, and while an app is made they end the process at once.
+
+        Raises:
+            InputError: Another process has begun to listen at the address meanwhile.
+            RunError: The app could not be started.
+        """
+        with self._socket:
+            app = self._make()
+            with _said(self.host, self.port):
+                self._socket.listen(_WAITING)
+            asyncio.run(self._run(app))
+
+    def stop(self) -> None:
+        """Drain and end; a second time hurries. From any thread; nothing happens to one that does not run."""
+        if self._stop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._stop()
+
+    async def _run(self, app: FastAPI) -> None:
+        loop, gate, running = asyncio.get_running_loop(), app.state.service.gate, self._quiet(app)
+        stopping: asyncio.Task[None] | None = None
+
+        async def drained() -> None:
+            await gate.drain(self._drain_s)
+            running.should_exit = True
+
+        def stop() -> None:
+            nonlocal stopping
+            if stopping is None:
+                stopping = asyncio.ensure_future(drained())
+            else:
+                gate.hurry()
+
+        self._stop = functools.partial(loop.call_soon_threadsafe, stop)
+        hears = threading.current_thread() is threading.main_thread()
+        if hears:
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, stop)
+        announcing = asyncio.create_task(self._announced(running, app.state.service.model))
+        try:
+            await running.serve(sockets=[self._socket])
+        except SystemExit as error:
+            raise RunError("the app could not be started; the log above says why") from error
+        finally:
+            announcing.cancel()
+            if hears:
+                for number in _SIGNALS:
+                    loop.remove_signal_handler(number)
+
+    def _quiet(self, app: FastAPI) -> Any:
+        uvicorn: Any = self._uvicorn
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="on", ws="none", server_header=False,
             timeout_graceful_shutdown=int(_CLOSING_S),
@@ -163,97 +224,60 @@ class Server:
             def capture_signals(self) -> Iterator[None]:
                 yield
 
-        self._uvicorn: Any = Quiet(config)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Task[None] | None = None
+        return Quiet(config)
 
-    def run(self) -> None:
-        """Serve until `stop` or a signal, and return when all is closed. Signals are heard in the main thread
-        only.
-
-        Raises:
-            RunError: The app could not be started.
-        """
-        asyncio.run(self._run())
-
-    def stop(self) -> None:
-        """Drain and end; a second time hurries. From any thread; nothing happens to one that does not run."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stop)
-
-    async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        hears = threading.current_thread() is threading.main_thread()
-        if hears:
-            for number in _SIGNALS:
-                self._loop.add_signal_handler(number, self._stop)
-        announcing = asyncio.create_task(self._announced())
-        try:
-            await self._uvicorn.serve(sockets=[self._socket])
-        except SystemExit as error:
-            raise RunError("the app could not be started; the log above says why") from error
-        finally:
-            announcing.cancel()
-            if hears:
-                for number in _SIGNALS:
-                    self._loop.remove_signal_handler(number)
-            self._socket.close()
-
-    async def _announced(self) -> None:
-        while not self._uvicorn.started:
+    async def _announced(self, running: Any, model: str) -> None:
+        while not running.started:
             await asyncio.sleep(0.01)
         line = {
             "event": "listening",
             "url": f"http://{_in_url(self.host)}:{self.port}",
             "host": self.host,
             "port": self.port,
-            "model": self._app.state.service.model,
+            "model": model,
             "pid": os.getpid(),
         }
         self._announce(json.dumps(line))
 
-    def _stop(self) -> None:
-        if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._drained())
-        else:
-            self._gate.hurry()
-
-    async def _drained(self) -> None:
-        await self._gate.drain(self._drain_s)
-        self._uvicorn.should_exit = True
-
 
 def serve(
-    app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
+    app: FastAPI | Callable[[], FastAPI], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
     announce: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """Serve an app until SIGTERM or SIGINT; returns when all is closed. Arguments are those of `Server`."""
     Server(app, host=host, port=port, drain_s=drain_s, announce=announce).run()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has an address and does not listen yet: who comes early is turned away."""
     if not 0 <= port <= 65535:
         raise InputError(f"`port` (={port}) must lie between 0 and 65535; 0 takes a free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind, protocol)
+        found = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise InputError(f"cannot listen at {host!r}: {error}") from error
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
+        with _said(host, port):
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+    except InputError:
+        found.close()
+        raise
+    found.setblocking(False)
+    return found
+
+
+@contextlib.contextmanager
+def _said(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        listening.close()
         raise InputError(
             f"cannot listen at {host}:{port}: {error.strerror}; name another port, or 0"
         ) from error
-    listening.setblocking(False)
-    return listening
 
 
 def _in_url(host: str) -> str:

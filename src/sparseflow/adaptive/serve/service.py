@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sparseflow.adaptive.runtime.sampling import Sampling
 from sparseflow.adaptive.serve.answer import Answer, Wanted, outcome_of
 from sparseflow.adaptive.serve.backend import Backend, Prompt
-from sparseflow.adaptive.serve.chat import Prompts
+from sparseflow.adaptive.serve.chat import Prompts, no_images
 from sparseflow.adaptive.serve.images import decode
 from sparseflow.adaptive.serve.lifecycle import Gate
 from sparseflow.adaptive.serve.limits import Limits
@@ -194,7 +194,8 @@ class Service:
             if isinstance(part, ImagePart)
         ]
         if parts and not self.prompts.takes_images:
-            raise invalid("this model takes no images", parts[0][0], code="unsupported_content")
+            # Before they are decoded.
+            raise no_images(parts[0][0])
         if len(parts) > self.limits.images:
             raise invalid(
                 f"the request has {len(parts)} images, and {self.limits.images} are the most", "messages"
@@ -203,7 +204,7 @@ class Service:
         wanted = new_tokens if request.new_tokens else 1
         prompt = self.prompts.prompt(request.messages, pictures, wanted)
         return _Prepared(
-            request=request, prompt=prompt, new_tokens=min(new_tokens, self.prompts.context - prompt.tokens),
+            request=request, prompt=prompt, new_tokens=min(new_tokens, self.prompts.room(prompt)),
             own_ms=(time.perf_counter() - began_s) * 1000.0,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Studies: controllers of a Grid-VQA model, trained and judged against their rivals by a profile of plans.
+"""Studies: controllers of a model, trained and judged against their rivals by a task and a profile of plans.
 
 ::
 
@@ -15,6 +15,6 @@ from __future__ import annotations
 
 from sparseflow.adaptive.study.page import write_page
 from sparseflow.adaptive.study.run import Asked, evaluate, train
-from sparseflow.adaptive.study.tables import Counts
+from sparseflow.adaptive.task import Counts
 
 __all__ = ["Asked", "Counts", "evaluate", "train", "write_page"]

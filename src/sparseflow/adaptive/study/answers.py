@@ -1,40 +1,36 @@
-"""What a Grid-VQA model answers under every plan, in files: chunk by chunk, so that a kill loses one at most.
+"""What a model answers under every plan, in files: chunk by chunk, so that a kill loses one at most.
 
-Processes that torchrun started share the chunks out. Which samples controllers learn from: not those of the
-split that the model learnt from, whose answers it half knows, so that cheap plans look better than they are.
-The samples of the validation split that come first are learnt from, those after them choose margins and
-weights, and the test split judges.
+Processes that torchrun started share the chunks out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
-from sparseflow.adaptive.grid_vqa.evaluate import Judged, outcomes
-from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.task import Judged, Progress, Split, Task
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.core.weights import read_weights, write_weights
 from sparseflow.errors import FileFormatError, InputError
 
-Progress = Callable[[str, float], None]
-
 _MARK = {"sparseflow": "adaptive-answers", "version": "1"}
-_SMALL = ("correct", "kinds", "text_tokens", "new_tokens")
-"""What fits into a byte."""
+_STORED = {
+    "correct": torch.uint8, "kinds": torch.uint8, "text_tokens": torch.int32, "new_tokens": torch.int32,
+    "vision_tokens": torch.int32,
+}  # fmt: skip
+"""Of what is whole numbers, as files keep it; the rest is float32."""
 
 
 def answers(
-    model: Any,
-    data: Data,
+    task: Task,
     space: PlanSpace,
     folder: Path,
     counts: Mapping[Split, int],
@@ -45,8 +41,7 @@ def answers(
     """The first samples of splits under every plan: from files, and what is missing there from the model.
 
     Args:
-        model: The model, on the device of `data`.
-        data: The task.
+        task: Who is asked, and what.
         space: The plans.
         folder: Where chunks are; made when absent.
         counts: How many samples of each split.
@@ -61,61 +56,61 @@ def answers(
     if min(counts.values(), default=0) < 1:
         raise InputError(f"`counts` (={dict(counts)}) must be at least 1 sample of each split")
     folder.mkdir(parents=True, exist_ok=True)
-    told = _told(model, data, space)
-    chunks: list[tuple[Split, int]] = [
-        (split, first) for split, count in counts.items() for first in range(0, count, CHUNK)
+    told, size = _told(task, space), task.chunk
+    chunks: list[tuple[Split, int, int]] = [
+        (split, first, min(size, count - first))
+        for split, count in counts.items()
+        for first in range(0, count, size)
     ]
-    missing: list[tuple[Split, int]] = []
-    for split, first in chunks:
+    missing: list[tuple[Split, int, int]] = []
+    for split, first, count in chunks:
         path = _path(folder, split, first)
-        if not path.is_file() or len(_read(path, told, space).kinds) < _size(counts[split], first):
-            missing.append((split, first))
+        if not path.is_file() or len(_read(path, told, space).kinds) < count:
+            missing.append((split, first, count))
     # Before anybody writes: all must share out the same list.
     mine.wait()
-    for number, (split, first) in enumerate(missing):
+    for number, (split, first, count) in enumerate(missing):
         if number % mine.size != mine.rank:
             continue
-        found = outcomes(model, data, space, split=split, first=first, count=_size(counts[split], first))
+        tell = progress if mine.rank == 0 else None
+        done = len(chunks) - len(missing) + number
+        found = task.outcomes(
+            space, split=split, first=first, count=count, progress=_within(tell, done, len(chunks))
+        )
         _write(_path(folder, split, first), found, told)
-        if progress is not None and mine.rank == 0:
-            done = len(chunks) - len(missing) + number + 1
-            progress(f"plans tried on {first + len(found.kinds)} {split} samples", done / len(chunks))
+        if tell is not None:
+            tell(f"plans tried on {first + len(found.kinds)} {split} samples", (done + 1) / len(chunks))
     mine.wait()
     return {
         split: _joined(
-            [_read(_path(folder, split, first), told, space) for first in range(0, count, CHUNK)], count
+            [_read(_path(folder, split, first), told, space) for first in range(0, count, size)], count
         )
         for split, count in counts.items()
     }
 
 
-def _told(model: Any, data: Data, space: PlanSpace) -> dict[str, Any]:
+def _told(task: Task, space: PlanSpace) -> dict[str, Any]:
     """What answers depend on."""
-    task = data.settings.model_dump(
-        mode="json", include={"images": {"digits", "asked", "seed"}, "scene": True, "test_shares": True}
-    )
     return {
-        "weights": weights_id(model),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "task": task | {"names": list(data.bank.names), "images_in_all": len(data.bank.images)},
+        "weights": weights_id(task.model),
+        "dtype": str(next(task.model.parameters()).dtype).removeprefix("torch."),
+        "task": dict(task.identity()),
         "plans": space.to_dict(),
     }
+
+
+def _within(progress: Progress | None, done: int, of: int) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda what, share: progress(what, (done + share) / of)
 
 
 def _path(folder: Path, split: Split, first: int) -> Path:
     return folder / f"{split}-{first:06d}.safetensors"
 
 
-def _size(count: int, first: int) -> int:
-    return min(CHUNK, count - first)
-
-
 def _write(path: Path, found: Judged, told: Mapping[str, Any]) -> None:
-    arrays = {
-        field.name: getattr(found, field.name).to(torch.uint8 if field.name in _SMALL else torch.float32)
-        for field in fields(found)
-        if field.name != "plans"
-    }
+    arrays = {name: each.to(_STORED.get(name, torch.float32)) for name, each in _arrays(found).items()}
     write_weights(path, arrays, _MARK | {"of": json.dumps(told, sort_keys=True)})
 
 
@@ -126,7 +121,7 @@ def _read(path: Path, told: Mapping[str, Any], space: PlanSpace) -> Judged:
         differ = sorted(name for name in told if there.get(name) != told[name])
         found = Judged(
             plans=space.plans,
-            **{name: each.long() if name in _SMALL else each for name, each in arrays.items()},
+            **{name: each.long() if name in _STORED else each for name, each in arrays.items()},
         )
         if not differ and found.correct.shape[1:] != (len(space),):
             raise ValueError(f"answers of {list(found.correct.shape)}")
@@ -140,9 +135,12 @@ def _read(path: Path, told: Mapping[str, Any], space: PlanSpace) -> Judged:
 
 
 def _joined(parts: list[Judged], count: int) -> Judged:
-    arrays = {
-        field.name: torch.cat([getattr(part, field.name) for part in parts])[:count]
-        for field in fields(Judged)
-        if field.name != "plans"
-    }
+    whole = [_arrays(part) for part in parts]
+    arrays = {name: torch.cat([each[name] for each in whole])[:count] for name in whole[0]}
     return Judged(plans=parts[0].plans, **arrays | {"correct": arrays["correct"].float()})
+
+
+def _arrays(judged: Judged) -> dict[str, Tensor]:
+    """What there is of each sample, by name."""
+    found = {each.name: getattr(judged, each.name) for each in fields(judged) if each.name != "plans"}
+    return {name: each for name, each in found.items() if each is not None}

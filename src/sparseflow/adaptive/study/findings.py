@@ -69,7 +69,7 @@ def of_worth(profile: Profile, worth: Worth, *, size: Size | None = None) -> dic
         timed = [visit for visit in profile.timed if visit.batch == 1]
         if not timed:
             raise InputError("the profile measured no request alone, with batch 1; profile some")
-        size = min((visit.text_tokens, 1 + len(visit.steps_ms)) for visit in timed)
+        size = min(Size(visit.text_tokens, 1 + len(visit.steps_ms)) for visit in timed)
     told = _of_plans(profile, worth.accuracy, latencies(profile, [size]), size)
     return {"format": _FORMAT, **told, "samples": {"worth": worth.samples}, "model_id": worth.model_id}
 
@@ -114,7 +114,8 @@ def _of_plans(profile: Profile, accuracy: Sequence[float], latency: Latencies, s
         for number, plan in enumerate(plans)
     ]
     return {
-        "plans": rows, "size": {"text_tokens": size[0], "new_tokens": size[1]}, "load": latency.load,
+        "plans": rows, "size": {"text_tokens": size.text_tokens, "new_tokens": size.new_tokens},
+        "load": latency.load,
         "depth": profile.space.geometry.depth, "device": dict(profile.about.device),
         "how": dict(profile.about.how),
         "predictor": check(profile).to_dict() if enough(profile) else None,

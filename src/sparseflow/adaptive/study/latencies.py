@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +26,24 @@ from sparseflow.adaptive.predictor.checking import ask_of, unseen
 from sparseflow.adaptive.profile import Profile, Visit
 from sparseflow.errors import InputError
 
-Size = tuple[int, int]
-"""Text tokens of a prompt, and new tokens."""
+
+class Size(NamedTuple):
+    """Of a request.
+
+    Attributes:
+        text_tokens: Of its prompt, those that are not of images.
+        new_tokens: Of its answer.
+        images: How many of the profile's images its own amount to; by default one where plans have tiers.
+    """
+
+    text_tokens: int
+    new_tokens: int
+    images: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Latencies:
-    """Milliseconds of requests with one image, or without where the model takes none.
+    """Milliseconds of requests.
 
     Attributes:
         ms: [sizes, plans, repeats] float32. A plan that was measured less often than another has its
@@ -58,9 +70,9 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
             request of a tier without a batch.
         MissingExtraError: SciPy is missing.
     """
-    if not sizes or min(map(min, sizes)) < 1:
+    if not sizes or min(min(size.text_tokens, size.new_tokens) for size in sizes) < 1:
         raise InputError(
-            f"`sizes` (={list(sizes)[:4]}) must be numbers of at least 1, for one request or more"
+            f"`sizes` (={[*map(tuple, sizes[:4])]}) must be numbers of at least 1, for one request or more"
         )
     plans = profile.space.plans
     known = set(plans)
@@ -81,11 +93,12 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
     foreign = _unseen_medians(profile, sizes, seed) if stand_ins else {}
     repeats = max(_most(mine) for mine in own.values())
     found = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
-    for row, (text_tokens, new_tokens) in zip(found, sizes, strict=True):
+    for row, (text_tokens, new_tokens, images) in zip(found, sizes, strict=True):
+        if images is None:
+            images = float(bool(profile.space.geometry.tiers))
         wanted, _ = predictor.predict_all(
-            text_tokens=text_tokens, images=int(bool(profile.space.geometry.tiers)), new_tokens=new_tokens,
-            load=load,
-        )  # fmt: skip
+            text_tokens=text_tokens, images=images, new_tokens=new_tokens, load=load
+        )
         for at, plan in enumerate(plans):
             near = _nearest(own[stand_ins.get(plan, plan)], text_tokens)
             ratios = []
@@ -115,7 +128,7 @@ def _unseen_medians(
     profile: Profile, sizes: Iterable[Size], seed: int
 ) -> dict[tuple[tuple[object, ...], int], float]:
     """Predicted median of each visit, by what had not seen it, for every number of new tokens asked for."""
-    visits, asked = profile.timed, {new_tokens for _, new_tokens in sizes}
+    visits, asked = profile.timed, {size.new_tokens for size in sizes}
     found = {}
     for places, predictors in unseen(profile, seed=seed):
         (predictor,) = predictors.values()

@@ -231,12 +231,13 @@ def _made(found: Row) -> Section:
             else ""
         ),
     ]
+    if "task" in found:
+        text.append(f"What was asked: {found['task']['name']}. {found['task']['told']}")
     if found.get("policies"):
         text.append(
-            "Right is an answer that greedy decoding gives word for word. An answer takes as many tokens as "
-            "the right one has, also where it is wrong. Controllers and tables learnt from "
-            f"{found['samples']['train']} questions about images that the model had not learnt from, and "
-            f"were matched on {found['samples']['validation']} more; the test has images of its own."
+            "An answer takes as many tokens as the right one has, also where it is wrong. Controllers and "
+            f"tables learnt from {found['samples']['train']} questions, and were matched on "
+            f"{found['samples']['validation']} more."
         )
     return Section(title="How this was made", text=text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,22 @@ from typing import Any
 import torch
 
 from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.images import Bank
-from sparseflow.adaptive.grid_vqa.model import load
-from sparseflow.adaptive.grid_vqa.settings import Settings
+from sparseflow.adaptive.grid_vqa.task import GridVqa
 from sparseflow.adaptive.grpo_config import GrpoConfig
 from sparseflow.adaptive.profile import Profile, weights_id
+from sparseflow.adaptive.questions import Questions
 from sparseflow.adaptive.study import findings
 from sparseflow.adaptive.study.contest import contest
 from sparseflow.adaptive.study.learning import GRPO, SUPERVISED, learn
 from sparseflow.adaptive.study.page import PAGE, write_page
-from sparseflow.adaptive.study.tables import Counts, Tables, dtype_of, tables
+from sparseflow.adaptive.study.tables import Tables, dtype_of, tables
+from sparseflow.adaptive.task import Counts, Progress, Task
 from sparseflow.adaptive.training import CONTROLLERS
 from sparseflow.adaptive.worth import Worth
 from sparseflow.core.environment import environment
 from sparseflow.core.training.ranks import Ranks, ranks
 from sparseflow.errors import InputError
-
-Progress = Callable[[str, float], None]
 
 WORTH = "worth.json"
 _ATTAINMENT = 0.99
@@ -40,11 +38,12 @@ class Asked:
     """What a study is of.
 
     Attributes:
-        model: Folder of a Grid-VQA model.
+        model: Folder of a model; of a Grid-VQA model, if there are no questions.
         profile: Parquet file of its plans' times; it may be from another device.
         out: Folder of the study; made when absent.
         device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
-        counts: Of samples.
+        counts: Of samples; of questions of a file, at most.
+        questions: A file of these, as `questions.read` takes it; by default those of Grid-VQA.
         attainment: Share of answers that must be in time; by default what the training asks for, or 0.99
             where that is not known.
         budgets: How many to judge at.
@@ -61,6 +60,7 @@ class Asked:
     out: Path
     device: torch.device | str = "cpu"
     counts: Counts = field(default_factory=Counts)
+    questions: Path | None = None
     attainment: float | None = None
     budgets: int = 24
     archives: Sequence[Path] = ()
@@ -72,6 +72,8 @@ class Asked:
             raise InputError(f"`attainment` (={self.attainment}) must be a share of answers, above 0")
         if self.budgets < 1:
             raise InputError(f"`budgets` (={self.budgets}) must be at least 1")
+        if self.questions is not None and (self.archives or self.bank is not None):
+            raise InputError("archives of images are of Grid-VQA's questions; leave them out, or `questions`")
 
 
 def train(
@@ -94,16 +96,16 @@ def train(
         RunError: A training failed; its last checkpoint is kept.
     """
     with ranks(asked.device) as mine:
-        profile, made, model_id = _tables(asked, mine, _part(progress, 0.0, _TABLES))
+        profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TABLES))
         learnt = learn(
-            made, config, asked.out, seeds=seeds, model_id=model_id, mine=mine,
+            made, config, asked.out, seeds=seeds, model_id=weights_id(task.model), mine=mine,
             progress=_part(progress, _TABLES, _TRAINED),
         )  # fmt: skip
         if mine.rank:
             return None
         told = {"seeds": seeds, "best_seed": learnt.best, "controllers": CONTROLLERS}
         return _judged(
-            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0),
+            asked, profile, task, made, told, _part(progress, _TRAINED, 1.0),
             controllers=learnt.controllers, supervised=learnt.supervised, span_ms=config.budgets_ms,
             attainment=1.0 - config.violations if asked.attainment is None else asked.attainment,
         )  # fmt: skip
@@ -136,37 +138,31 @@ def evaluate(
             "another folder than that of a training"
         )
     with ranks(asked.device) as mine:
-        profile, made, model_id = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
+        profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
         if mine.rank:
             return None
+        model_id = weights_id(task.model)
         given = () if controllers is None else (_load(controllers, model_id, made, mine),)
         told: dict[str, Any] = {} if controllers is None else {"controllers": str(controllers)}
         how, told["judged_at"] = _judged_at(asked, controllers, model_id, profile)
         return _judged(
-            asked, profile, made, model_id, told, _part(progress, _TRAINED, 1.0), controllers=given, **how
+            asked, profile, task, made, told, _part(progress, _TRAINED, 1.0), controllers=given, **how
         )
 
 
-def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profile, Tables, str]:
-    """The profile, what it and the model make of samples, and the model's id."""
+def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profile, Task, Tables]:
+    """The profile, the task, and what these make of samples."""
     if asked.out.exists() and not asked.out.is_dir():
         raise InputError(f"`out` (={asked.out}) is a file; name a folder")
     profile = Profile.read(asked.profile)
-    model, _, settings = load(asked.model, device=mine.device, dtype=dtype_of(profile))
-    data = Data(placed(settings, asked.archives), mine.device, bank=asked.bank)
+    how: dict[str, Any] = {"device": mine.device, "dtype": dtype_of(profile)}
+    if asked.questions is None:
+        task: Task = GridVqa.open(asked.model, archives=asked.archives, bank=asked.bank, **how)
+    else:
+        task = Questions.open(asked.model, asked.questions, **how)
     asked.out.mkdir(parents=True, exist_ok=True)
-    made = tables(
-        model, data, profile, asked.out, counts=asked.counts, mine=mine, progress=progress
-    )  # fmt: skip
-    return profile, made, weights_id(model)
-
-
-def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
-    """Settings of a task whose archives may be elsewhere now."""
-    if not archives:
-        return settings
-    images = settings.images.model_copy(update={"archives": tuple(archives)})
-    return settings.model_copy(update={"images": images})
+    made = tables(task, profile, asked.out, counts=asked.counts, mine=mine, progress=progress)
+    return profile, task, made
 
 
 def _judged_at(
@@ -211,14 +207,16 @@ def _load(path: Path, model_id: str, made: Tables, mine: Ranks) -> Controllers:
 
 
 def _judged(
-    asked: Asked, profile: Profile, made: Tables, model_id: str, told: dict[str, Any],
+    asked: Asked, profile: Profile, task: Task, made: Tables, told: dict[str, Any],
     progress: Progress | None, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Judge, and write everything that is made of it."""
-    _worth(made, model_id).save(asked.out / WORTH)
+    worth = _worth(made, task)
+    worth.save(asked.out / WORTH)
     found = contest(made, budgets=asked.budgets, progress=progress, **how)
     about = {
-        "model_id": model_id, "environment": environment(asked.device), "command": asked.command, **told,
+        "model_id": worth.model_id, "task": {"name": task.name, "told": task.told},
+        "environment": environment(asked.device), "command": asked.command, **told,
     }  # fmt: skip
     kept = findings.of_contest(profile, made, found, about=about)
     findings.write(asked.out, kept)
@@ -226,12 +224,12 @@ def _judged(
     return kept
 
 
-def _worth(made: Tables, model_id: str) -> Worth:
+def _worth(made: Tables, task: Task) -> Worth:
     """Of all samples but those of the test, which requests to come are like."""
     right = torch.cat([made.train.correct, made.validation.correct])
     return Worth(
-        model_id=model_id, space=made.test.space, accuracy=tuple(right.double().mean(0).tolist()),
-        samples=len(right), task="Grid-VQA, validation split",
+        model_id=weights_id(task.model), space=made.test.space,
+        accuracy=tuple(right.double().mean(0).tolist()), samples=len(right), task=task.name,
     )  # fmt: skip
 
 

@@ -1,52 +1,29 @@
-"""From a Grid-VQA model and a profile to tables of outcomes: what is right, and what it takes."""
+"""From a task and a profile to tables of outcomes: what is right, and what it takes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflow.adaptive.environment import Outcomes
-from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.evaluate import Judged
-from sparseflow.adaptive.grid_vqa.images import Split
-from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.adaptive.profile import Profile, model_id
 from sparseflow.adaptive.study.answers import answers
 from sparseflow.adaptive.study.latencies import Latencies, Size, latencies
+from sparseflow.adaptive.task import Counts, Judged, Progress, Stretch, Task
 from sparseflow.core.training.ranks import Ranks
 from sparseflow.core.weights import read_weights, write_weights
 from sparseflow.errors import FileFormatError, InputError
 
-Progress = Callable[[str, float], None]
-
 FOLDER, LATENCIES = "outcomes", "latencies.safetensors"
 
 _MARK = {"sparseflow": "adaptive-latencies", "version": "1"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """How many samples there are to learn from, to validate with, and to be judged on.
-
-    Raises:
-        InputError: One is below 1.
-    """
-
-    train: int = 2048
-    validation: int = 1024
-    test: int = 2048
-
-    def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if type(count) is not int or count < 1:
-                raise InputError(f"`{name}` (={count!r}) must be a whole number of samples, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,11 +31,11 @@ class Tables:
     """Outcomes to learn from, to validate with, and to be judged on; and what they are of.
 
     Attributes:
-        train: From the first samples of the validation split; see `answers`.
-        validation: From those after them.
-        test: From the test split.
+        train: As `Parts`, as the next two.
+        validation: Shares no sample with the others.
+        test: Shares no sample with the others.
         kinds: Of questions, of the test: name -> which samples, [samples] bool.
-        size: Text and new tokens of the middle request of the test.
+        size: Of the middle request of the test.
         latency: What requests of that size take.
     """
 
@@ -71,8 +48,7 @@ class Tables:
 
 
 def tables(
-    model: Any,
-    data: Data,
+    task: Task,
     profile: Profile,
     folder: Path | str,
     *,
@@ -83,43 +59,48 @@ def tables(
     """Make tables, or go on where an earlier call in the same folder was stopped.
 
     Args:
-        model: A Grid-VQA model, on the device of `data`; of the profile's kind and number format.
-        data: The task.
+        task: Who is asked, and what; the model is of the profile's kind and number format.
         profile: Of its plans; it may be from another device: that is where latencies are of.
         folder: Keeps what was found, in `outcomes/`.
-        counts: Of samples.
+        counts: Of samples; there may be fewer, if the task has no more.
         mine: This process among all that share the folder.
         progress: Called with (what was done, fraction done).
 
     Raises:
-        InputError: The profile is of another model or has too little, or the folder holds answers of another
-            model or task.
+        InputError: The profile is of another model or has too little, the task has too few samples, or the
+            folder holds answers of another model or task.
         FileFormatError: A file of the folder is damaged.
     """
-    mine_id = model_id(model)
+    mine_id = model_id(task.model)
     if profile.about.model_id != mine_id:
         raise InputError(
             f"this profile is of another model (id {profile.about.model_id}; yours is {mine_id}): profile "
             "yours with `sparseflow adaptive profile`"
         )
-    root = Path(folder) / FOLDER
-    wanted: dict[Split, int] = {"val": counts.train + counts.validation, "test": counts.test}
-    judged = answers(model, data, profile.space, root, wanted, mine=mine, progress=progress)
-    sizes = sorted({size for each in judged.values() for size in _sizes(each)})
-    known = _latencies(profile, sizes, root / LATENCIES, mine)
-    place = {size: at for at, size in enumerate(sizes)}
-    found = {
-        split: _outcomes(each, torch.from_numpy(known.ms), place, profile) for split, each in judged.items()
-    }
-    val, test = found["val"], judged["test"]
-    middle = tuple(int(each.median()) for each in (test.text_tokens, test.new_tokens))
-    size = (middle[0], middle[1])
+    root, parts = Path(folder) / FOLDER, task.parts(counts, progress)
+    judged = answers(task, profile.space, root, parts.counts(), mine=mine, progress=progress)
+    sizes = {split: _sizes(each, profile) for split, each in judged.items()}
+    every = sorted(set().union(*sizes.values()))
+    known = _latencies(profile, every, root / LATENCIES, mine)
+    place = {size: at for at, size in enumerate(every)}
+
+    def outcomes(part: Stretch) -> Outcomes:
+        some = slice(part.first, part.first + part.count)
+        here, ms = judged[part.split], torch.from_numpy(known.ms)
+        return Outcomes(
+            space=profile.space, correct=here.correct[some],
+            latency_ms=ms[[place[size] for size in sizes[part.split][some]]], language=here.language[some],
+            tokens=here.tokens[some, :, : len(profile.space.geometry.positions)],
+        )  # fmt: skip
+
+    test = judged[parts.test.split]
+    size = _middle(sizes[parts.test.split])
     return Tables(
-        train=val.take(torch.arange(counts.train)),
-        validation=val.take(torch.arange(counts.train, len(val))),
-        test=found["test"],
+        train=outcomes(parts.train),
+        validation=outcomes(parts.validation),
+        test=outcomes(parts.test),
         kinds={
-            kind: test.kinds == at for at, kind in enumerate(KINDS) if bool((test.kinds == at).any())
+            kind: test.kinds == at for at, kind in enumerate(task.kinds) if bool((test.kinds == at).any())
         },
         size=size,
         latency=latencies(profile, [size]),
@@ -137,23 +118,27 @@ def dtype_of(profile: Profile) -> torch.dtype:
     return found
 
 
-def _sizes(judged: Judged) -> list[Size]:
-    return list(zip(judged.text_tokens.tolist(), judged.new_tokens.tolist(), strict=True))
+def _sizes(judged: Judged, profile: Profile) -> list[Size]:
+    lengths = zip(judged.text_tokens.tolist(), judged.new_tokens.tolist(), strict=True)
+    if judged.vision_tokens is None:
+        return [Size(*each) for each in lengths]
+    images = [profile.about.images(count) for count in judged.vision_tokens.tolist()]
+    return [Size(*each, images=some) for each, some in zip(lengths, images, strict=True)]
 
 
-def _outcomes(judged: Judged, ms: Tensor, place: Mapping[Size, int], profile: Profile) -> Outcomes:
-    positions = len(profile.space.geometry.positions)
-    return Outcomes(
-        space=profile.space, correct=judged.correct,
-        latency_ms=ms[[place[size] for size in _sizes(judged)]], language=judged.language,
-        tokens=judged.tokens[:, :, :positions],
+def _middle(sizes: list[Size]) -> Size:
+    middle, images = statistics.median_low, [size.images for size in sizes if size.images is not None]
+    return Size(
+        middle([size.text_tokens for size in sizes]), middle([size.new_tokens for size in sizes]),
+        middle(images) if images else None,
     )  # fmt: skip
 
 
 def _latencies(profile: Profile, sizes: list[Size], path: Path, mine: Ranks) -> Latencies:
     """Kept in a file, too: a fit may differ in its last bits from one process to the next, and what was
     learnt from must stay the same."""
-    text = json.dumps([profile.about.to_dict(), [visit.to_dict() for visit in profile.visits], sizes])
+    told = [size[: 2 + (size.images is not None)] for size in sizes]
+    text = json.dumps([profile.about.to_dict(), [visit.to_dict() for visit in profile.visits], told])
     of = hashlib.sha256(text.encode()).hexdigest()
     if mine.rank == 0 and (not path.is_file() or _read(path)[0] != of):
         made = latencies(profile, sizes)

@@ -1,6 +1,6 @@
 """`sparseflow adaptive`: the commands of the adaptive wing."""
 
-from sparseflow.cli.adaptive import demo, models, requests, studies
+from sparseflow.cli.adaptive import demo, models, profiling, requests, studies
 from sparseflow.cli.adaptive.base import app
 
-__all__ = ["app", "demo", "models", "requests", "studies"]
+__all__ = ["app", "demo", "models", "profiling", "requests", "studies"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,17 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="train.steps=3: goes before the file's; may be repeated."),
 ]
+QuestionsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--questions",
+        help="JSON lines with prompt, answer and images; without, Grid-VQA's are asked of a model of that.",
+    ),
+]
 Archives = Annotated[list[Path] | None, typer.Option(help="Archives of images, if they are elsewhere now.")]
+
+MOST_TOKENS = 4096
+"""Of a request, where a profile says nothing else: keys and values of a long context take much memory."""
 
 
 @app.callback()
@@ -36,15 +48,13 @@ def doctor(as_json: Json = False) -> None:
 
     found = diagnose()
     mine = [each for each in found.extras if each.name in ("adaptive", "distributed")]
-    told = {
-        "devices": [str(device) for device in found.devices],
-        "extras": [
-            {"name": each.name, "ok": each.ok, "detail": each.detail, "fix": each.fix} for each in mine
-        ],
-    }
     if as_json:
+        told = {"devices": found.to_json()["devices"], "extras": [asdict(each) for each in mine]}
         typer.echo(json.dumps(told))
     else:
+        for device in found.devices:
+            place = device.kind if device.index is None else f"{device.kind}:{device.index}"
+            typer.echo(f"{place}: {device.name}, {device.memory_bytes / 2**30:.0f} GiB")
         for each in mine:
             typer.echo(
                 f"{'ok' if each.ok else '--'} {each.name}: {each.detail}{'; ' + each.fix if each.fix else ''}"
@@ -70,7 +80,7 @@ def quiet() -> None:
 
 
 def example_of(opened: Opened) -> Prompt:
-    """A prompt with one image, for measuring."""
+    """A prompt with one image at the highest tier, for measuring, which may be beyond the model's context."""
     import torch
 
     from sparseflow.adaptive.serve.chat import Prompts
@@ -81,4 +91,4 @@ def example_of(opened: Opened) -> Prompt:
     noise = torch.randint(
         0, 256, (3, 224, 224), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    return Prompts(opened.tokenizer, context=opened.context, sight=opened.sight).prompt([message], [noise])
+    return Prompts(opened.tokenizer, context=sys.maxsize, sight=opened.sight).prompt([message], [noise])

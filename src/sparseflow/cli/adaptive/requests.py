@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from sparseflow.adaptive.attached import Attached
     from sparseflow.adaptive.folder import Opened
-    from sparseflow.adaptive.serve.backend import Prompt
 
 Controller = Annotated[Path | None, typer.Option(help="Trained controllers (safetensors).")]
 WorthFile = Annotated[Path | None, typer.Option("--worth", help="How good plans are, as `eval` writes it.")]
@@ -42,7 +42,7 @@ def generate(
     from sparseflow.cli.progress import bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
-    asked = _prompt(there, prompt, image or [])
+    asked = there.prompt(prompt, image or [])
     inputs = {name: each.to(attached.adapter.model.device) for name, each in asked.inputs.items()}
     with attached:
         with bar() as tell:
@@ -61,9 +61,17 @@ def generate(
         typer.echo(json.dumps(told))
         return
     typer.echo(text)
-    expected = "" if found.predicted_ms is None else f", {found.predicted_ms:.1f} ms expected"
+    expected = ""
+    if found.predicted_ms is not None:
+        expected = f", {found.predicted_ms:.1f} ms expected for up to {max_new_tokens} tokens"
     kept = "" if found.budget_met is None else f"; budget {'kept' if found.budget_met else 'missed'}"
     typer.echo(f"{found.plan.id}: {found.measured_ms:.1f} ms{expected}{kept}", err=True)
+    if not found.feasible:
+        typer.echo(
+            f"no plan is sure to keep {budget_ms:g} ms for up to {max_new_tokens} tokens (--max-new-tokens), "
+            "so the quickest one ran",
+            err=True,
+        )
 
 
 @app.command()
@@ -107,7 +115,7 @@ def serve(
         name=name or model.resolve().name, plans=plans, batch=batch, device=device,
     )  # fmt: skip
     if replicas == 1 and cluster is None:
-        run(make(), host=host, port=port, drain_s=drain_s)
+        run(make, host=host, port=port, drain_s=drain_s)
         return
     if where.index is not None:
         raise InputError(f"`--device {device}` is one GPU; replicas take one each: use cuda")
@@ -129,30 +137,37 @@ def app_of(
     device: str,
 ) -> FastAPI:
     """The app of one server, its engine warmed; in the process of a replica, too."""
+    from sparseflow.adaptive.plan import TIERS, Tier
     from sparseflow.adaptive.runtime.engine import Engine
     from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
-    from sparseflow.cli.adaptive.base import example_of
+    from sparseflow.cli.adaptive.base import MOST_TOKENS, example_of
     from sparseflow.cli.progress import bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
     chooser = attached.chooser
     assert chooser is not None
-    chooser = chooser.few(plans)
+    limit = chooser.predictor.about.how.get("max_tokens", min(there.context, MOST_TOKENS))
+    chooser = replace(chooser, most_tokens=limit).few(plans)
     kept = chooser.plans
     assert kept is not None
-    # Before the engine: what is wrong with a profile is said before minutes of recording.
-    slots = batch or chooser.predictor.about.how.get("max_batch", 8)
-    forecast = Predicted(
-        chooser.predictor, kept, load=lambda: engine.load, max_batch=slots, max_tokens=there.context
+    tiers: list[Tier] = [tier for tier in TIERS if any(plan.tier == tier for plan in kept)]
+    # Before the engine: what is wrong with a tokenizer or a profile is said before minutes of recording.
+    prompts = Prompts(
+        there.tokenizer,
+        context=limit,
+        sight=there.sight,
+        stop=attached.stop,
+        lowest=tiers[0] if tiers else "low",
     )
-    engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=slots, max_tokens=there.context)
+    slots = batch or chooser.predictor.about.how.get("max_batch", 8)
+    forecast = Predicted(chooser.predictor, kept, load=lambda: engine.load, max_batch=slots, max_tokens=limit)
+    engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=slots, max_tokens=limit)
     with bar() as tell:
         engine.warm(
             None if there.sight is None else example_of(there).inputs,
             progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of),
         )
     backend = EngineBackend(engine, decider=deciding(chooser), forecast=forecast, stop=attached.stop)
-    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
     return create_app(Service(name, backend, prompts))
 
 
@@ -165,31 +180,6 @@ def _attached(
 
     there = opened(model, device_of(device))
     return there, attach(there.model, profile_file, controller, worth=worth)
-
-
-def _prompt(there: Opened, text: str, images: list[Path]) -> Prompt:
-    """A prompt of one user's message."""
-    import base64
-    import mimetypes
-
-    from sparseflow.adaptive.serve.chat import Prompts
-    from sparseflow.adaptive.serve.images import decode
-    from sparseflow.adaptive.serve.limits import Limits
-    from sparseflow.adaptive.serve.schema import Message
-    from sparseflow.errors import InputError
-
-    urls = []
-    for path in images:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"--image {path} cannot be read: {error.strerror}") from error
-        kind = mimetypes.guess_type(path.name)[0] or "image/png"
-        urls.append(f"data:{kind};base64,{base64.b64encode(content).decode()}")
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    message = Message.model_validate({"role": "user", "content": [*parts, {"type": "text", "text": text}]})
-    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight)
-    return prompts.prompt([message], [decode(url, Limits()) for url in urls])
 
 
 def _whole(path: Path | None) -> Path | None:

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseflow.cli.adaptive.base import Archives, Device, Json, Model, Set, app
+from sparseflow.cli.adaptive.base import Archives, Device, Json, Model, QuestionsFile, Set, app
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.study import Asked
 
 ProfileFile = Annotated[Path, typer.Option("--profile", help="What `profile` measured (Parquet).")]
 Out = Annotated[Path, typer.Option(help="Folder of the study; one that was stopped goes on.")]
-Samples = Annotated[int, typer.Option(min=1, help="Questions that are learnt from.")]
-Validation = Annotated[int, typer.Option(min=1, help="Questions that margins and weights are chosen by.")]
-Test = Annotated[int, typer.Option(min=1, help="Questions to judge on.")]
+Samples = Annotated[int, typer.Option(min=1, help="Questions that are learnt from, at most.")]
+Validation = Annotated[
+    int, typer.Option(min=1, help="Questions that margins and weights are chosen by, at most.")
+]
+Test = Annotated[int, typer.Option(min=1, help="Questions to judge on, at most.")]
 Budgets = Annotated[int, typer.Option(min=3, help="Budgets to judge at, at equal ratios.")]
 Attainment = Annotated[float | None, typer.Option(help="Share of answers that must be in time.")]
 
@@ -29,6 +31,7 @@ def train(
     model: Model,
     profile_file: ProfileFile,
     out: Out,
+    questions: QuestionsFile = None,
     config: Annotated[str, typer.Option(help="A YAML file, or one that is shipped: grpo.")] = "grpo",
     changes: Set = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings, each from another seed.")] = 3,
@@ -41,8 +44,8 @@ def train(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Train controllers of a Grid-VQA model by GRPO, and judge them against their rivals; under torchrun, on
-    several GPUs."""
+    """Train controllers of a model by GRPO, and judge them against their rivals; under torchrun, on several
+    GPUs."""
     from sparseflow.adaptive.grpo_config import read_config
     from sparseflow.adaptive.study import train as run
     from sparseflow.cli.options import changes_of
@@ -50,7 +53,8 @@ def train(
 
     settings = read_config(config, changes_of(changes, extra="adaptive"))
     asked = _asked(
-        context, model, profile_file, out, (samples, validation, test), budgets, attainment, archives, device
+        context, model, profile_file, out, questions, (samples, validation, test), budgets, attainment,
+        archives, device,
     )  # fmt: skip
     with bar() as tell:
         found = run(asked, settings, seeds=seeds, progress=tell)
@@ -64,6 +68,7 @@ def evaluate(
     model: Model,
     profile_file: ProfileFile,
     out: Out,
+    questions: QuestionsFile = None,
     controller: Annotated[Path | None, typer.Option(help="Trained controllers (safetensors).")] = None,
     samples: Samples = 2048,
     validation: Validation = 1024,
@@ -74,12 +79,13 @@ def evaluate(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Judge plans of a Grid-VQA model, what chooses among them without training, and controllers if given."""
+    """Judge plans of a model, what chooses among them without training, and controllers if given."""
     from sparseflow.adaptive.study import evaluate as run
     from sparseflow.cli.progress import bar
 
     asked = _asked(
-        context, model, profile_file, out, (samples, validation, test), budgets, attainment, archives, device
+        context, model, profile_file, out, questions, (samples, validation, test), budgets, attainment,
+        archives, device,
     )  # fmt: skip
     with bar() as tell:
         found = run(asked, controllers=controller, progress=tell)
@@ -122,8 +128,9 @@ def plot(
 
 
 def _asked(
-    context: typer.Context, model: Path, profile_file: Path, out: Path, counts: tuple[int, int, int],
-    budgets: int, attainment: float | None, archives: list[Path] | None, device: str,
+    context: typer.Context, model: Path, profile_file: Path, out: Path, questions: Path | None,
+    counts: tuple[int, int, int], budgets: int, attainment: float | None, archives: list[Path] | None,
+    device: str,
 ) -> Asked:  # fmt: skip
     from sparseflow.adaptive.study import Asked, Counts
     from sparseflow.cli.adaptive.base import quiet
@@ -133,8 +140,8 @@ def _asked(
     train, validation, test = counts
     return Asked(
         model=model, profile=profile_file, out=out, device=device_of(device),
-        counts=Counts(train=train, validation=validation, test=test), budgets=budgets, attainment=attainment,
-        archives=archives or (), command=_command(context),
+        counts=Counts(train=train, validation=validation, test=test), questions=questions, budgets=budgets,
+        attainment=attainment, archives=archives or (), command=_command(context),
     )  # fmt: skip
 
 

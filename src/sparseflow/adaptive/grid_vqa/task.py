@@ -1,0 +1,118 @@
+"""Grid-VQA as a task of a study.
+
+Controllers do not learn from the split that the model learnt from, whose answers it half knows, so that cheap
+plans look better than they are. The samples of the validation split that come first are learnt from, those
+after them choose margins and weights, and the test split judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
+from sparseflow.adaptive.grid_vqa.evaluate import Scorer, outcomes
+from sparseflow.adaptive.grid_vqa.images import Bank
+from sparseflow.adaptive.grid_vqa.model import SETTINGS, load
+from sparseflow.adaptive.grid_vqa.settings import KINDS, Settings
+from sparseflow.adaptive.plan import TIERS, Plan, PlanSpace
+from sparseflow.adaptive.task import Counts, Judged, Parts, Progress, Split, Stretch
+from sparseflow.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GridVqa:
+    """Questions about grids of images, as a model was trained on.
+
+    Attributes:
+        model: On the device of `data`.
+        data: Where samples come from.
+        name: As `Task`, as the others.
+    """
+
+    model: Any
+    data: Data
+    name: str = "Grid-VQA, validation split"
+    kinds: Sequence[str] = KINDS
+    chunk: int = CHUNK
+    told: str = (
+        "Right is an answer that greedy decoding gives word for word. What was learnt from and matched on "
+        "are questions about images that the model had not learnt from; the test has images of its own."
+    )
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        archives: Sequence[Path] = (),
+        bank: Bank | None = None,
+    ) -> GridVqa:
+        """Of a model's folder.
+
+        Args:
+            folder: What `model.save` wrote.
+            device: Where to compute.
+            dtype: Of the weights.
+            archives: Of images, if they are elsewhere now than when the model was trained.
+            bank: Images in place of those that the model's settings name.
+
+        Raises:
+            InputError: There is no such folder, or images are missing.
+            FileFormatError: It holds something else.
+        """
+        if not (folder / SETTINGS).is_file():
+            raise InputError(
+                f"{folder} holds no model of Grid-VQA, which knows what to ask: there is no {SETTINGS}; give "
+                "another model questions of your own with `--questions FILE.jsonl`"
+            )
+        model, _, settings = load(folder, device=device, dtype=dtype)
+        return cls(model=model, data=Data(placed(settings, archives), device, bank=bank))
+
+    def identity(self) -> Mapping[str, Any]:
+        """As `Task`."""
+        told = self.data.settings.model_dump(
+            mode="json", include={"images": {"digits", "asked", "seed"}, "scene": True, "test_shares": True}
+        )
+        return told | {"names": list(self.data.bank.names), "images_in_all": len(self.data.bank.images)}
+
+    def parts(self, counts: Counts, progress: Progress | None = None) -> Parts:
+        """As `Task`; samples are drawn, so there are as many as wanted."""
+        return Parts(
+            train=Stretch(split="val", count=counts.train),
+            validation=Stretch(split="val", first=counts.train, count=counts.validation),
+            test=Stretch(split="test", count=counts.test),
+        )
+
+    def outcomes(
+        self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
+    ) -> Judged:
+        """As `Task`; a chunk is quick, so nothing is told within."""
+        return outcomes(self.model, self.data, space, split=split, first=first, count=count)
+
+    def scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+        """What scores sets of blocks, at the highest tier, by the first samples of the validation split."""
+        right = Scorer(self.model, self.data, split="val", count=count)
+        geometry = adapter_of(self.model).geometry
+
+        def score(blocks: tuple[int, ...]) -> np.ndarray:
+            plan = Plan(tier=TIERS[-1], insertion_position=1, top_k=geometry.top_k, blocks=blocks)
+            return right([plan])[:, 0].numpy()
+
+        return score
+
+
+def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
+    """Settings of a task whose archives may be elsewhere now."""
+    if not archives:
+        return settings
+    images = settings.images.model_copy(update={"archives": tuple(archives)})
+    return settings.model_copy(update={"images": images})

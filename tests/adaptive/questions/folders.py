@@ -1,0 +1,164 @@
+"""Folders of tiny models with a tokenizer, profiles of them by a formula, and files of questions."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.folder import Opened, open_folder
+from sparseflow.adaptive.generation import generate
+from sparseflow.adaptive.grid_vqa.words import CHAT_TEMPLATE
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import PlanSpace, Tier
+from sparseflow.adaptive.profile import About, Profile, Visit, model_id
+from sparseflow.adaptive.profile.about import device_facts
+from sparseflow.adaptive.serve.chat import Prompts
+from sparseflow.adaptive.serve.images import decode
+from sparseflow.adaptive.serve.limits import Limits
+from sparseflow.adaptive.serve.schema import Message
+from tests.adaptive import tiny
+from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
+
+NEW_TOKENS = 3
+WORDS = tuple(f"w{at}" for at in range(5, 60))
+_SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "<answer>": 4, "<image>": tiny.IMAGE}
+
+
+def tokenizer() -> Any:
+    """One token a word."""
+    import tokenizers
+    import transformers
+
+    rest = {"<vision>": tiny.VISION_START, "</vision>": tiny.VISION_END, "<video>": tiny.VIDEO}
+    words = _SPECIAL | rest | {word: 5 + at for at, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        extra_special_tokens={"image_token": "<image>", "answer_token": "<answer>"},
+        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def model_folder(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **size: Any) -> Path:
+    """Write a tiny model of a family."""
+    model = tiny.FAMILIES[family](dtype=dtype, **({"depth": 4, "top_k": 2, "experts": 4} | size))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    processor: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if family == "qwen3_vl_moe":
+        processor |= {
+            "image_processor_type": "Qwen2VLImageProcessor", "patch_size": tiny.PATCH, "merge_size": 2,
+            "temporal_patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096},
+        }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@cache
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Opened:
+    """The model of a folder; it must not be changed."""
+    found = open_folder(folder, dtype=dtype)
+    found.model.set_experts_implementation("eager")
+    return found
+
+
+def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
+    """Noise, as PNG."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    with io.BytesIO() as stream:
+        Image.fromarray(pixels).save(stream, "PNG")
+        return stream.getvalue()
+
+
+def space_of(there: Opened) -> PlanSpace:
+    """All plans of a model, early blocks kept."""
+    return PlanSpace.of(adapter_of(there.model).geometry)
+
+
+def write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
+    """Write lines of JSON."""
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(text) + "\n")
+    return path
+
+
+def lines(there: Opened, folder: Path, count: int, *, images: bool, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions whose answers some plans give: what a plan, drawn for each, says."""
+    random = np.random.default_rng(seed)
+    space, found = space_of(there), []
+    knobs = Knobs(adapter_of(there.model))
+    try:
+        for at in range(count):
+            line: dict[str, Any] = {
+                "prompt": " ".join(random.choice(WORDS, random.integers(2, 7))),
+                "max_new_tokens": NEW_TOKENS, "kind": ("odd", "even")[at % 2],
+            }  # fmt: skip
+            if images:
+                name = f"{at % 5}.png"
+                (folder / name).write_bytes(picture(at % 5))
+                line["images"] = [name]
+            plan = space.plans[random.integers(len(space))]
+            said = generate(
+                adapter_of(there.model),
+                knobs,
+                inputs_of(there, line, folder),
+                plan,
+                max_new_tokens=NEW_TOKENS,
+            )
+            text = there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
+            found.append(line | {"answer": text or WORDS[0]})
+    finally:
+        knobs.remove()
+    return found
+
+
+def inputs_of(there: Opened, line: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A question as a server gets it."""
+    urls = [
+        "data:image/png;base64," + base64.b64encode((folder / name).read_bytes()).decode()
+        for name in line.get("images", ())
+    ]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    message = Message.model_validate(
+        {"role": "user", "content": [*parts, {"type": "text", "text": line["prompt"]}]}
+    )
+    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight)
+    inputs = dict(prompts.prompt([message], [decode(url, Limits()) for url in urls]).inputs)
+    return {
+        name: each.to(there.model.dtype) if each.is_floating_point() else each
+        for name, each in inputs.items()
+    }
+
+
+def profile_of(there: Opened, space: PlanSpace | None = None) -> Profile:
+    """A profile of a model by a formula: two requests of each plan at each of two lengths."""
+    space = space_of(there) if space is None else space
+    random, top_k = np.random.default_rng(0), space.geometry.top_k
+    vision: dict[Tier, int] = {tier: VISION[tier] for tier in space.geometry.tiers}
+    visits = [
+        Visit(
+            plan=plan, text_tokens=tokens, round=at,
+            prefill_ms=prefill_ms(plan, tokens, top_k=top_k) * float(np.exp(0.02 * random.normal())),
+            steps_ms=tuple(step_ms(plan, tokens + step, top_k=top_k) for step in range(NEW_TOKENS)),
+        )
+        for at in range(2)
+        for plan in space.plans
+        for tokens in (6, 12)
+    ]  # fmt: skip
+    about = About(
+        model_id=model_id(there.model), device=device_facts("cpu"), space=space, vision_tokens=vision,
+        how={"runner": "formula", "dtype": str(there.model.dtype).removeprefix("torch.")},
+    )  # fmt: skip
+    return Profile(about=about, environments=({},), visits=tuple(visits))
