@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +163,8 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         assert engine is not None and (engine.max_batch, engine.max_tokens) == (2, 48)
         assert 1 <= len(engine.plans) <= 12
         found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
-        assert engine.snapshot().ended["finished"] == 1 and found.plan in engine.plans
+        # The first one was to warm up.
+        assert engine.snapshot().ended["finished"] == 2 and found.plan in engine.plans
         assert found.budget_met and found.feasible and found.predicted_ms is not None
         assert 0.0 < found.timings.decode_ms < found.measured_ms
         alone = generate(attached.adapter, attached.knobs, {"input_ids": IDS}, found.plan, max_new_tokens=4)
@@ -176,9 +179,27 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         assert attached.generate(input_ids=IDS, plan=narrow, max_new_tokens=2).plan == narrow
         rows = attached.generate(input_ids=IDS.repeat(2, 1), plan=found.plan, max_new_tokens=2)
         assert len(rows.new_tokens) == 2 and engine.snapshot().ended == ended
+    with pytest.raises(InputError, match="detached; attach to the model again"):
+        attached.generate(input_ids=IDS, latency_budget_ms=1e5)
     assert attached.engine is None and not any("forward" in vars(module) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("way", ["forward", "engine"])
+def test_what_a_request_waited_is_not_learnt_as_work(
+    model: Any, measured: Path, measured_by_an_engine: Path, way: str
+) -> None:
+    file = measured if way == "forward" else measured_by_an_engine
+    with adaptive.attach(model, profile=file) as attached:
+        attached.warm(input_ids=IDS)
+        assert attached.chooser is not None
+        for _ in range(8):
+            late = time.perf_counter() - 60.0
+            found = attached.generate(input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=4, received_s=late)
+            assert found.measured_ms > 6e4 and found.predicted_ms is not None and found.predicted_ms > 6e4
+        p50, _ = attached.chooser.predictor.predict_all(text_tokens=5, images=0, new_tokens=4)
+        assert p50.max() < 1e4
 
 
 def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> None:
@@ -205,12 +226,22 @@ def test_an_interrupted_call_does_not_go_on(
         def interrupted(self: Handle) -> None:
             raise KeyboardInterrupt
 
+        engine, called_off, cancel = attached.engine, threading.Event(), Handle.cancel
+        assert engine is not None
+        turn = engine._schedule.turn
+
+        def cancelled(self: Handle) -> None:
+            cancel(self)
+            called_off.set()
+
+        # The engine goes on when the request was called off, so that it is not done before.
+        monkeypatch.setattr(engine._schedule, "turn", lambda: called_off.wait(60.0) and turn())
+        monkeypatch.setattr(Handle, "cancel", cancelled)
         monkeypatch.setattr(Handle, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             attached.generate(input_ids=IDS, max_new_tokens=40)
-        assert attached.engine is not None
-        attached.engine.shutdown()
-        assert attached.engine.snapshot().ended["cancelled"] == 1
+        engine.shutdown()
+        assert engine.snapshot().ended["cancelled"] == 1
 
 
 def test_an_engine_that_cannot_be_warmed_is_ended(

@@ -37,7 +37,7 @@ class Formula:
     """A predictor that is exact; the 99th percentile is 10 % above the median."""
 
     def __init__(self, space: PlanSpace = SPACE) -> None:
-        self.space = space
+        self.space, self.tiers = space, space.geometry.tiers
         self.about = SimpleNamespace(vision_tokens={"low": 10, "medium": 30, "high": 60}, how={})
         self.asked: list[dict[str, Any]] = []
 
@@ -69,7 +69,7 @@ def asked(decide: Any, budget_ms: float | None = None, new_tokens: int = 4) -> R
 
 
 def decided(
-    of: Chooser, remaining_ms: float, *, left_ms: float | None = None, images: int = 1, **how: Any
+    of: Chooser, remaining_ms: float, *, left_ms: float | None = None, images: float = 1, **how: Any
 ) -> tuple[Any, Any, Budgeted]:
     decider = of.decider(text_tokens=3, images=images, **how)
     request = asked(decider)
@@ -255,3 +255,28 @@ def test_few_plans() -> None:
     }
     with pytest.raises(InputError, match="at least 2"):
         chooser().few(1)
+
+
+def test_tiers_that_were_not_measured_are_not_chosen() -> None:
+    class Low(Formula):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tiers = ("low", "medium")
+
+    for given in (chooser(predictor=Low()), chooser(predictor=Low(), controllers=controllers())):
+        for budget_ms in (60.0, 1000.0, math.inf):
+            assert decided(given, budget_ms)[1].plan.tier != "high"
+    assert decided(chooser(predictor=Low()), math.inf)[1].plan.tier == "medium"
+    assert all(plan.tier != "high" for plan in chooser(predictor=Low()).few(8).plans or ())
+    with pytest.raises(InputError, match="did not measure; it has low, medium"):
+        chooser(predictor=Low(), plans=[plan for plan in SPACE.plans if plan.tier == "high"])
+
+
+def test_where_tokens_of_tiers_are_known_they_are_not_guessed() -> None:
+    # By the profile's proportions, half of its image would be 5, 15 and 30 tokens.
+    vision: Any = {"low": 20, "medium": 28, "high": 31}
+    of = chooser(most_tokens=35)
+    assert decided(of, math.inf, images=0.5)[1].plan.tier == "medium"
+    for most, tier in ((37, "high"), (36, "medium"), (34, "medium"), (33, "low")):
+        found = decided(chooser(most_tokens=most), math.inf, images=0.5, vision=vision)[1].plan.tier
+        assert found == tier

@@ -314,6 +314,14 @@ def test_a_predictor_survives_being_saved(tmp_path: Path) -> None:
         again.check("another", "cpu")
 
 
+def test_it_knows_which_tiers_were_measured() -> None:
+    assert fitted().tiers == SPACE.geometry.tiers
+    whole = profiled()
+    low = replace(whole, visits=tuple(visit for visit in whole.visits if visit.plan.tier in ("low", None)))
+    found = Predictor.fit(low)
+    assert found.tiers == Predictor.from_dict(found.to_dict()).tiers == ("low",)
+
+
 def edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     record = json.loads(content())
     place = record
@@ -337,7 +345,7 @@ def edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("prefill", "coefficients", 0, 0, 0, 0), 1e9), (("prefill", "tokens", 0), 1e9),
         (("prefill", "vision", 0, 0), 1e9), (("prefill", "vision"), [[0.0]] * 3), (("step", "loads", 0), 0.1),
         (("step", "coefficients"), "none"), (("prefill",), {}), (("about",), {}), (("space", "sets"), []),
-        (("space", "geometry", "depth"), 1),
+        (("space", "geometry", "depth"), 1), (("tiers",), 3),
     ],
 )  # fmt: skip
 def test_damaged_predictors_are_refused(path: tuple[Any, ...], value: Any) -> None:

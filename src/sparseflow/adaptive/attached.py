@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,7 @@ class Attached:
         self.adapter, self.knobs, self.chooser = adapter, knobs, chooser
         self.engine: Engine | None = None
         self._making = threading.Lock()
+        self._turns: threading.Semaphore | None = None
 
     def __enter__(self) -> Attached:
         return self
@@ -115,10 +118,12 @@ class Attached:
         """
         self._check_names(inputs)
         engine = self._engine(inputs, progress)
-        if engine is None or not engine.graphs.enabled:
-            # Nothing is recorded; a request that nobody learns from makes what is made when it is first used.
-            images = self.adapter.vision_tokens(inputs) > 0
-            full = self.knobs.geometry.full(images=images)
+        # A request that nobody learns from makes what is made when it is first used.
+        if engine is not None:
+            plan = replace(engine.plans[-1], tier=engine.plans[-1].tier if self._sees(inputs) else None)
+            generate_on(engine, self.adapter, inputs, plan, max_new_tokens=2)
+        else:
+            full = self.knobs.geometry.full(images=self._sees(inputs))
             generate(self.adapter, self.knobs, inputs, full, max_new_tokens=2)
 
     def generate(
@@ -165,21 +170,24 @@ class Attached:
         if decide is None and self.chooser is None:
             if latency_budget_ms is not None:
                 raise InputError("a budget needs a profile: attach(model, profile=...), or give a plan")
-            decide = self.knobs.geometry.full(images=self.adapter.vision_tokens(inputs) > 0)
-        elif decide is None:
-            assert self.chooser is not None
-            asked = self._asked(inputs, engine, load)
-            decide = self.chooser.decider(**asked, on_infeasible=on_infeasible)
+            decide = self.knobs.geometry.full(images=self._sees(inputs))
         how: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "budget_ms": latency_budget_ms, "received_s": received,
             "sampling": sampling, "stop": self.stop if stop is None else stop,
         }  # fmt: skip
-        if engine is None:
-            found = generate(self.adapter, self.knobs, inputs, decide, **how)
-        else:
-            found = generate_on(engine, self.adapter, inputs, decide, **how)
+        # Who waits for a slot waits here: what is predicted begins where a request has one.
+        with self._turns if engine is not None and self._turns is not None else nullcontext():
+            waited_ms = max(0.0, (time.perf_counter() - received) * 1e3)
+            if decide is None:
+                assert self.chooser is not None
+                asked = self._asked(inputs, engine, load)
+                decide = self.chooser.decider(**asked, on_infeasible=on_infeasible)
+            if engine is None:
+                found = generate(self.adapter, self.knobs, inputs, decide, **how)
+            else:
+                found = generate_on(engine, self.adapter, inputs, decide, **how)
         if asked is not None:
-            self._learn(found, asked)
+            self._learn(found, asked, waited_ms)
         return found
 
     @property
@@ -197,7 +205,11 @@ class Attached:
             if self.engine is not None:
                 self.engine.shutdown()
                 self.engine = None
-        self.knobs.remove()
+            self.knobs.remove()
+
+    def _sees(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a request has images."""
+        return self.adapter.vision_tokens(inputs) > 0
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """That what is no option is an input of the model, and no option that was misspelt."""
@@ -214,10 +226,11 @@ class Attached:
         """What a request runs on; None for the model's own forward."""
         if self._sizes is None or len(inputs["input_ids"]) > 1:
             return None
-        engine = self._engine(inputs)
-        if engine is None or plan is None or plan in engine.plans:
-            return engine
-        return None
+        if plan is not None and self.chooser is not None:
+            known = self.chooser.plans or self.chooser.few().plans or ()
+            if plan not in known and plan not in {replace(each, tier=None) for each in known}:
+                return None
+        return self._engine(inputs)
 
     @property
     def _sizes(self) -> Mapping[str, Any] | None:
@@ -233,6 +246,8 @@ class Attached:
         if sizes is None:
             return None
         with self._making:
+            if not self.knobs.installed:
+                raise InputError("these knobs were detached; attach to the model again")
             if self.engine is None:
                 assert self.chooser is not None
                 chooser = self.chooser if self.chooser.plans is not None else self.chooser.few()
@@ -242,12 +257,12 @@ class Attached:
                 )  # fmt: skip
                 try:
                     if engine.graphs.enabled:
-                        images = self.adapter.vision_tokens(example) > 0
-                        engine.warm(example if images else None, progress=progress)
+                        engine.warm(example if self._sees(example) else None, progress=progress)
                 except BaseException:
                     engine.shutdown(drain=False)
                     raise
                 self.engine, self.chooser = engine, chooser
+                self._turns = threading.Semaphore(engine.max_batch)
             return self.engine
 
     def _asked(self, inputs: dict[str, Any], engine: Engine | None, load: float | None) -> dict[str, Any]:
@@ -262,14 +277,13 @@ class Attached:
             load = there.load if load is None else load
         return {"text_tokens": text, "images": images, "batch": batch, "load": load or 0.0}
 
-    def _learn(self, found: Generated, asked: dict[str, Any]) -> None:
+    def _learn(self, found: Generated, asked: dict[str, Any], waited_ms: float) -> None:
         assert self.chooser is not None
         times = found.timings
+        took = Ask(plan=found.plan, new_tokens=found.new_tokens.shape[1], queued_ms=waited_ms, **asked)
         try:
             self.chooser.predictor.observe(
-                Ask(plan=found.plan, new_tokens=found.new_tokens.shape[1], **asked),
-                times.total_ms,
-                prefill_ms=times.total_ms - times.decode_ms,
+                took, times.total_ms, prefill_ms=times.total_ms - waited_ms - times.decode_ms
             )
         except InputError:
             _LOG.warning("what a request took could not be learnt from", exc_info=True)

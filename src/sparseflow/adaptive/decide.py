@@ -47,7 +47,8 @@ class Chooser:
         adapter: Of the model.
         predictor: Of the model on its device.
         controllers: Both stages; None to go by worth alone.
-        plans: Those that may be chosen, of the predictor's space; by default all of it.
+        plans: Those that may be chosen, of the predictor's space; by default all of it. Of tiers that the
+            profile left out none is.
         worth: For each plan of the predictor's space, how good it is, as its mean accuracy; used without
             controllers.
         most_tokens: Of a prompt and its answer together: plans whose tier makes more of a request are not
@@ -95,6 +96,11 @@ class Chooser:
             raise InputError(f"`plans` must be some of the predictor's: {named}")
         allowed = np.zeros(len(space), dtype=bool)
         allowed[[known[plan] for plan in chosen]] = True
+        if self.predictor.tiers:
+            allowed &= np.array([plan.tier in self.predictor.tiers for plan in every])
+        if not allowed.any():
+            there = ", ".join(self.predictor.tiers)
+            raise InputError(f"`plans` are of tiers that the profile did not measure; it has {there}")
         actions = [space.action(plan) for plan in every]
         most = self.predictor.about.how.get("max_tokens", self.adapter.context)
         for name, value in (
@@ -117,6 +123,7 @@ class Chooser:
         on_infeasible: OnInfeasible = "best_effort",
         batch: int = 1,
         load: float = 0.0,
+        vision: Mapping[Tier, int] | None = None,
         input_ids: Tensor | None = None,
     ) -> Budgeted:
         """Who decides about one request.
@@ -128,6 +135,7 @@ class Chooser:
                 quickest plan, `"truncate"` runs that for as many tokens as fit.
             batch: Requests that run when its turn comes, itself included.
             load: Share of the device that others want, 0 to 1.
+            vision: Tokens of all its images at each tier, where that is known.
             input_ids: Of its prompt, [1, tokens] int64 on the CPU; by default those of the request, which may
                 have to be fetched from the device.
 
@@ -140,7 +148,7 @@ class Chooser:
             )
         return Budgeted(
             chooser=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
-            load=load, input_ids=input_ids,
+            load=load, vision=vision, input_ids=input_ids,
         )  # fmt: skip
 
     def worths(self, *, text_tokens: int, images: float) -> np.ndarray:
@@ -153,16 +161,27 @@ class Chooser:
             return np.asarray(self.worth)
         return (text_tokens + images * self.vision) * self.calls
 
-    def room(self, *, text_tokens: int, images: float, new_tokens: int) -> np.ndarray:
+    def room(
+        self, *, text_tokens: int, images: float, new_tokens: int, vision: Mapping[Tier, int] | None = None
+    ) -> np.ndarray:
         """Which plans may be chosen for a request and leave it room for its tokens: [plans] bool.
 
         Where none does, those that come nearest: the error that follows tells how many tokens there are.
+
+        Args:
+            text_tokens: As of `decider`, as the others.
+            images: In proportion to which tokens are counted where `vision` does not tell.
+            new_tokens: Of the answer.
+            vision: As of `decider`.
         """
         if self.most_tokens is None:
             return self.allowed
-        vision = np.rint(images * self.vision)
-        found = self.allowed & (vision <= self.most_tokens - text_tokens - new_tokens + 1)
-        return found if found.any() else self.allowed & (vision == vision[self.allowed].min())
+        if vision:
+            seen = np.array([vision.get(tier, math.inf) for tier in TIERS])[self.begins[0]]
+        else:
+            seen = np.rint(images * self.vision)
+        found = self.allowed & (seen <= self.most_tokens - text_tokens - new_tokens + 1)
+        return found if found.any() else self.allowed & (seen == seen[self.allowed].min())
 
     def fullest(self, among: np.ndarray) -> int:
         """The number of the plan that does most, of some: [plans] bool."""
@@ -223,6 +242,7 @@ class Budgeted:
     on_infeasible: OnInfeasible
     batch: int
     load: float
+    vision: Mapping[Tier, int] | None = None
     input_ids: Tensor | None = None
     _begun: Begun | None = None
     _room: np.ndarray | None = None
@@ -234,7 +254,7 @@ class Budgeted:
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
         self._new_tokens = request.max_new_tokens
         self._room = self.chooser.room(
-            text_tokens=self.text_tokens, images=self.images, new_tokens=self._new_tokens
+            text_tokens=self.text_tokens, images=self.images, new_tokens=self._new_tokens, vision=self.vision
         )
         fits = self._room & (p99 <= remaining_ms)
         if not fits.any():

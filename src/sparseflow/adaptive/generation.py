@@ -118,7 +118,7 @@ def generate(
     Args:
         adapter: The model.
         knobs: The knobs on it.
-        inputs: Those of the highest tier, on the model's device. Rows of a batch are padded on their left.
+        inputs: Those of the highest tier. Rows of a batch are padded on their left.
         plan: What to run, or who decides it; a decider takes one row.
         max_new_tokens: Most tokens to generate, > 0.
         budget_ms: From receipt to the last token, for the decider.
@@ -138,6 +138,8 @@ def generate(
     check_inputs(inputs)
     check_limits(max_new_tokens, budget_ms)
     check_words(adapter, inputs)
+    device = next(adapter.decoder.parameters()).device
+    inputs = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in inputs.items()}
     rows = len(inputs["input_ids"])
     decide: Any = Fixed(plan=plan) if isinstance(plan, Plan) else plan
     if rows > 1 and not isinstance(decide, Fixed):

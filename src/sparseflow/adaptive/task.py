@@ -103,6 +103,8 @@ class Parts:
     train: Stretch
     validation: Stretch
     test: Stretch
+    images: bool = True
+    """Whether one of them may have an image."""
 
     def counts(self) -> dict[Split, int]:
         """How many first samples of each split are needed."""

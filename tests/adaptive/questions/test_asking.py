@@ -195,7 +195,35 @@ def test_without_memory_it_goes_by_halves(text: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(asking, "generate", small)
     assert asker.right(rows, plan) == whole and sizes == [5, 2, 3, 1, 2]
+
+    tokens, language = asker.latency_tokens(rows, None), asker.language(rows)
+    for name in ("_latency_tokens", "_language"):
+        inner = getattr(asker, name)
+
+        def few(some: Any, *given: Any, inner: Any = inner) -> Any:
+            if len(some) > 2:
+                raise torch.OutOfMemoryError
+            return inner(some, *given)
+
+        monkeypatch.setattr(asker, name, few)
+    torch.testing.assert_close(asker.latency_tokens(rows, None), tokens)
+    torch.testing.assert_close(asker.language(rows), language)
     asker.close()
+
+
+def test_room_is_that_of_where_it_is_served(text: Path) -> None:
+    line = {"prompt": "w7 w8 w9", "answer": "w5", "max_new_tokens": 4}
+    there = folders.opened(text / "model", EXACT)
+    asker = Asker(there)
+    (row,) = ready_of(asker, text, line)
+    told = asker.identity([row])
+    assert told == asker.identity([row]) and told["context"] == there.context
+    asker.close()
+    tight = Asker(there, row.prompt.tokens + 3)
+    with pytest.raises(InputError, match="context is"):
+        ready_of(tight, text, line)
+    assert tight.identity([row]) != told
+    tight.close()
 
 
 def test_batches_have_a_bound(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +242,7 @@ def test_what_cannot_be_asked(text: Path, tmp_path: Path) -> None:
     there = folders.opened(text / "model", EXACT)
     asker = Asker(there)
     for line, told in (
-        ({"answer": "w5 w6 w7", "max_new_tokens": 2}, r"1: the answer has 3 tokens, and `max_new_tokens`"),
+        ({"answer": "w5 w6 w7", "max_new_tokens": 2}, r"1: the answer as it is written has 3 tokens, and"),
         ({"answer": "w5", "prompt": "w7 " * 600}, r"1: this model's context is 512 tokens; the"),
         ({"answer": "w5", "images": ["0.png"]}, r"1: this model takes no images"),
     ):  # fmt: skip

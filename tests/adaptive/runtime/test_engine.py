@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -265,6 +267,21 @@ class TestWarming:
             driven(engine)
         assert handle.result(30).tokens == alone(*olmoe, handle.request)
         engine.shutdown()
+
+    def test_who_does_not_want_to_wait_ends_it(self, olmoe: tuple[Adapter, Knobs]) -> None:
+        engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=16, contexts=(8,), prompts=(8,))
+        done: list[int] = []
+
+        def tell(so_far: int, of: int) -> None:
+            done.append(so_far)
+            # As after an interrupt, while the rest is still to be done.
+            threading.Thread(target=lambda: engine.shutdown(drain=False)).start()
+            while engine._stopping is None:
+                time.sleep(0.001)
+
+        with pytest.raises(Stopped, match="while it was warmed"):
+            engine.warm(progress=tell)
+        assert done == [1]
 
     def test_not_while_requests_run(self, olmoe: tuple[Adapter, Knobs]) -> None:
         engine = still(olmoe)

@@ -75,11 +75,11 @@ def test_latencies_are_kept_and_made_anew_for_another_profile(
 
     monkeypatch.setattr(room, "latencies", noted)
     first = of(model, profile, tmp_path, **few)
-    assert len(made) == 2  # of all sizes, and of the one that pictures are of
+    assert len(made) == 3  # before any answer, of all sizes, and of the one that pictures are of
     again = of(model, profile, tmp_path, **few)
-    assert len(made) == 3 and again.train.identity() == first.train.identity()
+    assert len(made) == 5 and again.train.identity() == first.train.identity()
     other = of(model, small.profile_of(model, repeats=2), tmp_path, **few)
-    assert len(made) == 5 and other.train.latency_ms.shape[2] == 2
+    assert len(made) == 8 and other.train.latency_ms.shape[2] == 2
     path = tmp_path / FOLDER / LATENCIES
     path.write_bytes(b"nothing")
     with pytest.raises(FileFormatError, match=r"is not a table of latencies that can be read"):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflow.adaptive.plan import PlanSpace
+from sparseflow.adaptive.plan import PlanSpace, Tier
 from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
 from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate
 from sparseflow.adaptive.predictor.filling import Filling
@@ -55,6 +55,7 @@ class Predictor:
         level: Share of requests that shall take no longer than the higher prediction.
         held_out: How far off medians were for plans and lengths that a fit had not seen: mean of relative
             errors, a share.
+        tiers: Those that were measured; what is predicted for others is a guess.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Predictor:
         factors: tuple[Factors, Factors],
         level: float = LEVEL,
         held_out: float,
+        tiers: Sequence[Tier] | None = None,
     ) -> None:
+        self.tiers: tuple[Tier, ...] = space.geometry.tiers if tiers is None else tuple(tiers)
         self.about, self.space, self.level, self.held_out = about, space, level, held_out
         self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
         self._margins, self._factors = list(margins), factors
@@ -104,7 +107,10 @@ class Predictor:
         space = space or profile.space
         if space.geometry != profile.space.geometry:
             raise InputError(f"`space` is of {space.geometry}, the profile of {profile.space.geometry}")
-        return cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
+        made = cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
+        there = {visit.plan.tier for visit in profile.timed}
+        made.tiers = tuple(tier for tier in space.geometry.tiers if tier in there)
+        return made
 
     @classmethod
     def of(cls, found: Calibrated, about: About, space: PlanSpace, *, level: float = LEVEL) -> Predictor:
@@ -237,6 +243,7 @@ class Predictor:
                 "about": self.about.to_dict(),
                 "space": self.space.to_dict(),
                 "level": self.level,
+                "tiers": list(self.tiers),
                 "held_out": self.held_out,
                 "prefill": self._tables.prefill.to_dict(),
                 "step": self._tables.step.to_dict(),
@@ -265,6 +272,7 @@ class Predictor:
             spreads = np.asarray(record["spreads"], dtype=np.float64)
             step_margins = np.asarray(record["step_margins"], dtype=np.float64)
             held_out = float(record["held_out"])
+            measured: list[Tier] = [tier for tier in space.geometry.tiers if tier in record["tiers"]]
             margins = [Margin.from_dict(each, 1.0 - level) for each in record["margins"]]
             first, later = map(Factors.from_dict, record["factors"])
         except FileFormatError:
@@ -284,7 +292,7 @@ class Predictor:
             raise FileFormatError("a predictor's plans are of another geometry than its model")
         return cls(
             about=about, space=space, tables=tables, spreads=spreads, step_margins=step_margins,
-            margins=margins, factors=(first, later), level=level, held_out=held_out,
+            margins=margins, factors=(first, later), level=level, held_out=held_out, tiers=measured,
         )  # fmt: skip
 
     def save(self, path: Path | str) -> None:

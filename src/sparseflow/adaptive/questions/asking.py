@@ -6,10 +6,11 @@ no longer become right, or are over, it ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from sparseflow.errors import InputError
 
 ROWS, TOKENS = 32, 16384
 """Most questions of a batch, and most tokens of their prompts, padding included."""
+
+T = TypeVar("T")
 
 _BROKEN = "\ufffd"
 """What the part of a character that is there so far is decoded to."""
@@ -57,6 +60,8 @@ class Asker:
 
     Args:
         there: The model, as a server has it; its knobs are put on.
+        most_tokens: Of a prompt and its answer together, where they are served; by default as many as the
+            model's context has.
 
     Attributes:
         adapter: The model.
@@ -68,16 +73,32 @@ class Asker:
         ModelError: The model cannot have knobs.
     """
 
-    def __init__(self, there: Opened) -> None:
+    def __init__(self, there: Opened, most_tokens: int | None = None) -> None:
         attached = attach(there.model)
         self.adapter, self.knobs, self.stop = attached.adapter, attached.knobs, attached.stop
-        self.model, self.template = there.model, str(there.tokenizer.chat_template)
-        self._tokenizer = there.tokenizer
-        self._prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=self.stop)
+        self.model, self._tokenizer = there.model, there.tokenizer
+        context = there.context if most_tokens is None else min(there.context, most_tokens)
+        self._prompts = Prompts(there.tokenizer, context=context, sight=there.sight, stop=self.stop)
 
     def close(self) -> None:
         """Take the knobs off."""
         self.knobs.remove()
+
+    def identity(self, some: Sequence[Ready]) -> dict[str, Any]:
+        """What answers depend on beside weights and questions, as JSON keeps it.
+
+        Args:
+            some: Questions, by whose inputs a change of tokenizer or of the images' preparation shows.
+        """
+        inputs = hashlib.sha256()
+        for each in some:
+            for name, value in sorted(each.prompt.inputs.items()):
+                inputs.update(f"{name} {list(value.shape)}".encode())
+                inputs.update(value.float().numpy().tobytes())
+        return {
+            "inputs": inputs.hexdigest(), "stop": sorted(self.stop), "context": self._prompts.context,
+            "template": hashlib.sha256(str(self._tokenizer.chat_template).encode()).hexdigest(),
+        }  # fmt: skip
 
     def ready(self, question: Question) -> Ready:
         """A question as a prompt.
@@ -89,15 +110,16 @@ class Asker:
         answer = len(self._tokenizer.encode(question.answer.strip(), add_special_tokens=False)) + 1
         if answer > question.max_new_tokens + 1:
             raise InputError(
-                f"{question.where}: the answer has {answer - 1} tokens, and `max_new_tokens` is "
-                f"{question.max_new_tokens}: no answer could be right; allow more"
+                f"{question.where}: the answer as it is written has {answer - 1} tokens, and "
+                f"`max_new_tokens` is {question.max_new_tokens}; allow more"
             )
         images = [(str(file), content_of(file, question.where)) for file in question.images]
         try:
             prompt = self._prompts.of_user(question.prompt, images, question.max_new_tokens)
         except InputError as error:
             raise InputError(f"{question.where}: {error}") from error
-        room = self._prompts.context - prompt.text_tokens - question.max_new_tokens
+        # The last token of an answer is never run.
+        room = self._prompts.context - prompt.text_tokens - question.max_new_tokens + 1
         dtype = self.adapter.model.dtype
         inputs = {
             name: each.to(dtype) if each.is_floating_point() else each for name, each in prompt.inputs.items()
@@ -121,21 +143,12 @@ class Asker:
             PlanError: The model cannot run it.
             RunError: The model gives NaN.
         """
-        try:
-            return self._right(questions, plan)
-        except (RuntimeError, MemoryError) as error:
-            if len(questions) == 1 or not is_out_of_memory(error):
-                raise
-        free_memory()
-        half = len(questions) // 2
-        return self.right(questions[:half], plan) + self.right(questions[half:], plan)
+        return [one for part in _by_halves(lambda some: self._right(some, plan), questions) for one in part]
 
     def language(self, questions: Sequence[Ready]) -> Tensor:
         """What Stage 1 looks at, of a batch: [questions, d] float32, on the CPU."""
-        inputs = self._joined(questions)
-        return language_features(self.adapter, inputs["input_ids"], inputs["attention_mask"]).cpu()
+        return torch.cat(_by_halves(self._language, questions))
 
-    @torch.no_grad()
     def latency_tokens(self, questions: Sequence[Ready], tier: Tier | None) -> Tensor:
         """What Stage 2 looks at.
 
@@ -147,6 +160,14 @@ class Asker:
             The last prompt token as it leaves the block before each insertion position: [questions,
             positions, d] float32, on the CPU.
         """
+        return torch.cat(_by_halves(lambda some: self._latency_tokens(some, tier), questions))
+
+    def _language(self, questions: Sequence[Ready]) -> Tensor:
+        inputs = self._joined(questions)
+        return language_features(self.adapter, inputs["input_ids"], inputs["attention_mask"]).cpu()
+
+    @torch.no_grad()
+    def _latency_tokens(self, questions: Sequence[Ready], tier: Tier | None) -> Tensor:
         adapter, found = self.adapter, []
         inputs = adapter.at_tier(self._joined(questions), tier)
         places, _ = adapter.positions(inputs)
@@ -220,6 +241,18 @@ def batches(questions: Sequence[Ready], tier: Tier | None) -> list[list[int]]:
 def plain(text: str) -> str:
     """A text without case, and with blanks only between words, one each."""
     return " ".join(text.casefold().split())
+
+
+def _by_halves(call: Callable[[Sequence[Ready]], T], questions: Sequence[Ready]) -> list[T]:
+    """What a call gives of a batch, or of its parts where memory is too small for all of it."""
+    try:
+        return [call(questions)]
+    except (RuntimeError, MemoryError) as error:
+        if len(questions) == 1 or not is_out_of_memory(error):
+            raise
+    free_memory()
+    half = len(questions) // 2
+    return [*_by_halves(call, questions[:half]), *_by_halves(call, questions[half:])]
 
 
 class _Settled(Exception):

@@ -7,7 +7,8 @@
 
 Images are named relative to the file. A line without `split` falls into one by what its first image holds, or
 without any by its content: questions about one image stay together, and stay there when others come or go.
-60 % fall into train, 20 % into val, 20 % into test.
+60 % fall into train, 20 % into val, 20 % into test. Where there are more than are asked for, the first are
+taken, so kinds of questions should be mixed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +59,13 @@ class Questions:
 
     @classmethod
     def open(
-        cls, folder: Path, file: Path, *, device: torch.device, dtype: torch.dtype | None = None
+        cls,
+        folder: Path,
+        file: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        most_tokens: int | None = None,
     ) -> Questions:
         """Questions of a file to the model of a folder.
 
@@ -67,6 +74,8 @@ class Questions:
             file: As of `read`.
             device: Where to compute.
             dtype: Of the weights.
+            most_tokens: Of a prompt and its answer together, where they are served: no more than the model's
+                context, which is the default.
 
         Raises:
             InputError: There is no such folder or file, or the tokenizer has no chat template.
@@ -74,7 +83,8 @@ class Questions:
             ModelError: The model's architecture has no adapter.
         """
         questions = read(file)
-        return cls(Asker(open_folder(folder, device=device, dtype=dtype)), questions, file.name)
+        there = open_folder(folder, device=device, dtype=dtype)
+        return cls(Asker(there, most_tokens), questions, file.name)
 
     @property
     def model(self) -> Any:
@@ -92,8 +102,12 @@ class Questions:
         for split, questions in self.splits.items():
             for each in questions:
                 digest.update(f"{split} {each.digest}\n".encode())
-        template = hashlib.sha256(self._asker.template.encode()).hexdigest()
-        return {"questions": digest.hexdigest(), "template": template, "stop": sorted(self._asker.stop)}
+        first = [
+            self._asker.ready(some[0])
+            for seen in (False, True)
+            if (some := [each for part in self.splits.values() for each in part if bool(each.images) is seen])
+        ]
+        return {"questions": digest.hexdigest(), **self._asker.identity(first)}
 
     def parts(self, counts: Counts, progress: Progress | None = None) -> Parts:
         """As `Task`: as many as are wanted, or as there are.
@@ -111,7 +125,8 @@ class Questions:
                 if progress is not None:
                     progress(f"{number} of {len(some)} {split} questions can be asked", 0.0)
             found[split] = Stretch(split=split, count=len(some))
-        return Parts(train=found["train"], validation=found["val"], test=found["test"])
+        images = any(each.images for split, count in wanted.items() for each in self.splits[split][:count])
+        return Parts(train=found["train"], validation=found["val"], test=found["test"], images=images)
 
     def outcomes(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
@@ -210,7 +225,7 @@ class Scorer:
         questions: What; their images stay in memory, as the model takes them.
 
     Attributes:
-        digest: Of the questions.
+        digest: Of the questions, and of what else scores depend on beside the weights.
     """
 
     def __init__(self, asker: Asker, questions: Sequence[Question]) -> None:
@@ -221,7 +236,9 @@ class Scorer:
         self._batches: list[tuple[Tier | None, list[int]]] = [
             (tier, places) for tier in tiers for places in batches(self._ready, tier)
         ]
-        self.digest = hashlib.sha256("".join(each.digest for each in questions).encode()).hexdigest()
+        told = {"dtype": str(asker.model.dtype), **asker.identity(self._ready)}
+        text = json.dumps([told, *(each.digest for each in questions)], sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, blocks: tuple[int, ...]) -> np.ndarray:
         """Which answers are right with some blocks alone, at the highest tier: [questions] float64."""

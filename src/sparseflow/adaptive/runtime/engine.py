@@ -211,6 +211,8 @@ class Engine:
                 raise InputError("requests run; warm the engine up before the first of them")
             parts = self._schedule.warm(example)
             for done, part in enumerate(parts):
+                if self._stopping == "now":
+                    raise Stopped("the engine was shut down while it was warmed")
                 part()
                 if progress is not None:
                     progress(done + 1, len(parts))

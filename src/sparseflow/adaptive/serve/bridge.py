@@ -183,6 +183,7 @@ def deciding(chooser: Chooser) -> Callable[[Job], Decider]:
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
             batch=job.beside + 1,
             load=job.load,
+            vision=job.prompt.vision,
             input_ids=job.prompt.inputs["input_ids"],
         )
 

@@ -4,10 +4,10 @@ A plan that was measured takes what it took: each of its requests at the nearest
 predicted median of the size that is asked for over that of the size that was measured. So the scatter is that
 of real requests, each in its place, and the predictor only says how lengths differ.
 
-A plan that was not measured takes its predicted median, times what the requests of another plan of its tier
-took over *their* predicted median, by a predictor that had not seen that plan at that length. So it scatters
-as measured plans do, and is as far off as predictions of unseen plans are. Which other plan is drawn once for
-each.
+A plan that was not measured takes its predicted median, times what the requests of another plan (of its
+tier, where the profile has any) took over *their* predicted median, by a predictor that had not seen that
+plan at that length. So it scatters as measured plans do, and is as far off as predictions of unseen plans
+are. Which other plan is drawn once for each.
 
 Requests are alone on the device: the batch is 1, the load the least that was measured.
 """
@@ -66,8 +66,8 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
         seed: What stand-ins for plans that were not measured are drawn from.
 
     Raises:
-        InputError: There is no size, one is below 1, the profile has too little for a predictor, or no
-            request of a tier without a batch.
+        InputError: There is no size, one is below 1, or the profile has too little for a predictor, or no
+            request without a batch.
         MissingExtraError: SciPy is missing.
     """
     if not sizes or min(min(size.text_tokens, size.new_tokens) for size in sizes) < 1:
@@ -145,16 +145,12 @@ def _unseen_medians(
 def _stand_ins(
     plans: Sequence[Plan], own: Mapping[Plan, Sequence[Visit]], random: np.random.Generator
 ) -> dict[Plan, Plan]:
-    """For each plan that was not measured, one of its tier that was."""
+    """For each plan that was not measured, one that was: of its tier, unless the profile left that out."""
     found = {}
     for plan in plans:
         if plan in own:
             continue
-        among = [each for each in plans if each in own and each.tier == plan.tier]
-        if not among:
-            raise InputError(
-                f"the profile measured no plan of tier {plan.tier!r} with batch 1; profile some of each tier"
-            )
+        among = [each for each in plans if each in own and each.tier == plan.tier] or list(own)
         found[plan] = among[random.integers(len(among))]
     return found
 

@@ -159,7 +159,8 @@ def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profi
     if asked.questions is None:
         task: Task = GridVqa.open(asked.model, archives=asked.archives, bank=asked.bank, **how)
     else:
-        task = Questions.open(asked.model, asked.questions, **how)
+        most = profile.about.how.get("max_tokens")
+        task = Questions.open(asked.model, asked.questions, most_tokens=most, **how)
     asked.out.mkdir(parents=True, exist_ok=True)
     made = tables(task, profile, asked.out, counts=asked.counts, mine=mine, progress=progress)
     return profile, task, made

@@ -77,7 +77,10 @@ def tables(
             f"this profile is of another model (id {profile.about.model_id}; yours is {mine_id}): profile "
             "yours with `sparseflow adaptive profile`"
         )
-    root, parts = Path(folder) / FOLDER, task.parts(counts, progress)
+    root, parts = Path(folder) / FOLDER, task.parts(counts, progress if mine.rank == 0 else None)
+    # What is wrong with the profile is said before hours of answers.
+    images = 1.0 if profile.space.geometry.tiers and parts.images else 0.0
+    latencies(profile, [Size(1, 1, images=images)])
     judged = answers(task, profile.space, root, parts.counts(), mine=mine, progress=progress)
     sizes = {split: _sizes(each, profile) for split, each in judged.items()}
     every = sorted(set().union(*sizes.values()))

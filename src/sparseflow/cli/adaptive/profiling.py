@@ -117,6 +117,9 @@ def profile(
     lengths = tokens or _lengths(vision, limit - steps)
     tiers = _tiers(vision, text_tokens=max(lengths), new_tokens=steps + 1, limit=limit)
     left_out = [tier for tier in space.geometry.tiers if tier not in tiers]
+    if not tiers:
+        # Images of which nothing is measured are refused.
+        example = None
     chosen = spread(
         space, min(plans or len(space), len(space)), seed=seed, text_only=text_plans,
         tiers=tiers if left_out else None,

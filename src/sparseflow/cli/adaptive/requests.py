@@ -42,8 +42,7 @@ def generate(
     from sparseflow.cli.progress import bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
-    asked = there.prompt(prompt, image or [])
-    inputs = {name: each.to(attached.adapter.model.device) for name, each in asked.inputs.items()}
+    inputs = there.prompt(prompt, image or []).inputs
     with attached:
         with bar() as tell:
             attached.warm(progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of), **inputs)
