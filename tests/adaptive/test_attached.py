@@ -287,3 +287,14 @@ def test_what_is_no_input_is_refused(model: Any) -> None:
         with pytest.raises(InputError, match=f"more than the {most} tokens"):
             attached.generate(input_ids=IDS, max_new_tokens=most)
         assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)
+
+
+def test_a_request_longer_than_those_that_were_profiled_is_refused(model: Any, measured: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        attached.chooser = replace(attached.chooser, most_tokens=12)
+        assert attached.generate(input_ids=IDS, max_new_tokens=8).new_tokens.shape == (1, 8)
+        with pytest.raises(
+            InputError, match="more than the 12 tokens that there is room for; ask for at most 8"
+        ):
+            attached.generate(input_ids=IDS, max_new_tokens=9)

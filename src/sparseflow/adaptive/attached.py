@@ -183,7 +183,8 @@ class Attached:
                 asked = self._asked(inputs, engine, load)
                 decide = self.chooser.decider(**asked, on_infeasible=on_infeasible)
             if engine is None:
-                found = generate(self.adapter, self.knobs, inputs, decide, **how)
+                most = None if asked is None or self.chooser is None else self.chooser.most_tokens
+                found = generate(self.adapter, self.knobs, inputs, decide, most_tokens=most, **how)
             else:
                 found = generate_on(engine, self.adapter, inputs, decide, **how)
         if asked is not None:

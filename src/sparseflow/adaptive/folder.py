@@ -52,14 +52,8 @@ class Opened:
         """
         from sparseflow.adaptive.serve.chat import Prompts
 
-        contents = []
-        for path in map(Path, images):
-            try:
-                contents.append((str(path), path.read_bytes()))
-            except OSError as error:
-                raise InputError(f"image {path} cannot be read: {error.strerror}") from error
         prompts = Prompts(self.tokenizer, context=self.context, sight=self.sight)
-        return prompts.of_user(text, contents)
+        return prompts.of_user(text, images)
 
 
 def open_folder(

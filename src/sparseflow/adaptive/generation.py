@@ -111,6 +111,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Collection[int] = (),
     pad_id: int | None = None,
+    most_tokens: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generated:
     """Generate tokens.
@@ -127,6 +128,7 @@ def generate(
         stop: Tokens that end a row.
         pad_id: What follows a stop token in a row while others go on; by default the model's own, or the stop
             token.
+        most_tokens: Of a prompt and its answer together; by default as many as the model has positions for.
         on_tokens: Called with each new token of all rows, as they come.
 
     Raises:
@@ -162,7 +164,10 @@ def generate(
     answer = _Answer(draws, frozenset(stop), _padding(adapter, pad_id, stop), on_tokens)
     with torch.no_grad():
         began = time.perf_counter()
-        prompt, running_plan, times = _run(adapter, knobs, inputs, asking, answer, max_new_tokens)
+        prompt, running_plan, times = _run(
+            adapter, knobs, inputs, asking, answer, max_new_tokens,
+            adapter.context if most_tokens is None else most_tokens,
+        )  # fmt: skip
     total_ms, times["queued_ms"] = (time.perf_counter() - received) * 1e3, (began - received) * 1e3
     return Generated(
         sequences=torch.cat([prompt, *(each[:, None] for each in answer.tokens)], dim=1),
@@ -260,7 +265,13 @@ class _Answer:
 
 
 def _run(
-    adapter: Adapter, knobs: Knobs, inputs: Inputs, asking: Asking, answer: _Answer, max_new_tokens: int
+    adapter: Adapter,
+    knobs: Knobs,
+    inputs: Inputs,
+    asking: Asking,
+    answer: _Answer,
+    max_new_tokens: int,
+    most_tokens: int | None,
 ) -> tuple[Tensor, Plan, dict[str, float]]:
     """Fill an answer; gives the prompt as it was run, the plan, and times."""
     marks = Marks(inputs["input_ids"].device)
@@ -268,9 +279,8 @@ def _run(
     before_s = asking.spent_s
     marks.mark("start")
     given = adapter.at_tier(inputs, choice.tier)
-    if adapter.context is not None:
-        tokens = given["input_ids"].shape[1]
-        check_room(tokens, asking.limit(max_new_tokens), adapter.context)
+    if most_tokens is not None:
+        check_room(given["input_ids"].shape[1], asking.limit(max_new_tokens), most_tokens)
     places, after = adapter.positions(given)
     mask = given.get("attention_mask")
     if mask is not None and bool(mask.bool().all()):

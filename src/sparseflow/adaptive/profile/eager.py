@@ -30,8 +30,8 @@ class EagerRunner:
         device: Where the model is, as torch names it.
         example: Inputs of a request with one image at the highest tier, batch 1, as the model's processor
             makes them; None measures requests without image only.
-        max_tokens: Most tokens of a request, prompt and answer together: longer ones are not measured. None
-            is no limit.
+        max_tokens: Most tokens of a request, prompt and answer together: longer ones are refused, here and by
+            who goes by the profile. None is no limit.
         seed: What words are drawn from.
 
     Raises:
@@ -74,7 +74,8 @@ class EagerRunner:
 
     @property
     def how(self) -> Mapping[str, Any]:
-        return {"runner": "eager", **computed(self._adapter.model)}
+        limit = {} if self._max_tokens is None else {"max_tokens": self._max_tokens}
+        return {"runner": "eager", **computed(self._adapter.model), **limit}
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
         """Run a request; see `Runner.run`.

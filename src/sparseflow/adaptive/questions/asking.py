@@ -20,7 +20,7 @@ from sparseflow.adaptive.features import language_features
 from sparseflow.adaptive.folder import Opened
 from sparseflow.adaptive.generation import generate
 from sparseflow.adaptive.plan import Plan, Tier
-from sparseflow.adaptive.questions.file import Question, content_of
+from sparseflow.adaptive.questions.file import Question
 from sparseflow.adaptive.runtime.batch import free_memory, is_out_of_memory
 from sparseflow.adaptive.runtime.steps import last_logits
 from sparseflow.adaptive.serve.backend import Prompt
@@ -113,9 +113,8 @@ class Asker:
                 f"{question.where}: the answer as it is written has {answer - 1} tokens, and "
                 f"`max_new_tokens` is {question.max_new_tokens}; allow more"
             )
-        images = [(str(file), content_of(file, question.where)) for file in question.images]
         try:
-            prompt = self._prompts.of_user(question.prompt, images, question.max_new_tokens)
+            prompt = self._prompts.of_user(question.prompt, question.images, question.max_new_tokens)
         except InputError as error:
             raise InputError(f"{question.where}: {error}") from error
         # The last token of an answer is never run.

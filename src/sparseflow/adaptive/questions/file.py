@@ -125,7 +125,7 @@ def _line(line: bytes, where: str) -> _Line:
 def _question(line: _Line, folder: Path, where: str) -> Question:
     images = tuple(folder / name for name in line.images)
     text = json.dumps([line.prompt, line.answer, line.images, line.max_new_tokens, line.kind])
-    seen = [hashlib.sha256(content_of(image, where)).digest() for image in images]
+    seen = [hashlib.sha256(_content_of(image, where)).digest() for image in images]
     digest = hashlib.sha256(text.encode() + b"".join(seen))
     split = line.split or _split(seen[0] if seen else digest.digest())
     return Question(
@@ -134,7 +134,7 @@ def _question(line: _Line, folder: Path, where: str) -> Question:
     )  # fmt: skip
 
 
-def content_of(image: Path, where: str) -> bytes:
+def _content_of(image: Path, where: str) -> bytes:
     """The bytes of an image's file.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -243,26 +244,29 @@ class Prompts:
             )  # fmt: skip
         return prompt
 
-    def of_user(self, text: str, images: Sequence[tuple[str, bytes]] = (), new_tokens: int = 1) -> Prompt:
+    def of_user(self, text: str, images: Sequence[Path | str] = (), new_tokens: int = 1) -> Prompt:
         """The prompt of one user's message that is no client's: what is wrong with it is an `InputError`.
 
         Args:
             text: What is said.
-            images: Name, for errors, and content of each image's file; they come before the text.
+            images: Files of images, which come before the text.
             new_tokens: As of `prompt`.
 
         Raises:
-            InputError: An image cannot be used, the model takes none, or the prompt is too long.
+            InputError: An image cannot be read or used, the model takes none, or the prompt is too long.
         """
         if images and not self.takes_images:
             raise InputError("this model takes no images: leave them out, or name another model")
         pictures = []
-        for name, content in images:
+        for path in map(Path, images):
             try:
                 # What kind it is, its content says.
-                pictures.append(decode(f"data:;base64,{base64.b64encode(content).decode()}", Limits()))
+                content = base64.b64encode(path.read_bytes()).decode()
+                pictures.append(decode(f"data:;base64,{content}", Limits()))
+            except OSError as error:
+                raise InputError(f"image {path} cannot be read: {error.strerror}") from error
             except Refusal as error:
-                raise InputError(f"image {name}: {error}") from error
+                raise InputError(f"image {path}: {error}") from error
         parts = [{"type": "image_url", "image_url": {"url": "data:,"}}] * len(images)
         message = Message.model_validate(
             {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
