@@ -28,6 +28,7 @@ from sparseflow.adaptive.runtime.requests import Refused
 from sparseflow.adaptive.worth import Worth
 from sparseflow.errors import InputError, ModelError
 from tests.adaptive import tiny
+from tests.adaptive.questions import folders
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -215,6 +216,22 @@ def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> No
                 attached.adapter, attached.knobs, {"input_ids": ids}, mine.plan, max_new_tokens=6
             )
             assert torch.equal(mine.sequences, alone.sequences)
+
+
+def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
+    exact = torch.float64
+    there = folders.opened(folders.model_folder(tmp_path / "model", "llava_siglip", dtype=exact), exact)
+    (tmp_path / "0.png").write_bytes(folders.picture(0))
+    inputs = there.prompt("w7 w8", [tmp_path / "0.png"]).inputs
+    with adaptive.attach(there.model, profile=folders.profile_of(there)) as attached:
+        assert attached.chooser is not None
+        attached.chooser = replace(attached.chooser, most_tokens=32)
+        attached.warm(**inputs)
+        for budget_ms in (None, 1e6):
+            found = attached.generate(**inputs, latency_budget_ms=budget_ms, max_new_tokens=3)
+            assert found.plan.tier == "medium"
+        with pytest.raises(InputError, match="more than the 32 tokens"):
+            attached.generate(**inputs, max_new_tokens=32)
 
 
 def test_an_interrupted_call_does_not_go_on(

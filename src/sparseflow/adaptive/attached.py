@@ -118,13 +118,16 @@ class Attached:
         """
         self._check_names(inputs)
         engine = self._engine(inputs, progress)
-        # A request that nobody learns from makes what is made when it is first used.
-        if engine is not None:
-            plan = replace(engine.plans[-1], tier=engine.plans[-1].tier if self._sees(inputs) else None)
-            generate_on(engine, self.adapter, inputs, plan, max_new_tokens=2)
+        # A request that nobody learns from makes what is made when it is first used: that of the fullest plan
+        # that has room for it.
+        if self.chooser is None:
+            decide: Any = self.knobs.geometry.full(images=self._sees(inputs))
         else:
-            full = self.knobs.geometry.full(images=self._sees(inputs))
-            generate(self.adapter, self.knobs, inputs, full, max_new_tokens=2)
+            decide = self.chooser.decider(**self._asked(inputs, engine, load=None))
+        if engine is None:
+            generate(self.adapter, self.knobs, inputs, decide, max_new_tokens=2)
+        else:
+            generate_on(engine, self.adapter, inputs, decide, max_new_tokens=2)
 
     def generate(
         self,
@@ -152,9 +155,9 @@ class Attached:
             load: Share of the device that others want, 0 to 1; by default what the engine knows of its own
                 requests, else 0.
             received_s: When the request came, by `time.perf_counter`; by default now.
-            **inputs: Those of the model's forward for the highest tier, on its device: `input_ids`
-                [1, tokens] and, with images, their pixels; `open_folder(...).prompt(...)` makes some. With
-                `plan`, several rows may run by the model's forward.
+            **inputs: Those of the model's forward for the highest tier: `input_ids` [1, tokens] and, with
+                images, their pixels; `open_folder(...).prompt(...)` makes some. With `plan`, several rows may
+                run by the model's forward.
 
         Raises:
             InputError: A value is out of range, or there is a budget and neither profile nor plan.
