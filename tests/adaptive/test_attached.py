@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.generation import generate
 from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import PlanSpace
+from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.profile import EagerRunner, EngineRunner, profile, spread, weights_id
 from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import Refused
@@ -38,33 +40,33 @@ def model() -> Any:
     return tiny.olmoe()
 
 
-@pytest.fixture(scope="module")
-def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the model."""
-    file = tmp_path_factory.mktemp("profile") / "profile.parquet"
-    knobs = Knobs(adapter_of(model))
+def profiled(model: Any, folder: Path, runner_of: Callable[[Knobs, Sequence[Plan]], Any]) -> Path:
+    """A profile of some plans of the model, by a runner."""
+    file, knobs = folder / "profile.parquet", Knobs(adapter_of(model))
     try:
         space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-        runner = EagerRunner(knobs, device="cpu")
-        profile(runner, space, file, buckets=[4, 8], plans=spread(space, 6), repeats=2, steps=2, warmup=1)
+        plans = spread(space, 6)
+        with runner_of(knobs, plans) as runner:
+            profile(runner, space, file, buckets=[4, 8], plans=plans, repeats=2, steps=2, warmup=1)
     finally:
         knobs.remove()
     return file
+
+
+@pytest.fixture(scope="module")
+def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the model."""
+    folder = tmp_path_factory.mktemp("profile")
+    return profiled(model, folder, lambda knobs, plans: nullcontext(EagerRunner(knobs, device="cpu")))
 
 
 @pytest.fixture(scope="module")
 def measured_by_an_engine(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of the model as an engine of two slots runs it."""
-    file = tmp_path_factory.mktemp("profile") / "profile.parquet"
-    knobs = Knobs(adapter_of(model))
-    try:
-        space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-        plans = spread(space, 6)
-        with EngineRunner(knobs, plans, max_batch=2, max_tokens=48) as runner:
-            profile(runner, space, file, buckets=[4, 8], plans=plans, repeats=2, steps=2, warmup=1)
-    finally:
-        knobs.remove()
-    return file
+    folder = tmp_path_factory.mktemp("profile")
+    return profiled(
+        model, folder, lambda knobs, plans: EngineRunner(knobs, plans, max_batch=2, max_tokens=48)
+    )
 
 
 def test_a_budget_is_kept_and_the_model_is_what_it_was(model: Any, measured: Path) -> None:

@@ -93,6 +93,8 @@ class Attached:
     def __init__(self, adapter: Adapter, knobs: Knobs, chooser: Chooser | None) -> None:
         self.adapter, self.knobs, self.chooser = adapter, knobs, chooser
         self.engine: Engine | None = None
+        # Looked up once: it takes longer than all else that is checked of a request.
+        self._named = frozenset(inspect.signature(type(adapter.model).forward).parameters)
         self._making = threading.Lock()
         self._turns: threading.Semaphore | None = None
 
@@ -217,8 +219,7 @@ class Attached:
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """That what is no option is an input of the model, and no option that was misspelt."""
-        known = inspect.signature(type(self.adapter.model).forward).parameters
-        unknown = [name for name in inputs if name not in known]
+        unknown = [name for name in inputs if name not in self._named]
         if unknown:
             options = [name for name in inspect.signature(self.generate).parameters if name != "inputs"]
             raise InputError(

@@ -159,7 +159,8 @@ class Joint:
         return numbers
 
     def validate(self, held_out: Environment) -> dict[str, float]:
-        """The most probable plans, on requests and budgets that are the same each time.
+        """The most probable plans, on requests and budgets that are the same each time; the controllers keep
+        how often each was chosen.
 
         Returns:
             `"accuracy"`, `"attainment"`, `"latency_ms"`, and the `"score"` that the best weights are kept by:

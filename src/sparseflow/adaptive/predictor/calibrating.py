@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.fitting import Measured, fit_table
 from sparseflow.adaptive.predictor.margins import fit_scatter, scatter
@@ -54,6 +55,7 @@ class Calibrated:
         step_scores: Of single steps, at each load.
         held_out: Predicted and measured median of each plan, length, batch and load that the tables had not
             seen, of requests as long as the profile's: [cells, 2].
+        tiers: Those that were measured, ascending.
     """
 
     tables: Tables
@@ -61,6 +63,7 @@ class Calibrated:
     scores: list[np.ndarray]
     step_scores: list[np.ndarray]
     held_out: np.ndarray
+    tiers: tuple[Tier, ...]
 
 
 def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
@@ -138,6 +141,7 @@ def _scored(
 ) -> Calibrated:
     """Hold requests against predictions that had not seen them."""
     nearest = np.abs(np.array([visit.load for visit in visits])[:, None] - loads).argmin(axis=1)
+    there = {visit.plan.tier for visit in visits}
     spreads, scores, step_scores = [], [], []
     for level in range(len(loads)):
         here = np.flatnonzero(nearest == level)
@@ -152,7 +156,7 @@ def _scored(
         step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, np.ones_like(d)))
     return Calibrated(
         tables=whole, spreads=np.array(spreads), scores=scores, step_scores=step_scores,
-        held_out=_held_out(visits, P, D),
+        held_out=_held_out(visits, P, D), tiers=tuple(tier for tier in TIERS if tier in there),
     )  # fmt: skip
 
 

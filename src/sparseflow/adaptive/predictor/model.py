@@ -70,9 +70,9 @@ class Predictor:
         factors: tuple[Factors, Factors],
         level: float = LEVEL,
         held_out: float,
-        tiers: Sequence[Tier] | None = None,
+        tiers: Sequence[Tier],
     ) -> None:
-        self.tiers: tuple[Tier, ...] = space.geometry.tiers if tiers is None else tuple(tiers)
+        self.tiers = tuple(tiers)
         self.about, self.space, self.level, self.held_out = about, space, level, held_out
         self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
         self._margins, self._factors = list(margins), factors
@@ -107,10 +107,7 @@ class Predictor:
         space = space or profile.space
         if space.geometry != profile.space.geometry:
             raise InputError(f"`space` is of {space.geometry}, the profile of {profile.space.geometry}")
-        made = cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
-        there = {visit.plan.tier for visit in profile.timed}
-        made.tiers = tuple(tier for tier in space.geometry.tiers if tier in there)
-        return made
+        return cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
 
     @classmethod
     def of(cls, found: Calibrated, about: About, space: PlanSpace, *, level: float = LEVEL) -> Predictor:
@@ -132,6 +129,7 @@ class Predictor:
             factors=(Factors(len(found.scores)), Factors(len(found.scores))),
             level=level,
             held_out=float(np.mean(np.abs(predicted / measured - 1.0))),
+            tiers=found.tiers,
         )
 
     def check(self, model_id: str, device: torch.device | str) -> None:

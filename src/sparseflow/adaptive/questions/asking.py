@@ -7,7 +7,7 @@ no longer become right, or are over, it ends.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from sparseflow.adaptive.features import language_features
 from sparseflow.adaptive.folder import Opened
 from sparseflow.adaptive.generation import generate
 from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.adaptive.profile.room import fitting
 from sparseflow.adaptive.questions.file import Question
 from sparseflow.adaptive.runtime.batch import free_memory, is_out_of_memory
 from sparseflow.adaptive.runtime.steps import last_logits
@@ -88,10 +89,11 @@ class Asker:
         """What answers depend on beside weights and questions, as JSON keeps it.
 
         Args:
-            some: Questions, by whose inputs a change of tokenizer or of the images' preparation shows.
+            some: Questions. By the inputs of the first with an image, and of the first without, a change of
+                tokenizer or of the images' preparation shows.
         """
         inputs = hashlib.sha256()
-        for each in some:
+        for each in first_of_each(some, lambda one: bool(one.prompt.vision_tokens)):
             for name, value in sorted(each.prompt.inputs.items()):
                 inputs.update(f"{name} {list(value.shape)}".encode())
                 inputs.update(value.float().numpy().tobytes())
@@ -117,8 +119,10 @@ class Asker:
             prompt = self._prompts.of_user(question.prompt, question.images, question.max_new_tokens)
         except InputError as error:
             raise InputError(f"{question.where}: {error}") from error
-        # The last token of an answer is never run.
-        room = self._prompts.context - prompt.text_tokens - question.max_new_tokens + 1
+        tiers = fitting(
+            prompt.vision, text_tokens=prompt.text_tokens, new_tokens=question.max_new_tokens,
+            max_tokens=self._prompts.context,
+        )  # fmt: skip
         dtype = self.adapter.model.dtype
         inputs = {
             name: each.to(dtype) if each.is_floating_point() else each for name, each in prompt.inputs.items()
@@ -126,7 +130,7 @@ class Asker:
         return Ready(
             prompt=replace(prompt, inputs=inputs), answer=plain(question.answer),
             max_new_tokens=question.max_new_tokens, new_tokens=min(answer, question.max_new_tokens),
-            tiers=tuple(tier for tier, tokens in prompt.vision.items() if tokens <= room) or (None,),
+            tiers=tiers or (None,),
         )  # fmt: skip
 
     def right(self, questions: Sequence[Ready], plan: Plan) -> list[bool]:
@@ -235,6 +239,14 @@ def batches(questions: Sequence[Ready], tier: Tier | None) -> list[list[int]]:
             batch.append(at)
         found.append(batch)
     return found
+
+
+def first_of_each(some: Iterable[T], sees: Callable[[T], bool]) -> list[T]:
+    """The first without an image and the first with one, as far as there are any."""
+    found: dict[bool, T] = {}
+    for each in some:
+        found.setdefault(sees(each), each)
+    return [found[key] for key in sorted(found)]
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from sparseflow.adaptive.folder import open_folder
 from sparseflow.adaptive.plan import Plan, PlanSpace, Tier
-from sparseflow.adaptive.questions.asking import Asker, Ready, batches
+from sparseflow.adaptive.questions.asking import Asker, Ready, batches, first_of_each
 from sparseflow.adaptive.questions.file import Question, read
 from sparseflow.adaptive.task import Counts, Judged, Parts, Progress, Split, Stretch
 from sparseflow.errors import InputError
@@ -102,12 +103,9 @@ class Questions:
         for split, questions in self.splits.items():
             for each in questions:
                 digest.update(f"{split} {each.digest}\n".encode())
-        first = [
-            self._asker.ready(some[0])
-            for seen in (False, True)
-            if (some := [each for part in self.splits.values() for each in part if bool(each.images) is seen])
-        ]
-        return {"questions": digest.hexdigest(), **self._asker.identity(first)}
+        first = first_of_each(chain(*self.splits.values()), lambda each: bool(each.images))
+        ready = [self._asker.ready(each) for each in first]
+        return {"questions": digest.hexdigest(), **self._asker.identity(ready)}
 
     def parts(self, counts: Counts, progress: Progress | None = None) -> Parts:
         """As `Task`: as many as are wanted, or as there are.

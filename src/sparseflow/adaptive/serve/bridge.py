@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sparseflow.adaptive.predictor.ask import Ask
+from sparseflow.adaptive.profile.room import fitting
 from sparseflow.adaptive.runtime.requests import (
     Choice,
     Decider,
@@ -152,9 +153,17 @@ class Predicted:
 
     def _room(self, prompt: Prompt, new_tokens: int) -> np.ndarray:
         """Which plans leave a request room for its tokens, [plans] bool; all where none does."""
-        most = math.inf if self._max_tokens is None else self._max_tokens
-        # The last token is never run.
-        found = np.array([prompt.at(tier) + new_tokens - 1 <= most for tier in self._tiers])
+        tiers = (
+            ()
+            if self._max_tokens is None
+            else fitting(
+                prompt.vision,
+                text_tokens=prompt.text_tokens,
+                new_tokens=new_tokens,
+                max_tokens=self._max_tokens,
+            )
+        )
+        found = np.array([tier in tiers for tier in self._tiers])
         return found if found.any() else ~found
 
     def _every(

@@ -7,7 +7,6 @@ known by one of two ways of seeing: `Crops` for LLaVA-style models, `Patches` fo
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from torch import Tensor
 from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
 from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.adaptive.serve.backend import Prompt
-from sparseflow.adaptive.serve.images import decode
+from sparseflow.adaptive.serve.images import decode_file
 from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.refusal import Refusal, invalid
 from sparseflow.adaptive.serve.schema import ImagePart, Message
@@ -260,9 +259,7 @@ class Prompts:
         pictures = []
         for path in map(Path, images):
             try:
-                # What kind it is, its content says.
-                content = base64.b64encode(path.read_bytes()).decode()
-                pictures.append(decode(f"data:;base64,{content}", Limits()))
+                pictures.append(decode_file(path.read_bytes(), Limits()))
             except OSError as error:
                 raise InputError(f"image {path} cannot be read: {error.strerror}") from error
             except Refusal as error:

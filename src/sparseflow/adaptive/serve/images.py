@@ -43,7 +43,15 @@ def decode(url: str, limits: Limits, param: str | None = None) -> Tensor:
     Raises:
         Refusal: 400; the address is no such URL, or what it holds is too large or no sound image.
     """
-    content = _content(url, limits, param)
+    return decode_file(_content(url, limits, param), limits, param)
+
+
+def decode_file(content: bytes, limits: Limits, param: str | None = None) -> Tensor:
+    """The pixels of an image's file; the other arguments, and what it gives and raises, as of `decode`."""
+    if len(content) > limits.image_bytes:
+        raise _too_large(f"it has {len(content)} bytes, and {limits.image_bytes} are the most", param)
+    if not content:
+        raise invalid("the image is empty", param, code="invalid_image")
     image_module: Any = require("PIL.Image", "adaptive")
     # Pillow's decoders raise nearly everything on damaged data, MemoryError not excluded; whatever it is,
     # this image cannot be used and nothing else is wrong.
@@ -90,12 +98,9 @@ def _content(url: str, limits: Limits, param: str | None) -> bytes:
             f"it has about {length * 3 // 4} bytes, and {limits.image_bytes} are the most", param
         )
     try:
-        content = base64.b64decode(url[head.end() :].encode("ascii"), validate=True)
+        return base64.b64decode(url[head.end() :].encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise invalid(f"the image is not base64: {error}"[:200], param, code="invalid_base64") from error
-    if not content:
-        raise invalid("the image is empty", param, code="invalid_image")
-    return content
 
 
 def _check_pixels(width: int, height: int, limits: Limits, param: str | None) -> None:
