@@ -127,9 +127,23 @@ def test_blends_of_named_cells() -> None:
     assert torch.equal(plain.cells, plain.blends) and (plain.shares == 1.0).all()
 
 
+def test_names_come_as_often_as_their_weights_say() -> None:
+    told = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
+    settings = quick(**{f"train.{name}": value for name, value in told.items()})
+    cells = Data(settings, bank=bank()).named(0).cells.flatten()
+    big = torch.bincount(cells[cells < 4], minlength=4) / (cells < 4).sum()
+    assert torch.allclose(big, torch.tensor([5.0, 1.0, 0.0, 1.0]) / 7.0, atol=0.04)
+    assert 0.17 < ((cells >= 4) & (cells < 8)).float().mean() < 0.23
+
+
 def test_names_that_are_not_there() -> None:
     with pytest.raises(InputError, match="no images of 'pig'"):
         Data(quick(**{"images.asked": ["cat", "one", "pig"]}), bank=bank())
+    with pytest.raises(InputError, match=r"`train\.vision_weights` names 'pig'; there are images of cat"):
+        Data(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
+    nothing = dict.fromkeys(bank().names, 0.0)
+    with pytest.raises(InputError, match="are all 0"):
+        Data(quick(**{"train.vision_weights": nothing}), bank=bank())
 
 
 def test_batch_type() -> None:

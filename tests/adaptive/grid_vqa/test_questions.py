@@ -134,9 +134,10 @@ def test_a_part_is_what_it_was() -> None:
 
 
 def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
-    drawn = draw_names(world(asked=("cat", "dog", "one")), 2000, np.random.default_rng(0))
+    often = np.array([0.1, 0.1, 0.4, 0.1, 0.2, 0.1])
+    drawn = draw_names(world(asked=("cat", "dog", "one")), often, 0.4, 2000, np.random.default_rng(0))
     big = drawn.names[(drawn.names != NOTHING) & ~drawn.small]
-    assert np.allclose(np.bincount(big) / len(big), 1 / 6, atol=0.02)
+    assert np.allclose(np.bincount(big) / len(big), often, atol=0.02)
     assert {NAMES[name] for name in np.unique(drawn.names[drawn.small])} == {"one"}
     assert 0.08 < (drawn.names == NOTHING).mean() < 0.12 and 0.38 < drawn.small.mean() < 0.42
 

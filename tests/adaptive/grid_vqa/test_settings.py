@@ -57,6 +57,7 @@ def stages(*tiers: str) -> list[dict[str, Any]]:
             r"`train.vision_crops` \(=\(1, 0, 3\)\) must be at least 1, 1, 1",
         ),
         ({"train": {"vision_crops": [1, 4, 10]}}, "at most 1, 4, 9"),
+        ({"train": {"vision_weights": {"cat": -1.0}}}, r"`train.vision_weights` .* must be at least 0"),
         ({"train": {"rate": float("nan")}}, "rate"),
         ({"trains": {}}, "trains"),
     ],

@@ -52,6 +52,30 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
         torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
 
 
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_and_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = loud(build(DATA.settings, DATA.vocabulary)).train()
+    plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
+    batch = DATA.train(0, tier="medium", batch_size=3)
+    losses, gradients = [], []
+    for compiled in (False, True):
+        stack, balance = Stack(model, compiled=compiled), []
+        model.zero_grad()
+        found = stack.answers(plan, stack.project(stack.see(batch.crops.double())), batch.text, balance)
+        task = functional.cross_entropy(found.flatten(0, 1), batch.text[:, 1:].flatten())
+        loss = task + 0.1 * torch.stack(balance).mean()
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(
+            {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        )
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
+    for name, each in gradients[0].items():
+        close = max(1e-9 * float(each.abs().max()), 1e-15)
+        torch.testing.assert_close(gradients[1][name], each, rtol=0.0, atol=close, msg=name)
+
+
 def test_padding_on_the_right_changes_nothing() -> None:
     torch.manual_seed(0)
     stack = Stack(loud(build(DATA.settings, DATA.vocabulary)))
@@ -90,6 +114,10 @@ def test_other_models_are_refused() -> None:
     model = build(DATA.settings, DATA.vocabulary)
     model.config.text_config.norm_topk_prob = True
     with pytest.raises(ModelError, match="neither normalized weights"):
+        Stack(model)
+    model.config.text_config.norm_topk_prob = False
+    model.config.vision_feature_layer = -2
+    with pytest.raises(ModelError, match="not layer -2"):
         Stack(model)
     model.config.model_type = "other"
     with pytest.raises(ModelError, match="not other, siglip_vision_model, olmoe"):

@@ -7,7 +7,7 @@ drawn on the CPU; canvases and crops are painted on the device that computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ class Data:
         bank: Images in place of those that the settings name.
 
     Raises:
-        InputError: Images are missing, or too few names are asked about.
+        InputError: Images are missing, too few names are asked about, or `vision_weights` names others.
         FileFormatError: An archive is damaged.
         MissingExtraError: A package is missing.
     """
@@ -123,6 +123,7 @@ class Data:
         self.settings, self.bank, self.device = settings, bank, torch.device(device)
         self.world = World(names=bank.names, asked=told.asked or bank.names, grid=settings.scene.grid)
         self.vocabulary = self.world.vocabulary
+        self._often = _often(bank.names, settings.train.vision_weights)
         self._images = torch.from_numpy(bank.images).to(self.device)
 
     @property
@@ -144,8 +145,8 @@ class Data:
         """The batch of a step in which the vision tower learns alone."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _VISION, step, rank])
-        scenes = draw_names(self.world, told.batch_size, random)
-        others = random.integers(0, len(self.world.names), scenes.names.shape)
+        scenes = draw_names(self.world, self._often, told.vision_small, told.batch_size, random)
+        others = random.choice(len(self._often), scenes.names.shape, p=self._often)
         mixed = (random.random(scenes.names.shape) < told.mix) & (scenes.names != NOTHING) & ~scenes.small
         looks = looks_of(
             scenes, self.bank, "train", self.settings.scene, random, augment=told.augment,
@@ -239,3 +240,20 @@ class Data:
         names = len(self.bank.names)
         found = np.where(scenes.names == NOTHING, 2 * names, scenes.names + names * scenes.small)
         return torch.from_numpy(found).to(self.device, non_blocking=True)
+
+
+def _often(names: Sequence[str], weights: Mapping[str, float]) -> np.ndarray:
+    """How often each name is to be named, [names], summing up to 1.
+
+    Raises:
+        InputError: A weight is of no name, or all are 0.
+    """
+    unknown = [name for name in weights if name not in names]
+    if unknown:
+        raise InputError(
+            f"`train.vision_weights` names {unknown[0]!r}; there are images of {', '.join(names)}"
+        )
+    found = np.array([weights.get(name, 1.0) for name in names])
+    if found.sum() == 0.0:
+        raise InputError("`train.vision_weights` are all 0: the vision tower would be shown nothing")
+    return found / found.sum()

@@ -71,7 +71,7 @@ class Learning:
         self.model, self.naming = model.to(mine.device), naming.to(mine.device)
         self.grounding = grounding.to(mine.device)
         self.average = copy.deepcopy(self.model)
-        self.stack = Stack(self.model)
+        self.stack = Stack(self.model, compiled=told.compile and bool(mine.cuda))
         self.geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
         self.full = self.geometry.full()
         self.steps, self.step = told.vision_steps + told.steps, 0

@@ -61,6 +61,8 @@ MOST = 3
 """The most that a question counts to."""
 YES, NO, EMPTY, NEXT = "yes", "no", "nothing", ";"
 
+_EMPTY = 0.1
+"""Share of cells with nothing in them, where cells are to be named."""
 _SLOTS = ("x", "y", "row", "column")
 _UNASKED = -1
 
@@ -182,14 +184,26 @@ def draw(world: World, shares: Mapping[Kind, float], count: int, random: np.rand
     )  # fmt: skip
 
 
-def draw_names(world: World, count: int, random: np.random.Generator) -> Scenes:
-    """Draw scenes without questions, of all names: what a vision tower learns to name."""
-    of = np.arange(len(world.names))
-    names = random.choice(of, (count, world.cells))
-    small_names = random.choice([world.names.index(name) for name in world.small], (count, world.cells))
-    which = random.random((count, world.cells))
-    small = which < 0.4
-    return Scenes(names=np.where(which > 0.9, NOTHING, np.where(small, small_names, names)), small=small)
+def draw_names(
+    world: World, often: np.ndarray, small: float, count: int, random: np.random.Generator
+) -> Scenes:
+    """Draw scenes without questions, of all names: what a vision tower learns to name.
+
+    Args:
+        world: Names and cells.
+        often: How often each name comes, [names], summing up to 1.
+        small: Share of cells with a small item, of those names that small ones have, each as often.
+        count: How many scenes.
+        random: What is drawn from.
+    """
+    shape = (count, world.cells)
+    names = random.choice(len(often), shape, p=often)
+    small_names = random.choice([world.names.index(name) for name in world.small], shape)
+    which = random.random(shape)
+    tiny = which < small
+    return Scenes(
+        names=np.where(which >= 1.0 - _EMPTY, NOTHING, np.where(tiny, small_names, names)), small=tiny
+    )
 
 
 class _Kind:

@@ -105,6 +105,10 @@ class TrainSettings(_Model):
     """Of each process."""
     vision_crops: tuple[int, int, int] = (1, 4, 9)
     """Crops of each level that are looked at in one of its steps, drawn anew each time."""
+    vision_weights: dict[str, float] = {}
+    """How often the vision tower is shown each name while it learns alone, 1 unless it is here."""
+    vision_small: float = Field(default=0.4, ge=0.0, le=0.9)
+    """Share of cells with a small item while it does."""
     vision_rate: float = Field(default=1e-3, gt=0.0)
     rate: float = Field(default=1e-3, gt=0.0)
     vision_scale: float = Field(default=0.3, ge=0.0)
@@ -143,6 +147,8 @@ class TrainSettings(_Model):
     ema: float = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of the average of weights that is judged and kept."""
     amp: Literal["off", "bf16"] = "off"
+    compile: bool = False
+    """Whether torch.compile fuses what layers do, on a GPU: a minute at first, then quicker steps."""
     seed: int = Field(default=0, ge=0)
     checkpoint_every: int = Field(default=500, ge=1)
     judge_every: int = Field(default=1000, ge=1)
@@ -228,6 +234,8 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
         raise InputError(
             f"`train.vision_crops` (={told.vision_crops}) must be at least 1, 1, 1 and at most 1, 4, 9"
         )
+    if not all(weight >= 0.0 for weight in told.vision_weights.values()):
+        raise InputError(f"`train.vision_weights` (={told.vision_weights}) must be at least 0")
     if told.ground_blocks > model.depth:
         raise InputError(
             f"`ground_blocks` (={told.ground_blocks}) must not be more than `depth` (={model.depth})"

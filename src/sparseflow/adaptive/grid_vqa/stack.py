@@ -11,11 +11,11 @@ Shapes: B samples, T tokens, d the decoder's width, E experts of width m.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from sparseflow.adaptive.adapters.crops import CROPS
@@ -25,6 +25,8 @@ from sparseflow.errors import ModelError
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Rotary = tuple[Tensor, Tensor]
 Step = tuple[int, int]
 """A block, and how many experts a token goes to in it."""
@@ -40,12 +42,14 @@ class Stack:
 
     Args:
         model: As `model.build` makes it.
+        compiled: Whether torch.compile fuses what its layers do: minutes at first, and less time and memory
+            from then on.
 
     Raises:
         ModelError: It is put together in another way.
     """
 
-    def __init__(self, model: LlavaForConditionalGeneration) -> None:
+    def __init__(self, model: LlavaForConditionalGeneration, *, compiled: bool = False) -> None:
         config: Any = model.config
         kinds = (config.model_type, config.vision_config.model_type, config.text_config.model_type)
         if kinds != ("llava", "siglip_vision_model", "olmoe"):
@@ -60,6 +64,11 @@ class Stack:
                 "a Grid-VQA model has neither normalized weights of experts, nor clipped or shared keys; "
                 "train one with sparseflow.adaptive.grid_vqa"
             )
+        if config.vision_feature_layer != -1:
+            raise ModelError(
+                "a Grid-VQA model takes what the last layer of its vision tower gives, not layer "
+                f"{config.vision_feature_layer}"
+            )
         self.model = model
         self.top_k: int = config.text_config.num_experts_per_tok
         self.crop_tokens = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
@@ -69,8 +78,12 @@ class Stack:
             inner.multi_modal_projector,
             inner.language_model,
         )
+        # Some releases of transformers wrap the tower once more.
+        self._tower = getattr(self._tower, "vision_model", self._tower)
         self._bos: int = config.text_config.bos_token_id
-        self._layer: int = config.vision_feature_layer
+        self._look = _fused(_look) if compiled else _look
+        self._attend = _fused(_attend) if compiled else _attend
+        self._mix = _fused(_mix) if compiled else _mix
 
     @property
     def depth(self) -> int:
@@ -79,8 +92,14 @@ class Stack:
 
     def see(self, crops: Tensor) -> Tensor:
         """What the vision tower makes of [B, crops, 3, side, side]: [B, crops, tokens, vision width]."""
-        found = self._tower(crops.flatten(0, 1), output_hidden_states=True, return_dict=True)
-        return found.hidden_states[self._layer].unflatten(0, crops.shape[:2])
+        hidden = self._tower.embeddings(crops.flatten(0, 1))
+        for layer in self._tower.encoder.layers:
+            attention, drop = layer.self_attn, layer.self_attn.dropout if layer.training else 0.0
+            heads = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj)
+            parts = (layer.layer_norm1, *heads, layer.layer_norm2, layer.mlp.fc1, layer.mlp.fc2)
+            weights = [weight for part in parts for weight in (part.weight, part.bias)]
+            hidden = self._look(hidden, weights, attention.num_heads, layer.layer_norm1.eps, drop)
+        return hidden.unflatten(0, crops.shape[:2])
 
     def project(self, seen: Tensor) -> Tensor:
         """What `see` gave, as the decoder takes it: [B, crops * tokens, d]."""
@@ -115,8 +134,18 @@ class Stack:
             balance: Gets the block's load-balancing loss, if given.
         """
         layer = self._decoder.layers[step[0]]
-        hidden = hidden + _attended(layer.self_attn, _normed(layer.input_layernorm, hidden), rotary)
-        return hidden + _experts(layer.mlp, _normed(layer.post_attention_layernorm, hidden), step[1], balance)
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = self._attend(
+            hidden, rotary,
+            [
+                layer.input_layernorm.weight, attention.q_proj.weight, attention.q_norm.weight,
+                attention.k_proj.weight, attention.k_norm.weight, attention.v_proj.weight,
+                attention.o_proj.weight, layer.post_attention_layernorm.weight,
+            ],
+            attention.head_dim, attention.scaling, layer.input_layernorm.variance_epsilon,
+        )  # fmt: skip
+        weights = _routed(mlp.gate.weight, normed, step[1], balance)
+        return self._mix(hidden, normed, weights, mlp.experts.gate_up_proj, mlp.experts.down_proj)
 
     def run(
         self, steps: Sequence[Step], hidden: Tensor, rotary: Rotary, balance: list[Tensor] | None = None
@@ -128,7 +157,8 @@ class Stack:
 
     def logits(self, hidden: Tensor, tokens: int) -> Tensor:
         """Of the token after each of the last `tokens`: [B, tokens, words]."""
-        return self.model.lm_head(_normed(self._decoder.norm, hidden[:, -tokens:]))
+        norm = self._decoder.norm
+        return self.model.lm_head(_normed(hidden[:, -tokens:], norm.weight, norm.variance_epsilon))
 
     def answers(
         self, plan: Plan, vision: Tensor, text: Tensor, balance: list[Tensor] | None = None
@@ -140,47 +170,100 @@ class Stack:
         return self.logits(hidden, text.shape[1])[:, :-1]
 
 
-def _normed(norm: Any, hidden: Tensor) -> Tensor:
+def _fused(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A layer's work, compiled once for all layers and for any numbers of samples and tokens."""
+    return torch.compile(function, dynamic=True)
+
+
+def _normed(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """A norm in one kernel, its result in the type that products are computed in."""
-    found = functional.rms_norm(
-        hidden, hidden.shape[-1:], norm.weight.to(hidden.dtype), norm.variance_epsilon
-    )
+    found = functional.rms_norm(hidden, hidden.shape[-1:], weight.to(hidden.dtype), epsilon)
     kind = hidden.device.type
     return found.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else found
 
 
-def _attended(attention: Any, hidden: Tensor, rotary: Rotary) -> Tensor:
-    """What each token gathers from those up to it."""
-    apart = (*hidden.shape[:-1], -1, attention.head_dim)
-    cosine, sine = (each[:, None].to(hidden.dtype) for each in rotary)
-    both = []
-    for project, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
-        heads = _normed(norm, project(hidden)).view(apart).transpose(1, 2)
-        low, high = heads.chunk(2, dim=-1)
-        both.append(heads * cosine + torch.cat([-high, low], dim=-1) * sine)
-    value = attention.v_proj(hidden).view(apart).transpose(1, 2)
-    query, key = both
-    found = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=attention.scaling
+def _look(hidden: Tensor, weights: Sequence[Tensor], heads: int, epsilon: float, drop: float) -> Tensor:
+    """A layer of the vision tower: [B, tokens, width].
+
+    Args:
+        hidden: What it takes.
+        weights: Weight and bias of the first norm, of queries, keys, values and what attention gives, of the
+            second norm, and of the two products after it.
+        heads: Of attention.
+        epsilon: Of norms.
+        drop: Share of attention that is dropped.
+    """
+    first, queries, keys, values, out, second, wide, narrow = zip(weights[::2], weights[1::2], strict=True)
+    width = hidden.shape[-1:]
+    plain = functional.layer_norm(hidden, width, *first, epsilon)
+    query, key, value = (
+        functional.linear(plain, *each).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for each in (queries, keys, values)
     )
-    return attention.o_proj(found.transpose(1, 2).flatten(2))
+    found = functional.scaled_dot_product_attention(query, key, value, dropout_p=drop)
+    hidden = hidden + functional.linear(found.transpose(1, 2).flatten(2), *out)
+    plain = functional.layer_norm(hidden, width, *second, epsilon)
+    inner = functional.gelu(functional.linear(plain, *wide), approximate="tanh")
+    return hidden + functional.linear(inner, *narrow)
 
 
-def _experts(mlp: nn.Module, hidden: Tensor, top_k: int, balance: list[Tensor] | None) -> Tensor:
-    gate: Any = mlp.gate
-    experts: Any = mlp.experts
-    flat = hidden.flatten(0, 1)
-    chances = functional.linear(flat, gate.weight).softmax(-1, dtype=torch.float32)
+def _attend(
+    hidden: Tensor, rotary: Rotary, weights: Sequence[Tensor], head: int, scale: float, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """What each token gathers from those up to it.
+
+    Args:
+        hidden: [B, T, d].
+        rotary: As `Stack.begin` gave them.
+        weights: Of the norm before, of queries and their norm, of keys and theirs, of values, of what
+            attention gives, and of the norm after.
+        head: Width of a head of attention.
+        scale: Of products of queries and keys.
+        epsilon: Of norms.
+
+    Returns:
+        Hidden states with what was gathered, and these after the norm: [B, T, d].
+    """
+    before, query, query_norm, key, key_norm, value, out, after = weights
+    plain = _normed(hidden, before, epsilon)
+    apart = (-1, head)
+    cosine, sine = (each[:, None].to(plain.dtype) for each in rotary)
+    both: list[Tensor] = []
+    for weight, norm in ((query, query_norm), (key, key_norm)):
+        found = _normed(functional.linear(plain, weight), norm, epsilon).unflatten(-1, apart).transpose(1, 2)
+        low, high = found.chunk(2, dim=-1)
+        both.append(found * cosine + torch.cat([-high, low], dim=-1) * sine)
+    values = functional.linear(plain, value).unflatten(-1, apart).transpose(1, 2)
+    turned, matched = both
+    found = functional.scaled_dot_product_attention(turned, matched, values, is_causal=True, scale=scale)
+    hidden = hidden + functional.linear(found.transpose(1, 2).flatten(2), out)
+    return hidden, _normed(hidden, after, epsilon)
+
+
+def _routed(gate: Tensor, hidden: Tensor, top_k: int, balance: list[Tensor] | None) -> Tensor:
+    """How much of each expert a token gets, 0 for those not chosen: [B, T, E] float32."""
+    chances = functional.linear(hidden, gate).softmax(-1, dtype=torch.float32)
     value, index = chances.topk(top_k, dim=-1)
-    weights = torch.zeros_like(chances).scatter(1, index, value)
-    count, twice, width = experts.gate_up_proj.shape
-    wide = functional.linear(flat, experts.gate_up_proj.reshape(count * twice, width)).view(
-        -1, count, 2, twice // 2
-    )
-    inner = experts.act_fn(wide[:, :, 0]) * wide[:, :, 1] * weights[:, :, None].to(wide.dtype)
-    down = experts.down_proj.permute(1, 0, 2).reshape(width, -1)
+    weights = torch.zeros_like(chances).scatter(-1, index, value)
     if balance is not None:
         # Switch transformer's, equation 4: least where every expert gets as many tokens.
-        load = (weights > 0).float().mean(0) / top_k
-        balance.append(count * (load.detach() * chances.mean(0)).sum())
-    return functional.linear(inner.flatten(1), down).view_as(hidden)
+        load = (weights > 0).float().mean((0, 1)) / top_k
+        balance.append(len(gate) * (load.detach() * chances.mean((0, 1))).sum())
+    return weights
+
+
+def _mix(hidden: Tensor, normed: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Hidden states with what all experts give, each as much as `_routed` says: [B, T, d].
+
+    Args:
+        hidden: [B, T, d].
+        normed: The same after the norm.
+        weights: [B, T, E].
+        gate_up: [E, 2 m, d].
+        down: [E, d, m].
+    """
+    count, twice, width = gate_up.shape
+    wide = functional.linear(normed, gate_up.reshape(count * twice, width))
+    wide = wide.unflatten(-1, (count, 2, twice // 2))
+    inner = functional.silu(wide[..., 0, :]) * wide[..., 1, :] * weights[..., None].to(wide.dtype)
+    return hidden + functional.linear(inner.flatten(2), down.permute(1, 0, 2).reshape(width, -1))
