@@ -52,12 +52,15 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
         torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
 
 
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_and_the_same_gradients() -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> None:
     torch.manual_seed(0)
-    model = loud(build(DATA.settings, DATA.vocabulary)).train()
+    data = Data(quick(), device, bank=bank())
+    model = loud(build(data.settings, data.vocabulary)).to(device).train()
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
-    batch = DATA.train(0, tier="medium", batch_size=3)
+    batch = data.train(0, tier="medium", batch_size=3)
     losses, gradients = [], []
     for compiled in (False, True):
         stack, balance = Stack(model, compiled=compiled), []
