@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters.base import plug_in
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError, ModelError
@@ -69,7 +70,7 @@ def open_folder(
     Raises:
         InputError: There is no such folder.
         FileFormatError: It holds something that cannot be read.
-        ModelError: Its architecture has no adapter.
+        ModelError: Its architecture has no adapter, or one of a package that cannot be loaded.
         MissingExtraError: transformers is missing.
     """
     transformers = require("transformers", "adaptive")
@@ -80,6 +81,9 @@ def open_folder(
         )
     wanted = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
     try:
+        # A package that brings the adapter may tell transformers of the model's classes, too.
+        told = json.loads((root / "config.json").read_text("utf-8"))
+        plug_in(str(told.get("model_type") if isinstance(told, dict) else None))
         config = transformers.AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
         seeing = getattr(config, "vision_config", None) is not None
         kind = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.adaptive.adapters import Adapter, adapter_of, register
-from sparseflow.adaptive.adapters.base import _ADAPTERS
+from sparseflow.adaptive.adapters.base import _ADAPTERS, PLUGINS
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Geometry, Plan
 from sparseflow.errors import ModelError, PlanError
@@ -140,6 +142,41 @@ def remote() -> Iterator[tuple[Any, Knobs]]:
             yield model, Knobs(adapter_of(model))
     finally:
         del _ADAPTERS["remote"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package that brings two adapters, one of which cannot be imported."""
+    told = tmp_path / "remote_moe-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-moe\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text(
+        f"[{PLUGINS}]\nplugged_moe = remote_moe:made\nbroken_moe = remote_moe.nowhere:made\n"
+    )
+    (tmp_path / "remote_moe.py").write_text("def made(model):\n    return model, 'made'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    _ADAPTERS.pop("plugged_moe", None)
+    sys.modules.pop("remote_moe", None)
+
+
+def of_type(model_type: str) -> Any:
+    model: Any = nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type=model_type)
+    return model
+
+
+@pytest.mark.usefixtures("package")
+def test_adapters_of_installed_packages_are_found() -> None:
+    model = of_type("plugged_moe")
+    assert adapter_of(model) == (model, "made")
+    with pytest.raises(ModelError, match=r"'broken_moe', remote_moe\.nowhere:made, cannot be loaded: Module"):
+        adapter_of(of_type("broken_moe"))
+
+
+def test_an_architecture_without_adapter() -> None:
+    with pytest.raises(ModelError, match="no adapter for `model_type` 'plugged_moe'"):
+        adapter_of(of_type("plugged_moe"))
 
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

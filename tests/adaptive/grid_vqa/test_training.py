@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.grid_vqa.report import REPORT
-from sparseflow.adaptive.grid_vqa.training import MODEL, SETTINGS, pace, train
+from sparseflow.adaptive.grid_vqa.training import MODEL, SETTINGS, train
 from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
@@ -156,9 +156,3 @@ def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
     train(quick(**{"train.steps": 1, "train.vision_steps": 1}), tmp_path, bank=bank())
     assert torch.equal(torch.rand(1), wanted)
-
-
-def test_the_pace_is_measured_on_few_steps() -> None:
-    found = pace(quick(**{"images.digits": True, "train.steps": 10_000}), steps=2)
-    assert set(found) == {"vision_step_ms", "step_ms", "samples_per_s", "hours"}
-    assert found["hours"] == pytest.approx((3 * found["vision_step_ms"] + 1e4 * found["step_ms"]) / 3.6e6)

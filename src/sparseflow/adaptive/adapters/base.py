@@ -9,7 +9,13 @@ Write an adapter for an architecture that none here knows, as remote code on a h
 5. `cache` and `kv_lengths`, where a cache is not one of transformers: an object that a plan can be noted on;
    `state`, where the model keeps on itself what belongs to a request;
 
-and `register` it under the model's `config.model_type`. `Knobs` tries every router when it is installed, and
+and `register` it under the model's `config.model_type`. For the command line, make it an entry point of an
+installed package, which may register the model's own classes with transformers when it is imported::
+
+    [project.entry-points."sparseflow.adaptive.adapters"]
+    molmoe = "mypackage.adapter:MolmoEAdapter"
+
+`Knobs` tries every router when it is installed, and
 at each call compares the blocks and routers that ran with the plan: a knob that changes nothing is an error.
 """
 
@@ -18,6 +24,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,6 +197,9 @@ class Adapter(ABC):
         return {at: int(length) for at, length in enumerate(lengths) if length}
 
 
+PLUGINS = "sparseflow.adaptive.adapters"
+"""Group of entry points: a `model_type` -> its adapter."""
+
 _ADAPTERS: dict[str, Callable[[Any], Adapter]] = {}
 
 
@@ -198,20 +208,42 @@ def register(model_type: str, adapter: Callable[[Any], Adapter]) -> None:
     _ADAPTERS[model_type] = adapter
 
 
+def plug_in(model_type: str) -> bool:
+    """Make an adapter known, from a package's entry point if none is registered.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        ModelError: The entry point cannot be loaded.
+    """
+    if model_type not in _ADAPTERS:
+        for point in entry_points(group=PLUGINS, name=model_type):
+            try:
+                register(model_type, point.load())
+            except Exception as error:  # whatever the package raises
+                raise ModelError(
+                    f"the adapter for `model_type` {model_type!r}, {point.value}, cannot be loaded: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+    return model_type in _ADAPTERS
+
+
 def adapter_of(model: nn.Module) -> Adapter:
     """The adapter of a model.
 
     Raises:
-        ModelError: There is none for this architecture, or the model has no configuration that says which.
+        ModelError: There is none for this architecture, a package's cannot be loaded, or the model has no
+            configuration that says which.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         raise ModelError(
             f"{type(model).__name__} has no `config.model_type`; give a model of transformers, or an adapter"
         )
-    if kind not in _ADAPTERS:
+    if not plug_in(kind):
         raise ModelError(
             f"no adapter for `model_type` {kind!r} (known: {', '.join(sorted(_ADAPTERS))}); write one as "
-            "sparseflow.adaptive.adapters.base says, and register it"
+            "sparseflow.adaptive.adapters.base says, and register it or install its package"
         )
     return _ADAPTERS[kind](model)

@@ -130,42 +130,6 @@ def train(
     return Trained(folder=root / MODEL, report=report)
 
 
-def pace(settings: Settings, *, device: torch.device | str = "cpu", steps: int = 10) -> dict[str, float]:
-    """How long a training would take here, measured by some steps of each part.
-
-    Args:
-        settings: Task, model and how to train.
-        device: Where to compute.
-        steps: Timed of each part, after two that are not.
-
-    Returns:
-        `vision_step_ms`, `step_ms`, `samples_per_s` of the second part, and `hours` of all steps.
-    """
-    counts = {"vision_steps": steps + 2, "steps": steps + 2}
-    short = settings.model_copy(update={"train": settings.train.model_copy(update=counts)})
-    taken: list[float] = []
-    samples = 0
-    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
-        run = Learning(short, Data(short, mine.device), mine)
-        for step in range(run.steps):
-            if step >= run.steps - steps:
-                samples += run.stage(step).batch_size or settings.train.batch_size
-            begun = time.perf_counter()
-            run.advance()
-            if mine.cuda:
-                torch.cuda.synchronize(mine.device)
-            taken.append((time.perf_counter() - begun) * 1e3)
-    vision_ms = sum(taken[2 : steps + 2]) / steps
-    step_ms = sum(taken[-steps:]) / steps
-    told = settings.train
-    return {
-        "vision_step_ms": vision_ms,
-        "step_ms": step_ms,
-        "samples_per_s": samples / steps * mine.size / step_ms * 1e3,
-        "hours": (vision_ms * told.vision_steps + step_ms * told.steps) / 3.6e6,
-    }
-
-
 def _judged(
     root: Path, data: Data, device: torch.device, seconds: float, progress: Progress | None
 ) -> dict[str, Any]:
