@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from sparseflow.adaptive.adapters import Adapter, adapter_of, register
 from sparseflow.adaptive.adapters.base import _ADAPTERS, PLUGINS
+from sparseflow.adaptive.folder import open_folder
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Geometry, Plan
-from sparseflow.errors import ModelError, PlanError
+from sparseflow.errors import FileFormatError, ModelError, PlanError
 
 WIDTH, EXPERTS = 8, 5
 
@@ -172,6 +173,19 @@ def test_adapters_of_installed_packages_are_found() -> None:
     assert adapter_of(model) == (model, "made")
     with pytest.raises(ModelError, match=r"'broken_moe', remote_moe\.nowhere:made, cannot be loaded: Module"):
         adapter_of(of_type("broken_moe"))
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_comes_in_before_its_model_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "plugged_moe"}')
+    with pytest.raises(FileFormatError, match="plugged_moe"):  # transformers was told nothing of it
+        open_folder(folder)
+    assert "plugged_moe" in _ADAPTERS
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(FileFormatError, match="no model that can be read"):
+        open_folder(folder)
 
 
 def test_an_architecture_without_adapter() -> None:
