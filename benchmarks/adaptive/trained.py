@@ -3,22 +3,25 @@ r"""What trained Grid-VQA models are worth, and what their plans take (line 2), 
 ::
 
     PYTHONPATH=src python benchmarks/adaptive/trained.py runs/seed-0 runs/seed-1 runs/seed-2 \
-        --study runs/study --out results/adaptive/trained.json
+        --study runs/study --profile runs/profile.parquet --out results/adaptive/trained.json
 
-The folders are of `sparseflow adaptive grid-vqa`, trained alike but for the seed; the study is of the first
-one, and says what each plan that was measured takes. Nothing is computed here but which plans no other beats.
+The folders are of `sparseflow adaptive grid-vqa`, trained alike but for the seed; study and profile are of
+the first one. The study says what each plan that was measured takes alone, the profile what it takes beside
+others too. Nothing is computed here but which plans no other beats, and what these span.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparseflow.adaptive.grid_vqa.report import REPORT, pareto, read_report
+from sparseflow.adaptive.profile import Profile
 from sparseflow.adaptive.study import findings
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
@@ -52,12 +55,47 @@ def measured(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def spans(
+    profile: Profile, plans: Sequence[Mapping[str, Any]], size: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Of plans that no other beats, the dearest's median over the cheapest's: alone, and beside others.
+
+    Args:
+        profile: What requests took.
+        plans: As `measured` gave them: id and accuracy.
+        size: Tokens of the request; of lengths that were measured, the nearest counts.
+    """
+    accuracy = {row["id"]: row["accuracy"] for row in plans}
+    taken: dict[tuple[int, float], dict[str, dict[int, list[float]]]] = {}
+    for visit in profile.timed:
+        if visit.plan.id in accuracy:
+            lengths = taken.setdefault((visit.batch, visit.load), {}).setdefault(visit.plan.id, {})
+            new_tokens = min(size["new_tokens"], 1 + len(visit.steps_ms))
+            lengths.setdefault(visit.text_tokens, []).append(visit.total_ms(new_tokens))
+    found = []
+    for (batch, load), of_plans in sorted(taken.items()):
+        medians = {
+            plan: statistics.median(lengths[min(lengths, key=lambda each: abs(each - size["text_tokens"]))])
+            for plan, lengths in of_plans.items()
+        }
+        best = pareto(list(medians.values()), [accuracy[plan] for plan in medians])
+        front = [median for median, on in zip(medians.values(), best, strict=True) if on]
+        found.append(
+            {
+                "batch": batch, "load": load, "plans": len(medians), "pareto_plans": len(front),
+                "least_ms": min(front), "most_ms": max(front), "span": max(front) / min(front),
+            }
+        )  # fmt: skip
+    return found
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", type=Path, nargs="+", help="of trainings")
     parser.add_argument("--study", type=Path, required=True, help="folder of the first one's study")
+    parser.add_argument("--profile", type=Path, required=True, help="Parquet file, of the first one")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     asked = parser.parse_args(given)
     seeds, settings = zip(*(trained(folder) for folder in asked.folders), strict=True)
@@ -69,7 +107,7 @@ def main(given: Sequence[str] | None = None) -> int:
     record = {
         "environment": found["environment"], "settings": settings[0], "seeds": seeds, "plans": plans,
         "size": found["size"], "load": found["load"], "pareto_plans": len(front),
-        "span": max(front) / min(front),
+        "span": max(front) / min(front), "spans": spans(Profile.read(asked.profile), plans, found["size"]),
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
     for each in seeds:
@@ -78,6 +116,11 @@ def main(given: Sequence[str] | None = None) -> int:
             f"{each['blind']['accuracy']:.1%}) after {each['train_seconds']} s"
         )
     print(f"{len(front)} of {len(plans)} measured plans are beaten by none; they span {record['span']:.2f}x")
+    for each in record["spans"]:
+        print(
+            f"batch {each['batch']}, load {each['load']}: {each['pareto_plans']} of {each['plans']}, "
+            f"{each['least_ms']:.2f} to {each['most_ms']:.2f} ms, {each['span']:.2f}x"
+        )
     return 0
 
 

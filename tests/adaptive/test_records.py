@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
+from sparseflow.adaptive.profile import Profile, Visit
+from sparseflow.adaptive.profile.about import About
 from sparseflow.core.claims import Claim
 from sparseflow.errors import InputError
 
@@ -56,11 +60,48 @@ def study(tmp_path: Path) -> Path:
     return made
 
 
-def test_seeds_and_measured_plans_become_one_record(tmp_path: Path, study: Path, script: Any) -> None:
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Without any request."""
+    space = PlanSpace.of(Geometry(depth=16, top_k=8), [float(16 - block) for block in range(16)])
+    about = About(
+        model_id="a", device={}, space=space, vision_tokens={"low": 4, "medium": 20, "high": 56}, how={}
+    )
+    Profile(about=about).write(tmp_path / "profile.parquet")
+    return tmp_path / "profile.parquet"
+
+
+def test_what_plans_span_alone_and_beside_others(script: Any) -> None:
+    plans = [
+        Plan(tier=tier, insertion_position=1, top_k=8, blocks=tuple(range(16)))
+        for tier in ("low", "medium", "high")
+    ]
+    visits = [
+        Visit(
+            plan=plan, text_tokens=tokens, batch=batch, round=turn,
+            prefill_ms=(1.0 + at) * batch + tokens / 10.0 + turn, steps_ms=(1.0, 1.0, 50.0),
+        )
+        for at, plan in enumerate(plans) for tokens in (10, 20) for batch in (1, 8) for turn in range(3)
+    ]  # fmt: skip
+    rows = [{"id": plan.id, "accuracy": share} for plan, share in zip(plans, (0.5, 0.4, 0.9), strict=True)]
+    size = {"text_tokens": 12, "new_tokens": 3}
+    found = script("trained").spans(SimpleNamespace(timed=visits), rows, size)
+    # The median of three turns, at the nearer length, and two steps; the second plan is beaten by the first.
+    assert [(each["batch"], each["plans"], each["pareto_plans"]) for each in found] == [(1, 3, 2), (8, 3, 2)]
+    assert [(each["least_ms"], each["most_ms"]) for each in found] == [(5.0, 7.0), (12.0, 28.0)]
+    assert [each["span"] for each in found] == [pytest.approx(7.0 / 5.0), pytest.approx(28.0 / 12.0)]
+
+
+def test_seeds_and_measured_plans_become_one_record(
+    tmp_path: Path, study: Path, profile: Path, script: Any
+) -> None:
     folders = [str(folder(tmp_path, seed, share)) for seed, share in enumerate((0.93, 0.91))]
     out = tmp_path / "trained.json"
-    assert script("trained").main([*folders, "--study", str(study), "--out", str(out)]) == 0
+    asked = ["--study", str(study), "--profile", str(profile), "--out", str(out)]
+    assert script("trained").main([*folders, *asked]) == 0
     record = json.loads(out.read_text())
+    assert record["spans"] == []
+    record["spans"] = [{"batch": 1, "load": 0.0, "span": 3.0}, {"batch": 8, "load": 0.7, "span": 4.25}]
     assert [each["id"] for each in record["plans"]] == ["a", "b", "c", "d"]
     assert [each["pareto"] for each in record["plans"]] == [True, False, True, True]
     assert (record["pareto_plans"], record["span"]) == (3, 3.0)
@@ -69,12 +110,13 @@ def test_seeds_and_measured_plans_become_one_record(tmp_path: Path, study: Path,
     claims = [Claim.model_validate(each | common) for each in script("record").trained(record)]
     # The worst seed counts; three plans are too few.
     assert [(each.value, each.met) for each in claims] == [(91.0, True), (3.0, True), (3, False)]
+    assert claims[1].claim.endswith("; 8 at a time, load 0.7: 4.25x")
     assert claims[0].baseline == "from the question alone: 21.0 %"
 
 
-def test_trainings_that_differ_are_refused(tmp_path: Path, study: Path, script: Any) -> None:
+def test_trainings_that_differ_are_refused(tmp_path: Path, study: Path, profile: Path, script: Any) -> None:
     folders = [str(folder(tmp_path, 0, 0.9)), str(folder(tmp_path, 1, 0.9, steps=20))]
-    asked = ["--study", str(study), "--out", str(tmp_path / "out.json")]
+    asked = ["--study", str(study), "--profile", str(profile), "--out", str(tmp_path / "out.json")]
     with pytest.raises(InputError, match="more than their seeds"):
         script("trained").main([*folders, *asked])
     (tmp_path / "seed-1" / "report.json").unlink()
