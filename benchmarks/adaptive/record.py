@@ -221,14 +221,24 @@ def overhead(record: Fields) -> Iterator[Fields]:
     """What deciding adds to a request (line 6)."""
     worst = max(record["cases"], key=lambda each: each["overhead"][0])
     middle, low, high = (100.0 * each for each in worst["overhead"])
+    told = record["settings"]
+    # Without a folder it has random weights, and a name.
+    name = None if told["model"] else told["geometry"]
+    of, end, command = "Grid-VQA", "", _MAKE.format("overhead")
+    if name:
+        of, end = f"random weights, {name}", f"-{name}"
+        command = (
+            f"python benchmarks/adaptive/overhead.py --geometry {name} --new-tokens {told['new_tokens']}"
+        )
     yield {
-        "id": "adaptive/6-deciding",
-        "claim": f"what predictor and controllers add to the median of a request of the same plan, the worst "
+        "id": f"adaptive/6-deciding{end}",
+        "claim": f"what predictor and controllers add to the median of a request of the same plan ({of}; "
+        f"{told['new_tokens']} new tokens), the worst "
         f"of {len(record['cases'])} plans ({worst['p50_ms']:.2f} ms; 95 % interval {low:+.2f} to {high:+.2f} "
         f"%; two runs without them differ by {100 * worst['chance'][0]:+.2f} %; deciding takes "
         f"{1e3 * worst['decide_ms']:.0f} us)",
         "value": round(middle, 2), "unit": "%", "target": "< 1", "met": round(middle, 2) < 1.0,
-        "baseline": "the same plan, given", "command": _MAKE.format("overhead"),
+        "baseline": "the same plan, given", "command": command,
     }  # fmt: skip
 
 

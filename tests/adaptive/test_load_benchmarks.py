@@ -166,6 +166,8 @@ def test_what_deciding_adds(script: Any, tmp_path: Path) -> None:
     assert record["columns"] == ["given_ms", "decided_ms", "given_again_ms", "decide_ms"]
     assert all(len(each) == 4 for each in record["host"]["samples_us"].values())
     assert all(0.0 < row[3] < row[1] for case in record["cases"] for row in case["samples"])
+    (claim,) = script("record").KINDS["overhead"](record)
+    assert claim["id"] == "adaptive/6-deciding-least-cpu" and "--geometry least" in claim["command"]
     middle, low, high = overhead.ratio(np.full(50, 1.1), np.full(50, 1.0), 0)
     assert (middle, low, high) == pytest.approx((0.1, 0.1, 0.1))
 
