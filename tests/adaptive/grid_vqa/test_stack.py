@@ -119,6 +119,10 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(ModelError, match="neither normalized weights"):
         Stack(model)
     model.config.text_config.norm_topk_prob = False
+    model.config.vision_config.hidden_act = "relu"
+    with pytest.raises(ModelError, match=r"GELU .* not \('relu', 'silu'\)"):
+        Stack(model)
+    model.config.vision_config.hidden_act = "gelu_pytorch_tanh"
     model.config.vision_feature_layer = -2
     with pytest.raises(ModelError, match="not layer -2"):
         Stack(model)

@@ -15,8 +15,8 @@ installed package, which may register the model's own classes with transformers 
     [project.entry-points."sparseflow.adaptive.adapters"]
     molmoe = "mypackage.adapter:MolmoEAdapter"
 
-`Knobs` tries every router when it is installed, and
-at each call compares the blocks and routers that ran with the plan: a knob that changes nothing is an error.
+`Knobs` tries every router when it is installed, and at each call compares the blocks and routers that ran
+with the plan: a knob that changes nothing is an error.
 """
 
 from __future__ import annotations

@@ -64,6 +64,9 @@ class Stack:
                 "a Grid-VQA model has neither normalized weights of experts, nor clipped or shared keys; "
                 "train one with sparseflow.adaptive.grid_vqa"
             )
+        acts = (config.vision_config.hidden_act, text.hidden_act)
+        if acts != ("gelu_pytorch_tanh", "silu"):
+            raise ModelError(f"a Grid-VQA model has GELU (tanh) and SiLU in tower and experts, not {acts}")
         if config.vision_feature_layer != -1:
             raise ModelError(
                 "a Grid-VQA model takes what the last layer of its vision tower gives, not layer "
