@@ -55,4 +55,4 @@ class Filling:
         width = self.contexts - below
         # Nothing is longer than the largest.
         width[-1] = np.inf
-        return np.clip(last[:, None] - below, 0.0, width) @ self.contexts
+        return np.minimum(np.maximum(last[:, None] - below, 0.0), width) @ self.contexts

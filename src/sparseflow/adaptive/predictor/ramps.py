@@ -24,7 +24,8 @@ def place(x: np.ndarray, knots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     end)."""
     if len(knots) == 1:
         return np.zeros(len(x), dtype=np.intp), np.zeros(len(x))
-    low = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2)
+    # Not by np.clip, which takes ten times as long for few points.
+    low = np.minimum(np.maximum(knots.searchsorted(x, side="right") - 1, 0), len(knots) - 2)
     return low, np.maximum((x - knots[low]) / (knots[low + 1] - knots[low]), 0.0)
 
 
