@@ -297,6 +297,9 @@ def test_what_is_no_input_is_refused(model: Any) -> None:
             attached.generate(input_ids=IDS, latency_budget=5)
         with pytest.raises(InputError, match="'do_sample', 'temperature'"):
             attached.generate(input_ids=IDS, do_sample=True, temperature=2.0)
+        for without in (attached.warm, attached.generate):
+            with pytest.raises(InputError, match="there are no `input_ids`; give a request's inputs"):
+                without()
         with pytest.raises(InputError, match=r"latency budget .*'180'"):
             attached.generate(input_ids=IDS, latency_budget_ms="180")  # pyright: ignore[reportArgumentType]
         with pytest.raises(InputError, match="the model knows 0 to 63"):

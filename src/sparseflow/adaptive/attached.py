@@ -226,6 +226,10 @@ class Attached:
                 f"{', '.join(map(repr, unknown))}: neither inputs of {type(self.adapter.model).__name__} nor "
                 f"options, which are {', '.join(options)}"
             )
+        if "input_ids" not in inputs:
+            raise InputError(
+                "there are no `input_ids`; give a request's inputs: `open_folder(...).prompt(...).inputs`"
+            )
 
     def _engine_for(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
         """What a request runs on; None for the model's own forward."""
