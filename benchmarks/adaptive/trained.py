@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.adaptive.grid_vqa.report import REPORT, pareto, read_report
-from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.profile import Profile, Visit
 from sparseflow.adaptive.study import findings
+from sparseflow.adaptive.study.latencies import nearest, within
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
@@ -66,17 +67,18 @@ def spans(
         size: Tokens of the request; of lengths that were measured, the nearest counts.
     """
     accuracy = {row["id"]: row["accuracy"] for row in plans}
-    taken: dict[tuple[int, float], dict[str, dict[int, list[float]]]] = {}
+    taken: dict[tuple[int, float], dict[str, list[Visit]]] = {}
     for visit in profile.timed:
         if visit.plan.id in accuracy:
-            lengths = taken.setdefault((visit.batch, visit.load), {}).setdefault(visit.plan.id, {})
-            new_tokens = min(size["new_tokens"], 1 + len(visit.steps_ms))
-            lengths.setdefault(visit.text_tokens, []).append(visit.total_ms(new_tokens))
+            taken.setdefault((visit.batch, visit.load), {}).setdefault(visit.plan.id, []).append(visit)
     found = []
     for (batch, load), of_plans in sorted(taken.items()):
         medians = {
-            plan: statistics.median(lengths[min(lengths, key=lambda each: abs(each - size["text_tokens"]))])
-            for plan, lengths in of_plans.items()
+            plan: statistics.median(
+                visit.total_ms(within(visit, size["new_tokens"]))
+                for visit in nearest(visits, size["text_tokens"])
+            )
+            for plan, visits in of_plans.items()
         }
         best = pareto(list(medians.values()), [accuracy[plan] for plan in medians])
         front = [median for median, on in zip(medians.values(), best, strict=True) if on]

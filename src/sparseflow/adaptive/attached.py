@@ -118,7 +118,7 @@ class Attached:
             InputError: The inputs are no request's.
             OutOfMemoryError: The engine's caches do not fit; profile with a smaller `--max-batch`.
         """
-        self._check_names(inputs)
+        self._check(inputs)
         engine = self._engine(inputs, progress)
         # A request that nobody learns from makes what is made when it is first used: that of the fullest plan
         # that has room for it.
@@ -166,8 +166,7 @@ class Attached:
             Refused: No plan keeps the budget; `least_ms` is the least that one does.
             RunError: The engine cannot run it, such as for want of memory.
         """
-        self._check_names(inputs)
-        check_inputs(inputs)
+        self._check(inputs)
         check_limits(max_new_tokens, latency_budget_ms)
         engine = self._engine_for(inputs, plan)
         received = time.perf_counter() if received_s is None else received_s
@@ -217,8 +216,9 @@ class Attached:
         """Whether a request has images."""
         return self.adapter.vision_tokens(inputs) > 0
 
-    def _check_names(self, inputs: Mapping[str, Any]) -> None:
-        """That what is no option is an input of the model, and no option that was misspelt."""
+    def _check(self, inputs: Mapping[str, Any]) -> None:
+        """That what is no option is an input of the model, and no option that was misspelt; and that these
+        are inputs of a request."""
         unknown = [name for name in inputs if name not in self._named]
         if unknown:
             options = [name for name in inspect.signature(self.generate).parameters if name != "inputs"]
@@ -226,10 +226,7 @@ class Attached:
                 f"{', '.join(map(repr, unknown))}: neither inputs of {type(self.adapter.model).__name__} nor "
                 f"options, which are {', '.join(options)}"
             )
-        if "input_ids" not in inputs:
-            raise InputError(
-                "there are no `input_ids`; give a request's inputs: `open_folder(...).prompt(...).inputs`"
-            )
+        check_inputs(inputs)
 
     def _engine_for(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
         """What a request runs on; None for the model's own forward."""

@@ -42,8 +42,8 @@ class Stack:
 
     Args:
         model: As `model.build` makes it.
-        compiled: Whether torch.compile fuses what its layers do: minutes at first, and less time and memory
-            from then on.
+        compiled: Whether torch.compile fuses what its layers do: slow at first, and less time and memory from
+            then on.
 
     Raises:
         ModelError: It is put together in another way.
@@ -76,13 +76,9 @@ class Stack:
         self.top_k: int = config.text_config.num_experts_per_tok
         self.crop_tokens = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         inner: Any = model.model
-        self._tower, self._projector, self._decoder = (
-            inner.vision_tower,
-            inner.multi_modal_projector,
-            inner.language_model,
-        )
         # Some releases of transformers wrap the tower once more.
-        self._tower = getattr(self._tower, "vision_model", self._tower)
+        self._tower = getattr(inner.vision_tower, "vision_model", inner.vision_tower)
+        self._projector, self._decoder = inner.multi_modal_projector, inner.language_model
         self._bos: int = config.text_config.bos_token_id
         self._look = _fused(_look) if compiled else _look
         self._attend = _fused(_attend) if compiled else _attend

@@ -242,6 +242,11 @@ def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
         InputError: They are not.
     """
     ids = inputs.get("input_ids")
+    if ids is None:
+        raise InputError(
+            "there are no `input_ids`; give a request's inputs: `open_folder(...).prompt(...).inputs`, "
+            "not NoneType"
+        )
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
         what = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"`input_ids` must be [batch, tokens] int64, not {what}")

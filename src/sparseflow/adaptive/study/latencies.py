@@ -100,10 +100,10 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
             text_tokens=text_tokens, images=images, new_tokens=new_tokens, load=load
         )
         for at, plan in enumerate(plans):
-            near = _nearest(own[stand_ins.get(plan, plan)], text_tokens)
+            near = nearest(own[stand_ins.get(plan, plan)], text_tokens)
             ratios = []
             for visit in near:
-                count = _within(visit, new_tokens)
+                count = within(visit, new_tokens)
                 median = foreign[visit.key, count] if plan in stand_ins else medians(visit, count)
                 ratios.append(visit.total_ms(count) / median)
             row[at] = wanted[at] * np.resize(ratios, repeats)
@@ -133,7 +133,7 @@ def _unseen_medians(
     for places, predictors in unseen(profile, seed=seed):
         (predictor,) = predictors.values()
         asks = [
-            (visits[at], count) for at in places for count in {_within(visits[at], most) for most in asked}
+            (visits[at], count) for at in places for count in {within(visits[at], most) for most in asked}
         ]
         medians, _ = predictor.predict([ask_of(visit, count) for visit, count in asks])
         found |= {
@@ -155,7 +155,7 @@ def _stand_ins(
     return found
 
 
-def _nearest(visits: Sequence[Visit], text_tokens: int) -> list[Visit]:
+def nearest(visits: Sequence[Visit], text_tokens: int) -> list[Visit]:
     """Those of the measured length that is nearest; of two, the longer."""
     length = min({visit.text_tokens for visit in visits}, key=lambda each: (abs(each - text_tokens), -each))
     return [visit for visit in visits if visit.text_tokens == length]
@@ -167,6 +167,6 @@ def _most(visits: Sequence[Visit]) -> int:
     return max(map(lengths.count, set(lengths)))
 
 
-def _within(visit: Visit, new_tokens: int) -> int:
+def within(visit: Visit, new_tokens: int) -> int:
     """As many new tokens as asked for, or as the visit has."""
     return min(new_tokens, 1 + len(visit.steps_ms))
