@@ -93,6 +93,24 @@ def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None
     assert second.plan in SPACE.plans and second.max_new_tokens == 4
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_getting_ready_changes_nothing(learned: bool) -> None:
+    of = chooser(controllers=controllers(1) if learned else None)
+    token = torch.randn(WIDTH)
+    for remaining_ms in (30.0, 60.0, 95.0, math.inf):
+        found = []
+        for ready in (False, True):
+            decider = of.decider(text_tokens=3, images=1)
+            request = asked(decider)
+            decider.first(request, remaining_ms)
+            if ready:
+                decider.prepare(request)
+            # 40 ms were lost since.
+            second = decider.second(token, request, remaining_ms - 40.0)
+            found.append((second.plan, second.feasible, second.max_new_tokens))
+        assert found[0] == found[1]
+
+
 def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> None:
     _, second, _ = decided(chooser(), 70.0)
     fitting = [done(plan) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]

@@ -52,6 +52,9 @@ def test_they_choose_the_same(geometry: Geometry, seed: int) -> None:
         expected = slow.begin(torch.from_numpy(language)[None], told, allowed=allowed)
         begun = quick.begin(language, budget_ms, fits)
         assert [begun.tier, begun.position] == expected[0].tolist()
+        assert fits[begun.plan]
+        action = slow.space.action(slow.space.plans[begun.plan])
+        assert (action.tier, action.position) == (begun.tier, begun.position)
         plan = slow.finish(torch.from_numpy(token)[None], told, expected, allowed=allowed)
         assert quick.finish(token, begun, fits) == int(plan)
         plans.add(int(plan))
@@ -76,9 +79,10 @@ def test_of_equal_choices_the_first_is_taken() -> None:
 
 @pytest.mark.parametrize("budget_ms", [0.2, 1.0, 37.5, 180.0, 1e6, 1e9])
 def test_budgets_are_told_alike(budget_ms: float) -> None:
-    quick = HostControllers(controllers())
+    slow = controllers()
+    begun = HostControllers(slow).begin(np.ones(WIDTH, np.float32), budget_ms, np.ones(len(slow.space), bool))
     expected = encode(torch.tensor([budget_ms], dtype=torch.float64))[0].numpy()
-    np.testing.assert_allclose(quick._encoded(budget_ms), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(begun.budget, expected, rtol=0, atol=1e-6)
 
 
 def test_what_cannot_be_decided_is_told() -> None:

@@ -13,14 +13,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.base import Adapter
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.host import Begun, HostControllers, HostWords
+from sparseflow.adaptive.kernels import deciding
 from sparseflow.adaptive.plan import TIERS, Plan, Tier
 from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.model import Predictor
@@ -71,13 +73,15 @@ class Chooser:
     begins: np.ndarray = field(init=False, repr=False)
     """Their tiers and insertion positions, as indices: [2, plans] int64."""
     vision: np.ndarray = field(init=False, repr=False)
-    """Vision tokens of an image under each, [plans] int64."""
+    """Vision tokens of an image under each, [plans] float64."""
     calls: np.ndarray = field(init=False, repr=False)
     """Experts that a token goes to under each, [plans] int64."""
     host: HostControllers | None = field(init=False, repr=False)
     """The controllers as they were when this was made."""
     words: HostWords = field(init=False, repr=False)
     """What Stage 1 looks at."""
+    kernels: Any = field(init=False, repr=False)
+    """`kernels/deciding`."""
 
     def __post_init__(self) -> None:
         space = self.predictor.space
@@ -102,16 +106,18 @@ class Chooser:
             there = ", ".join(self.predictor.tiers)
             raise InputError(f"`plans` are of tiers that the profile did not measure; it has {there}")
         actions = [space.action(plan) for plan in every]
-        most = self.predictor.about.how.get("max_tokens", self.adapter.context)
+        about = self.predictor.about
+        most = about.how.get("max_tokens", self.adapter.context)
         for name, value in (
             ("most_tokens", most if self.most_tokens is None else self.most_tokens),
             ("every", every),
             ("allowed", allowed),
             ("begins", np.array([(each.tier, each.position) for each in actions]).T),
-            ("vision", np.array([_vision(self.predictor.about.vision_tokens, plan) for plan in every])),
+            ("vision", np.array([_vision(about.vision_tokens, plan) for plan in every], dtype=float)),
             ("calls", np.array([space.geometry.expert_calls(plan) for plan in every])),
             ("host", None if self.controllers is None else HostControllers(self.controllers)),
             ("words", HostWords(self.adapter)),
+            ("kernels", deciding.kernels()),
         ):
             object.__setattr__(self, name, value)
 
@@ -176,12 +182,11 @@ class Chooser:
         """
         if self.most_tokens is None:
             return self.allowed
+        seen = self.vision
         if vision:
-            seen = np.array([vision.get(tier, math.inf) for tier in TIERS])[self.begins[0]]
-        else:
-            seen = np.rint(images * self.vision)
-        found = self.allowed & (seen <= self.most_tokens - text_tokens - new_tokens + 1)
-        return found if found.any() else self.allowed & (seen == seen[self.allowed].min())
+            images, seen = 1.0, np.array([vision.get(tier, math.inf) for tier in TIERS])[self.begins[0]]
+        most = self.most_tokens - text_tokens - new_tokens + 1
+        return self.kernels.with_room(seen, float(images), self.allowed, float(most))
 
     def fullest(self, among: np.ndarray) -> int:
         """The number of the plan that does most, of some: [plans] bool."""
@@ -248,6 +253,7 @@ class Budgeted:
     _room: np.ndarray | None = None
     _settled: int | None = None
     _new_tokens: int = 0
+    _inserted: tuple[np.ndarray, np.ndarray] | None = None
 
     def first(self, request: Request, remaining_ms: float) -> Choice | Refusal:
         """Tier and insertion position, or a refusal."""
@@ -268,12 +274,18 @@ class Budgeted:
             ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
             # What is left now is what both stages were trained to be told.
             self._begun = host.begin(self.chooser.words.feature(ids), remaining_ms, fits)
-            return self._choice(int((self._beginning() & fits).argmax()), p50, request)
+            return self._choice(self._begun.plan, p50, request)
         return self._choice(self._settled, p50, request)
+
+    def prepare(self, request: Request) -> None:
+        """Predict what will be left, and go through `second` once: what it needs is then near."""
+        self._inserted = self._predicted(self._new_tokens, "insertion")
+        host = self.chooser.host
+        self.second(torch.zeros(1 if host is None else host.width), request, math.inf)
 
     def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Decision:
         """The plan, of the tier and position that were chosen."""
-        p50, p99 = self._predicted(self._new_tokens, "insertion")
+        p50, p99 = self._inserted or self._predicted(self._new_tokens, "insertion")
         if self._begun is None:
             assert self._settled is not None
             return self._decision(self._settled, request, p50, p99, remaining_ms)

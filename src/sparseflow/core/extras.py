@@ -40,6 +40,7 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("fastapi", "fastapi"),
             ("uvicorn", "uvicorn"),
             ("prometheus-client", "prometheus_client"),
+            ("numba", "numba"),
         ),
         "codesign": (
             ("ortools", "ortools"),

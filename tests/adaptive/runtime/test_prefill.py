@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseflow.adaptive.adapters import Adapter, adapter_of
 from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.runtime.cache import SlotCache
 from sparseflow.adaptive.runtime.graphs import Graphs
 from sparseflow.adaptive.runtime.prefill import Prefill, Prefilled
@@ -351,6 +351,32 @@ def test_the_model_stays_as_it_is(how: str) -> None:
     assert forwards == {id(each): vars(each).get("forward") for each in made.modules()}
     assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
     knobs.remove()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tier", ["low", None])
+def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) -> None:
+    made = tiny.llava_siglip().to(device)
+    adapter = adapter_of(made)
+    plan, order = replace(DEEP, tier=tier), []
+
+    def decide(token: Tensor) -> Plan:
+        order.append("decide")
+        return plan
+
+    with torch.no_grad():
+        prefill = Prefill(adapter, Knobs(adapter), Graphs(device), tokens=96, sizes=(16, 40, 96))
+        inputs = {name: each.to(device) for name, each in tiny.prompt(made).items()}
+        given = adapter.at_tier(inputs, tier) if tier else {"input_ids": torch.ones_like(inputs["input_ids"])}
+        cache = cache_of(adapter, DEEP)
+        for _ in range(2):  # the first image runs by the model's own way, to be compared with
+            order.clear()
+            prefill.run(
+                given, plan.tier, plan.insertion_position, images=tier is not None,
+                replan=lambda position: position, decide=decide, place=lambda plan: (cache, [cache.take()]),
+                meanwhile=lambda: order.append("meanwhile"),
+            )  # fmt: skip
+    assert order == (["decide"] if device == "cpu" else ["meanwhile", "decide"])
 
 
 @pytest.mark.gpu

@@ -136,6 +136,21 @@ class TestAsking:
         assert (found.limit(9), found.feasible, found.predicted_ms) == (5, False, 90.0)
         assert decide.asked == [("first", 9.0), ("again", 8.0), ("second", 7.0)] and found.spent_s > 0.0
 
+    def test_getting_ready_is_not_counted(self) -> None:
+        class Getting(Scripted):
+            def prepare(self, request: Request) -> None:
+                self.asked.append(("prepare", request.max_new_tokens))
+
+        decide = Getting(Choice(tier=None, insertion_position=1), SHALLOW)
+        for each in (decide, Scripted(*decide.said)):
+            found = asking(each)
+            found.first()
+            before = found.spent_s
+            found.prepare()
+            assert found.spent_s == before
+            assert found.second(torch.zeros(2)) == SHALLOW
+        assert [name for name, _ in decide.asked] == ["first", "prepare", "second"]
+
     def test_a_plan_is_decision_enough(self) -> None:
         found = asking(Scripted(Choice(tier=None, insertion_position=2, predicted_ms=3.0), SHALLOW))
         found.first()

@@ -115,6 +115,15 @@ class Replanning(Asked):
         return 1
 
 
+class Getting(Asked):
+    """As `Asked`, and gets ready."""
+
+    ready = 0
+
+    def prepare(self, request: Request) -> None:
+        self.ready += 1
+
+
 class Standing:
     """A stand-in for an engine: it does nothing by itself."""
 
@@ -194,7 +203,7 @@ def test_what_happens_comes_in_order() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("kind", [Asked, Replanning])
+@pytest.mark.parametrize("kind", [Asked, Replanning, Getting])
 @pytest.mark.parametrize(("until_s", "told_ms"), [(math.inf, 5e6), (9000.0, 5e6), (1000.0, 1e6)])
 def test_a_decider_is_told_what_remains_until_the_end(kind: Any, until_s: float, told_ms: float) -> None:
     async def story() -> None:
@@ -206,6 +215,8 @@ def test_a_decider_is_told_what_remains_until_the_end(kind: Any, until_s: float,
         assert hasattr(decide, "again") == (kind is Replanning)
         if kind is Replanning:
             assert decide.again(request, choice, 5e6) == 1
+        decide.prepare(request)
+        assert kind is not Getting or decider.ready == 1
         decide.second(torch.zeros(2), request, 5e6)
         for told in decider.remaining:
             assert told <= told_ms

@@ -24,7 +24,7 @@ import numpy as np
 
 from sparseflow.core.extras import require
 
-_FLOOR = 0.002
+FLOOR = 0.002
 """Least spread, relative: no request repeats to less."""
 _TAIL = 0.05
 _FEWEST = 10
@@ -45,7 +45,7 @@ def scatter(coefficients: np.ndarray, prefill: np.ndarray, step: np.ndarray, ste
     a, b, c, d = (coefficients[..., at] for at in range(4))
     rest = steps * step
     whole = prefill + rest
-    return np.sqrt(a + b * (prefill * prefill) + c * (rest * step) + (d + _FLOOR**2) * (whole * whole))
+    return np.sqrt(a + b * (prefill * prefill) + c * (rest * step) + (d + FLOOR**2) * (whole * whole))
 
 
 def fit_scatter(prefill: np.ndarray, step: np.ndarray, steps: np.ndarray, measured: np.ndarray) -> np.ndarray:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparseflow.adaptive.kernels import deciding
 from sparseflow.adaptive.plan import PlanSpace, Tier
 from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
 from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate
 from sparseflow.adaptive.predictor.filling import Filling
-from sparseflow.adaptive.predictor.margins import condensed, margin, scatter
+from sparseflow.adaptive.predictor.margins import FLOOR, condensed, margin, scatter
 from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
 from sparseflow.adaptive.predictor.ramps import place
 from sparseflow.adaptive.predictor.requests import Describer, Requests
@@ -80,6 +81,7 @@ class Predictor:
         filling, plans = Filling.of(about.how), space.plans
         self._describe = Describer(space.geometry, about.vision_tokens, plans, filling)
         self._sheets = Sheets(tables, space.geometry, plans, about.vision_tokens, filling)
+        self._expected = deciding.kernels().expected
         self._lock = threading.Lock()
         self._now = self._settled()
 
@@ -172,11 +174,12 @@ class Predictor:
             raise InputError(f"`after` (={after!r}) must be one of {', '.join(AFTERS)}")
         sheet = self._sheets.of((text_tokens, images, new_tokens, batch, after))
         low, way = self._sheets.between(load)
-        found = []
-        for times in sheet.at(self._now, self._spreads):
-            at_load = times[low] + queued_ms
-            found.append(at_load + way * (times[low + 1] - times[low]) if way else at_load)
-        return found[0], found[1]
+        now = self._now
+        p50, p99 = self._expected(
+            sheet.prefill, sheet.step, sheet.steps, now.prefill, now.step, now.margins, self._spreads, FLOOR,
+            low, float(way), float(queued_ms),
+        )  # fmt: skip
+        return p50, p99
 
     def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """As `predict`, for `"prefill"` and one `"decode"` step of each; what was waited is not in it."""

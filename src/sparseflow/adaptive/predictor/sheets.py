@@ -1,8 +1,8 @@
 """What every plan of a space takes, for requests of one size: looked up once, and kept.
 
 A server asks about the same sizes again and again, several times a request, so what depends on the size alone
-is kept. What observations have made of it is put on top, once for each that came in; a load is a line between
-two columns. Plans of one tier share the number of tokens, and so the coefficients.
+is kept; what observations have made of it, and the load, are put on top each time (`kernels/deciding`). Plans
+of one tier share the number of tokens, and so the coefficients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from sparseflow.adaptive.plan import Geometry, Plan, Tier
 from sparseflow.adaptive.predictor.ask import After
 from sparseflow.adaptive.predictor.calibrating import Tables
 from sparseflow.adaptive.predictor.filling import Filling
-from sparseflow.adaptive.predictor.margins import scatter
 from sparseflow.adaptive.predictor.requests import seen
 from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.errors import InputError
@@ -44,37 +43,19 @@ class Now:
     margins: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sheet:
-    """Plans at one size.
+    """Plans at one size, by the tables.
 
-    Args:
-        prefill: By the tables: [L, plans], milliseconds.
+    Attributes:
+        prefill: [L, plans] float64, milliseconds.
         step: Of one: [L, plans].
         steps: How many.
     """
 
-    def __init__(self, prefill: np.ndarray, step: np.ndarray, steps: int) -> None:
-        self._prefill, self._step, self._steps = prefill, step, np.array(float(steps))
-        self._held: tuple[Now, np.ndarray, np.ndarray] | None = None
-
-    def at(self, now: Now, spreads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Median and higher prediction at each load, neither falling with it: [L, plans] both.
-
-        Args:
-            now: What observations have made of it.
-            spreads: Of `margins.scatter`, [L, 4].
-        """
-        held = self._held
-        if held is not None and held[0] is now:
-            return held[1], held[2]
-        prefill, step = self._prefill * now.prefill[:, None], self._step * now.step[:, None]
-        middle = prefill + self._steps * step
-        high = middle + now.margins[:, None] * scatter(spreads[:, None], prefill, step, self._steps)
-        for at in range(1, len(middle)):
-            np.maximum(middle[at - 1], middle[at], out=middle[at])
-            np.maximum(high[at - 1], high[at], out=high[at])
-        self._held = (now, middle, high)
-        return middle, high
+    prefill: np.ndarray
+    step: np.ndarray
+    steps: float
 
 
 class Sheets:
@@ -147,4 +128,4 @@ class Sheets:
             if to_see and self._tables.prefill.vision.shape[1]:
                 prefill[:, rows] += to_see * self._tables.prefill.vision[:, tier, None]
             step[:, rows] = later[at] @ whole[:, rows]
-        return Sheet(prefill, step, new_tokens - 1)
+        return Sheet(prefill=prefill, step=step, steps=new_tokens - 1.0)

@@ -110,7 +110,7 @@ class _Begin:
         images = self._adapter.vision_tokens(given[0]) > 0
         found = prefill.run(
             joined(given, self._device), choice.tier, choice.insertion_position, images=images,
-            replan=self._again, decide=asking.second, place=self._place,
+            replan=self._again, decide=asking.second, place=self._place, meanwhile=asking.prepare,
         )  # fmt: skip
         draws = [Draws(handle.request.sampling) for handle in self._handles]
         picked = pick(

@@ -13,6 +13,7 @@ from sparseflow.adaptive.runtime.requests import (
     Choice,
     Decider,
     Decision,
+    Preparing,
     Refusal,
     Refused,
     Replanning,
@@ -82,6 +83,11 @@ class Asking:
             raise PlanError(f"the decider must give a Choice or a Refusal first, not {found!r}")
         self._choice = found
         return found
+
+    def prepare(self) -> None:
+        """While the device works: what it takes is no time of the request's, and not counted."""
+        if isinstance(self._decide, Preparing):
+            self._decide.prepare(self._request)
 
     def again(self, position: int) -> int:
         """After the vision encoder: the position to go on with."""

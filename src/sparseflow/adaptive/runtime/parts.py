@@ -69,7 +69,13 @@ class Parts:
         self._logits: Tensor | None = None
 
     def run(
-        self, embedded: Tensor, tier: Tier | None, position: int, decide: Decided, place: Place
+        self,
+        embedded: Tensor,
+        tier: Tier | None,
+        position: int,
+        decide: Decided,
+        place: Place,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Plan, SlotCache, int, Tensor]:
         """Run a prompt.
 
@@ -79,6 +85,7 @@ class Parts:
             position: The insertion position that was decided; the model has it.
             decide: Gives the plan.
             place: Called when the plan is known.
+            meanwhile: Called when the first part was handed to the device.
 
         Returns:
             The plan; where the prompt is; and logits of the first new token, [1, vocabulary], which the next
@@ -94,6 +101,8 @@ class Parts:
         self._embedded[:, tokens:size].zero_()
         self._last.fill_(tokens - 1)
         self.graphs.run(("prompt", position, size), partial(self._first, position, size))
+        if meanwhile is not None:
+            meanwhile()
         plan = decide(self._token.clone())
         if (plan.tier, plan.insertion_position) != (tier, position):
             raise PlanError(

@@ -104,6 +104,7 @@ class Prefill:
         replan: Replan,
         decide: Decided,
         place: Place,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Prefilled:
         """Run prompts of one plan.
 
@@ -116,6 +117,8 @@ class Prefill:
                 images.
             decide: From the latency token of the first row to the plan.
             place: Called when the plan is known.
+            meanwhile: Called while a GPU works on what has to be there before the plan is decided, where the
+                prompt runs in parts.
 
         Raises:
             PlanError: The decisions do not fit together, or the model cannot run them.
@@ -123,9 +126,14 @@ class Prefill:
         parts, embedded = self._parts, self._embed(inputs, images)
         if parts is None or embedded is None:
             return self._whole(inputs, tier, position, images, replan, decide, place)
+        if self._device.type != "cuda":
+            meanwhile = None
+        if meanwhile is not None and images:
+            meanwhile()
+            meanwhile = None
         self._finish_vision(images)
         position = self._replanned(replan, position)
-        plan, cache, slot, logits = parts.run(embedded, tier, position, decide, place)
+        plan, cache, slot, logits = parts.run(embedded, tier, position, decide, place, meanwhile)
         return Prefilled(plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=logits)
 
     def warm(self, plan: Plan, cache: SlotCache, example: Inputs | None = None) -> list[Callable[[], None]]:

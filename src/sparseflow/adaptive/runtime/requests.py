@@ -3,7 +3,7 @@
 A decider is asked up to three times, each time with the milliseconds that are left: before the vision
 encoder, for the tier and the insertion position (or a refusal); after it, where it wants to be, for the
 position once more; and at the insertion, for the plan. It says too whether a request that cannot be met is
-run all the same, or cut short.
+run all the same, or cut short. While a GPU works it may get ready for what it will be asked.
 """
 
 from __future__ import annotations
@@ -132,6 +132,15 @@ class Replanning(Protocol):
 
     def again(self, request: Request, choice: Choice, remaining_ms: float) -> int:
         """The insertion position to go on with."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A decider that gets ready to be asked at the insertion while the device works."""
+
+    def prepare(self, request: Request) -> None:
+        """After `first`, and only on a GPU: what is done here takes no time of the request's."""
         ...
 
 

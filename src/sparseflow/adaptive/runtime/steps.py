@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -26,6 +26,7 @@ from sparseflow.adaptive.runtime.sampling import most_probable
 from sparseflow.errors import InputError, ModelError
 
 
+@lru_cache(maxsize=4096)
 def decode_plan(plan: Plan, geometry: Geometry) -> Plan:
     """What of a plan matters after the prompt; requests whose plans agree in it are batched.
 

@@ -24,6 +24,7 @@ from sparseflow.adaptive.runtime.requests import (
     Decision,
     Finished,
     OutOfMemory,
+    Preparing,
     Refused,
     Replanning,
     Request,
@@ -384,6 +385,10 @@ class _Watched:
 
     def first(self, request: Request, remaining_ms: float) -> Choice | Declined:
         return self._inner.first(request, self._until(remaining_ms))
+
+    def prepare(self, request: Request) -> None:
+        if isinstance(self._inner, Preparing):
+            self._inner.prepare(request)
 
     def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Plan | Decision:
         found = self._inner.second(latency_token, request, self._until(remaining_ms))

@@ -1,0 +1,58 @@
+"""What deciding computes on the host; that stages choose what the controllers choose is in `test_host.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparseflow.adaptive.kernels.deciding import cpu
+from sparseflow.adaptive.predictor.margins import FLOOR, scatter
+
+
+@pytest.mark.parametrize("loads", [1, 3])
+@pytest.mark.parametrize("plans", [1, 7])
+@pytest.mark.parametrize("way", [0.0, 0.25])
+def test_expected(loads: int, plans: int, way: float) -> None:
+    random = np.random.default_rng(loads + plans)
+    prefill, step = random.uniform(1.0, 9.0, (2, loads, plans))
+    factors, margins, spreads = (
+        random.uniform(0.5, 2.0, (2, loads)),
+        random.uniform(0, 3, loads),
+        random.uniform(0, 0.1, (loads, 4)),
+    )
+    middle = prefill * factors[0][:, None] + 5.0 * step * factors[1][:, None]
+    spread = scatter(
+        spreads[:, None], prefill * factors[0][:, None], step * factors[1][:, None], np.array(5.0)
+    )
+    high = middle + margins[:, None] * spread
+    for low in range(loads - (way > 0.0)):
+        expected = []
+        for times in (np.maximum.accumulate(each, axis=0) for each in (middle, high)):
+            upper = times[min(low + 1, loads - 1)]
+            expected.append(times[low] + way * (upper - times[low]) + 2.5)
+        found = cpu.expected(
+            prefill, step, 5.0, factors[0], factors[1], margins, spreads, FLOOR, low, way, 2.5
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_with_room() -> None:
+    vision, allowed = np.array([10.0, 30.0, 60.0, np.inf]), np.array([False, True, True, True])
+    for images, most, expected in (
+        (1.0, 9.0, [1]), (1.0, 30.0, [1]), (1.0, 60.0, [1, 2]), (0.5, 30.0, [1, 2]), (2.0, 61.0, [1]),
+        (0.05, 2.0, [1]),  # tokens are whole: of 1.5 there are 2, of 3 there are 3
+    ):  # fmt: skip
+        found = cpu.with_room(vision, images, allowed, most)
+        assert np.flatnonzero(found).tolist() == expected
+
+
+@pytest.mark.parametrize("width", [1, 5, 33])
+def test_mean_word(width: int) -> None:
+    vectors = np.random.default_rng(width).normal(size=(3, width)).astype(np.float32)
+    rows, left_out = np.array([-1, 0, -1, 2, 1]), np.array([9, 0])
+    found = np.empty(width, np.float32)
+    assert cpu.mean_word(np.array([9, 1, 3, 3, 0]), left_out, rows, vectors, found) == 3
+    np.testing.assert_allclose(found, (vectors[0] + 2.0 * vectors[2]) / 3.0, rtol=1e-5)
+    assert cpu.mean_word(np.array([9, 9]), left_out, rows, vectors, found) == 0
+    for unknown in (2, 5, -1):
+        assert cpu.mean_word(np.array([1, unknown]), left_out, rows, vectors, found) == cpu.UNKNOWN
