@@ -225,8 +225,8 @@ def own_steps(
 ) -> dict[str, float]:
     """Median milliseconds of a step of the model's own, by each way to multiply by experts.
 
-    A first walk visits all lengths of the cache that will be timed: on a GPU the attention of a length that is
-    new to the process may make a step three times as long, and a server has seen them all before long.
+    A first walk visits all lengths of the cache that will be timed: on a GPU the attention of a length that
+    is new to the process may make a step three times as long, and a server has seen them all before long.
     """
     adapter, knobs = both
     tokens = drawn(asked, WARMUP + asked.rounds // 3, batch, seed=99).tolist()
