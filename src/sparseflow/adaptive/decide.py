@@ -182,11 +182,12 @@ class Chooser:
         """
         if self.most_tokens is None:
             return self.allowed
-        seen = self.vision
+        times, seen = float(images), self.vision
         if vision:
-            images, seen = 1.0, np.array([vision.get(tier, math.inf) for tier in TIERS])[self.begins[0]]
+            of_tier = np.array([float(vision.get(tier, math.inf)) for tier in TIERS])
+            times, seen = 1.0, of_tier[self.begins[0]]
         most = self.most_tokens - text_tokens - new_tokens + 1
-        return self.kernels.with_room(seen, float(images), self.allowed, float(most))
+        return self.kernels.with_room(seen, times, self.allowed, float(most))
 
     def fullest(self, among: np.ndarray) -> int:
         """The number of the plan that does most, of some: [plans] bool."""

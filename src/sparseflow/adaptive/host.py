@@ -77,10 +77,6 @@ class HostControllers:
         self._second = _Stage(second.latency_token, second.budget, second.fuse, (second.top_k, second.option))
         self._nowhere, self._position = np.empty(0, np.float32), _copy(second.position.weight)
         self._frequency, self._amplitude = (each.numpy() for each in spectrum(DIM, torch.device("cpu")))
-        # Compiled, or fetched, before the first request.
-        fits = np.ones(len(actions), dtype=bool)
-        nothing = np.zeros(self.width, np.float32)
-        self.finish(nothing, self.begin(nothing, MOST_MS, fits), fits)
 
     def begin(self, language: np.ndarray, budget_ms: float, fits: np.ndarray) -> Begun:
         """Stage 1's most probable choices.

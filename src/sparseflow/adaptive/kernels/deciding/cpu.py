@@ -251,3 +251,16 @@ def stage(
                 continue
         best, best_first, best_second = plan, first, second
     return best
+
+
+def compile_all() -> None:
+    """Compile every function here, or fetch it from Numba's cache."""
+    one, some = np.ones(1), np.ones(1, np.float32)
+    every, numbers = np.ones(1, np.bool_), np.zeros((2, 1), np.int64)
+    # A stage as narrow as can be: four matrices of one row, of 1, 1, 2 and 1 columns, and their biases.
+    weights = np.zeros(9, np.float32)
+    expected(one[None], one[None], 1.0, one, one, one, np.ones((1, 4)), 0.0, 0, 0.0, 0.0)
+    with_room(one, 1.0, every, 1.0)
+    mean_word(numbers[0], numbers[0], numbers[0], some[None], some.copy())
+    budget = encoded(0.0, one, one)[:1]
+    stage(some, some, some, 0.0, weights, budget, some[:0], numbers, 1, every, numbers, -1, -1)
