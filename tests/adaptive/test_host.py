@@ -114,6 +114,23 @@ class Table:
         return self.inner(ids)
 
 
+def test_small_tables_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseflow.adaptive.host._CHUNK", 16)
+    for limit, fetched in ((40 * WIDTH * 4, [16, 16, 8]), (40 * WIDTH * 4 - 1, [])):
+        monkeypatch.setattr("sparseflow.adaptive.host._TABLE_BYTES", limit)
+        table = Table()
+        table.adapter.model.get_input_embeddings = lambda table=table: table.inner
+        words = HostWords(table.adapter)
+        assert [len(each) for each in table.asked] == fetched
+        table.asked.clear()
+        given = torch.tensor([[39, 0, 38, 3, 0]])
+        with torch.no_grad():
+            expected = language_features(table.adapter, given)[0].numpy()
+        table.asked.clear()
+        np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6, atol=1e-6)
+        assert table.asked == ([] if fetched else [[0, 38, 3]])
+
+
 def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table()
     words = HostWords(table.adapter)
@@ -122,8 +139,8 @@ def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             expected = language_features(table.adapter, given)[0].numpy()
         table.asked.clear()
-        np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6)
-        np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6)
+        np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6, atol=1e-6)
         assert table.asked in ([[3, 4]], [], [[5]])
     with pytest.raises(InputError, match="no text tokens"):
         words.feature(torch.tensor([[39]]))

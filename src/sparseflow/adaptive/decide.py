@@ -55,6 +55,7 @@ class Chooser:
             controllers.
         most_tokens: Of a prompt and its answer together: plans whose tier makes more of a request are not
             chosen. By default those of the profile's engine, or that the model has positions for.
+        words: What Stage 1 looks at; made where there are controllers.
 
     Raises:
         InputError: The parts are of different models or plans.
@@ -66,6 +67,7 @@ class Chooser:
     plans: Sequence[Plan] | None = None
     worth: Sequence[float] | None = None
     most_tokens: int | None = None
+    words: HostWords | None = None
     every: tuple[Plan, ...] = field(init=False, repr=False)
     """The predictor's plans."""
     allowed: np.ndarray = field(init=False, repr=False)
@@ -78,8 +80,6 @@ class Chooser:
     """Experts that a token goes to under each, [plans] int64."""
     host: HostControllers | None = field(init=False, repr=False)
     """The controllers as they were when this was made."""
-    words: HostWords = field(init=False, repr=False)
-    """What Stage 1 looks at."""
     kernels: Any = field(init=False, repr=False)
     """`kernels/deciding`."""
 
@@ -106,7 +106,9 @@ class Chooser:
             there = ", ".join(self.predictor.tiers)
             raise InputError(f"`plans` are of tiers that the profile did not measure; it has {there}")
         actions = [space.action(plan) for plan in every]
-        about = self.predictor.about
+        about, words = self.predictor.about, self.words
+        if words is None and self.controllers is not None:
+            words = HostWords(self.adapter)
         most = about.how.get("max_tokens", self.adapter.context)
         for name, value in (
             ("most_tokens", most if self.most_tokens is None else self.most_tokens),
@@ -116,7 +118,7 @@ class Chooser:
             ("vision", np.array([_vision(about.vision_tokens, plan) for plan in every], dtype=float)),
             ("calls", np.array([space.geometry.expert_calls(plan) for plan in every])),
             ("host", None if self.controllers is None else HostControllers(self.controllers)),
-            ("words", HostWords(self.adapter)),
+            ("words", words),
             ("kernels", deciding.kernels()),
         ):
             object.__setattr__(self, name, value)
@@ -272,9 +274,11 @@ class Budgeted:
         elif host is None:
             self._settled = self._worthiest(fits, p50)
         else:
+            words = self.chooser.words
+            assert words is not None
             ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
             # What is left now is what both stages were trained to be told.
-            self._begun = host.begin(self.chooser.words.feature(ids), remaining_ms, fits)
+            self._begun = host.begin(words.feature(ids), remaining_ms, fits)
             return self._choice(self._begun.plan, p50, request)
         return self._choice(self._settled, p50, request)
 

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +28,11 @@ from sparseflow.adaptive.stages import Feature
 from sparseflow.errors import InputError, RunError
 
 _WORDS = 16384
-"""Words after which the vectors that were kept are forgotten; those of a width of 2048 take 134 MB, and up to
-twice as much with the room that is kept for more."""
+"""Words after which the vectors that were kept are forgotten, where not all are kept; of a width of 2048 they
+take 134 MB, and up to twice as much with the room for more."""
+_TABLE_BYTES = 1 << 29
+"""Largest table of all words that is copied."""
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +159,8 @@ class _Stage:
 class HostWords:
     """Language features of prompts, as `features.language_features` gives them.
 
-    Each word's vector is fetched to the host once. Several threads may ask.
+    All words' vectors are copied to the host (OLMoE-1B-7B's take 412 MB); of larger tables each word's when
+    it is met first, for which its prompt waits. Several threads may ask.
 
     Args:
         adapter: Whose tokens these are; its word embeddings must not change.
@@ -171,6 +176,7 @@ class HostWords:
         self._count, self._rows = 0, np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
         self._lock = threading.Lock()
+        self._fetch_all()
 
     def feature(self, input_ids: Tensor) -> np.ndarray:
         """The mean of the word embeddings of a prompt's text tokens, [d] float32.
@@ -195,6 +201,25 @@ class HostWords:
         found = np.empty(self._vectors.shape[1], np.float32)
         return found, self._kernels.mean_word(ids, self._placeholders, self._rows, self._vectors, found)
 
+    def _fetch_all(self) -> None:
+        table: Any = getattr(self._adapter.model, "get_input_embeddings", lambda: None)()
+        weight: Any = getattr(table, "weight", None)
+        if weight is None or 4 * weight.numel() > _TABLE_BYTES:
+            return
+        self._vectors = np.empty((len(weight), weight.shape[1]), np.float32)
+        for first in range(0, len(weight), _CHUNK):
+            words = range(first, min(first + _CHUNK, len(weight)))
+            self._vectors[words.start : words.stop] = self._embedded(words)
+        self._rows = np.arange(len(weight))
+        self._count = len(weight)
+
+    def _embedded(self, words: Sequence[int]) -> np.ndarray:
+        # Prompts are on the host, the table where the model is.
+        device = next(self._adapter.decoder.parameters()).device
+        with torch.no_grad():
+            ids = torch.tensor([list(words)], device=device)
+            return self._adapter.embed(ids)[0].float().numpy(force=True)
+
     def _fetch(self, words: np.ndarray) -> None:
         if self._count > _WORDS:
             self._count, self._vectors = 0, self._vectors[:0]
@@ -206,10 +231,7 @@ class HostWords:
             more = np.full(2 * (most + 1) - len(self._rows), self._kernels.UNKNOWN, np.int64)
             self._rows = np.concatenate([self._rows, more])
         fresh = list(dict.fromkeys(words[self._rows[words] == self._kernels.UNKNOWN].tolist()))
-        # Prompts are on the host, the table where the model is.
-        device = next(self._adapter.decoder.parameters()).device
-        with torch.no_grad():
-            found = self._adapter.embed(torch.tensor([fresh], device=device))[0].float().numpy(force=True)
+        found = self._embedded(fresh)
         first, last = self._count, self._count + len(fresh)
         if last > len(self._vectors):
             grown = np.empty((2 * last, found.shape[1]), np.float32)

@@ -102,7 +102,7 @@ def with_room(vision: Any, images: float, allowed: Any, most: float) -> Any:
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
+@njit(cache=True, nogil=True, error_model="numpy")
 def mean_word(ids: Any, left_out: Any, rows: Any, vectors: Any, found: Any) -> int:
     """The mean of words' vectors.
 
