@@ -233,6 +233,7 @@ def own_steps(
     walk = Own(adapter, knobs, plan, prompted(asked, both, plan, batch, asked.context).past_key_values)
     for each in drawn(asked, WARMUP + asked.rounds, batch, seed=99).tolist():
         walk(each)
+    del walk  # and its cache
     found: dict[str, float] = {}
     for kind in EXPERTS["cpu" if asked.device == "cpu" else "cuda"]:
         cache = prompted(asked, both, plan, batch, asked.context).past_key_values

@@ -14,6 +14,7 @@ import torch
 
 from sparseflow.adaptive.controllers import Controllers
 from sparseflow.adaptive.decide import Budgeted, Chooser, OnInfeasible
+from sparseflow.adaptive.host import HostWords
 from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
 from sparseflow.adaptive.runtime.requests import Choice, Refusal, Request
 from sparseflow.errors import InputError
@@ -109,6 +110,20 @@ def test_getting_ready_changes_nothing(learned: bool) -> None:
             second = decider.second(token, request, remaining_ms - 40.0)
             found.append((second.plan, second.feasible, second.max_new_tokens))
         assert found[0] == found[1]
+
+
+def test_a_request_can_be_asked_about_again() -> None:
+    of = chooser(controllers=controllers(1))
+    decider = of.decider(text_tokens=3, images=1)
+    request = asked(decider)
+    decider.first(request, 200.0)
+    decider.prepare(request)
+    # Before it found memory, its time was over: the quickest plan, whatever was thought of before.
+    again = decider.first(request, 1.0)
+    assert isinstance(again, Choice) and not again.feasible
+    found = decider.second(torch.randn(WIDTH), request, 1.0)
+    assert (found.plan.tier, found.plan.insertion_position) == (again.tier, again.insertion_position)
+    assert work_ms(found.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
 def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> None:
@@ -213,6 +228,12 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     elsewhere = PlanSpace.of(GEOMETRY, list(range(16)))
     with pytest.raises(InputError, match=r"of different plans; train or profile anew"):
         chooser(controllers=Controllers(elsewhere, width=WIDTH, model_id="m"))
+    adapter: Any = chooser().adapter
+    with pytest.raises(InputError, match="`words` are of another model"):
+        chooser(words=HostWords(adapter))
+    adapter.model.get_input_embeddings = lambda: adapter.embed
+    with pytest.raises(InputError, match=f"a model of width 9, this one has {WIDTH}"):
+        chooser(adapter=adapter, controllers=Controllers(SPACE, width=9, model_id="m"))
     with pytest.raises(InputError, match=r"`worth` has 3 values; there are 225 plans"):
         chooser(worth=[1.0, 2.0, 3.0])
     with pytest.raises(InputError, match=r"`plans` must be some of the predictor's: none is given"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,11 @@ def test_what_cannot_be_decided_is_told() -> None:
         quick.finish(vector, quick.begin(vector, 10.0, every), ~every)
     with pytest.raises(RunError, match="logits are not finite"):
         quick.begin(vector * np.nan, 10.0, every)
+    begun = quick.begin(vector, 10.0, every)
+    for other, fits in ((vector[1:], every), (np.ones(WIDTH + 1, np.float32), every), (vector, every[1:])):
+        for call in (partial(quick.begin, other, 10.0, fits), partial(quick.finish, other, begun, fits)):
+            with pytest.raises(InputError, match=f"a model of width {WIDTH} and of 225 plans"):
+                call()
 
 
 class Table:
@@ -129,6 +135,14 @@ def test_small_tables_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         table.asked.clear()
         np.testing.assert_allclose(words.feature(given), expected, rtol=1e-6, atol=1e-6)
         assert table.asked == ([] if fetched else [[0, 38, 3]])
+        for unknown in (-1, 40) if fetched else (-1,):
+            with pytest.raises(InputError, match=f"the model knows 0 {'to 39' if fetched else 'or more'}"):
+                words.feature(torch.tensor([[3, unknown]]))
+        # Nothing is lost by it, and ids of any kind will do.
+        table.asked.clear()
+        again = words.feature(given.repeat(2, 1).int().T.contiguous().T[:1])
+        np.testing.assert_allclose(again, expected, rtol=1e-6, atol=1e-6)
+        assert not table.asked and words.width == (WIDTH if fetched else None)
 
 
 def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ class Chooser:
 
     Raises:
         InputError: The parts are of different models or plans.
+        MissingExtraError: Numba is missing.
     """
 
     adapter: Adapter
@@ -67,7 +68,7 @@ class Chooser:
     plans: Sequence[Plan] | None = None
     worth: Sequence[float] | None = None
     most_tokens: int | None = None
-    words: HostWords | None = None
+    words: HostWords | None = field(default=None, repr=False)
     every: tuple[Plan, ...] = field(init=False, repr=False)
     """The predictor's plans."""
     allowed: np.ndarray = field(init=False, repr=False)
@@ -109,6 +110,14 @@ class Chooser:
         about, words = self.predictor.about, self.words
         if words is None and self.controllers is not None:
             words = HostWords(self.adapter)
+        if words is not None and words.adapter is not self.adapter:
+            raise InputError("`words` are of another model; leave them out")
+        if words is not None and self.controllers is not None and words.width is not None:
+            width = self.controllers.width
+            if words.width != width:
+                raise InputError(
+                    f"the controllers are of a model of width {width}, this one has {words.width}; train anew"
+                )
         most = about.how.get("max_tokens", self.adapter.context)
         for name, value in (
             ("most_tokens", most if self.most_tokens is None else self.most_tokens),
@@ -260,6 +269,8 @@ class Budgeted:
 
     def first(self, request: Request, remaining_ms: float) -> Choice | Refusal:
         """Tier and insertion position, or a refusal."""
+        # A request that found no memory is asked about once more.
+        self._begun = self._settled = self._inserted = None
         p50, p99 = self._predicted(request.max_new_tokens, "receipt")
         self._new_tokens = request.max_new_tokens
         self._room = self.chooser.room(
@@ -286,7 +297,8 @@ class Budgeted:
         """Predict what will be left, and go through `second` once: what it needs is then near."""
         self._inserted = self._predicted(self._new_tokens, "insertion")
         host = self.chooser.host
-        self.second(torch.zeros(1 if host is None else host.width), request, math.inf)
+        nothing = torch.zeros(1 if host is None else host.width, device="cpu")
+        self.second(nothing, request, math.inf)
 
     def second(self, latency_token: Tensor, request: Request, remaining_ms: float) -> Decision:
         """The plan, of the tier and position that were chosen."""

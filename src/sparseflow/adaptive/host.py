@@ -67,6 +67,7 @@ class HostControllers:
 
     def __init__(self, controllers: Controllers) -> None:
         self.width = controllers.width
+        self._shapes = (controllers.width,), (len(controllers.space),)
         space, first, second = controllers.space, controllers.stage1, controllers.stage2
         actions = [space.action(plan) for plan in space.plans]
         self._begins, self._ends = (
@@ -91,13 +92,14 @@ class HostControllers:
             fits: Plans that may come of it, [plans] bool.
 
         Raises:
-            InputError: The budget is NaN, 0 or less, or nothing fits.
+            InputError: The budget is NaN, 0 or less, nothing fits, or an array is of another size.
             RunError: Logits are not finite.
         """
         if not budget_ms > 0.0:
             raise InputError(
                 f"a latency budget must be above 0 ms, not {budget_ms}; leave it out for no budget"
             )
+        self._check_shapes(language, fits)
         angle = math.log(min(max(budget_ms, LEAST_MS), MOST_MS)) * (math.pi / math.log(MOST_MS))
         budget = self._kernels.encoded(angle, self._frequency, self._amplitude)
         one = self._first
@@ -118,9 +120,10 @@ class HostControllers:
             fits: Plans that may come of it, [plans] bool.
 
         Raises:
-            InputError: No plan that fits begins so.
+            InputError: No plan that fits begins so, or an array is of another size.
             RunError: Logits are not finite.
         """
+        self._check_shapes(latency_token, fits)
         one, position = self._second, begun.position
         at = self._kernels.stage(
             latency_token, one.centre[position], one.scale[position], one.epsilon, one.weights, begun.budget,
@@ -128,6 +131,14 @@ class HostControllers:
         )  # fmt: skip
         self._check(at, "no plan that fits begins with this tier and position")
         return at
+
+    def _check_shapes(self, vector: np.ndarray, fits: np.ndarray) -> None:
+        # The kernels look at no bounds.
+        if (vector.shape, fits.shape) != self._shapes:
+            raise InputError(
+                f"the controllers are of a model of width {self.width} and of {self._shapes[1][0]} plans; "
+                f"given are a vector of the shape {list(vector.shape)} and fits of {list(fits.shape)}"
+            )
 
     def _check(self, at: int, nothing: str) -> None:
         if at == self._kernels.NOT_FINITE:
@@ -165,18 +176,23 @@ class HostWords:
     Args:
         adapter: Whose tokens these are; its word embeddings must not change.
 
+    Attributes:
+        adapter: Of the model.
+        width: Of vectors; None where it is not known before the first.
+
     Raises:
         MissingExtraError: Numba is missing.
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self._placeholders = np.array(placeholders(adapter.model.config), dtype=np.int64)
         self._kernels = deciding.kernels()
         self._count, self._rows = 0, np.empty(0, np.int64)
         self._vectors = np.empty((0, 0), np.float32)
         self._lock = threading.Lock()
-        self._fetch_all()
+        self._whole = self._fetch_all()
+        self.width = self._vectors.shape[1] if self._whole else None
 
     def feature(self, input_ids: Tensor) -> np.ndarray:
         """The mean of the word embeddings of a prompt's text tokens, [d] float32.
@@ -185,9 +201,9 @@ class HostWords:
             input_ids: [1, tokens] int64; on a GPU they are waited for.
 
         Raises:
-            InputError: There is no text.
+            InputError: There is no text, or a token that the model does not know.
         """
-        ids = input_ids.numpy(force=True)[0]
+        ids = np.ascontiguousarray(input_ids.numpy(force=True)[0], dtype=np.int64)
         with self._lock:
             found, count = self._mean(ids)
             if count == self._kernels.UNKNOWN:
@@ -201,32 +217,35 @@ class HostWords:
         found = np.empty(self._vectors.shape[1], np.float32)
         return found, self._kernels.mean_word(ids, self._placeholders, self._rows, self._vectors, found)
 
-    def _fetch_all(self) -> None:
-        table: Any = getattr(self._adapter.model, "get_input_embeddings", lambda: None)()
+    def _fetch_all(self) -> bool:
+        """Copy the table, if it is small enough; whether it was."""
+        table: Any = getattr(self.adapter.model, "get_input_embeddings", lambda: None)()
         weight: Any = getattr(table, "weight", None)
         if weight is None or 4 * weight.numel() > _TABLE_BYTES:
-            return
+            return False
         self._vectors = np.empty((len(weight), weight.shape[1]), np.float32)
         for first in range(0, len(weight), _CHUNK):
             words = range(first, min(first + _CHUNK, len(weight)))
             self._vectors[words.start : words.stop] = self._embedded(words)
         self._rows = np.arange(len(weight))
         self._count = len(weight)
+        return True
 
     def _embedded(self, words: Sequence[int]) -> np.ndarray:
         # Prompts are on the host, the table where the model is.
-        device = next(self._adapter.decoder.parameters()).device
+        device = next(self.adapter.decoder.parameters()).device
         with torch.no_grad():
             ids = torch.tensor([list(words)], device=device)
-            return self._adapter.embed(ids)[0].float().numpy(force=True)
+            return self.adapter.embed(ids)[0].float().numpy(force=True)
 
     def _fetch(self, words: np.ndarray) -> None:
-        if self._count > _WORDS:
-            self._count, self._vectors = 0, self._vectors[:0]
-            self._rows[:] = self._kernels.UNKNOWN
         least, most = int(words.min()), int(words.max())
-        if least < 0:
-            raise InputError(f"`input_ids` has the token {least}; tokens are 0 or more")
+        if least < 0 or self._whole:
+            last = f"to {self._count - 1}" if self._whole else "or more"
+            raise InputError(f"`input_ids` are {least} to {most}; the model knows 0 {last}")
+        if self._count > _WORDS:
+            self._count, self._vectors = 0, np.empty((0, self._vectors.shape[1]), np.float32)
+            self._rows[:] = self._kernels.UNKNOWN
         if most >= len(self._rows):
             more = np.full(2 * (most + 1) - len(self._rows), self._kernels.UNKNOWN, np.int64)
             self._rows = np.concatenate([self._rows, more])

@@ -104,7 +104,7 @@ class Predictor:
 
         Raises:
             InputError: The profile has too little, or is of another geometry.
-            MissingExtraError: SciPy is missing.
+            MissingExtraError: SciPy or Numba is missing.
         """
         space = space or profile.space
         if space.geometry != profile.space.geometry:

@@ -22,7 +22,7 @@ from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.errors import InputError
 
 _MOST = 256
-"""Sheets that are kept; one of 225 plans and four loads is about 30 kB."""
+"""Sheets that are kept; one of 225 plans and four loads is about 14 kB."""
 
 Size = tuple[int, float, int, int, After]
 """Text tokens, images, new tokens, batch, and how far the request has come."""

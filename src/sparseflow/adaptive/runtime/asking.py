@@ -85,7 +85,7 @@ class Asking:
         return found
 
     def prepare(self) -> None:
-        """While the device works: what it takes is no time of the request's, and not counted."""
+        """While the device works, which should take longer: so it is not counted as time in the decider."""
         if isinstance(self._decide, Preparing):
             self._decide.prepare(self._request)
 

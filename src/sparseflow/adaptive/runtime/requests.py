@@ -140,7 +140,7 @@ class Preparing(Protocol):
     """A decider that gets ready to be asked at the insertion while the device works."""
 
     def prepare(self, request: Request) -> None:
-        """After `first`, and only on a GPU: what is done here takes no time of the request's."""
+        """After `first`, on a GPU where prompts run in parts: the request waits for the device anyway."""
         ...
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from sparseflow.core.extras import require
+from sparseflow.errors import RunError
 
 
 @cache
@@ -14,9 +15,15 @@ def kernels() -> Any:
 
     Raises:
         MissingExtraError: Numba is missing.
+        RunError: There is no folder in which Numba could keep what it compiles.
     """
     require("numba", "adaptive")
-    from sparseflow.adaptive.kernels.deciding import cpu
+    try:
+        from sparseflow.adaptive.kernels.deciding import cpu
+    except RuntimeError as error:
+        raise RunError(
+            f"Numba cannot keep what it compiles ({error}); set NUMBA_CACHE_DIR to a folder to write to"
+        ) from error
 
     cpu.compile_all()
     return cpu

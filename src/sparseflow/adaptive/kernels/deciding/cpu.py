@@ -68,7 +68,10 @@ def expected(
                 + spreads[at, 2] * (rest * one)
                 + (spreads[at, 3] + floor * floor) * (whole * whole)
             )
-            middle, high = max(middle, whole), max(high, whole + margins[at] * spread)
+            above = whole + margins[at] * spread
+            # So that what is NaN stays NaN, and fits no budget.
+            middle = middle if whole <= middle else whole
+            high = high if above <= high else above
             if at == low:
                 below, high_below = middle, high
         below, high_below = below + queued_ms, high_below + queued_ms
