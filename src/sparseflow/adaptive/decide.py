@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -81,8 +81,6 @@ class Chooser:
     """Experts that a token goes to under each, [plans] int64."""
     host: HostControllers | None = field(init=False, repr=False)
     """The controllers as they were when this was made."""
-    kernels: Any = field(init=False, repr=False)
-    """`kernels/deciding`."""
 
     def __post_init__(self) -> None:
         space = self.predictor.space
@@ -128,7 +126,6 @@ class Chooser:
             ("calls", np.array([space.geometry.expert_calls(plan) for plan in every])),
             ("host", None if self.controllers is None else HostControllers(self.controllers)),
             ("words", words),
-            ("kernels", deciding.kernels()),
         ):
             object.__setattr__(self, name, value)
 
@@ -198,7 +195,7 @@ class Chooser:
             of_tier = np.array([float(vision.get(tier, math.inf)) for tier in TIERS])
             times, seen = 1.0, of_tier[self.begins[0]]
         most = self.most_tokens - text_tokens - new_tokens + 1
-        return self.kernels.with_room(seen, times, self.allowed, float(most))
+        return deciding.kernels().with_room(seen, times, self.allowed, float(most))
 
     def fullest(self, among: np.ndarray) -> int:
         """The number of the plan that does most, of some: [plans] bool."""
