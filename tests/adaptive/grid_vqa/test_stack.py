@@ -52,6 +52,7 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
         torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
