@@ -228,7 +228,8 @@ def overhead(record: Fields) -> Iterator[Fields]:
     if name:
         of, end = f"random weights, {name}", f"-{name}"
         command = (
-            f"python benchmarks/adaptive/overhead.py --geometry {name} --new-tokens {told['new_tokens']}"
+            f"python benchmarks/adaptive/overhead.py --geometry {name} --new-tokens {told['new_tokens']} "
+            f"--plans {told['plans']} --pairs {told['pairs']}"
         )
     yield {
         "id": f"adaptive/6-deciding{end}",
