@@ -80,12 +80,16 @@ def test_every_knob_saves_work() -> None:
 def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     report = report_of(build(DATA.settings, DATA.vocabulary), DATA)
-    assert report["samples"] == 12 and set(report["by_kind"]) <= set(KINDS)
+    assert (report["samples"], report["plan_samples"]) == (12, 12) and set(report["by_kind"]) <= set(KINDS)
     assert report["names"] == ["cat", "one", "two", "dog"]
     rows = {row["plan"]: row for row in report["plans"]}
     assert rows[PLAN.id]["accuracy"] == report["accuracy"]
     assert report["pareto_plans"] == sum(row["pareto"] for row in rows.values()) >= 1
     assert report["blind"]["chance"] > 0.0 and len(report["importance"]) == 4
+    few = Data(quick(plan_samples=5), bank=bank())
+    other = report_of(build(few.settings, few.vocabulary), few)
+    assert (other["samples"], other["plan_samples"]) == (12, 5)
+    assert all(5 * row["accuracy"] == round(5 * row["accuracy"]) for row in other["plans"])
     assert read_report(tmp_path) is None
     write_report(tmp_path, report)
     assert read_report(tmp_path) == report

@@ -22,7 +22,8 @@ REPORT = "report.json"
 
 
 def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Judge a model on test samples, by all plans of the space that blocks' importance one by one gives.
+    """Judge a model on test samples: the full plan on all of them, and on the first ones all plans of the space
+    that blocks' importance one by one gives.
 
     Args:
         model: The model, on the device of `data`.
@@ -33,15 +34,17 @@ def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> di
     geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
     lost = importance(model, data, count=settings.train.judge_samples)
     space = PlanSpace.of(geometry, lost)
-    judged = outcomes(model, data, space, count=settings.test_samples, progress=progress)
+    full = outcomes(model, data, [geometry.full()], count=settings.test_samples)
+    some = min(settings.plan_samples, settings.test_samples)
+    judged = outcomes(model, data, space, count=some, progress=progress)
     text_tokens = round(float(next(data.questions("val", CHUNK)).prompts.mean()))
-    full = space.plans.index(_full(space))
     rows = _plans(judged, settings.model, text_tokens)
     return {
         "samples": settings.test_samples,
+        "plan_samples": some,
         "names": list(data.world.asked),
-        "accuracy": rows[full]["accuracy"],
-        "by_kind": judged.by_kind(full, KINDS),
+        "accuracy": float(full.correct.mean()),
+        "by_kind": full.by_kind(0, KINDS),
         "blind": asdict(blindly(data, count=settings.test_samples)),
         "importance": list(lost),
         "text_tokens": text_tokens,
@@ -106,10 +109,6 @@ def pareto(costs: Sequence[float], scores: Sequence[float]) -> list[bool]:
         if scores[at] > best:
             found[at], best = True, scores[at]
     return found
-
-
-def _full(space: PlanSpace) -> Plan:
-    return space.geometry.full()
 
 
 def _plans(judged: Judged, settings: ModelSettings, text_tokens: int) -> list[dict[str, Any]]:

@@ -167,6 +167,9 @@ class Settings(_Model):
     }  # fmt: skip
     """Of kinds of questions, wherever a model is judged."""
     test_samples: int = Field(default=2000, ge=1)
+    """Questions that the full plan is judged on, and answers without looking."""
+    plan_samples: int = Field(default=500, ge=1)
+    """The first of these: all plans are judged on them."""
 
 
 def shipped() -> list[str]:

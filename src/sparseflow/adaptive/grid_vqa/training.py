@@ -86,7 +86,7 @@ def train(
         asked = settings.model_dump(
             mode="json",
             exclude={
-                "images": {"archives"}, "test_shares": True, "test_samples": True,
+                "images": {"archives"}, "test_shares": True, "test_samples": True, "plan_samples": True,
                 "train": {"checkpoint_every", "judge_every", "judge_samples"},
             },
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _judged(
 
 def _asked(settings: Settings) -> dict[str, Any]:
     """What a report depends on beside the training."""
-    return settings.model_dump(mode="json", include={"test_shares", "test_samples"})
+    return settings.model_dump(mode="json", include={"test_shares", "test_samples", "plan_samples"})
 
 
 def _said(run: Learning, numbers: dict[str, float]) -> str:
