@@ -133,8 +133,13 @@ def settled(asked: argparse.Namespace) -> dict[str, Any]:
     """Fill in what depends on the device; gives the options as a record keeps them."""
     if "dtype" in asked:
         asked.dtype = asked.dtype or ("bfloat16" if asked.device.startswith("cuda") else "float32")
-    paths = {name: value.name for name, value in vars(asked).items() if isinstance(value, Path)}
-    return {name: value for name, value in vars(asked).items() if name != "out"} | paths
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, list):
+            return [kept(each) for each in value]
+        return value.name if isinstance(value, Path) else value
+
+    return {name: kept(value) for name, value in vars(asked).items() if name != "out"}
 
 
 def most_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:

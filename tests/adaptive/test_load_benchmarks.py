@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import statistics
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,12 @@ def test_requests_under_load(script: Any, served: tuple[Path, Path], tmp_path: P
     assert {row["right"] for row in answered} <= {0.0, 1.0}
     assert record["steady"]["failed"] == record["step"]["failed"] == 0
     assert record["samples"] == "load.parquet" and not record["settings"]["model"].startswith("/")
+
+
+def test_settings_are_kept_without_folders(script: Any) -> None:
+    asked = Namespace(model=Path("/a/b"), archives=[Path("/c/d.tar.gz")], out=Path("x"), load=0.7)
+    kept = script("load").settled(asked)
+    assert json.loads(json.dumps(kept)) == {"model": "b", "archives": ["d.tar.gz"], "load": 0.7}
 
 
 def test_a_phase_is_counted_right(script: Any) -> None:

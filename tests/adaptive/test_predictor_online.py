@@ -14,6 +14,7 @@ import pytest
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin, Middle
 from sparseflow.adaptive.profile import profile, spread
+from sparseflow.errors import InputError
 from tests.adaptive.fake_runner import FakeRunner, space
 
 SPACE = space(8, 4)
@@ -166,6 +167,40 @@ def test_a_load_of_which_nothing_was_seen_follows_the_others() -> None:
         found.observe(busy, 1.5 * other)
     (still, there), _ = found.predict([idle, busy])
     assert still == pytest.approx(now, rel=0.05) and there == pytest.approx(1.5 * other, rel=0.05)
+
+
+def test_what_was_learnt_can_be_given_up() -> None:
+    found = Predictor.from_dict(content())
+    ask = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6)
+    given = [each[0] for each in found.predict([ask])]
+    for at in range(40):
+        found.observe(ask, given[0] * (9.0 if at % 4 == 3 else 1.5))
+    learnt = [each[0] for each in found.predict([ask])]
+    assert learnt[0] > 1.4 * given[0] and learnt[1] > 3.0 * given[1]
+    found.forget(0.0)
+    assert [each[0] for each in found.predict([ask])] == pytest.approx(learnt)
+    last = learnt
+    for _ in range(8):
+        found.forget(0.5)
+        now = [each[0] for each in found.predict([ask])]
+        assert given[0] <= now[0] <= last[0] and given[1] <= now[1] <= last[1]
+        last = now
+    assert last[0] == pytest.approx(given[0], rel=0.05)
+    found.forget(1.0)
+    assert [each[0] for each in found.predict([ask])] == pytest.approx(given)
+    with pytest.raises(InputError, match="share"):
+        found.forget(1.5)
+
+
+def test_a_margin_gives_up_the_latest_scores_last() -> None:
+    kept = Margin(0.05, np.zeros(100))
+    for score in (50.0, *[1.0] * 99):
+        kept.add(score, missed=False)
+    assert kept.value == 1.0
+    kept.forget(0.5)
+    assert kept.value == 1.0 and 50.0 not in kept.to_dict()["scores"]
+    kept.forget(1.0)
+    assert kept.value == 0.0 and kept.to_dict() == Margin(0.05, np.zeros(100)).to_dict()
 
 
 def test_waiting_is_not_taken_for_work() -> None:

@@ -338,6 +338,7 @@ class Predictor:
         **sizes: int,
     ) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.forgot: list[float] = []
         self.observed: list[tuple[Ask, float, float | None]] = []
         self.about = SimpleNamespace(
             how={"runner": runner, **sizes}, device={"kind": device}, images=lambda tokens: tokens / 24
@@ -357,6 +358,9 @@ class Predictor:
 
     def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
         self.observed.append((ask, measured_ms, prefill_ms))
+
+    def forget(self, share: float) -> None:
+        self.forgot.append(share)
 
 
 def test_a_forecast_of_the_predictor() -> None:
@@ -386,6 +390,36 @@ def test_a_forecast_of_the_predictor() -> None:
         Predicted(predictor, [])
     with pytest.raises(InputError, match="not among the plans"):
         Predicted(predictor, [replace(plans[0], top_k=1)])
+
+
+def test_a_forecast_that_keeps_everybody_out_is_given_up_bit_by_bit() -> None:
+    predictor: Any = Predictor()
+    plans, text = predictor.space.plans, job().prompt
+    now, idle = [0.0], [True]
+    forecast = Predicted(predictor, plans, idle=lambda: idle[0], clock=lambda: now[0])
+
+    def come(many: int, seconds: float) -> int:
+        before = len(predictor.forgot)
+        for _ in range(many):
+            forecast.least_ms(text, 5, 0)
+            now[0] += seconds / many
+        return len(predictor.forgot) - before
+
+    assert come(100, 1.9) == 0, "not for long enough"
+    assert come(100, 4.2) == 2
+    forecast.observe(job(), finished(plan=replace(plans[0], tier=None)))
+    assert come(5, 60.0) == 0, "too few to say"
+    idle[0] = False
+    assert come(100, 60.0) == 0, "something runs"
+    idle[0] = True
+    assert come(100, 1.0) == 0, "counted from when nothing ran"
+    # Where requests are let in and end, all is well.
+    for _ in range(50):
+        assert come(2, 1.0) == 0
+        forecast.observe(job(), finished(plan=replace(plans[0], tier=None)))
+    # Who says nothing of it is never taken for idle.
+    forecast = Predicted(predictor, plans, clock=lambda: now[0])
+    assert come(100, 60.0) == 0
 
 
 def test_plans_that_leave_a_request_no_room_are_no_forecast() -> None:

@@ -22,8 +22,8 @@ REPORT = "report.json"
 
 
 def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Judge a model on test samples: the full plan on all of them, and on the first ones all plans of the space
-    that blocks' importance one by one gives.
+    """Judge a model on test samples: the full plan on all of them, and on the first ones every plan of the
+    space that blocks' importance one by one gives.
 
     Args:
         model: The model, on the device of `data`.

@@ -127,7 +127,7 @@ class Predictor:
             tables=found.tables,
             spreads=found.spreads,
             step_margins=np.array([margin(scores, 1.0 - level) for scores in found.step_scores]),
-            margins=[Margin(1.0 - level, condensed(scores, WINDOW)) for scores in found.scores],
+            margins=[Margin(1.0 - level, _mixed(condensed(scores, WINDOW))) for scores in found.scores],
             factors=(Factors(len(found.scores)), Factors(len(found.scores))),
             level=level,
             held_out=float(np.mean(np.abs(predicted / measured - 1.0))),
@@ -234,6 +234,25 @@ class Predictor:
                 float((measured_ms - p50) / scale), missed=measured_ms > p99
             )
             self._correct(weights, raw[0], raw[1] * steps, worked, prefill_ms)
+            self._now = self._settled()
+
+    def forget(self, share: float) -> None:
+        """Go back towards what was known before any observation.
+
+        For whoever refuses requests by these predictions and sees none end any more: nothing else would show
+        that they have become too high.
+
+        Args:
+            share: Of what was learnt, from 0 to 1.
+
+        Raises:
+            InputError: It is out of range.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise InputError(f"`share` (={share}) must lie between 0 and 1")
+        with self._lock:
+            for each in (*self._margins, *self._factors):
+                each.forget(share)
             self._now = self._settled()
 
     def to_dict(self) -> dict[str, Any]:
@@ -378,3 +397,8 @@ class Predictor:
         first, later = self._factors
         margins = np.array([each.value for each in self._margins])
         return Now(prefill=first.values, step=later.values, margins=margins)
+
+
+def _mixed(ordered: np.ndarray) -> np.ndarray:
+    """In an order that tells nothing, lest the first to be replaced be the lowest."""
+    return np.random.default_rng(0).permutation(ordered)

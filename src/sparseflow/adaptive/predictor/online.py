@@ -12,6 +12,9 @@ for next, m_t, moves by ::
 and the margin is the quantile 1 - m_t of the latest scores. Whatever the scores do, the share of misses comes
 to m. m_t is kept between m / 20 and 5 m: at the lower end the margin is far beyond every score seen, and what
 a machine once did shall not be paid for hours later.
+
+Who refuses requests by what is predicted sees none of them end, so a prediction that has grown too high would
+stay so. `forget` goes back towards what was known at the beginning, as far as asked.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ class Middle:
         log = min(max(log, -_LARGEST), _LARGEST)
         self._logs = np.concatenate([[0.0], self._logs[first:], [log]])
         self._weights = np.concatenate([[0.0], self._weights[first:] * _FADE**weight, [weight]])
+
+    def forget(self, share: float) -> None:
+        """Take so much weight from all of them."""
+        self._weights *= 1.0 - share
 
     def value(self, assumed: float) -> float:
         """The median, where `assumed` counts as some observations."""
@@ -108,6 +115,12 @@ class Factors:
                 middle.add(math.log(ratio), weight)
         self._settle()
 
+    def forget(self, share: float) -> None:
+        """Weigh what was seen less, by so much; what is assumed counts the more."""
+        for middle in (self._everywhere, *self._at):
+            middle.forget(share)
+        self._settle()
+
     def _settle(self) -> None:
         all_over = self._everywhere.value(0.0)
         self.values = np.exp([middle.value(all_over) for middle in self._at])
@@ -134,7 +147,7 @@ class Margin:
 
     Args:
         miss: Share of requests that may be above it.
-        scores: To begin with, at least one.
+        scores: To begin with, at least one; the first ones are the first to go.
 
     Attributes:
         value: Spreads to add.
@@ -142,7 +155,8 @@ class Margin:
 
     def __init__(self, miss: float, scores: np.ndarray) -> None:
         self._miss = self._now = miss
-        self._scores = np.array(scores, dtype=np.float64)[-WINDOW:]
+        self._scores = self._given = np.array(scores, dtype=np.float64)[-WINDOW:]
+        self._seen = 0
         self.value = margin(self._scores, miss)
 
     def add(self, score: float, *, missed: bool) -> None:
@@ -155,6 +169,15 @@ class Margin:
         moved = self._now + _STEP * (self._miss - missed)
         self._now = min(max(moved, self._miss * _LEAST), self._miss * _MOST)
         self._scores = np.append(self._scores[-(WINDOW - 1) :], score)
+        self._seen = min(self._seen + 1, WINDOW)
+        self.value = margin(self._scores, self._now)
+
+    def forget(self, share: float) -> None:
+        """Let so much of what was added go, the oldest first, and what it did to the share of misses."""
+        self._now += share * (self._miss - self._now)
+        self._seen = int((1.0 - share) * self._seen)
+        latest = self._scores[len(self._scores) - self._seen :]
+        self._scores = np.concatenate([self._given, latest])[-WINDOW:]
         self.value = margin(self._scores, self._now)
 
     def to_dict(self) -> dict[str, Any]:

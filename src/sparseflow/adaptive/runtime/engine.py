@@ -129,6 +129,11 @@ class Engine:
         return self._metrics.load(busy=self._has_work())
 
     @property
+    def busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return self._has_work()
+
+    @property
     def worked_s(self) -> float:
         """For how long its thread has worked so far."""
         return self._metrics.worked_s

@@ -46,9 +46,19 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_STARVED_S, _STARVED = 2.0, 8
+"""For how long, and how often, an idle engine is asked about while nothing ends, until predictions count as
+too high to be ever seen wrong."""
+_FORGOTTEN = 0.5
+"""Share of what was learnt that is given up then."""
+
 
 def _alone() -> float:
     return 0.0
+
+
+def _busy() -> bool:
+    return False
 
 
 class Forecast(Protocol):
@@ -75,6 +85,10 @@ class Predicted:
         plans: Those that the engine runs, with tiers.
         load: Share of the device that others want now, 0 to 1, as `Engine.load`; by default none. For those
             whose turn has not come: jobs carry their own.
+        idle: Whether nothing runs. Where everybody is refused by what was learnt, nothing can be learnt any
+            more; while it is so and requests keep coming, what was learnt is given up bit by bit. By default
+            that is not known.
+        clock: Seconds.
         max_batch: As of the engine; by default whatever the profile was measured with, as the next.
         max_tokens: As of the engine.
 
@@ -89,6 +103,8 @@ class Predicted:
         plans: Sequence[Plan],
         *,
         load: Callable[[], float] = _alone,
+        idle: Callable[[], bool] = _busy,
+        clock: Callable[[], float] = time.perf_counter,
         max_batch: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
@@ -109,7 +125,9 @@ class Predicted:
                     "`serve` is `max_batch`), or profile anew"
                 )
         self._predictor = predictor
-        self._load = load
+        self._load, self._idle, self._clock = load, idle, clock
+        # Times that an idle engine was asked about since anything ended there, and when that began.
+        self._asked, self._since_s = 0, 0.0
         at: dict[Plan, int] = {}
         for number, plan in enumerate(predictor.space.plans):
             at[plan] = number
@@ -132,6 +150,7 @@ class Predicted:
 
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         """As in `Forecast`."""
+        self._look_for_starving()
         p99 = self._every(prompt, new_tokens, beside, self._load())[1][self._rows]
         return float(p99[self._room(prompt, new_tokens)].min())
 
@@ -142,6 +161,7 @@ class Predicted:
 
     def observe(self, job: Job, finished: Finished) -> None:
         """As in `Forecast`."""
+        self._asked = 0
         asked = Ask(
             plan=finished.plan, text_tokens=job.prompt.text_tokens,
             images=self._predictor.about.images(job.prompt.vision_tokens),
@@ -151,6 +171,19 @@ class Predicted:
         self._predictor.observe(
             asked, finished.total_ms, prefill_ms=finished.total_ms - finished.queued_ms - finished.decode_ms
         )
+
+    def _look_for_starving(self) -> None:
+        """Give up some of what was learnt where requests come, none is let in, and so none ends."""
+        if not self._idle():
+            self._asked = 0
+            return
+        now = self._clock()
+        if not self._asked:
+            self._since_s = now
+        self._asked += 1
+        if self._asked >= _STARVED and now - self._since_s >= _STARVED_S:
+            self._asked = 0
+            self._predictor.forget(_FORGOTTEN)
 
     def _room(self, prompt: Prompt, new_tokens: int) -> np.ndarray:
         """Which plans leave a request room for its tokens, [plans] bool; all where none does."""

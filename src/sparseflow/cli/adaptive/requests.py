@@ -159,7 +159,10 @@ def app_of(
         lowest=tiers[0] if tiers else "low",
     )
     slots = batch or chooser.predictor.about.how.get("max_batch", 8)
-    forecast = Predicted(chooser.predictor, kept, load=lambda: engine.load, max_batch=slots, max_tokens=limit)
+    forecast = Predicted(
+        chooser.predictor, kept, load=lambda: engine.load, idle=lambda: not engine.busy, max_batch=slots,
+        max_tokens=limit,
+    )  # fmt: skip
     engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=slots, max_tokens=limit)
     with bar() as tell:
         engine.warm(
