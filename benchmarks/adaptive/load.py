@@ -511,7 +511,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--archives", type=Path, action="append", help="of images, where they are elsewhere than in training"
     )
-    parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer; Grid-VQA's longest has 9")
+    parser.add_argument(
+        "--new-tokens", type=int, default=16, help="most of an answer; Grid-VQA's longest has 9"
+    )
     parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
     parser.add_argument("--plans", type=int, default=12, help="as of `serve`")
     parser.add_argument("--batch", type=int, help="as of `serve`")
