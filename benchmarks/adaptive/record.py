@@ -6,8 +6,8 @@
     PYTHONPATH=src python benchmarks/adaptive/record.py decode results/adaptive/decode-cuda.json
     PYTHONPATH=src python benchmarks/adaptive/record.py server results/adaptive/server.json
 
-The Makefile beside this file measures what wants a trained model: `trained`, `study`, `load`, `overhead` and
-`predictor`.
+The Makefile beside this file measures what wants a trained model: `trained`, `spans`, `study`, `load`,
+`overhead` and `predictor`.
 """
 
 from __future__ import annotations
@@ -101,14 +101,13 @@ def server(record: Fields) -> Iterator[Fields]:
 
 
 def trained(record: Fields) -> Iterator[Fields]:
-    """Grid-VQA models, trained from several seeds, and what plans take (line 2)."""
-    common: Fields = {"command": _MAKE.format("trained")}
+    """Grid-VQA models, trained from several seeds (line 2)."""
     seeds, settings = record["seeds"], record["settings"]["model"]
     worst = min(seeds, key=lambda each: each["accuracy"])
     blind = max(each["blind"]["accuracy"] for each in seeds)
     minutes = max(each["train_seconds"] for each in seeds) / 60.0
-    yield common | {
-        "id": "adaptive/2-accuracy",
+    yield {
+        "id": "adaptive/2-accuracy", "command": _MAKE.format("trained"),
         "claim": f"Grid-VQA, {settings['depth']} blocks, full plan, the worst of {len(seeds)} seeds "
         f"({', '.join(_percent(each['accuracy']) for each in seeds)}; {worst['samples']} questions each; by "
         f"kind {', '.join(f'{kind} {_percent(share)}' for kind, share in worst['by_kind'].items())}); at "
@@ -117,6 +116,11 @@ def trained(record: Fields) -> Iterator[Fields]:
         "met": round(100.0 * worst["accuracy"], 1) >= 90.0,
         "baseline": f"from the question alone: {_percent(blind)}",
     }  # fmt: skip
+
+
+def spans(record: Fields) -> Iterator[Fields]:
+    """What plans of a trained model take (line 2)."""
+    common: Fields = {"command": _MAKE.format("spans")}
     front = [row for row in record["plans"] if row["pareto"]]
     least, most = front[0], front[-1]
     beside = "".join(
@@ -260,7 +264,7 @@ def _by_device(claims: Callable[[Fields], Iterator[Fields]]) -> Callable[[Fields
 
 KINDS = {
     "exact": exact, "decode": decode, "server": server,
-    **{each.__name__: _by_device(each) for each in (trained, predictor, load, study, overhead)},
+    **{each.__name__: _by_device(each) for each in (trained, spans, predictor, load, study, overhead)},
 }  # fmt: skip
 
 

@@ -85,43 +85,52 @@ def test_what_plans_span_alone_and_beside_others(script: Any) -> None:
     ]  # fmt: skip
     rows = [{"id": plan.id, "accuracy": share} for plan, share in zip(plans, (0.5, 0.4, 0.9), strict=True)]
     size = {"text_tokens": 12, "new_tokens": 3}
-    found = script("trained").spans(SimpleNamespace(timed=visits), rows, size)
+    found = script("spans").spans(SimpleNamespace(timed=visits), rows, size)
     # The median of three turns, at the nearer length, and two steps; the second plan is beaten by the first.
     assert [(each["batch"], each["plans"], each["pareto_plans"]) for each in found] == [(1, 3, 2), (8, 3, 2)]
     assert [(each["least_ms"], each["most_ms"]) for each in found] == [(5.0, 7.0), (12.0, 28.0)]
     assert [each["span"] for each in found] == [pytest.approx(7.0 / 5.0), pytest.approx(28.0 / 12.0)]
 
 
-def test_seeds_and_measured_plans_become_one_record(
-    tmp_path: Path, study: Path, profile: Path, script: Any
-) -> None:
+def claims_of(script: Any, kind: str, record: dict[str, Any]) -> list[Claim]:
+    common = {"device": "a", "samples": f"adaptive/{kind}.json", "git": "b", "date": "2026-01-01"}
+    return [Claim.model_validate(each | common) for each in getattr(script("record"), kind)(record)]
+
+
+def test_seeds_become_one_record_and_the_worst_counts(tmp_path: Path, script: Any) -> None:
     folders = [str(folder(tmp_path, seed, share)) for seed, share in enumerate((0.93, 0.91))]
     out = tmp_path / "trained.json"
+    assert script("trained").main([*folders, "--out", str(out)]) == 0
+    assert "/of/" not in out.read_text()
+    (claim,) = claims_of(script, "trained", json.loads(out.read_text()))
+    assert (claim.value, claim.met) == (91.0, True)
+    assert claim.baseline == "from the question alone: 21.0 %"
+
+
+def test_measured_plans_become_one_record(tmp_path: Path, study: Path, profile: Path, script: Any) -> None:
+    out = tmp_path / "spans.json"
     asked = ["--study", str(study), "--profile", str(profile), "--out", str(out)]
-    assert script("trained").main([*folders, *asked]) == 0
+    assert script("spans").main(asked) == 0
     record = json.loads(out.read_text())
     assert record["spans"] == []
     record["spans"] = [{"batch": 1, "load": 0.0, "span": 3.0}, {"batch": 8, "load": 0.7, "span": 4.25}]
     assert [each["id"] for each in record["plans"]] == ["a", "b", "c", "d"]
     assert [each["pareto"] for each in record["plans"]] == [True, False, True, True]
     assert (record["pareto_plans"], record["span"]) == (3, 3.0)
-    assert "/of/" not in out.read_text()
-    common = {"device": "a", "samples": "adaptive/trained.json", "git": "b", "date": "2026-01-01"}
-    claims = [Claim.model_validate(each | common) for each in script("record").trained(record)]
-    # The worst seed counts; three plans are too few.
-    assert [(each.value, each.met) for each in claims] == [(91.0, True), (3.0, True), (3, False)]
-    assert claims[1].claim.endswith("; 8 at a time, load 0.7: 4.25x")
-    assert claims[0].baseline == "from the question alone: 21.0 %"
+    span, count = claims_of(script, "spans", record)
+    # Three plans are too few.
+    assert [(each.value, each.met) for each in (span, count)] == [(3.0, True), (3, False)]
+    assert span.claim.endswith("; 8 at a time, load 0.7: 4.25x")
 
 
-def test_trainings_that_differ_are_refused(tmp_path: Path, study: Path, profile: Path, script: Any) -> None:
+def test_trainings_that_differ_are_refused(tmp_path: Path, script: Any) -> None:
     folders = [str(folder(tmp_path, 0, 0.9)), str(folder(tmp_path, 1, 0.9, steps=20))]
-    asked = ["--study", str(study), "--profile", str(profile), "--out", str(tmp_path / "out.json")]
+    asked = [*folders, "--out", str(tmp_path / "out.json")]
     with pytest.raises(InputError, match="more than their seeds"):
-        script("trained").main([*folders, *asked])
+        script("trained").main(asked)
     (tmp_path / "seed-1" / "report.json").unlink()
     with pytest.raises(InputError, match="let its training end"):
-        script("trained").main([*folders, *asked])
+        script("trained").main(asked)
 
 
 def test_what_controllers_gain_is_told_with_its_interval(script: Any) -> None:
