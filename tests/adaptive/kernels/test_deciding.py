@@ -14,16 +14,15 @@ from sparseflow.adaptive.predictor.margins import FLOOR, scatter
 @pytest.mark.parametrize("way", [0.0, 0.25])
 def test_expected(loads: int, plans: int, way: float) -> None:
     random = np.random.default_rng(loads + plans)
-    prefill, step = random.uniform(1.0, 9.0, (2, loads, plans))
+    prefill, step, rest = random.uniform(1.0, 9.0, (3, loads, plans))
     factors, margins, spreads = (
         random.uniform(0.5, 2.0, (2, loads)),
         random.uniform(0, 3, loads),
         random.uniform(0, 0.1, (loads, 4)),
     )
-    middle = prefill * factors[0][:, None] + 5.0 * step * factors[1][:, None]
-    spread = scatter(
-        spreads[:, None], prefill * factors[0][:, None], step * factors[1][:, None], np.array(5.0)
-    )
+    first, later = factors[0][:, None], factors[1][:, None]
+    middle = prefill * first + rest * later
+    spread = scatter(spreads[:, None], prefill * first, step * later, rest * later)
     high = middle + margins[:, None] * spread
     for low in range(loads - (way > 0.0)):
         expected = []
@@ -31,7 +30,7 @@ def test_expected(loads: int, plans: int, way: float) -> None:
             upper = times[min(low + 1, loads - 1)]
             expected.append(times[low] + way * (upper - times[low]) + 2.5)
         found = cpu.expected(
-            prefill, step, 5.0, factors[0], factors[1], margins, spreads, FLOOR, low, way, 2.5
+            prefill, step, rest, factors[0], factors[1], margins, spreads, FLOOR, low, way, 2.5
         )
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 

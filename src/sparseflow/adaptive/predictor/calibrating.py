@@ -33,14 +33,16 @@ LEVELS = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:
-    """Both phases.
+    """What a request goes through.
 
     Attributes:
         prefill: Of the prompt.
-        step: Of one token after the first.
+        first: Of the first step: a request that just came is often served before others have their turn.
+        step: Of one of the later steps.
     """
 
     prefill: Table
+    first: Table
     step: Table
 
 
@@ -81,17 +83,22 @@ def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
             f"at least {folds}, with steps: profile more"
         )
     loads = thinned(np.array([visit.load for visit in visits]), LEVELS)
-    prefill, step = _columns(profile, visits)
-    whole = _fit(prefill, step, np.arange(len(visits)), loads, profile)
-    P, D = np.empty(len(visits)), np.empty(len(visits))
+    phases = _columns(profile, visits)
+    whole = _fit(phases, np.arange(len(visits)), loads, profile)
+    P, F, D = np.empty((3, len(visits)))
     for learnt, judged in grouped_folds(groups, folds, seed):
-        tables = _fit(prefill, step, np.array(learnt), loads, profile)
-        P[judged], D[judged] = _times(tables, prefill, step, np.array(judged))
-    return _scored(whole, visits, loads, P, D)
+        tables = _fit(phases, np.array(learnt), loads, profile)
+        P[judged], F[judged], D[judged] = _times(tables, phases, np.array(judged))
+    return _scored(whole, visits, loads, P, F, D)
 
 
-def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measured]:
-    """What a prefill and a mean step of each visit took; a visit without steps has a step of NaN."""
+def rest_of(first: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """What all steps take: `first` for the first and `step` for each later one, milliseconds."""
+    return np.minimum(steps, 1.0) * first + np.maximum(steps - 1.0, 0.0) * step
+
+
+def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measured, Measured]:
+    """What prefill, first step and a mean later step of each visit took; NaN of what it did not have."""
     geometry, vision = profile.space.geometry, profile.about.vision_tokens
     at = {tier: place for place, tier in enumerate(geometry.tiers)}
     prompt = np.array(
@@ -110,34 +117,48 @@ def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measu
         tokens=filling.prompt(prompt),
         images=np.array([float(visit.plan.tier is not None) for visit in visits]), **shared,
     )  # fmt: skip
-    step = Measured(
-        ms=np.array([np.mean(visit.steps_ms) if visit.steps_ms else np.nan for visit in visits]),
-        tokens=filling.context(prompt, steps), images=np.zeros(len(visits)), **shared,
+    shared["images"] = np.zeros(len(visits))
+    first = Measured(
+        ms=np.array([visit.steps_ms[0] if visit.steps_ms else np.nan for visit in visits]),
+        tokens=filling.first(prompt), **shared,
     )  # fmt: skip
-    return prefill, step
+    step = Measured(
+        ms=np.array([np.mean(visit.steps_ms[1:]) if visit.steps_ms[1:] else np.nan for visit in visits]),
+        tokens=filling.later(prompt, steps), **shared,
+    )  # fmt: skip
+    return prefill, first, step
 
 
-def _fit(prefill: Measured, step: Measured, rows: np.ndarray, loads: np.ndarray, profile: Profile) -> Tables:
+def _fit(
+    phases: tuple[Measured, Measured, Measured], rows: np.ndarray, loads: np.ndarray, profile: Profile
+) -> Tables:
     tiers = len(profile.space.geometry.tiers) if profile.about.vision_tokens else 0
-    stepped = rows[np.isfinite(step.ms[rows])]
-    return Tables(prefill=fit_table(prefill[rows], loads, tiers), step=fit_table(step[stepped], loads, 0))
+    prefill, first, step = (phase[rows[np.isfinite(phase.ms[rows])]] for phase in phases)
+    if not len(step.ms):
+        # Of later steps nothing is known but that they are steps.
+        step = first
+    return Tables(
+        prefill=fit_table(prefill, loads, tiers), first=fit_table(first, loads, 0),
+        step=fit_table(step, loads, 0),
+    )  # fmt: skip
 
 
 def _times(
-    tables: Tables, prefill: Measured, step: Measured, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted prefill and step, at each row's own load."""
+    tables: Tables, phases: tuple[Measured, Measured, Measured], rows: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Predicted prefill, first and later step, at each row's own load."""
     found = []
-    for table, phase in ((tables.prefill, prefill[rows]), (tables.step, step[rows])):
+    for table, phase in zip((tables.prefill, tables.first, tables.step), phases, strict=True):
+        phase = phase[rows]
         at = table.at(phase.tokens, phase.batch, phase.terms, phase.images, phase.tier)
         found.append(
             np.array([np.interp(load, table.loads, row) for load, row in zip(phase.load, at, strict=True)])
         )
-    return found[0], found[1]
+    return tuple(found)
 
 
 def _scored(
-    whole: Tables, visits: Sequence[Visit], loads: np.ndarray, P: np.ndarray, D: np.ndarray
+    whole: Tables, visits: Sequence[Visit], loads: np.ndarray, P: np.ndarray, F: np.ndarray, D: np.ndarray
 ) -> Calibrated:
     """Hold requests against predictions that had not seen them."""
     nearest = np.abs(np.array([visit.load for visit in visits])[:, None] - loads).argmin(axis=1)
@@ -149,14 +170,15 @@ def _scored(
         cuts = [(at, n) for at in here for n in _lengths(visits[at])]
         at, n = np.array([cut[0] for cut in cuts]), np.array([cut[1] for cut in cuts], dtype=float)
         measured = np.array([visits[a].total_ms(count + 1) for a, count in cuts])
-        spreads.append(fit_scatter(P[at], D[at], n, measured))
-        scores.append((measured - P[at] - n * D[at]) / scatter(spreads[-1], P[at], D[at], n))
-        times = [(D[a], ms) for a in here for ms in visits[a].steps_ms] or [(1.0, 1.0)]
+        rest = rest_of(F[at], D[at], n)
+        spreads.append(fit_scatter(P[at], D[at], rest, measured))
+        scores.append((measured - P[at] - rest) / scatter(spreads[-1], P[at], D[at], rest))
+        times = [(D[a], ms) for a in here for ms in visits[a].steps_ms[1:]] or [(1.0, 1.0)]
         d, ms = np.array(times).T
-        step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, np.ones_like(d)))
+        step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, d))
     return Calibrated(
         tables=whole, spreads=np.array(spreads), scores=scores, step_scores=step_scores,
-        held_out=_held_out(visits, P, D), tiers=tuple(tier for tier in TIERS if tier in there),
+        held_out=_held_out(visits, P, F, D), tiers=tuple(tier for tier in TIERS if tier in there),
     )  # fmt: skip
 
 
@@ -166,14 +188,15 @@ def _lengths(visit: Visit) -> list[int]:
     return sorted({0, steps, *(1 << power for power in range(steps.bit_length()) if 1 << power <= steps)})
 
 
-def _held_out(visits: Sequence[Visit], P: np.ndarray, D: np.ndarray) -> np.ndarray:
+def _held_out(visits: Sequence[Visit], P: np.ndarray, F: np.ndarray, D: np.ndarray) -> np.ndarray:
+    predicted = P + rest_of(F, D, np.array([len(visit.steps_ms) for visit in visits], dtype=float))
     cells: dict[tuple[object, ...], list[int]] = {}
     for at, visit in enumerate(visits):
         cells.setdefault((*visit.key[:4], len(visit.steps_ms)), []).append(at)
     return np.array(
         [
             (
-                np.median([P[at] + len(visits[at].steps_ms) * D[at] for at in cell]),
+                np.median(predicted[cell]),
                 np.median([visits[at].total_ms(1 + len(visits[at].steps_ms)) for at in cell]),
             )
             for cell in cells.values()

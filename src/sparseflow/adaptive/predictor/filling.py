@@ -37,15 +37,24 @@ class Filling:
         at = np.searchsorted(self.prompts, tokens)
         return np.maximum(self.prompts[np.minimum(at, len(self.prompts) - 1)], tokens)
 
-    def context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The mean of what steps after prompts look at: [n] and [n] -> [n]; without steps, what one would.
+    def first(self, tokens: np.ndarray) -> np.ndarray:
+        """What the first step after prompts looks at: [n] -> [n]."""
+        return self.context(tokens, np.ones_like(tokens))
+
+    def later(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The mean of what steps but the first look at: [n] and [n] -> [n]; without any, what one would.
 
         Args:
             tokens: Of the prompts.
             steps: Tokens after the first.
         """
+        return self.context(tokens + 1.0, steps - 1.0)
+
+    def context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The mean of what `steps` steps look at that begin after so many tokens: [n] and [n] -> [n]; without
+        steps, what one would."""
         if not len(self.contexts):
-            return tokens + (steps + 1.0) / 2.0
+            return tokens + (np.maximum(steps, 0.0) + 1.0) / 2.0
         count = np.maximum(steps, 1.0)
         return (self._until(tokens + count) - self._until(tokens)) / count
 

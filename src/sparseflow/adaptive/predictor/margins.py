@@ -3,13 +3,13 @@ spread.
 
 The 99th percentile of a sum is not the sum of the parts' 99th percentiles: slow steps average out, what is
 slow for the whole request does not. So margins are taken of whole requests. With P the predicted prefill, D a
-predicted step and n steps, a request's spread is ::
+predicted step and R all that is predicted after the prefill, a request's spread is ::
 
-    spread² = a + b P² + c n D² + (d + 0.002²) (P + n D)²
+    spread² = a + b P² + c R D + (d + 0.002²) (P + R)²
 
-a: disturbances as long for every request; b: of the prefill; c: of each step by itself; d: of the whole
-request. The coefficients are not negative, so that the spread, and a margin of so many spreads, grows with P,
-D and n.
+a: disturbances as long for every request; b: of the prefill; c: of each step by itself, since R is about as
+many times D as there are steps; d: of the whole request. The coefficients are not negative, so that the
+spread, and a margin of so many spreads, grows with P, D and R.
 
 Scores are (measured - predicted) / spread; a margin is their conformal quantile (Vovk et al. 2005; spreads as
 in Lei et al. 2018, section 5.2), at each load by itself. Of fewer scores than the asked share needs, or
@@ -33,29 +33,28 @@ _OUTLIERS = 0.98
 """Quantile of squared errors that larger ones are cut to: a spread is what is usual, scores tell the rest."""
 
 
-def scatter(coefficients: np.ndarray, prefill: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+def scatter(coefficients: np.ndarray, prefill: np.ndarray, step: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """Spreads: milliseconds, as `prefill` broadcasts.
 
     Args:
         coefficients: [..., 4], a to d.
         prefill: Predicted, milliseconds.
         step: Predicted, milliseconds.
-        steps: How many.
+        rest: Predicted of all steps together, milliseconds.
     """
     a, b, c, d = (coefficients[..., at] for at in range(4))
-    rest = steps * step
     whole = prefill + rest
     return np.sqrt(a + b * (prefill * prefill) + c * (rest * step) + (d + FLOOR**2) * (whole * whole))
 
 
-def fit_scatter(prefill: np.ndarray, step: np.ndarray, steps: np.ndarray, measured: np.ndarray) -> np.ndarray:
+def fit_scatter(prefill: np.ndarray, step: np.ndarray, rest: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """Coefficients [4] from requests: each argument [n], of predictions that were made without the request.
 
     Raises:
         MissingExtraError: SciPy is missing.
     """
     nnls = require("scipy.optimize", "adaptive").nnls
-    whole, rest = prefill + steps * step, steps * step
+    whole = prefill + rest
     parts = np.stack([np.ones_like(whole), prefill**2, rest * step, whole**2], axis=1) / whole[:, None] ** 2
     error = ((measured - whole) / whole) ** 2
     error = np.minimum(error, np.quantile(error, _OUTLIERS))

@@ -1,8 +1,8 @@
 """How long a request will take: its median, and what 99 in 100 stay below.
 
-A request takes what it waited, its prefill, and a step for each token after the first. Both phases are tables
-(`table.py`) that were fitted to a profile; the margin between the median and the 99th percentile is of whole
-requests (`margins.py`). As requests end, `observe` moves both (`online.py`).
+A request takes what it waited, its prefill, and a step for each token after the first. Prefill, first and
+later steps are tables (`table.py`) that were fitted to a profile; the margin between the median and the 99th
+percentile is of whole requests (`margins.py`). As requests end, `observe` moves both (`online.py`).
 
 Why no boosted trees: with the same monotone constraints they err more on lengths and plans that were not
 profiled, as `benchmarks/adaptive/predictor.py` shows, since a tree knows no straight line.
@@ -25,7 +25,7 @@ import numpy as np
 from sparseflow.adaptive.kernels import deciding
 from sparseflow.adaptive.plan import PlanSpace, Tier
 from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
-from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate
+from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate, rest_of
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.margins import FLOOR, condensed, margin, scatter
 from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.99
 """Share of requests that shall take no longer than the higher prediction."""
-_FORMAT = "sparseflow-adaptive-predictor-1"
+_FORMAT = "sparseflow-adaptive-predictor-2"
 
 
 class Predictor:
@@ -176,23 +176,24 @@ class Predictor:
         low, way = self._sheets.between(load)
         now = self._now
         p50, p99 = self._expected(
-            sheet.prefill, sheet.step, sheet.steps, now.prefill, now.step, now.margins, self._spreads, FLOOR,
+            sheet.prefill, sheet.step, sheet.rest, now.prefill, now.step, now.margins, self._spreads, FLOOR,
             low, float(way), float(queued_ms),
         )  # fmt: skip
         return p50, p99
 
     def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """As `predict`, for `"prefill"` and one `"decode"` step of each; what was waited is not in it."""
+        """As `predict`, for `"prefill"` and one `"decode"` step of each but the first; what was waited is not
+        in it."""
         now, requests = self._now, self._describe.of(asks)
-        prefill, step = self._times(requests)
+        prefill, _, step = self._times(requests)
         prefill, step = prefill * now.prefill, step * now.step
-        none, one = np.zeros_like(prefill), np.ones((len(requests), 1))
+        none = np.zeros_like(prefill)
         found = {}
         for name, parts, margins in (
-            ("prefill", (prefill, none, one - 1.0), now.margins),
-            ("decode", (none, step, one), self._step_margins),
+            ("prefill", (prefill, none, none), now.margins),
+            ("decode", (none, step, step), self._step_margins),
         ):  # fmt: skip
-            middle = parts[0] + parts[1] * parts[2]
+            middle = parts[0] + parts[2]
             found[name] = self._at_load(middle, margins * scatter(self._spreads, *parts), requests.load)
         return found
 
@@ -228,12 +229,13 @@ class Predictor:
             now, times = self._now, self._times(requests)
             raw = [weights @ each[0] for each in times]
             (p50,), (p99,) = self._predicted(requests, now, times)
-            prefill, step = raw[0] * (weights @ now.prefill), raw[1] * (weights @ now.step)
-            scale = scatter(weights @ self._spreads, prefill, step, np.array(float(steps)))
+            rest = rest_of(raw[1], raw[2], np.array(float(steps)))
+            prefill, factor = raw[0] * (weights @ now.prefill), weights @ now.step
+            scale = scatter(weights @ self._spreads, prefill, raw[2] * factor, rest * factor)
             self._margins[int(weights.argmax())].add(
                 float((measured_ms - p50) / scale), missed=measured_ms > p99
             )
-            self._correct(weights, raw[0], raw[1] * steps, worked, prefill_ms)
+            self._correct(weights, raw[0], float(rest), worked, prefill_ms)
             self._now = self._settled()
 
     def forget(self, share: float) -> None:
@@ -266,6 +268,7 @@ class Predictor:
                 "tiers": list(self.tiers),
                 "held_out": self.held_out,
                 "prefill": self._tables.prefill.to_dict(),
+                "first": self._tables.first.to_dict(),
                 "step": self._tables.step.to_dict(),
                 "spreads": self._spreads.tolist(),
                 "step_margins": self._step_margins.tolist(),
@@ -286,8 +289,10 @@ class Predictor:
             about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
             columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
             tables = Tables(
-                prefill=Table.from_dict(record["prefill"], columns, tiers),
-                step=Table.from_dict(record["step"], columns, tiers),
+                **{
+                    name: Table.from_dict(record[name], columns, tiers)
+                    for name in ("prefill", "first", "step")
+                }
             )
             spreads = np.asarray(record["spreads"], dtype=np.float64)
             step_margins = np.asarray(record["step_margins"], dtype=np.float64)
@@ -301,7 +306,8 @@ class Predictor:
             raise FileFormatError(f"a predictor cannot be read: {error!r}") from error
         loads = tables.prefill.loads.tolist()
         parts = [len(spreads), len(step_margins), len(margins), len(first.values), len(later.values)]
-        if tables.step.loads.tolist() != loads or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
+        alike = all(each.loads.tolist() == loads for each in (tables.first, tables.step))
+        if not alike or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
             raise FileFormatError(
                 f"a predictor has tables for {len(loads)} loads, and other parts for others"
             )
@@ -340,23 +346,31 @@ class Predictor:
             raise FileFormatError(f"{file} is not JSON: {error}") from error
         return cls.from_dict(record)
 
-    def _times(self, requests: Requests) -> tuple[np.ndarray, np.ndarray]:
-        """Prefill and step of the tables, at each load: [n, L], milliseconds."""
+    def _times(self, requests: Requests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Prefill, first and later step of the tables, at each load: [n, L], milliseconds."""
         prefill = self._tables.prefill.at(
             requests.prompt, requests.batch, requests.prefill_terms, requests.images, requests.tier
         )
-        step = self._tables.step.at(
-            requests.context, requests.batch, requests.step_terms, requests.images, requests.tier
+        first, step = (
+            table.at(context, requests.batch, requests.step_terms, requests.images, requests.tier)
+            for table, context in (
+                (self._tables.first, requests.first_context),
+                (self._tables.step, requests.context),
+            )
         )
-        return prefill, step
+        return prefill, first, step
 
     def _predicted(
-        self, requests: Requests, now: Now, times: tuple[np.ndarray, np.ndarray] | None = None
+        self,
+        requests: Requests,
+        now: Now,
+        times: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        prefill, step = self._times(requests) if times is None else times
-        prefill, step, steps = prefill * now.prefill, step * now.step, requests.steps[:, None]
-        above = now.margins * scatter(self._spreads, prefill, step, steps)
-        middle, high = self._at_load(prefill + steps * step, above, requests.load)
+        prefill, first, step = self._times(requests) if times is None else times
+        rest = rest_of(first, step, requests.steps[:, None]) * now.step
+        prefill, step = prefill * now.prefill, step * now.step
+        above = now.margins * scatter(self._spreads, prefill, step, rest)
+        middle, high = self._at_load(prefill + rest, above, requests.load)
         return middle + requests.queued_ms, high + requests.queued_ms
 
     def _at_load(

@@ -23,7 +23,8 @@ class Requests:
         prefill_terms: [n, K], of the blocks that the prefill has before it.
         step_terms: [n, K], of all blocks.
         prompt: Tokens that the prompt runs as, those of images among them.
-        context: Mean number of tokens that a step looks at.
+        first_context: Tokens that the first step looks at.
+        context: Mean number of tokens that a later step looks at.
         steps: Tokens after the first.
         images: To be seen; see `seen`.
         tier: [n] int, index into the model's tiers; 0 without image.
@@ -35,6 +36,7 @@ class Requests:
     prefill_terms: np.ndarray
     step_terms: np.ndarray
     prompt: np.ndarray
+    first_context: np.ndarray
     context: np.ndarray
     steps: np.ndarray
     images: np.ndarray
@@ -100,8 +102,8 @@ class Describer:
             to_see = to_see * [ask.after == "receipt" for ask in asks]
         return Requests(
             prefill_terms=first, step_terms=self._whole[at], prompt=self._filling.prompt(prompt),
-            context=self._filling.context(prompt, new - 1.0), steps=new - 1.0, images=to_see,
-            tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
+            first_context=self._filling.first(prompt), context=self._filling.later(prompt, new - 1.0),
+            steps=new - 1.0, images=to_see, tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
         )  # fmt: skip
 
     def _with(self, asks: Sequence[Ask]) -> Describer:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparseflow.adaptive.plan import Geometry, Plan, Tier
 from sparseflow.adaptive.predictor.ask import After
-from sparseflow.adaptive.predictor.calibrating import Tables
+from sparseflow.adaptive.predictor.calibrating import Tables, rest_of
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.requests import seen
 from sparseflow.adaptive.predictor.terms import terms
@@ -49,13 +49,13 @@ class Sheet:
 
     Attributes:
         prefill: [L, plans] float64, milliseconds.
-        step: Of one: [L, plans].
-        steps: How many.
+        step: Of a later one: [L, plans].
+        rest: Of all steps together: [L, plans].
     """
 
     prefill: np.ndarray
     step: np.ndarray
-    steps: float
+    rest: np.ndarray
 
 
 class Sheets:
@@ -119,13 +119,15 @@ class Sheets:
         steps = np.full(len(groups), new_tokens - 1.0)
         beside = np.full(len(groups), float(batch))
         first = self._tables.prefill.between(self._filling.prompt(tokens), beside)
-        later = self._tables.step.between(self._filling.context(tokens, steps), beside)
+        second = self._tables.first.between(self._filling.first(tokens), beside)
+        later = self._tables.step.between(self._filling.later(tokens, steps), beside)
         to_see = seen(images) if after == "receipt" else 0.0
         left, whole = self._terms[after == "insertion"], self._terms[False]
-        prefill, step = np.empty((2, len(self._loads), whole.shape[1]))
+        prefill, first_step, step = np.empty((3, len(self._loads), whole.shape[1]))
         for at, (tier, _, rows) in enumerate(groups):
             prefill[:, rows] = first[at] @ left[:, rows]
             if to_see and self._tables.prefill.vision.shape[1]:
                 prefill[:, rows] += to_see * self._tables.prefill.vision[:, tier, None]
+            first_step[:, rows] = second[at] @ whole[:, rows]
             step[:, rows] = later[at] @ whole[:, rows]
-        return Sheet(prefill=prefill, step=step, steps=new_tokens - 1.0)
+        return Sheet(prefill=prefill, step=step, rest=rest_of(first_step, step, np.array(new_tokens - 1.0)))

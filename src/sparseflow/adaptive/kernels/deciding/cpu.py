@@ -26,7 +26,7 @@ UNKNOWN, NOT_FINITE, NOTHING = -1, -1, -2
 def expected(
     prefill: Any,
     step: Any,
-    steps: float,
+    rest: Any,
     prefill_factors: Any,
     step_factors: Any,
     margins: Any,
@@ -41,7 +41,7 @@ def expected(
     Args:
         prefill: By the tables, [L, P] float64, milliseconds.
         step: Of one, [L, P].
-        steps: How many.
+        rest: Of all steps together, [L, P].
         prefill_factors: What observations have made of it, [L].
         step_factors: The same of a step, [L].
         margins: Spreads to add, [L].
@@ -60,12 +60,12 @@ def expected(
         middle, high, below, high_below = -np.inf, -np.inf, 0.0, 0.0
         for at in range(last + 1):
             first, one = prefill[at, plan] * prefill_factors[at], step[at, plan] * step_factors[at]
-            rest = steps * one
-            whole = first + rest
+            later = rest[at, plan] * step_factors[at]
+            whole = first + later
             spread = math.sqrt(
                 spreads[at, 0]
                 + spreads[at, 1] * (first * first)
-                + spreads[at, 2] * (rest * one)
+                + spreads[at, 2] * (later * one)
                 + (spreads[at, 3] + floor * floor) * (whole * whole)
             )
             above = whole + margins[at] * spread
@@ -262,7 +262,7 @@ def compile_all() -> None:
     every, numbers = np.ones(1, np.bool_), np.zeros((2, 1), np.int64)
     # A stage as narrow as can be: four matrices of one row, of 1, 1, 2 and 1 columns, and their biases.
     weights = np.zeros(9, np.float32)
-    expected(one[None], one[None], 1.0, one, one, one, np.ones((1, 4)), 0.0, 0, 0.0, 0.0)
+    expected(one[None], one[None], one[None], one, one, one, np.ones((1, 4)), 0.0, 0, 0.0, 0.0)
     with_room(one, 1.0, every, 1.0)
     mean_word(numbers[0], numbers[0], numbers[0], some[None], some.copy())
     budget = encoded(0.0, one, one)[:1]
