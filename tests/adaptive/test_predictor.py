@@ -553,7 +553,7 @@ def test_a_table_is_found_again_from_its_own_times() -> None:
     ms[::40] *= 3.0  # which a median does not mind
     measured = Measured(
         ms=ms, load=np.zeros(400), batch=np.ones(400), tokens=tokens, terms=work, images=np.zeros(400),
-        tier=np.zeros(400, dtype=int),
+        tier=np.zeros(400, dtype=int), before_ms=np.zeros(400), count=np.ones(400),
     )  # fmt: skip
     table = fit_table(measured, np.zeros(1), 0)
     predicted = table.at(tokens, np.ones(400), work, np.zeros(400), np.zeros(400, dtype=int))[:, 0]
@@ -569,10 +569,29 @@ def test_a_table_is_of_medians_however_wide_times_scatter() -> None:
     none = np.zeros(3000)
     measured = Measured(
         ms=truth * np.exp(0.4 * generator.normal(size=3000)), load=none, batch=none + 1.0, tokens=none,
-        terms=work, images=none, tier=none.astype(int),
+        terms=work, images=none, tier=none.astype(int), before_ms=none, count=none + 1.0,
     )  # fmt: skip
     predicted = fit_table(measured, np.zeros(1), 0).at(none, none + 1.0, work, none, none.astype(int))[:, 0]
     assert np.median(predicted / truth) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_phase_is_fitted_to_whole_requests_since_medians_do_not_add_up() -> None:
+    # Each of two phases is delayed now and then: in less than half of its runs, but together in most.
+    generator = np.random.default_rng(7)
+    plans = [SPACE.plans[at] for at in generator.integers(0, 225, 4000)]
+    work, none = terms(plans, SPACE.geometry), np.zeros(4000)
+    undisturbed = work @ [1.0, 0.2, 0.05, 0.0, 0.1, 0.02]
+    phases = undisturbed * (1.0 + (generator.random((2, 4000)) < 0.4))
+    shared = {"load": none, "batch": none + 1.0, "tokens": none, "images": none, "terms": work}
+    how: Any = {**shared, "tier": none.astype(int), "count": none + 1.0}
+    at = (none, none + 1.0, work, none, none.astype(int))
+    first = fit_table(Measured(ms=phases[0], before_ms=none, **how), np.zeros(1), 0).at(*at)[:, 0]
+    assert np.median(first / undisturbed) == pytest.approx(1.0, abs=0.02)
+    whole = phases.sum(axis=0)
+    second = fit_table(Measured(ms=whole, before_ms=first, **how), np.zeros(1), 0).at(*at)[:, 0]
+    assert np.median((first + second) / np.median(whole / undisturbed) / undisturbed) == pytest.approx(
+        1.0, abs=0.02
+    )
 
 
 @settings(max_examples=50, deadline=None)

@@ -9,7 +9,7 @@ not only how times scatter. The tables in the end are fitted to all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,7 +88,8 @@ def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
     P, F, D = np.empty((3, len(visits)))
     for learnt, judged in grouped_folds(groups, folds, seed):
         tables = _fit(phases, np.array(learnt), loads, profile)
-        P[judged], F[judged], D[judged] = _times(tables, phases, np.array(judged))
+        for found, name, phase in zip((P, F, D), ("prefill", "first", "step"), phases, strict=True):
+            found[judged] = _times(getattr(tables, name), phase[np.array(judged)])
     return _scored(whole, visits, loads, P, F, D)
 
 
@@ -98,7 +99,10 @@ def rest_of(first: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarra
 
 
 def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measured, Measured]:
-    """What prefill, first step and a mean later step of each visit took; NaN of what it did not have."""
+    """What each visit took until its prefill, its first step and its last were over; NaN without such steps.
+
+    What is predicted of the phases before is still to be put in.
+    """
     geometry, vision = profile.space.geometry, profile.about.vision_tokens
     at = {tier: place for place, tier in enumerate(geometry.tiers)}
     prompt = np.array(
@@ -111,20 +115,22 @@ def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measu
         "load": np.array([visit.load for visit in visits]),
         "terms": terms([visit.plan for visit in visits], geometry),
         "tier": np.array([at[v.plan.tier] if v.plan.tier else 0 for v in visits]),
+        "before_ms": np.zeros(len(visits)),
     }
     prefill = Measured(
         ms=np.array([visit.prefill_ms for visit in visits], dtype=float),
         tokens=filling.prompt(prompt),
-        images=np.array([float(visit.plan.tier is not None) for visit in visits]), **shared,
+        images=np.array([float(visit.plan.tier is not None) for visit in visits]),
+        count=np.ones(len(visits)), **shared,
     )  # fmt: skip
     shared["images"] = np.zeros(len(visits))
     first = Measured(
-        ms=np.array([visit.steps_ms[0] if visit.steps_ms else np.nan for visit in visits]),
-        tokens=filling.first(prompt), **shared,
+        ms=np.array([v.total_ms(2) if v.steps_ms else np.nan for v in visits]),
+        tokens=filling.first(prompt), count=np.ones(len(visits)), **shared,
     )  # fmt: skip
     step = Measured(
-        ms=np.array([np.mean(visit.steps_ms[1:]) if visit.steps_ms[1:] else np.nan for visit in visits]),
-        tokens=filling.later(prompt, steps), **shared,
+        ms=np.array([v.total_ms(1 + len(v.steps_ms)) if v.steps_ms[1:] else np.nan for v in visits]),
+        tokens=filling.later(prompt, steps), count=steps - 1.0, **shared,
     )  # fmt: skip
     return prefill, first, step
 
@@ -133,28 +139,24 @@ def _fit(
     phases: tuple[Measured, Measured, Measured], rows: np.ndarray, loads: np.ndarray, profile: Profile
 ) -> Tables:
     tiers = len(profile.space.geometry.tiers) if profile.about.vision_tokens else 0
-    prefill, first, step = (phase[rows[np.isfinite(phase.ms[rows])]] for phase in phases)
-    if not len(step.ms):
+    prefill, first, step = phases
+    begun, went_on = (rows[np.isfinite(phase.ms[rows])] for phase in (first, step))
+    prompts = fit_table(prefill[rows], loads, tiers)
+    first_steps = fit_table(replace(first[begun], before_ms=_times(prompts, prefill[begun])), loads, 0)
+    if not len(went_on):
         # Of later steps nothing is known but that they are steps.
-        step = first
+        return Tables(prefill=prompts, first=first_steps, step=first_steps)
+    before_ms = _times(prompts, prefill[went_on]) + _times(first_steps, first[went_on])
     return Tables(
-        prefill=fit_table(prefill, loads, tiers), first=fit_table(first, loads, 0),
-        step=fit_table(step, loads, 0),
+        prefill=prompts, first=first_steps,
+        step=fit_table(replace(step[went_on], before_ms=before_ms), loads, 0),
     )  # fmt: skip
 
 
-def _times(
-    tables: Tables, phases: tuple[Measured, Measured, Measured], rows: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Predicted prefill, first and later step, at each row's own load."""
-    found = []
-    for table, phase in zip((tables.prefill, tables.first, tables.step), phases, strict=True):
-        phase = phase[rows]
-        at = table.at(phase.tokens, phase.batch, phase.terms, phase.images, phase.tier)
-        found.append(
-            np.array([np.interp(load, table.loads, row) for load, row in zip(phase.load, at, strict=True)])
-        )
-    return tuple(found)
+def _times(table: Table, phase: Measured) -> np.ndarray:
+    """What the phase takes by a table, at each row's own load."""
+    at = table.at(phase.tokens, phase.batch, phase.terms, phase.images, phase.tier)
+    return np.array([np.interp(load, table.loads, row) for load, row in zip(phase.load, at, strict=True)])
 
 
 def _scored(

@@ -4,6 +4,10 @@ A time is modelled as a sum over products of ramps of load, batch and tokens wit
 such product grows with all of them, so no coefficient below zero is all that monotony asks for. Iteratively
 weighted least squares come near to least absolute errors, which a median minimises, and which a few requests
 that were disturbed do not move. Among tables that fit alike, one that is straight along tokens is taken.
+
+Medians do not add up: of two phases that others delay now and then, the median of both together is above the
+sum of their medians. So a later phase is fitted to what whole requests took, beside what is predicted of the
+phases before it (`Measured.before_ms`).
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ class Measured:
     """Times of one phase: n of them.
 
     Attributes:
-        ms: [n].
+        ms: With what came before, [n].
+        before_ms: What is predicted of that, [n].
+        count: How many times the phase is in them, [n].
         load: [n].
         batch: [n].
         tokens: [n].
@@ -43,6 +49,8 @@ class Measured:
     """
 
     ms: np.ndarray
+    before_ms: np.ndarray
+    count: np.ndarray
     load: np.ndarray
     batch: np.ndarray
     tokens: np.ndarray
@@ -74,12 +82,13 @@ def fit_table(measured: Measured, loads: np.ndarray, tiers: int) -> Table:
     seen = measured.images[:, None] * (measured.tier[:, None] >= np.arange(tiers))
     vision = np.einsum("nl,nt->nlt", by_load, seen)
     rows, split = len(measured.ms), work[0].size
-    x = np.hstack([work.reshape(rows, -1), vision.reshape(rows, -1)]) / measured.ms[:, None]
+    times = (measured.count / measured.ms)[:, None]
+    x = np.hstack([work.reshape(rows, -1), vision.reshape(rows, -1)]) * times
     bends = np.zeros((0, x.shape[1]))
     if len(tokens) > 2:
         size = x[:, :split].mean(axis=0).reshape(work.shape[1:])[:, :, :1]
         bends = np.pad(_bends(tokens, size), ((0, 0), (0, x.shape[1] - split)))
-    found = _non_negative(x, bends)
+    found = _non_negative(x, measured.before_ms / measured.ms, bends)
     rises = found[:split].reshape(work.shape[1:])
     for axis in range(3):
         rises = rises.cumsum(axis)
@@ -111,8 +120,9 @@ def _bends(tokens: np.ndarray, size: np.ndarray) -> np.ndarray:
     return found.reshape(-1, many * batches * count * width)
 
 
-def _non_negative(x: np.ndarray, bends: np.ndarray) -> np.ndarray:
-    """Coefficients [columns] of least absolute errors: x [rows, columns] shall make ones, `bends` little."""
+def _non_negative(x: np.ndarray, before: np.ndarray, bends: np.ndarray) -> np.ndarray:
+    """Coefficients [columns] of least absolute errors: x [rows, columns] shall make ones of `before` [rows],
+    and `bends` little."""
     nnls = require("scipy.optimize", "adaptive").nnls
     scale = np.sqrt(np.mean(x**2, axis=0))
     used = scale > 0.0
@@ -124,12 +134,18 @@ def _non_negative(x: np.ndarray, bends: np.ndarray) -> np.ndarray:
         gram[np.diag_indices_from(gram)] += _RIDGE * weight.sum()
         # The same minimum by as many rows as columns.
         factor = np.linalg.cholesky(gram)
-        best = nnls(factor.T, np.linalg.solve(factor, x.T @ weight))[0]
+        best = nnls(factor.T, np.linalg.solve(factor, x.T @ (weight * (1.0 - before))))[0]
         # Squares of relative errors come out too small, and rounds alone would be slow to undo that.
-        best = best / np.median(x @ best)
-        predicted = x @ best
+        best = best * _scaled(x @ best, 1.0 - before)
+        predicted = before + x @ best
         # Relative to what is predicted: relative to what was measured, fast samples would count for more.
         weight = 1.0 / (np.maximum(np.abs(predicted - 1.0), _SMALL) * np.maximum(predicted, _SMALL))
     found = np.zeros(len(used))
     found[used] = best / scale[used]
     return found
+
+
+def _scaled(found: np.ndarray, wanted: np.ndarray) -> float:
+    """What to multiply `found` with, that half of it is above what is wanted: both [n]."""
+    there = found > 0.0
+    return max(float(np.median(wanted[there] / found[there])), 0.0) if there.any() else 1.0
