@@ -133,7 +133,7 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
         from sparseflow.adaptive.grid_vqa.task import placed
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
-        data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives))
+        data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives, asked.model))
         samples = data.samples("test", asked.questions)
         return [question(each.canvas, each.question, each.answer) for each in samples]
     random, words = np.random.default_rng(asked.seed), service.prompts.tokenizer

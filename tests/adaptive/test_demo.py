@@ -7,20 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from sparseflow.adaptive.demo import IMPORTANCE, WORTH, DemoResult, run_demo, shipped
+from sparseflow.adaptive import demo
+from sparseflow.adaptive.demo import DemoResult, run_demo
 from sparseflow.adaptive.demo_page import QUICKEST, WHOLE
 from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.evaluate import accuracy
-from sparseflow.adaptive.grid_vqa.model import build, load, save
-from sparseflow.adaptive.importance import Importance
-from sparseflow.adaptive.profile import weights_id
-from sparseflow.adaptive.worth import Worth
+from sparseflow.adaptive.grid_vqa.model import build, save
+from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
@@ -67,24 +66,48 @@ def test_every_question_is_answered_under_every_budget_and_without(
 def test_the_run_has_a_page(shown: tuple[DemoResult, list[str]]) -> None:
     found, _ = shown
     page = found.report.read_text()
-    assert "Answers within a budget" in page and "<svg" in page and "sparseflow adaptive demo" in page
+    assert "Answers within a budget" in page and "<svg" in page
+    assert "sparseflow adaptive demo --model grid-vqa --questions 3 --budgets 3 --device cpu" in page
 
 
-def test_the_shipped_model_is_small_deep_and_right() -> None:
-    folder = shipped()
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 25e6
-    network, _, settings = load(folder)
-    assert 12 <= settings.model.depth <= 16
-    space = Importance.read(folder / IMPORTANCE).space()
-    Worth.read(folder / WORTH).check(weights_id(network), space)
-    right = accuracy(network, Data(settings), [space.geometry.full()], split="test", count=128)
-    # Far more than the question alone tells.
-    assert right.mean() > 0.8
+def test_of_a_large_model_less_is_measured_and_asked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if each request took minutes.
+    for name in ("_MEASURING_S", "_FIRST_S", "_ANSWERING_S"):
+        monkeypatch.setattr(demo, name, 0.0)
+    said: list[str] = []
+    found = run_demo(model, out=tmp_path, budgets=2, progress=lambda what, share: said.append(what))
+    assert found.questions == 10
+    measured = Profile.read(found.run / "profile" / "profile.parquet")
+    assert {visit.round for visit in measured.visits} == {0, 1, 2}
+    assert (
+        said[1].startswith("measuring plans: first round, load 0") and "answering: question 10 of 10" in said
+    )
+    told = run_demo(model, out=tmp_path, questions=11, budgets=2)
+    assert told.questions == 11, "who says how many is asked as many"
+
+
+def test_of_a_small_model_all_is_measured(
+    shown: tuple[DemoResult, list[str]],
+) -> None:
+    found, _ = shown
+    measured = Profile.read(found.run / "profile" / "profile.parquet")
+    assert {visit.round for visit in measured.visits} == set(range(8))
+    cells = {(visit.plan.id, visit.text_tokens, visit.round) for visit in measured.visits}
+    assert len(cells) == len(measured.visits), "none is measured twice"
+
+
+def test_how_many_questions_there_is_time_for() -> None:
+    assert demo._fitting(np.array([10.0, 20.0]), [15.0, 30.0]) == 40
+    # 100 and 2000, 200 and 1700 below budgets, then the dearest plan again: 6 seconds a question.
+    assert demo._fitting(np.array([100.0, 2000.0]), [200.0, 1700.0, 2500.0]) == 30
+    assert demo._fitting(np.array([100.0, 60000.0]), [200.0, 1e5]) == 10
 
 
 def test_by_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--questions", "2", "--budgets", "2", "--out", str(tmp_path)]
-    assert run(["adaptive", "demo", str(model), *few, "--json"]) == 0
+    assert run(["adaptive", "demo", "--model", str(model), *few, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["budgets"]) == 2 and Path(told["report"]).is_file()
 
@@ -94,8 +117,13 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
         run_demo(model, out=tmp_path, questions=0)
     with pytest.raises(InputError, match=r"`seed` \(=-1\) not negative"):
         run_demo(model, out=tmp_path, seed=-1)
-    with pytest.raises(InputError, match="holds no model of Grid-VQA"):
+    with pytest.raises(
+        InputError, match=r"there is no folder .*/nothing; these come with SparseFlow: .*digits"
+    ):
         run_demo(tmp_path / "nothing", out=tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no model of Grid-VQA"):
+        run_demo(tmp_path / "empty", out=tmp_path)
     lists = tmp_path / "lists"
     shutil.copytree(model, lists)
     told = json.loads((lists / "grid_vqa.json").read_text())

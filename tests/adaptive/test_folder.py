@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparseflow import adaptive
-from sparseflow.adaptive.demo import shipped
+from sparseflow.adaptive.shipped import shipped
 from sparseflow.errors import InputError
 
 

@@ -3,14 +3,17 @@
 Some plans are measured, a predictor is fitted, and questions about images that the model has not seen are
 answered under several budgets; beside them, in random order, by the whole model and by its quickest plan.
 What each request took is kept as a run (`run.json`, `samples.parquet`), with a page (`report.html`).
+
+Requests of a large model take seconds on a CPU. So plans are measured in as many rounds, and by default as
+many questions are asked, as there is time for: of a small model all, of a large one some minutes of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,23 @@ from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.grid_vqa.task import placed
 from sparseflow.adaptive.importance import space_of
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import EagerRunner, profile, spread
+from sparseflow.adaptive.profile import EagerRunner, Profile, Runner, profile, spread
+from sparseflow.adaptive.shipped import DEFAULT, IMPORTANCE, WORTH, model_folder, shipped_names
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the demo that is over."""
 
-IMPORTANCE, WORTH = "importance.json", "worth.json"
-"""Beside a model: which blocks can be skipped, and how good its plans are."""
-
-_MEASURED, _KEPT, _REPEATS, _FIRST = 12, 8, 8, 32
+_MEASURED, _KEPT, _FIRST = 12, 8, 32
+_ROUNDS = (3, 8)
+"""In which plans are measured: at least, and at most."""
+_QUESTIONS = (10, 40)
+"""That are asked where it is not said how many."""
+_MEASURING_S, _FIRST_S, _ANSWERING_S = 90.0, 20.0, 180.0
+"""What there is time for; the least of each is done however long it takes."""
 _NEW_TOKENS = 2
 """Of an answer of one word, with its end."""
 _ROOM = 1.25
@@ -101,16 +108,11 @@ class DemoResult:
         return asdict(self) | {"run": str(self.run), "report": str(self.report)}
 
 
-def shipped() -> Path:
-    """Folder of the model that comes with SparseFlow."""
-    return Path(str(resources.files("sparseflow.adaptive") / "data" / "grid_vqa"))
-
-
 def run_demo(
-    model: Path | None = None,
+    model: Path | str = DEFAULT,
     *,
     out: Path = Path("runs"),
-    questions: int = 40,
+    questions: int | None = None,
     budgets: int = 5,
     archives: Sequence[Path] = (),
     device: torch.device | str = "cpu",
@@ -120,45 +122,45 @@ def run_demo(
     """Measure plans of a Grid-VQA model, answer questions within budgets, and write the run.
 
     Args:
-        model: Folder of the model; by default the one that is shipped. `importance.json` and `worth.json` in
-            it are used where they are there.
+        model: Name of a model that comes with SparseFlow (`shipped.shipped_names`), or the folder of one.
+            `importance.json`, `worth.json` and `images.tar.gz` in it are used where they are there.
         out: Folder that gets the run's own folder.
-        questions: How many to ask, each under every budget.
+        questions: How many to ask, each under every budget; by default 40, or fewer where these would take
+            minutes.
         budgets: How many.
-        archives: Of images, where they are elsewhere than in training.
+        archives: Of images, where they are elsewhere than in training, and not in the folder.
         device: Where to compute.
         seed: What orders are drawn from.
         progress: Told what is being done.
 
     Raises:
-        InputError: A number is too small, the folder holds no model of Grid-VQA, one that is asked about
-            nothing with one word as its answer, or the importance or worth of another model.
+        InputError: A number is too small, there is no such model, the folder holds none of Grid-VQA, one that
+            is asked about nothing with one word as its answer, or the importance or worth of another model.
         FileFormatError: A file of the folder is damaged.
         MissingExtraError: A package of the `adaptive` extra is missing.
     """
-    if questions < 1 or budgets < 2 or seed < 0:
+    if (questions is not None and questions < 1) or budgets < 2 or seed < 0:
         raise InputError(
             f"`questions` (={questions}) must be at least 1, `budgets` (={budgets}) at least 2 and `seed` "
             f"(={seed}) not negative"
         )
-    folder = shipped() if model is None else Path(model)
+    folder = model_folder(model)
     progress("loading the model", 0.0)
     network, tokenizer, task = load(folder, device=device)
-    data = Data(placed(task, archives), device)
-    samples, first = _asked(data, "test", questions), _asked(data, "val", 8)
+    data = Data(placed(task, archives, folder), device)
+    samples, first = _asked(data, "test", questions or _QUESTIONS[1]), _asked(data, "val", 8)
     settings = {
-        "model": None if model is None else folder.name, "questions": questions, "budgets": budgets,
-        "device": str(device),
+        "model": str(model) if str(model) in shipped_names() else folder.name, "questions": questions,
+        "budgets": budgets, "device": str(device),
     }  # fmt: skip
     with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
         with attach(network) as bare:
             space = space_of(network, bare.adapter.geometry, _beside(folder, IMPORTANCE))
             lengths = _lengths(bare, samples)
             runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
-            found = profile(
-                runner, space, run.path / "profile" / "profile.parquet", buckets=lengths, repeats=_REPEATS,
-                plans=spread(space, _MEASURED, seed=seed), steps=_NEW_TOKENS, seed=seed,
-                progress=lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
+            found = _measured(
+                runner, space, run.path / "profile" / "profile.parquet", lengths, seed,
+                lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
             )  # fmt: skip
         predictor = Predictor.fit(found, seed=seed)
         with attach(network, profile=predictor, worth=_beside(folder, WORTH)) as attached:
@@ -169,7 +171,10 @@ def run_demo(
             places = [space.plans.index(plan) for plan in kept]
             ms, _ = predictor.predict_all(**size, images=1)
             progress("learning on from first requests", 0.4)
+            began = time.perf_counter()
             for number in range(_FIRST):
+                if number >= len(places) and time.perf_counter() - began > _FIRST_S:
+                    break
                 # What a profile does not time, deciding for one, is learnt from requests as they end.
                 budget_ms = float(ms[places[number % len(places)]]) * _ROOM
                 inputs = first[number % len(first)].inputs
@@ -177,6 +182,8 @@ def run_demo(
             ms, p99 = predictor.predict_all(**size, images=1)
             ladder = np.geomspace(p99[places].min(), _ROOM * p99[places].max(), budgets).tolist()
             fixed = {WHOLE: space.geometry.full(), QUICKEST: kept[int(ms[places].argmin())]}
+            if questions is None:
+                samples = samples[: _fitting(ms[places], ladder)]
             rows: list[dict[str, Any]] = []
             for row in _answered(attached, tokenizer, samples, ladder, fixed, seed, progress):
                 rows.append(row)
@@ -187,6 +194,40 @@ def run_demo(
         write_page(result, rows, run)
     progress("done", 1.0)
     return result
+
+
+def _measured(
+    runner: Runner, space: PlanSpace, file: Path, lengths: Sequence[int], seed: int, progress: Progress
+) -> Profile:
+    """What some plans take, measured in as many rounds as there is time for."""
+    least, most = _ROUNDS
+    how: dict[str, Any] = {
+        "buckets": lengths, "plans": spread(space, _MEASURED, seed=seed), "steps": _NEW_TOKENS, "seed": seed,
+    }  # fmt: skip
+    began = time.perf_counter()
+    profile(
+        runner, space, file, repeats=1, **how,
+        progress=lambda what, part: progress(what.replace("round 1/1", "first round"), part / most),
+    )  # fmt: skip
+    took_s = time.perf_counter() - began
+    # Everything ran twice: what is run for the first time does not count.
+    more = int((_MEASURING_S - took_s) / (took_s / 2))
+    return profile(
+        runner, space, file, repeats=min(max(1 + more, least), most), warmup=0, **how, progress=progress
+    )
+
+
+def _fitting(ms: np.ndarray, ladder: Sequence[float]) -> int:
+    """How many questions there is time for.
+
+    Args:
+        ms: Median of each plan that may be chosen.
+        ladder: Budgets.
+    """
+    # A budget is used up where a plan takes as long.
+    each_ms = ms.max() + ms.min() + sum(min(budget_ms, ms.max()) for budget_ms in ladder)
+    least, most = _QUESTIONS
+    return min(max(int(_ANSWERING_S * 1e3 / each_ms), least), most)
 
 
 def _beside(folder: Path, name: str) -> Path | None:

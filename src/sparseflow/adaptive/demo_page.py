@@ -65,7 +65,7 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
     Report(
         title="Answers within a budget",
         summary=(
-            f"{result.model} answered {result.questions} questions about images, each under "
+            f"The model {result.model} answered {result.questions} questions about images, each under "
             f"{len(budgets)} budgets, by whichever plan fits, as a predictor says, and is worth most. The "
             "predictor was fitted on this machine a moment before. The least budget is what 99 of 100 "
             "requests of the quickest plan stay below; times count from the pixels on, to the last token."
@@ -98,6 +98,5 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
 
 
 def _command(config: Mapping[str, Any]) -> str:
-    words = ["sparseflow adaptive demo", *([config["model"]] if config["model"] else [])]
-    options = (f"--{name} {config[name]}" for name in ("questions", "budgets", "device"))
-    return " ".join([*words, *options])
+    told = [name for name in ("model", "questions", "budgets", "device") if config[name] is not None]
+    return " ".join(["sparseflow adaptive demo", *(f"--{name} {config[name]}" for name in told)])

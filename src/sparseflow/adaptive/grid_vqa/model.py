@@ -21,6 +21,8 @@ from sparseflow.errors import FileFormatError, InputError
 
 SETTINGS = "grid_vqa.json"
 """File of a model's folder that says what it was trained on."""
+IMAGES = "images.tar.gz"
+"""File of a model's folder with images that it has not learnt from, where it comes without its archives."""
 
 _TEXT_TOKENS = 64
 """More than a question with its answer has."""

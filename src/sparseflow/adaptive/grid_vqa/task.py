@@ -19,7 +19,7 @@ from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
 from sparseflow.adaptive.grid_vqa.evaluate import Scorer, outcomes
 from sparseflow.adaptive.grid_vqa.images import Bank
-from sparseflow.adaptive.grid_vqa.model import SETTINGS, load
+from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
 from sparseflow.adaptive.grid_vqa.settings import KINDS, Settings
 from sparseflow.adaptive.plan import TIERS, Plan, PlanSpace
 from sparseflow.adaptive.task import Counts, Judged, Parts, Progress, Split, Stretch
@@ -62,7 +62,7 @@ class GridVqa:
             folder: What `model.save` wrote.
             device: Where to compute.
             dtype: Of the weights.
-            archives: Of images, if they are elsewhere now than when the model was trained.
+            archives: Of images, if they are elsewhere now than when the model was trained; see `placed`.
             bank: Images in place of those that the model's settings name.
 
         Raises:
@@ -75,7 +75,7 @@ class GridVqa:
                 "another model questions of your own with `--questions FILE.jsonl`"
             )
         model, _, settings = load(folder, device=device, dtype=dtype)
-        return cls(model=model, data=Data(placed(settings, archives), device, bank=bank))
+        return cls(model=model, data=Data(placed(settings, archives, folder), device, bank=bank))
 
     def identity(self) -> Mapping[str, Any]:
         """As `Task`."""
@@ -110,9 +110,17 @@ class GridVqa:
         return score
 
 
-def placed(settings: Settings, archives: Sequence[Path] | None) -> Settings:
-    """Settings of a task whose archives may be elsewhere now."""
+def placed(settings: Settings, archives: Sequence[Path] | None, folder: Path) -> Settings:
+    """Settings of a task whose archives may be elsewhere now.
+
+    Args:
+        settings: Of the model.
+        archives: Those to read, whatever else there is.
+        folder: Of the model. Images that lie in it (`IMAGES`) go before those of the training.
+    """
     if not archives:
-        return settings
+        if not (folder / IMAGES).is_file():
+            return settings
+        archives = [folder / IMAGES]
     images = settings.images.model_copy(update={"archives": tuple(archives)})
     return settings.model_copy(update={"images": images})

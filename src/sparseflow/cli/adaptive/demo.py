@@ -14,10 +14,15 @@ from sparseflow.cli.adaptive.base import Archives, Device, Json, app
 @app.command()
 def demo(
     model: Annotated[
-        Path | None, typer.Argument(help="Folder of a Grid-VQA model; by default the one that is shipped.")
-    ] = None,
+        str, typer.Option(help="A Grid-VQA model's folder, or one that is shipped: digits, cifar.")
+    ] = "digits",
     out: Annotated[Path, typer.Option(help="Folder that gets the run's own folder.")] = Path("runs"),
-    questions: Annotated[int, typer.Option(min=1, help="Asked under every budget.")] = 40,
+    questions: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Asked under every budget; by default 40, or fewer where these would take minutes."
+        ),
+    ] = None,
     budgets: Annotated[int, typer.Option(min=2, help="How many, at equal ratios.")] = 5,
     archives: Archives = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
