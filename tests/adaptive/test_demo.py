@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 from sparseflow.adaptive import demo
+from sparseflow.adaptive.attached import Attached
 from sparseflow.adaptive.demo import DemoResult, run_demo
 from sparseflow.adaptive.demo_page import QUICKEST, WHOLE
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
 from sparseflow.adaptive.grid_vqa.model import build, save
+from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run
 from sparseflow.core.records import Run
@@ -96,6 +99,38 @@ def test_of_a_small_model_all_is_measured(
     assert {visit.round for visit in measured.visits} == set(range(8))
     cells = {(visit.plan.id, visit.text_tokens, visit.round) for visit in measured.visits}
     assert len(cells) == len(measured.visits), "none is measured twice"
+
+
+def test_first_requests_are_run_again_where_one_was_held_up(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_MEASURING_S", "_FIRST_S"):
+        monkeypatch.setattr(demo, name, 0.0)
+    said: list[str] = []
+    forgot: list[float] = []
+    tried = iter([9.0, 9.0])
+    monkeypatch.setattr(demo, "_learn_on", lambda attached, first, ms: next(tried))
+    monkeypatch.setattr(Predictor, "forget", lambda self, share: forgot.append(share))
+    run_demo(model, out=tmp_path, questions=1, budgets=2, progress=lambda what, share: said.append(what))
+    assert forgot == [1.0], "once, and no third time"
+    assert sum("once more: one of them was held up" in what for what in said) == 1
+
+
+def test_what_first_requests_took_over_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Fake:
+        def generate(self, *, latency_budget_ms: float, **inputs: Any) -> SimpleNamespace:
+            asked.append(latency_budget_ms)
+            return SimpleNamespace(predicted_ms=10.0, measured_ms=50.0 if len(asked) == 2 else 9.0)
+
+    attached, first = cast(Attached, Fake()), [cast(Sample, SimpleNamespace(inputs={}))]
+    assert demo._learn_on(attached, first, np.array([8.0, 16.0])) == 5.0
+    assert asked == [10.0, 20.0] * 16
+    asked.clear()
+    monkeypatch.setattr(demo, "_FIRST_S", 0.0)
+    demo._learn_on(attached, first, np.array([8.0, 16.0]))
+    assert asked == [10.0, 20.0], "each plan's budget once, however long it takes"
 
 
 def test_how_many_questions_there_is_time_for() -> None:
