@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparseflow.core import jsonl
 from tests import interpreted
 
 # Tensors here are small: a second thread only waits, and sums in another order differ. Processes that tests
@@ -43,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(too_slow)
 
 
+def pytest_collection_finish() -> None:
+    """Who collects garbage need not look through a million objects of modules and tests, which all stay."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> Iterator[None]:
     with interpreted.once():
@@ -54,6 +62,12 @@ def one_thread() -> Iterator[None]:
     """What a test does to the number of threads ends with it."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds a folder locked does not wait; for tests that hold the lock themselves all the time."""
+    monkeypatch.setattr(jsonl, "_PATIENCE_S", 0.0)
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def test_a_journal_is_of_one_model(tmp_path: Path) -> None:
             importance(Model(), SMALL, journal=journal, model_id="one")
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_two_do_not_write_one_journal(tmp_path: Path) -> None:
     def score(blocks: tuple[int, ...]) -> list[float]:
         with pytest.raises(RunError, match="being written by another process"):

@@ -245,6 +245,7 @@ def test_plans_that_cannot_be_run_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_two_do_not_write_one_profile(tmp_path: Path) -> None:
     def meanwhile(what: str, done: float) -> None:
         with pytest.raises(RunError, match="being written by another process"):

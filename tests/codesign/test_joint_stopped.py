@@ -182,6 +182,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     assert trained(tmp_path, Toy(2))[1]
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_two_runs_in_one_folder_at_the_same_time(tmp_path: Path) -> None:
     refused: list[str] = []
 

@@ -94,6 +94,7 @@ def test_a_damaged_line_is_refused(path: Path, line: bytes) -> None:
         replay(path)
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_a_trace_that_another_process_writes_is_left_alone(path: Path) -> None:
     before = path.read_bytes()
     writer = LineWriter(path)

@@ -105,6 +105,7 @@ def test_a_config_must_be_json(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_only_one_process_writes(run: Run) -> None:
     with pytest.raises(RunError, match="another process"):
         Run.open(run.path)

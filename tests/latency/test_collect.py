@@ -264,6 +264,7 @@ def test_another_collection_is_not_mixed_in(files: Path, tmp_path: Path, change:
         collect(config, tmp_path / "out", instruments=bench)
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_two_at_once_do_not_mix(files: Path, tmp_path: Path) -> None:
     config = config_of(files)
 

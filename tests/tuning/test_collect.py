@@ -331,6 +331,7 @@ def test_folders_that_are_something_else(made: Made, tmp_path: Path) -> None:
         collect(wanted(), tmp_path / "imported")
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_a_folder_is_written_by_one_only(made: Made, tmp_path: Path) -> None:
     def intrude(*_: object) -> None:
         with pytest.raises(RunError, match="written by another process"):

@@ -104,6 +104,7 @@ def test_a_kill_between_the_two_files_counts_nothing_twice(file: Path) -> None:
     assert list(read_points(file).points) == some
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_only_one_process_writes(file: Path) -> None:
     with PointFile(file), pytest.raises(RunError, match="another process"):
         PointFile(file)

@@ -71,7 +71,7 @@ def test_with_tensorboard_scalars_are_written_there(tmp_path: Path, monkeypatch:
     assert calls == [opened, ("train/loss", 0.25, 7), ("train/rate", 1e-3, 7), ("close",)]
 
 
-@pytest.mark.usefixtures("without_tensorboard")
+@pytest.mark.usefixtures("without_tensorboard", "refused_at_once")
 def test_one_writer_at_a_time_and_damage_is_told(tmp_path: Path) -> None:
     history = History(tmp_path)
     with pytest.raises(RunError, match="being written by another process"):

@@ -108,6 +108,7 @@ def test_a_cache_keeps_its_size(tmp_path: Path, videos: list[tuple[str, Path]]) 
     assert len(build_cache(videos[1:2], tmp_path, size=24).videos) == 2
 
 
+@pytest.mark.usefixtures("refused_at_once")
 def test_two_builds_do_not_mix(tmp_path: Path, videos: list[tuple[str, Path]]) -> None:
     other = LineWriter(tmp_path / INDEX)
     with pytest.raises(RunError, match="another process"):
