@@ -24,7 +24,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 Fields = dict[str, Any]
 
-_MAKE = "make -C benchmarks/adaptive figures, which makes {}.json"
+_MAKE = "make -C benchmarks/adaptive {1}, which makes {0}.json"
 
 
 def exact(record: Fields) -> Iterator[Fields]:
@@ -107,7 +107,7 @@ def trained(record: Fields) -> Iterator[Fields]:
     blind = max(each["blind"]["accuracy"] for each in seeds)
     minutes = max(each["train_seconds"] for each in seeds) / 60.0
     yield {
-        "id": "adaptive/2-accuracy", "command": _MAKE.format("trained"),
+        "id": "adaptive/2-accuracy", "command": _MAKE.format("trained", "models"),
         "claim": f"Grid-VQA, {settings['depth']} blocks, full plan, the worst of {len(seeds)} seeds "
         f"({', '.join(_percent(each['accuracy']) for each in seeds)}; {worst['samples']} questions each; by "
         f"kind {', '.join(f'{kind} {_percent(share)}' for kind, share in worst['by_kind'].items())}); at "
@@ -120,7 +120,7 @@ def trained(record: Fields) -> Iterator[Fields]:
 
 def spans(record: Fields) -> Iterator[Fields]:
     """What plans of a trained model take (line 2)."""
-    common: Fields = {"command": _MAKE.format("spans")}
+    common: Fields = {"command": _MAKE.format("spans", "figures")}
     front = [row for row in record["plans"] if row["pareto"]]
     least, most = front[0], front[-1]
     beside = "".join(
@@ -146,7 +146,7 @@ def spans(record: Fields) -> Iterator[Fields]:
 
 def predictor(record: Fields) -> Iterator[Fields]:
     """Requests that a predictor had not seen (line 3)."""
-    common: Fields = {"command": _MAKE.format("predictor")}
+    common: Fields = {"command": _MAKE.format("predictor", "figures")}
     for row, rival in zip(record["loads"], record["boosting"], strict=True):
         where = "idle" if not row["load"] else f"beside a load of {_percent(row['load'])}"
         name = "idle" if not row["load"] else f"load-{round(100 * row['load'])}"
@@ -172,7 +172,7 @@ def predictor(record: Fields) -> Iterator[Fields]:
 
 def load(record: Fields) -> Iterator[Fields]:
     """Requests with budgets under load, and a step of it (line 4)."""
-    common: Fields = {"command": _MAKE.format("load")}
+    common: Fields = {"command": _MAKE.format("load", "figures")}
     steady, every = record["steady"], record["steady"]["attainment_of_all"]
     kept = round(100.0 * steady["attainment"]["share"], 2)
     yield common | {
@@ -201,7 +201,7 @@ def load(record: Fields) -> Iterator[Fields]:
 
 def study(record: Fields) -> Iterator[Fields]:
     """Controllers against what needs no training (line 5)."""
-    common: Fields = {"command": _MAKE.format("study")}
+    common: Fields = {"command": _MAKE.format("study", "figures")}
     named = {each["name"]: each for each in record["policies"]}
     mine = named["controllers"]
     for row in record["compared"]:
@@ -228,7 +228,7 @@ def overhead(record: Fields) -> Iterator[Fields]:
     told, host = record["settings"], record["host"]["median_us"]
     # Without a folder it has random weights, and a name.
     name = None if told["model"] else told["geometry"]
-    of, end, command = "Grid-VQA", "", _MAKE.format("overhead")
+    of, end, command = "Grid-VQA", "", _MAKE.format("overhead", "figures")
     if name:
         of, end = f"random weights, {name}", f"-{name}"
         command = (
