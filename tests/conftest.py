@@ -19,6 +19,9 @@ from tests import interpreted
 # start are told too, so that what one of them computes can be compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Kernels that tests compile have two threads of their own, and at every barrier one of them would keep a core
+# from the tests beside it. (Processes that measure kernels set this themselves.)
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 # How long an example takes is the machine's affair. A run tries what the last one did, so that one that fails
 # tells of a change; `--hypothesis-profile search` draws examples anew.
