@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -19,25 +18,19 @@ from sparseflow.adaptive import demo
 from sparseflow.adaptive.attached import Attached
 from sparseflow.adaptive.demo import DemoResult, run_demo
 from sparseflow.adaptive.demo_page import QUICKEST, WHOLE
-from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
-from sparseflow.adaptive.grid_vqa.model import build, save
+from sparseflow.adaptive.grid_vqa.dataset import Sample
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run
 from sparseflow.core.records import Run
 from sparseflow.errors import InputError
-from tests.adaptive.grid_vqa.little import quick
+from tests.adaptive.grid_vqa.little import quick, untrained
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of random weights."""
-    folder = tmp_path_factory.mktemp("made") / "grid-vqa"
-    settings = quick(**{"images.digits": True})
-    data = Data(settings)
-    torch.manual_seed(0)
-    save(build(settings, data.vocabulary), settings, data.vocabulary, folder)
-    return folder
+    return untrained(tmp_path_factory.mktemp("made") / "grid-vqa", quick(**{"images.digits": True}))
 
 
 @pytest.fixture(scope="module")

@@ -14,29 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.grid_vqa.model import save
 from sparseflow.cli.root import run
-from tests.adaptive.grid_vqa.little import quick
+from tests.adaptive.grid_vqa.little import quick, untrained
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Grid-VQA model that never learnt anything, and its predictor."""
-    from sparseflow.adaptive.grid_vqa.dataset import Data
-    from sparseflow.adaptive.grid_vqa.model import build
-
     root = tmp_path_factory.mktemp("served")
-    settings = quick(**{"images.digits": True})
-    data = Data(settings)
-    torch.manual_seed(0)
-    save(build(settings, data.vocabulary), settings, data.vocabulary, root / "model")
+    untrained(root / "model", quick(**{"images.digits": True}))
     few = [
         "--plans", "6", "--text-plans", "0", "--tokens", "8", "--tokens", "16", "--repeats", "1",
         "--steps", "2", "--max-batch", "4", "--load", "0",

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -19,14 +18,14 @@ pytest.importorskip("PIL")
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.demo import run_demo
 from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.model import IMAGES, build, load, save
+from sparseflow.adaptive.grid_vqa.model import IMAGES, load
 from sparseflow.adaptive.importance import importance
 from sparseflow.adaptive.profile import weights_id
 from sparseflow.adaptive.shipped import IMPORTANCE, WORTH
 from sparseflow.adaptive.worth import Worth
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
-from tests.adaptive.grid_vqa.little import quick
+from tests.adaptive.grid_vqa.little import quick, untrained
 from tests.adaptive.grid_vqa.test_images import archive, noise, png
 
 
@@ -43,10 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     archives = [named("train", train), named("test", test)]
     settings = quick(**{"images.archives": list(map(str, archives)), "images.asked": ["cat", "one", "two"]})
-    data = Data(settings)
-    torch.manual_seed(0)
-    save(build(settings, data.vocabulary), settings, data.vocabulary, root / "model")
-    network, _, _ = load(root / "model")
+    network, _, _ = load(untrained(root / "model", settings))
     who = weights_id(network)
     found = importance(lambda blocks: np.ones(4), adapter_of(network).geometry, beam=1, model_id=who)
     (root / IMPORTANCE).write_text(json.dumps(found.to_dict()))

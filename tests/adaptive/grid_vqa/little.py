@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,19 @@ def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> Bank:
         splits={split: tuple(places[:, at]) for at, split in enumerate(SPLITS)},
         flips=(True, False, False, True, False, False)[:names],
     )
+
+
+def untrained(folder: Path, settings: Settings) -> Path:
+    """Write a model of random weights into a folder; the folder."""
+    import torch
+
+    from sparseflow.adaptive.grid_vqa.dataset import Data
+    from sparseflow.adaptive.grid_vqa.model import build, save
+
+    data = Data(settings)
+    torch.manual_seed(0)
+    save(build(settings, data.vocabulary), settings, data.vocabulary, folder)
+    return folder
 
 
 def loud(model: Any, seed: int = 0) -> Any:

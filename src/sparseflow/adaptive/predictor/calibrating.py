@@ -88,8 +88,9 @@ def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
     P, F, D = np.empty((3, len(visits)))
     for learnt, judged in grouped_folds(groups, folds, seed):
         tables = _fit(phases, np.array(learnt), loads, profile)
-        for found, name, phase in zip((P, F, D), ("prefill", "first", "step"), phases, strict=True):
-            found[judged] = _times(getattr(tables, name), phase[np.array(judged)])
+        fitted = (tables.prefill, tables.first, tables.step)
+        for found, table, phase in zip((P, F, D), fitted, phases, strict=True):
+            found[judged] = _times(table, phase[np.array(judged)])
     return _scored(whole, visits, loads, P, F, D)
 
 

@@ -118,16 +118,16 @@ class Sheets:
         tokens = np.array([float(text) + np.rint(images * each) for _, each, _ in groups])
         steps = np.full(len(groups), new_tokens - 1.0)
         beside = np.full(len(groups), float(batch))
-        first = self._tables.prefill.between(self._filling.prompt(tokens), beside)
-        second = self._tables.first.between(self._filling.first(tokens), beside)
+        prompt = self._tables.prefill.between(self._filling.prompt(tokens), beside)
+        first = self._tables.first.between(self._filling.first(tokens), beside)
         later = self._tables.step.between(self._filling.later(tokens, steps), beside)
         to_see = seen(images) if after == "receipt" else 0.0
         left, whole = self._terms[after == "insertion"], self._terms[False]
         prefill, first_step, step = np.empty((3, len(self._loads), whole.shape[1]))
         for at, (tier, _, rows) in enumerate(groups):
-            prefill[:, rows] = first[at] @ left[:, rows]
+            prefill[:, rows] = prompt[at] @ left[:, rows]
             if to_see and self._tables.prefill.vision.shape[1]:
                 prefill[:, rows] += to_see * self._tables.prefill.vision[:, tier, None]
-            first_step[:, rows] = second[at] @ whole[:, rows]
+            first_step[:, rows] = first[at] @ whole[:, rows]
             step[:, rows] = later[at] @ whole[:, rows]
         return Sheet(prefill=prefill, step=step, rest=rest_of(first_step, step, np.array(new_tokens - 1.0)))
