@@ -7,15 +7,16 @@ r"""How well latencies are predicted, of plans and lengths that were not profile
     python benchmarks/adaptive/predictor.py --device cuda --geometry olmoe-1b-7b --plans 45 --steps 12 \
         --buckets 32 128 512 --lengths 64 200 400 --out results/adaptive/predictor-cuda.json \
         --keep results/adaptive/profile-cuda.parquet
-    python benchmarks/adaptive/predictor.py --model FOLDER --device cuda --out results/adaptive/predictor.json
+    python benchmarks/adaptive/predictor.py --model FOLDER --device cuda --profile profile.parquet \
+        --out results/adaptive/predictor.json
 
 Requests run as they are served, by engines. Some plans are profiled at some lengths, alone and beside others,
-idle and with others to come, and a predictor is fitted. Then requests are drawn from other plans, other
-lengths and other numbers of new tokens; each is run several times, all in random order, idle and beside the
-load, where it meets as many others when it comes as one does in a line of that load (a geometric number).
-The predictor is judged twice: as it was fitted, and as it learns on from each request that ends. The error of
-medians is of each request's median over its runs; half of the runs against the other half says how near a
-median can be told at all.
+idle and with others to come, and a predictor is fitted; or it is fitted to a profile that is there already.
+Then requests are drawn from other plans, other lengths and other numbers of new tokens; each is run several
+times, all in random order, idle and beside the load, where it meets as many others when it comes as one does
+in a line of that load (a geometric number). The predictor is judged twice: as it was fitted, and as it learns
+on from each request that ends. The error of medians is of each request's median over its runs; half of the
+runs against the other half says how near a median can be told at all.
 
 `--runner eager` measures the model's own forward instead, beside products of matrices by other processes.
 
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from sparseflow.adaptive.profile import (
     Profile,
     background,
     by_group,
+    model_id,
     profile,
     spread,
 )
@@ -211,6 +214,20 @@ def boosted(
     return told
 
 
+def of_file(asked: argparse.Namespace) -> Profile:
+    """A profile that is there; what is asked is set to what it measured."""
+    found = Profile.read(asked.profile)
+    how, timed = found.about.how, found.timed
+    lengths = sorted({visit.text_tokens for visit in timed})
+    asked.runner, asked.buckets, asked.loads = how["runner"], lengths, sorted({visit.load for visit in timed})
+    asked.steps = max(len(visit.steps_ms) for visit in timed)
+    if asked.runner == "engine":
+        asked.max_batch, asked.max_tokens = how["max_batch"], how["max_tokens"]
+    between = [(one + other) // 2 for one, other in pairwise(lengths)] or lengths
+    asked.lengths = asked.lengths or between
+    return found
+
+
 def rounded(samples: Sequence[Sequence[float]]) -> list[list[float]]:
     """Five digits are more than a timer tells."""
     return [[row[0], *(float(f"{value:.5g}") for value in row[1:])] for row in samples]
@@ -248,8 +265,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=8, help="of each of them, at each load")
     parser.add_argument("--settle-s", type=float, default=4.0, help="until a load of requests is believed")
     parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="a profile of the model on this device, in place of measuring one: its plans, loads, sizes and "
+        "steps count, and --lengths are by default those between its text tokens",
+    )
     parser.add_argument("--keep", type=Path, help="Parquet file of the profile, gone on with if it is there")
     asked = parser.parse_args(given)
+    measured = None if asked.profile is None else of_file(asked)
     settings = settled(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
@@ -259,8 +283,13 @@ def main(given: Sequence[str] | None = None) -> int:
     asked.lengths = within(asked.lengths, [40, 150, 220], most, "--lengths")
     settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
     knobs = Knobs(adapter)
-    space = PlanSpace.of(adapter.geometry)
-    known = spread(space, asked.plans, seed=asked.seed)
+    if measured is None:
+        space = PlanSpace.of(adapter.geometry)
+        known = spread(space, asked.plans, seed=asked.seed)
+    else:
+        if measured.about.model_id != model_id(adapter.model):
+            parser.error(f"{asked.profile} is of another model than {asked.model}")
+        space, known = measured.about.space, list({visit.plan: None for visit in measured.visits})
     requests = drawn(asked, space, known)
     engine = asked.runner == "engine"
     batches = asked.batches or (sorted({1, asked.max_batch // 2 or 1, asked.max_batch}) if engine else [1])
@@ -281,7 +310,9 @@ def main(given: Sequence[str] | None = None) -> int:
     took, begun = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         file = asked.keep or Path(scratch) / "profile.parquet"
-        if engine:
+        if measured is not None:
+            found = measured
+        elif engine:
             with EngineRunner(knobs, known, **given_to) as first:
                 found = by_group(first, space, file, **how)
         else:

@@ -119,27 +119,32 @@ def trained(record: Fields) -> Iterator[Fields]:
 
 
 def spans(record: Fields) -> Iterator[Fields]:
-    """What plans of a trained model take (line 2)."""
+    """What plans of a trained model take that no other beats (line 2)."""
     common: Fields = {"command": _MAKE.format("spans", "figures")}
-    front = [row for row in record["plans"] if row["pareto"]]
-    least, most = front[0], front[-1]
-    beside = "".join(
-        f"; {each['batch']} at a time, load {each['load']:g}: {each['span']:.2f}x"
-        for each in record["spans"]
-        if (each["batch"], each["load"]) != (1, record["load"])
-    )
+    front, alone = record["at_rate"]["pareto"], record["alone"]
+    (least, most), (low, high) = (front[0], front[-1]), (alone["pareto"][0], alone["pareto"][-1])
+    rate = f"{record['rate_per_s']:.0f} requests a second ({_percent(record['settings']['load'])} of what "
     yield common | {
         "id": "adaptive/2-span",
-        "claim": f"measured latency of the dearest over the cheapest of {len(front)} Pareto plans, requests "
-        f"alone ({most['p50_ms']:.2f} ms, {_percent(most['accuracy'])}, over {least['p50_ms']:.2f} ms, "
-        f"{_percent(least['accuracy'])}); {len(record['plans'])} plans were measured{beside}",
-        "value": round(record["span"], 3), "unit": "x", "target": ">= 2",
-        "met": round(record["span"], 3) >= 2.0, "baseline": None,
+        "claim": f"measured latency of the dearest over the cheapest of {len(front)} Pareto plans, all at "
+        f"{rate}{record['dearest']} can do): median {most['p50_ms']:.2f} ms ({_percent(most['accuracy'])} "
+        f"right) over {least['p50_ms']:.2f} ms ({_percent(least['accuracy'])}), 95th percentile "
+        f"{most['p95_ms']:.1f} over {least['p95_ms']:.1f} ms",
+        "value": round(record["at_rate"]["span"], 3), "unit": "x", "target": ">= 2",
+        "met": round(record["at_rate"]["span"], 3) >= 2.0, "baseline": None,
+    }  # fmt: skip
+    yield common | {
+        "id": "adaptive/2-span-alone",
+        "claim": f"the same of {len(alone['pareto'])} Pareto plans whose requests come one after the other: "
+        f"{high['p50_ms']:.2f} ms ({_percent(high['accuracy'])}) over {low['p50_ms']:.2f} ms "
+        f"({_percent(low['accuracy'])})",
+        "value": round(alone["span"], 3), "unit": "x", "target": None, "met": True, "baseline": None,
     }  # fmt: skip
     yield common | {
         "id": "adaptive/2-plans",
-        "claim": "Pareto plans in accuracy and measured latency, of "
-        f"{len(record['plans'])} that were measured",
+        "claim": "Pareto plans in accuracy and measured latency at that rate, of "
+        f"{len(record['plans'])} that were measured ({len(alone['pareto'])} alone; accuracy of "
+        f"{record['samples']['test']} questions)",
         "value": len(front), "unit": "plans", "target": ">= 6", "met": len(front) >= 6, "baseline": None,
     }  # fmt: skip
 

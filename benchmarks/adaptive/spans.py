@@ -1,12 +1,21 @@
-r"""What plans of a trained model take, and how far apart those are that no other beats (line 2), as a record.
+r"""What plans of a trained model take that no other beats (line 2): alone, and all at one rate of requests.
 
 ::
 
-    PYTHONPATH=src python benchmarks/adaptive/spans.py --study runs/study --profile runs/profile.parquet \
+    PYTHONPATH=src python benchmarks/adaptive/spans.py FOLDER --study runs/study --device cuda \
         --out results/adaptive/spans.json
 
-The study says how good each plan is and what those that were measured take alone, the profile what they take
-beside others too. Nothing is computed here but which plans no other beats, and what these span.
+The study of the model says how good each plan is, and which to look at: those that no other beats by what
+they are thought to take, and the one that leaves nothing out. Each is measured here in an engine, as requests
+are served, with its plan given:
+
+- alone, one request after the other, the plans in turns of random order;
+- at one rate for all: requests of one plan come at random times (Poisson), as many a second as are `--load`
+  of what the dearest plan can do. What a request waits for others counts, from when it was due to its last
+  token. That is what a server's clients see when it changes its plan and nothing else.
+
+Requests are as long as the study's median. A plan that another beats in measured median and accuracy is told,
+and does not count.
 """
 
 from __future__ import annotations
@@ -15,85 +24,182 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from models import built, most_tokens, options, settled
+
 from sparseflow.adaptive.grid_vqa.report import pareto
-from sparseflow.adaptive.profile import Profile, Visit
+from sparseflow.adaptive.knobs import Knobs
+from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.profile.others import Given, whole
+from sparseflow.adaptive.profile.prompts import Prompts
+from sparseflow.adaptive.runtime.engine import Engine
+from sparseflow.adaptive.runtime.handle import Handle
+from sparseflow.adaptive.runtime.requests import Request
 from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.study.latencies import nearest, within
+from sparseflow.adaptive.worth import pareto as thinned
+from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 
-
-def measured(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Plans that were measured, the quickest first, and whether another beats them."""
-    rows = sorted((row for row in found["plans"] if row["measured"]), key=lambda row: row["p50_ms"])
-    best = pareto([row["p50_ms"] for row in rows], [row["accuracy"] for row in rows])
-    kept = ("id", "accuracy", "p5_ms", "p50_ms", "p95_ms")
-    return [
-        {name: row[name] for name in kept} | {"pareto": on, "samples_ms": row.get("samples_ms")}
-        for row, on in zip(rows, best, strict=True)
-    ]
+_TURNS = 4
+"""In which requests at one rate are sent, so that a slow moment does not meet one plan alone."""
 
 
-def spans(
-    profile: Profile, plans: Sequence[Mapping[str, Any]], size: Mapping[str, int]
-) -> list[dict[str, Any]]:
-    """Of plans that no other beats, the dearest's median over the cheapest's: alone, and beside others.
+def chosen(found: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+    """Rows of a study's plans to measure: its front, thinned to `most`, and the plan of all blocks."""
+    rows = {Plan.from_dict(row["plan"]): row for row in found["plans"]}
+    front = [plan for plan, row in rows.items() if row["front"]]
+    kept = thinned(
+        front, [rows[plan]["p50_ms"] for plan in front], [rows[plan]["accuracy"] for plan in front], most
+    )
+    full = max(
+        rows, key=lambda plan: (len(plan.blocks), plan.top_k, plan.insertion_position, rows[plan]["p50_ms"])
+    )
+    return [rows[plan] for plan in dict.fromkeys([*kept, full])]
+
+
+class Sender:
+    """Sends requests of one size to an engine.
 
     Args:
-        profile: What requests took.
-        plans: As `measured` gave them: id and accuracy.
-        size: Tokens of the request; of lengths that were measured, the nearest counts.
+        engine: The engine.
+        prompts: Makes prompts.
+        size: `text_tokens` and `new_tokens` of a request.
+        seed: What arrivals are drawn from.
     """
-    accuracy = {row["id"]: row["accuracy"] for row in plans}
-    taken: dict[tuple[int, float], dict[str, list[Visit]]] = {}
-    for visit in profile.timed:
-        if visit.plan.id in accuracy:
-            taken.setdefault((visit.batch, visit.load), {}).setdefault(visit.plan.id, []).append(visit)
-    found = []
-    for (batch, load), of_plans in sorted(taken.items()):
-        medians = {
-            plan: statistics.median(
-                visit.total_ms(within(visit, size["new_tokens"]))
-                for visit in nearest(visits, size["text_tokens"])
-            )
-            for plan, visits in of_plans.items()
-        }
-        best = pareto(list(medians.values()), [accuracy[plan] for plan in medians])
-        front = [median for median, on in zip(medians.values(), best, strict=True) if on]
-        found.append(
+
+    def __init__(self, engine: Engine, prompts: Prompts, size: Mapping[str, int], seed: int) -> None:
+        self._engine, self._prompts, self._size = engine, prompts, size
+        self._random, self._lock = np.random.default_rng(seed), threading.Lock()
+
+    def request(self, plan: Plan) -> dict[str, Any]:
+        """What to make a request of."""
+        with self._lock:
+            inputs = whole(self._prompts, plan, self._size["text_tokens"])
+        return {"inputs": inputs, "decide": Given(plan=plan), "max_new_tokens": self._size["new_tokens"]}
+
+    def alone(self, plan: Plan) -> float:
+        """Milliseconds of a request that has the engine to itself."""
+        return self._engine.submit(Request(**self.request(plan))).result().total_ms
+
+    def capacity(self, plan: Plan, count: int) -> float:
+        """Requests of a plan that end in a second where every slot is taken at any time."""
+        ended: list[float] = []
+
+        def one(_: int) -> None:
+            self.alone(plan)
+            ended.append(time.perf_counter())
+
+        with ThreadPoolExecutor(self._engine.max_batch) as pool:
+            list(pool.map(one, range(count)))
+        ended.sort()
+        first = count // 3  # for caches and clocks
+        return (len(ended) - 1 - first) / (ended[-1] - ended[first])
+
+    def coming(self, plan: Plan, rate: float, count: int) -> Iterator[float]:
+        """Milliseconds of requests of a plan that come at random, so many a second."""
+        made = [self.request(plan) for _ in range(count)]
+        sent: list[Handle] = []
+        due = time.perf_counter()
+        for each in made:
+            due += float(self._random.exponential(1.0 / rate))
+            time.sleep(max(due - time.perf_counter(), 0.0))
+            # One that is sent late has waited since it was due.
+            sent.append(self._engine.submit(Request(**each, received_s=due)))
+        for handle in sent:
+            yield handle.result().total_ms
+
+
+def told(plans: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Which plans no other beats by the medians of `name`, and what these span; marks them."""
+    medians = [statistics.median(row[name]) for row in plans]
+    best = pareto(medians, [row["accuracy"] for row in plans])
+    for row, on in zip(plans, best, strict=True):
+        row[f"{name}_pareto"] = on
+    front = sorted(
+        (
             {
-                "batch": batch, "load": load, "plans": len(medians), "pareto_plans": len(front),
-                "least_ms": min(front), "most_ms": max(front), "span": max(front) / min(front),
+                "id": row["id"], "accuracy": row["accuracy"], "p50_ms": median,
+                "p95_ms": float(np.quantile(row[name], 0.95)),
             }
-        )  # fmt: skip
-    return found
+            for row, median, on in zip(plans, medians, best, strict=True) if on
+        ),
+        key=lambda each: each["p50_ms"],
+    )  # fmt: skip
+    return {"pareto": front, "span": front[-1]["p50_ms"] / front[0]["p50_ms"]}
 
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    options(parser)
     parser.add_argument("--study", type=Path, required=True, help="folder of the model's study")
-    parser.add_argument("--profile", type=Path, required=True, help="Parquet file, of the same model")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--plans", type=int, default=16, help="most plans to measure, beside the full one")
+    parser.add_argument("--alone", type=int, default=60, help="requests of each plan, one after the other")
+    parser.add_argument("--requests", type=int, default=400, help="of each plan, at one rate")
+    parser.add_argument("--load", type=float, default=0.7, help="share of what the dearest plan can do")
     asked = parser.parse_args(given)
+    if asked.model is None or min(asked.alone, asked.requests) < _TURNS or not 0.0 < asked.load < 1.0:
+        parser.error(
+            f"--model is needed, --alone and --requests are at least {_TURNS}, --load is above 0 and below 1"
+        )
+    settings = settled(asked)
     found = findings.read(asked.study)
-    plans = measured(found)
-    front = [row["p50_ms"] for row in plans if row["pareto"]]
+    rows = chosen(found, asked.plans)
+    adapter, example = built(asked)
+    knobs, generator = Knobs(adapter), np.random.default_rng(asked.seed)
+    plans = [Plan.from_dict(row["plan"]) for row in rows]
+    alone: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    coming: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    with Engine(
+        adapter, knobs, plans=plans, max_batch=asked.max_batch, max_tokens=most_tokens(asked, adapter)
+    ) as engine:
+        if engine.graphs.enabled:
+            engine.warm(example)
+        prompts = Prompts(adapter, example, device="cpu", seed=asked.seed)
+        sender = Sender(engine, prompts, found["size"], asked.seed)
+        for turn in range(-2, asked.alone):
+            for at in generator.permutation(len(plans)).tolist():
+                took = sender.alone(plans[at])
+                if turn >= 0:
+                    alone[plans[at]].append(took)
+        dearest = max(plans, key=lambda plan: statistics.median(alone[plan]))
+        capacity = sender.capacity(dearest, max(asked.requests // 2, 2 * asked.max_batch))
+        rate = asked.load * capacity
+        print(f"{rate:.1f} requests a second, {asked.load:.0%} of what {dearest.id} can do", file=sys.stderr)
+        for turn in range(_TURNS):
+            for at in generator.permutation(len(plans)).tolist():
+                count = len(range(turn, asked.requests, _TURNS))
+                coming[plans[at]] += sender.coming(plans[at], rate, count)
+            print(f"turn {turn + 1} of {_TURNS}", file=sys.stderr)
+    kept = [
+        {
+            "id": row["id"], "accuracy": row["accuracy"],
+            "alone_ms": [round(each, 4) for each in alone[plan]],
+            "at_rate_ms": [round(each, 4) for each in coming[plan]],
+        }
+        for row, plan in zip(rows, plans, strict=True)
+    ]  # fmt: skip
     record = {
-        "environment": found["environment"], "plans": plans, "size": found["size"], "load": found["load"],
-        "pareto_plans": len(front), "span": max(front) / min(front),
-        "spans": spans(Profile.read(asked.profile), plans, found["size"]),
+        "environment": environment(asked.device, seed=asked.seed), "settings": settings,
+        "size": found["size"], "samples": found["samples"],
+        "dearest": dearest.id, "capacity_per_s": capacity, "rate_per_s": rate,
+        "alone": told(kept, "alone_ms"), "at_rate": told(kept, "at_rate_ms"), "plans": kept,
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
-    print(f"{len(front)} of {len(plans)} measured plans are beaten by none; they span {record['span']:.2f}x")
-    for each in record["spans"]:
+    for name, where in (("alone", "alone"), ("at_rate", f"at {rate:.0f} requests a second")):
+        front = record[name]["pareto"]
         print(
-            f"batch {each['batch']}, load {each['load']}: {each['pareto_plans']} of {each['plans']}, "
-            f"{each['least_ms']:.2f} to {each['most_ms']:.2f} ms, {each['span']:.2f}x"
+            f"{where}: {len(front)} of {len(plans)} plans are beaten by none, {front[0]['p50_ms']:.2f} ms "
+            f"and {front[0]['accuracy']:.1%} to {front[-1]['p50_ms']:.2f} ms and {front[-1]['accuracy']:.1%}:"
+            f" {record[name]['span']:.2f}x"
         )
     return 0
 

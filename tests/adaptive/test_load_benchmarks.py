@@ -20,6 +20,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 
+from sparseflow.adaptive.predictor import Predictor
+from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import quick, untrained
 
@@ -191,3 +193,54 @@ def test_predictions_are_held_against_requests(
     assert all(row["requests"] == len(row["samples"]) == 6 for row in record["loads"])
     assert record["profile"]["visits"] == 6 * 2 * (2 * 2 if runner == "engine" else 1)
     assert len(record["boosting"]) == len(record["loads"])
+
+
+def test_a_profile_that_is_there_is_judged(script: Any, served: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("xgboost")
+    model, predictor = served
+    out = tmp_path / "predictor.json"
+    asked = ["--model", str(model), "--profile", str(predictor.with_name("profile.parquet"))]
+    judge = ["--requests", "3", "--runs", "2", "--out", str(out)]
+    assert script("predictor").main([*asked, *judge]) == 0
+    record = json.loads(out.read_text())
+    assert [row["load"] for row in record["loads"]] == [0.0]
+    told = record["settings"]
+    assert (told["buckets"], told["lengths"], told["steps"], told["max_batch"]) == ([8, 16], [12], 2, 4)
+    assert record["profile"]["plans"] == 6 and record["profile"]["visits"] == 6 * 2 * 2
+    judged = {request["plan"] for request in record["requests"]}
+    profiled = {visit.plan.id for visit in Profile.read(predictor.with_name("profile.parquet")).visits}
+    assert len(judged) == 3 and not judged & profiled
+    other = ["--geometry", "least", "--max-tokens", "96", "--out", str(tmp_path / "other.json")]
+    with pytest.raises(SystemExit):
+        script("predictor").main([*other, *asked[2:]])
+
+
+def test_plans_alone_and_at_one_rate(script: Any, served: tuple[Path, Path], tmp_path: Path) -> None:
+    model, predictor = served
+    plans = Predictor.load(predictor).about.space.plans
+    rows = [
+        {
+            "plan": plan.to_dict(), "id": plan.id, "front": at < 5, "p50_ms": 1.0 + at,
+            "accuracy": (1 + at) / 8,
+        }
+        for at, plan in enumerate(plans[:7])
+    ]  # fmt: skip
+    found = {
+        "format": "sparseflow-adaptive-judged-1", "plans": rows, "samples": {"test": 8},
+        "size": {"text_tokens": 8, "new_tokens": 2},
+    }  # fmt: skip
+    (tmp_path / "judged.json").write_text(json.dumps(found))
+    out = tmp_path / "spans.json"
+    few = ["--plans", "3", "--alone", "4", "--requests", "8", "--max-batch", "2"]
+    asked = ["--model", str(model), "--study", str(tmp_path), "--out", str(out), *few]
+    assert script("spans").main(asked) == 0
+    record = json.loads(out.read_text())
+    ids = [row["id"] for row in record["plans"]]
+    # The ends of the front, the one between, and the one that leaves least out.
+    assert len(ids) == 4 and {rows[0]["id"], rows[4]["id"]} < set(ids)
+    assert all(len(row["alone_ms"]) == 4 and len(row["at_rate_ms"]) == 8 for row in record["plans"])
+    assert record["rate_per_s"] == pytest.approx(0.7 * record["capacity_per_s"])
+    for name in ("alone", "at_rate"):
+        assert sum(row[f"{name}_ms_pareto"] for row in record["plans"]) == len(record[name]["pareto"])
+    with pytest.raises(SystemExit):
+        script("spans").main(asked[2:])

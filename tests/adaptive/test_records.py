@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
-from sparseflow.adaptive.profile import Profile, Visit
-from sparseflow.adaptive.profile.about import About
 from sparseflow.core.claims import Claim
 from sparseflow.errors import InputError
 
@@ -36,62 +32,6 @@ def folder(root: Path, seed: int, accuracy: float, *, steps: int = 10) -> Path:
     return made
 
 
-def row(name: str, ms: float, accuracy: float, *, measured: bool = True) -> dict[str, Any]:
-    return {
-        "id": name, "p5_ms": 0.9 * ms, "p50_ms": ms, "p95_ms": 1.1 * ms, "accuracy": accuracy,
-        "measured": measured, "samples_ms": [ms],
-    }  # fmt: skip
-
-
-@pytest.fixture
-def study(tmp_path: Path) -> Path:
-    """Of plans: one is beaten by another, and one was not measured."""
-    made = tmp_path / "study"
-    made.mkdir()
-    plans = [
-        row("a", 3.0, 0.5), row("b", 4.0, 0.4), row("c", 5.0, 0.7), row("d", 9.0, 0.9),
-        row("e", 1.0, 0.9, measured=False),
-    ]  # fmt: skip
-    found = {
-        "format": "sparseflow-adaptive-judged-1", "plans": plans, "environment": {},
-        "size": {"text_tokens": 9, "new_tokens": 2}, "load": 0.0,
-    }  # fmt: skip
-    (made / "judged.json").write_text(json.dumps(found))
-    return made
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    """Without any request."""
-    space = PlanSpace.of(Geometry(depth=16, top_k=8), [float(16 - block) for block in range(16)])
-    about = About(
-        model_id="a", device={}, space=space, vision_tokens={"low": 4, "medium": 20, "high": 56}, how={}
-    )
-    Profile(about=about).write(tmp_path / "profile.parquet")
-    return tmp_path / "profile.parquet"
-
-
-def test_what_plans_span_alone_and_beside_others(script: Any) -> None:
-    plans = [
-        Plan(tier=tier, insertion_position=1, top_k=8, blocks=tuple(range(16)))
-        for tier in ("low", "medium", "high")
-    ]
-    visits = [
-        Visit(
-            plan=plan, text_tokens=tokens, batch=batch, round=turn,
-            prefill_ms=(1.0 + at) * batch + tokens / 10.0 + turn, steps_ms=(1.0, 1.0, 50.0),
-        )
-        for at, plan in enumerate(plans) for tokens in (10, 20) for batch in (1, 8) for turn in range(3)
-    ]  # fmt: skip
-    rows = [{"id": plan.id, "accuracy": share} for plan, share in zip(plans, (0.5, 0.4, 0.9), strict=True)]
-    size = {"text_tokens": 12, "new_tokens": 3}
-    found = script("spans").spans(SimpleNamespace(timed=visits), rows, size)
-    # The median of three turns, at the nearer length, and two steps; the second plan is beaten by the first.
-    assert [(each["batch"], each["plans"], each["pareto_plans"]) for each in found] == [(1, 3, 2), (8, 3, 2)]
-    assert [(each["least_ms"], each["most_ms"]) for each in found] == [(5.0, 7.0), (12.0, 28.0)]
-    assert [each["span"] for each in found] == [pytest.approx(7.0 / 5.0), pytest.approx(28.0 / 12.0)]
-
-
 def claims_of(script: Any, kind: str, record: dict[str, Any]) -> list[Claim]:
     common = {"device": "a", "samples": f"adaptive/{kind}.json", "git": "b", "date": "2026-01-01"}
     return [Claim.model_validate(each | common) for each in getattr(script("record"), kind)(record)]
@@ -107,20 +47,37 @@ def test_seeds_become_one_record_and_the_worst_counts(tmp_path: Path, script: An
     assert claim.baseline == "from the question alone: 21.0 %"
 
 
-def test_measured_plans_become_one_record(tmp_path: Path, study: Path, profile: Path, script: Any) -> None:
-    out = tmp_path / "spans.json"
-    asked = ["--study", str(study), "--profile", str(profile), "--out", str(out)]
-    assert script("spans").main(asked) == 0
-    record = json.loads(out.read_text())
-    assert record["spans"] == []
-    record["spans"] = [{"batch": 1, "load": 0.0, "span": 3.0}, {"batch": 8, "load": 0.7, "span": 4.25}]
-    assert [each["id"] for each in record["plans"]] == ["a", "b", "c", "d"]
-    assert [each["pareto"] for each in record["plans"]] == [True, False, True, True]
-    assert (record["pareto_plans"], record["span"]) == (3, 3.0)
-    span, count = claims_of(script, "spans", record)
+def front(*ms: float) -> dict[str, Any]:
+    """Of plans that no other beats, each twice as good as the one before."""
+    rows = [
+        {"id": f"p{at}", "accuracy": 0.9 / 2**at, "p50_ms": each, "p95_ms": 2 * each}
+        for at, each in enumerate(ms)
+    ]
+    return {"pareto": rows[::-1], "span": ms[0] / ms[-1]}
+
+
+def test_what_plans_span_at_one_rate_is_what_counts(script: Any) -> None:
+    record = {
+        "at_rate": front(9.0, 5.0, 3.0), "alone": front(4.0, 3.0), "rate_per_s": 100.0, "dearest": "p0",
+        "settings": {"load": 0.7}, "samples": {"test": 64}, "plans": [{}] * 5,
+    }  # fmt: skip
+    span, alone, count = claims_of(script, "spans", record)
     # Three plans are too few.
-    assert [(each.value, each.met) for each in (span, count)] == [(3.0, True), (3, False)]
-    assert span.claim.endswith("; 8 at a time, load 0.7: 4.25x")
+    assert [(each.value, each.met) for each in (span, alone, count)] == [
+        (3.0, True), (1.333, True), (3, False),
+    ]  # fmt: skip
+    assert "100 requests a second (70.0 % of what p0 can do): median 9.00 ms (90.0 % right)" in span.claim
+
+
+def test_plans_that_another_beats_are_told_and_do_not_count(script: Any) -> None:
+    rows = [
+        {"id": name, "accuracy": share, "ms": [ms, ms + 1.0, ms + 9.0]}
+        for name, share, ms in (("a", 0.5, 3.0), ("b", 0.4, 4.0), ("c", 0.9, 7.0))
+    ]  # fmt: skip
+    found = script("spans").told(rows, "ms")
+    assert [each["id"] for each in found["pareto"]] == ["a", "c"]
+    assert [each["p50_ms"] for each in found["pareto"]] == [4.0, 8.0] and found["span"] == 2.0
+    assert [row["ms_pareto"] for row in rows] == [True, False, True]
 
 
 def test_trainings_that_differ_are_refused(tmp_path: Path, script: Any) -> None:

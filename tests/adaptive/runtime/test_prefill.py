@@ -241,10 +241,15 @@ def entering(adapter: Adapter, inputs: Any) -> Tensor:
     return seen[0]
 
 
+def room(adapter: Adapter, tokens: int) -> Tensor:
+    """Where embeddings of so many tokens lie."""
+    return adapter.embed(torch.zeros(1, tokens, dtype=torch.int64))
+
+
 def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad():
-        vision = Vision(adapter, Graphs("cpu"), (24, 32, 80))
+        vision = Vision(adapter, Graphs("cpu"), (24, 32, 80), room(adapter, 80))
         own: list[int] = []
         masks = type(made.model).get_placeholder_mask
         monkeypatch.setattr(
@@ -276,7 +281,7 @@ def test_images_that_a_recording_would_see_otherwise(
     with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
         inputs = adapter.at_tier(tiny.prompt(made), "low")
         for wrong, said in ((5, "would differ"), ("token", "TypeError")):
-            vision = Vision(adapter, Graphs("cpu"), (32,))
+            vision = Vision(adapter, Graphs("cpu"), (32,), room(adapter, 32))
             vision._image = wrong  # pyright: ignore[reportAttributeAccessIssue]
             if wrong == "token":
                 monkeypatch.setattr(Graphs, "run", lambda self, key, body: body("unexpected"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparseflow.adaptive.adapters.base import Inputs
 from sparseflow.adaptive.adapters.crops import CROPS
 from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.tokens import Span, check_presence, ids_of, shortened, spans
+from sparseflow.adaptive.adapters.tokens import Runs, Span, check_presence, ids_of, shortened
 from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.errors import ModelError, PlanError
 
@@ -56,6 +56,7 @@ class LlavaAdapter(DecoderAdapter):
         patches = (vision.image_size // vision.patch_size) ** 2
         # As the model does: the first token is dropped whether or not it stands for a patch.
         dropped = config.vision_feature_select_strategy == "default"
+        self._runs = Runs()
         self.tokens_per_crop = patches + _CLASS_TOKENS[vision.model_type] - dropped
 
     def vision_tokens(self, inputs: Inputs) -> int:
@@ -113,7 +114,7 @@ class LlavaAdapter(DecoderAdapter):
 
     def _images(self, inputs: Inputs) -> list[Span]:
         config: Any = self.model.config
-        return spans(ids_of(inputs), config.image_token_index)
+        return self._runs.of(ids_of(inputs), config.image_token_index)
 
     def _advice(self, length: int, tier: Tier) -> str:
         crops, rest = divmod(length, self.tokens_per_crop)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sparseflow.adaptive.adapters.base import Inputs
 from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.tokens import Span, check_presence, ids_of, shortened, spans
+from sparseflow.adaptive.adapters.tokens import Runs, Span, check_presence, ids_of, shortened
 from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.errors import PlanError
 
@@ -49,6 +49,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
+        self._runs = Runs()
         self._made = _MADE.setdefault(model, {tier: set() for tier in TIERS})
 
     @property
@@ -134,7 +135,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
 
     def _images(self, inputs: Inputs) -> list[Span]:
         config: Any = self.model.config
-        return spans(ids_of(inputs), config.image_token_id)
+        return self._runs.of(ids_of(inputs), config.image_token_id)
 
     def _grids(self, inputs: Inputs, tier: Tier) -> list[Grid]:
         """Rows and columns of patches of each image, which are as the prompt says."""

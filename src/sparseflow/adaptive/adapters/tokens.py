@@ -46,6 +46,27 @@ def spans(input_ids: Tensor, token: int) -> list[Span]:
     return found
 
 
+class Runs:
+    """Runs of a placeholder in prompts. The last prompts are remembered, as one is asked about several times:
+    when it comes, and before and after it is shortened."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Tensor, int, int, list[Span]], ...] = ()
+
+    def of(self, input_ids: Tensor, token: int) -> list[Span]:
+        """As `spans` gives them."""
+        if input_ids.is_inference():  # nobody counts its changes
+            return spans(input_ids, token)
+        now = (input_ids._version, token)
+        for known, *then, found in self._known:
+            if known is input_ids and (*then,) == now:
+                return list(found)
+        found = spans(input_ids, token)
+        # Put in place as a whole: several threads ask.
+        self._known = ((input_ids, *now, found), *self._known[:1])
+        return list(found)
+
+
 def check_presence(inputs: Inputs, images: Sequence[Span], tier: Tier | None) -> None:
     """That inputs have images where there is a tier, and none where there is none.
 

@@ -86,7 +86,6 @@ class _Begin:
         handles: Sequence[Handle],
     ) -> None:
         self._adapter, self._clock, self._batch, self._handles = adapter, clock, batch, handles
-        self._device = next(adapter.decoder.parameters()).device
         self._times = Times(began=clock())
         self._taken: tuple[Batch, list[int]] | None = None
         request = handles[0].request
@@ -109,12 +108,12 @@ class _Begin:
             check_room(tokens, asking.limit(handle.request.max_new_tokens), max_tokens)
         images = self._adapter.vision_tokens(given[0]) > 0
         found = prefill.run(
-            joined(given, self._device), choice.tier, choice.insertion_position, images=images,
+            joined(given), choice.tier, choice.insertion_position, images=images,
             replan=self._again, decide=asking.second, place=self._place, meanwhile=asking.prepare,
         )  # fmt: skip
         draws = [Draws(handle.request.sampling) for handle in self._handles]
         picked = pick(
-            found.logits, [each.sampling for each in draws], [each.next() for each in draws]
+            found.logits, [each.sampling for each in draws], [each.next() for each in draws], best=found.best
         ).tolist()
         times.first, times.decided = self._clock(), asking.spent_s
         rows = [
@@ -173,7 +172,8 @@ def check_words(adapter: Adapter, inputs: Inputs) -> None:
     ids = inputs["input_ids"]
     embeddings: Any = adapter.model.get_input_embeddings()
     words = embeddings.weight.shape[0]
-    least, most = int(ids.min()), int(ids.max())
+    written = ids.numpy(force=True)
+    least, most = int(written.min()), int(written.max())
     if least < 0 or most >= words:
         raise InputError(f"`input_ids` are {least} to {most}; the model knows 0 to {words - 1}")
 
@@ -192,16 +192,14 @@ def check_room(tokens: int, new_tokens: int, max_tokens: int) -> None:
         )
 
 
-def joined(given: Sequence[Inputs], device: torch.device) -> dict[str, Any]:
-    """Inputs of several requests as one, where the model is. Whatever is a tensor has rows in front."""
-    found = {}
-    for name, value in given[0].items():
-        if isinstance(value, Tensor):
-            value = torch.cat([each[name] for each in given]) if len(given) > 1 else value
-            found[name] = value.to(device, non_blocking=True)
-        else:
-            found[name] = value
-    return found
+def joined(given: Sequence[Inputs]) -> dict[str, Any]:
+    """Inputs of several requests as one. Whatever is a tensor has rows in front."""
+    if len(given) == 1:
+        return dict(given[0])
+    return {
+        name: torch.cat([each[name] for each in given]) if isinstance(value, Tensor) else value
+        for name, value in given[0].items()
+    }
 
 
 def _alike(one: Request, other: Request) -> bool:

@@ -22,6 +22,7 @@ from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.runtime.cache import SlotCache
 from sparseflow.adaptive.runtime.fused import Fused
 from sparseflow.adaptive.runtime.graphs import Graphs
+from sparseflow.adaptive.runtime.sampling import most_probable
 from sparseflow.adaptive.runtime.steps import bucket, decode_plan, last_logits
 from sparseflow.errors import PlanError
 
@@ -51,6 +52,10 @@ class Parts:
         graphs: Where parts are recorded.
         fused: What is replaced while they are.
         sizes: Sizes that prompts are filled up to, ascending; at least one.
+
+    Attributes:
+        entrance: What the first part reads, [1, largest size, d]. Who has a prompt's embeddings there gives
+            `run` a view of it, and nothing is copied; what is behind the prompt may be any finite numbers.
     """
 
     def __init__(
@@ -62,10 +67,11 @@ class Parts:
         self._last, self._slot, self._zero = torch.zeros(3, 1, dtype=torch.int64, device=weight.device)
         with torch.no_grad():
             width = adapter.embed(self._zero[None]).shape[2]
-        self._embedded = torch.zeros(1, self.sizes[-1], width, dtype=weight.dtype, device=weight.device)
-        self._hidden = torch.zeros_like(self._embedded)
-        self._token = torch.zeros_like(self._embedded[0, 0])
+        self.entrance = torch.zeros(1, self.sizes[-1], width, dtype=weight.dtype, device=weight.device)
+        self._hidden = torch.zeros_like(self.entrance)
+        self._token = torch.zeros_like(self.entrance[0, 0])
         self._staging: dict[int, SlotCache] = {}
+        self._best = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._logits: Tensor | None = None
 
     def run(
@@ -76,7 +82,7 @@ class Parts:
         decide: Decided,
         place: Place,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Plan, SlotCache, int, Tensor]:
+    ) -> tuple[Plan, SlotCache, int, Tensor, Tensor]:
         """Run a prompt.
 
         Args:
@@ -88,8 +94,8 @@ class Parts:
             meanwhile: Called when the first part was handed to the device.
 
         Returns:
-            The plan; where the prompt is; and logits of the first new token, [1, vocabulary], which the next
-            prompt overwrites.
+            The plan; where the prompt is; logits of the first new token, [1, vocabulary], and the most
+            probable one, [1] int64, -1 where logits are NaN. The next prompt overwrites both.
 
         Raises:
             PlanError: The decisions do not fit together, or the model cannot run them.
@@ -97,8 +103,9 @@ class Parts:
         geometry = self.adapter.geometry
         tokens = embedded.shape[1]
         size = bucket(self.sizes, tokens)
-        self._embedded[:, :tokens].copy_(embedded)
-        self._embedded[:, tokens:size].zero_()
+        if embedded.data_ptr() != self.entrance.data_ptr():
+            self.entrance[:, :tokens].copy_(embedded)
+            self.entrance[:, tokens:size].zero_()
         self._last.fill_(tokens - 1)
         self.graphs.run(("prompt", position, size), partial(self._first, position, size))
         if meanwhile is not None:
@@ -119,7 +126,7 @@ class Parts:
         self.graphs.run(key, partial(self._second, cache, position, size))
         cache.advance([slot], tokens)
         assert self._logits is not None
-        return plan, cache, slot, self._logits[None]
+        return plan, cache, slot, self._logits[None], self._best
 
     def _first(self, position: int, size: int) -> None:
         """From embeddings to what leaves the last block before the insertion."""
@@ -146,7 +153,7 @@ class Parts:
                 self.fused.installed(size, running),
             ):
                 self.adapter.decoder(
-                    inputs_embeds=self._embedded[:, :size], position_ids=self._places(size),
+                    inputs_embeds=self.entrance[:, :size], position_ids=self._places(size),
                     past_key_values=staging, use_cache=True,
                 )  # fmt: skip
         finally:
@@ -176,6 +183,7 @@ class Parts:
         if self._logits is None:
             self._logits = torch.zeros_like(logits)
         self._logits.copy_(logits)
+        self._best.copy_(most_probable(logits[None]))
 
     def _places(self, size: int) -> Tensor:
         return torch.arange(size, device=self._last.device)[None]

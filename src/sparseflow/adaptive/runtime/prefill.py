@@ -24,7 +24,7 @@ from sparseflow.adaptive.runtime.fused import Fused, compared
 from sparseflow.adaptive.runtime.graphs import Graphs
 from sparseflow.adaptive.runtime.parts import Decided, Parts, Place
 from sparseflow.adaptive.runtime.steps import decode_plan, last_logits
-from sparseflow.adaptive.runtime.vision import Vision, at_decoder
+from sparseflow.adaptive.runtime.vision import Vision, at_decoder, placed
 from sparseflow.core.extras import require
 from sparseflow.errors import PlanError
 
@@ -44,6 +44,8 @@ class Prefilled:
         slots: The slot of each row.
         ropes: What to add to a token's place to get its rotary position, for each row.
         logits: Of the first new token, [rows, vocabulary]; the next prompt may overwrite them.
+        best: The most probable first token of each row, as `most_probable` gives it; None where it was not
+            asked for.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Prefilled:
     slots: tuple[int, ...]
     ropes: tuple[int, ...]
     logits: Tensor
+    best: Tensor | None = None
 
 
 class Prefill:
@@ -87,7 +90,7 @@ class Prefill:
             held = sorted({min(size, tokens) for size in sizes})
             if self._agrees(Parts(adapter, knobs, Graphs(self._device, enabled=False), fused, held[:1])):
                 self._parts = Parts(adapter, knobs, graphs, fused, held)
-                self._vision = Vision(adapter, graphs, held)
+                self._vision = Vision(adapter, graphs, held, self._parts.entrance)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,7 +112,7 @@ class Prefill:
         """Run prompts of one plan.
 
         Args:
-            inputs: Rows of equal length without padding, of the tier, where the model is.
+            inputs: Rows of equal length without padding, of the tier.
             tier: What was decided.
             position: The insertion position that was decided.
             images: Whether the prompts have any.
@@ -133,8 +136,8 @@ class Prefill:
             meanwhile = None
         self._finish_vision(images)
         position = self._replanned(replan, position)
-        plan, cache, slot, logits = parts.run(embedded, tier, position, decide, place, meanwhile)
-        return Prefilled(plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=logits)
+        plan, cache, slot, logits, best = parts.run(embedded, tier, position, decide, place, meanwhile)
+        return Prefilled(plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=logits, best=best)
 
     def warm(self, plan: Plan, cache: SlotCache, example: Inputs | None = None) -> list[Callable[[], None]]:
         """Work that runs prompts of a plan of every size once, into an empty cache.
@@ -142,7 +145,7 @@ class Prefill:
         Args:
             plan: The plan.
             cache: The cache of it.
-            example: A prompt of the plan's tier, where the model is.
+            example: A prompt of the plan's tier.
         """
 
         def place(plan: Plan) -> tuple[SlotCache, list[int]]:
@@ -176,7 +179,7 @@ class Prefill:
         place: Place,
     ) -> Prefilled:
         cache = require("transformers.cache_utils", "adaptive").DynamicCache()
-        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        given = placed(inputs, self._device)
         places, after = self.adapter.positions(given)
         with self.knobs.deciding(tier, position, lambda hidden: decide(hidden[0, -1])) as running:
 

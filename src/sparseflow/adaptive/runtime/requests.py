@@ -268,7 +268,7 @@ def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
         raise InputError(
             f"`attention_mask` {tuple(mask.shape)} must have the shape of `input_ids`, {tuple(ids.shape)}"
         )
-    if rows == 1 and mask is not None and not bool(mask.bool().all()):
+    if rows == 1 and mask is not None and not mask.numpy(force=True).all():
         raise InputError("a request is one row without padding; `attention_mask` must be all ones")
 
 

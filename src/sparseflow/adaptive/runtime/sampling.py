@@ -80,13 +80,16 @@ def most_probable(logits: Tensor) -> Tensor:
     return best.masked_fill(logits.gather(-1, best).isnan(), -1)[:, 0]
 
 
-def pick(logits: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+def pick(
+    logits: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float], *, best: Tensor | None = None
+) -> Tensor:
     """The next token of each row.
 
     Args:
         logits: [rows, vocabulary] floating.
         samplings: How each row is drawn.
         uniform: A number in [0, 1) for each row; not looked at where the row is greedy.
+        best: What `most_probable` gave for these logits, where somebody asked already.
 
     Returns:
         [rows] int64, where the logits are; -1 where they are NaN.
@@ -99,7 +102,7 @@ def pick(logits: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]
             f"{len(logits)} rows of logits need as many ways of sampling (={len(samplings)}) and numbers "
             f"(={len(uniform)})"
         )
-    best = most_probable(logits)
+    best = most_probable(logits) if best is None else best
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
     if not drawn:
         return best

@@ -18,7 +18,7 @@ from typing import Any
 
 from sparseflow.adaptive.adapters.base import Adapter, Inputs
 from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.runtime.admission import Admission, joined
+from sparseflow.adaptive.runtime.admission import Admission
 from sparseflow.adaptive.runtime.batch import (
     Batch,
     Row,
@@ -69,7 +69,6 @@ class Schedule:
     ) -> None:
         self._adapter, self._prefill, self._steps = adapter, prefill, steps
         self._plans, self._max_batch, self._max_tokens = plans, max_batch, max_tokens
-        self._device = next(adapter.decoder.parameters()).device
         self._metrics, self._lock, self._clock = metrics, lock, metrics.clock
         self._fairness, self._overtaken = fairness, 0
         self._admission = Admission(
@@ -164,7 +163,7 @@ class Schedule:
         for plan in self._plans:
             given = None
             if example is not None and plan.tier is not None:
-                given = joined([self._adapter.at_tier(example, plan.tier)], self._device)
+                given = self._adapter.at_tier(example, plan.tier)
             work += self._prefill.warm(plan, self.batch(plan).cache, given)
         for batch in self.batches:
             work += self._steps.warm(batch.cache)

@@ -107,6 +107,8 @@ class Steps:
         device = graphs.device
         self._dtype = next(adapter.decoder.parameters()).dtype
         self._staged = torch.zeros(3, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # The same memory: NumPy takes lists sooner than torch does.
+        self._written = self._staged.numpy()
         self._given = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -141,11 +143,11 @@ class Steps:
         whole = count == cache.count
         rows = min(bucket(self.batches, count), cache.slots) if whole else count
         context = bucket(self.contexts, max(lengths) + 1)
-        self._staged[:, :rows] = 0
-        self._staged[0, :count] = torch.tensor(tokens)
-        self._staged[1, :count] = torch.tensor(lengths)
+        self._written[:, :rows] = 0
+        self._written[0, :count] = tokens
+        self._written[1, :count] = lengths
         if ropes is not None:
-            self._staged[2, :count] = torch.tensor(ropes)
+            self._written[2, :count] = ropes
         # Whole, as a part of it would not lie in one piece, and be copied in a way that waits.
         self._given.copy_(self._staged, non_blocking=True)
         body = partial(self._body, cache, rows, context, first)

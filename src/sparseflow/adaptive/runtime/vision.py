@@ -45,12 +45,13 @@ class Vision:
         adapter: The model.
         graphs: Where work is recorded.
         sizes: Sizes that prompts with images are filled up to, ascending.
+        found: Where embeddings are to lie, [1, largest size, d], where the model is.
 
     Attributes:
         refused: Why prompts with images cannot be embedded apart from the rest; None as long as they can.
     """
 
-    def __init__(self, adapter: Adapter, graphs: Graphs, sizes: Sequence[int]) -> None:
+    def __init__(self, adapter: Adapter, graphs: Graphs, sizes: Sequence[int], found: Tensor) -> None:
         self.adapter, self.graphs, self.sizes = adapter, graphs, tuple(sizes)
         self.refused: str | None = None
         config: Any = adapter.model.config
@@ -61,15 +62,14 @@ class Vision:
         # Whether recordings may be used; None before the first was compared.
         self._static: bool | None = None if self._image is not None else False
         self._pixels: dict[tuple[int, ...], Tensor] = {}
-        self._ids: Tensor | None = None
-        self._found: Tensor | None = None
+        self._ids = torch.zeros(1, self.sizes[-1], dtype=torch.int64, device=found.device)
+        self._found = found
 
     def embed(self, inputs: Inputs, *, images: bool) -> Tensor | None:
         """What enters the first block.
 
         Args:
-            inputs: A prompt that fits into a size, where the model is, with as many placeholders as its
-                pixels ask for.
+            inputs: A prompt that fits into a size, with as many placeholders as its pixels ask for.
             images: Whether it has any.
 
         Returns:
@@ -80,13 +80,15 @@ class Vision:
         """
         ids = inputs["input_ids"]
         if not images:
-            return self.adapter.embed(ids)
+            return self.adapter.embed(ids.to(self._found.device, non_blocking=True))
         given = {name: each for name, each in inputs.items() if name != "attention_mask"}
         static = self._static is not False and given.keys() == {"input_ids", "pixel_values"}
         try:
             if static and self._static is None:
                 return self._compared(given)
-            return self._recorded(ids, given["pixel_values"]) if static else self._embedded(given)
+            if static:
+                return self._recorded(ids, given["pixel_values"])
+            return self._embedded(placed(given, self._found.device))
         except _MoreThanEmbeddings as more:
             self.refused = f"the decoder is given {more}"
             _LOG.info("prompts with images run whole, unrecorded: %s", self.refused)
@@ -112,7 +114,7 @@ class Vision:
 
     def _compared(self, given: Inputs) -> Tensor:
         """The first recording against the model's own way."""
-        expected = self._embedded(given)
+        expected = self._embedded(placed(given, self._found.device))
         try:
             found = self._recorded(given["input_ids"], given["pixel_values"])
             difference, self._static = compared(found, expected)
@@ -128,26 +130,22 @@ class Vision:
     def _recorded(self, ids: Tensor, pixels: Tensor) -> Tensor:
         tokens = ids.shape[1]
         size = bucket(self.sizes, tokens)
-        if self._ids is None:
-            self._ids = ids.new_zeros(1, self.sizes[-1])
         shape = tuple(pixels.shape)
         if shape not in self._pixels:
-            self._pixels[shape] = torch.empty_like(pixels)
-        self._ids[:, :tokens].copy_(ids)
+            self._pixels[shape] = torch.empty_like(pixels, device=self._found.device)
+        # Filled up where the prompt lies, on the host as a rule, so that a GPU has one copy to make.
+        filled = ids.new_empty(1, size)
+        filled[:, :tokens] = ids
         # Masked, as a prompt could end with a placeholder.
-        last = ids[:, -1:].masked_fill(ids[:, -1:] == self._image, 0)
-        self._ids[:, tokens:size].copy_(last.expand(1, size - tokens))
-        self._pixels[shape].copy_(pixels)
+        filled[:, tokens:] = ids[:, -1:].masked_fill(ids[:, -1:] == self._image, 0)
+        self._ids[:, :size].copy_(filled, non_blocking=True)
+        self._pixels[shape].copy_(pixels, non_blocking=True)
         self.graphs.run(("image", size, shape), partial(self._body, size, shape))
-        assert self._found is not None
         return self._found[:, :tokens]
 
     def _body(self, size: int, shape: tuple[int, ...]) -> None:
-        assert self._ids is not None
         with _placeholders_as_they_are(self.adapter.model, self._image):
             found = self._embedded({"input_ids": self._ids[:, :size], "pixel_values": self._pixels[shape]})
-        if self._found is None:
-            self._found = found.new_zeros(1, self.sizes[-1], found.shape[2])
         self._found[:, :size].copy_(found)
 
     def _embedded(self, given: Inputs) -> Tensor:
@@ -171,6 +169,15 @@ class Vision:
         if more or not isinstance(found, Tensor):
             raise _MoreThanEmbeddings(", ".join(more) or "no embeddings")
         return found
+
+
+def placed(inputs: Inputs, device: torch.device) -> dict[str, Any]:
+    """Inputs of rows without padding, so without a mask, on a device."""
+    return {
+        name: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
+        for name, each in inputs.items()
+        if name != "attention_mask"
+    }
 
 
 @contextmanager
