@@ -119,7 +119,7 @@ def judged(
                         learning.observe(ask, took, prefill_ms=timed.prefill_ms)
                         samples.append([at, took, *fixed[at].tolist(), *now])
                     print(f"load {level:g}: {number + 1} of {asked.runs} rounds", file=sys.stderr)
-        yield {"load": level, **summary(np.array(samples)), "samples": rounded(samples)}
+        yield {"load": level, **summary(np.array(samples)), "samples": samples}
 
 
 def summary(samples: np.ndarray) -> dict[str, float]:
@@ -228,9 +228,18 @@ def of_file(asked: argparse.Namespace) -> Profile:
     return found
 
 
-def rounded(samples: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Five digits are more than a timer tells."""
-    return [[row[0], *(float(f"{value:.5g}") for value in row[1:])] for row in samples]
+def write_samples(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Every request at every load, a row each."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    every = np.concatenate(
+        [np.column_stack([[row["load"]] * len(row["samples"]), row["samples"]]) for row in rows]
+    )
+    columns = dict(zip(("load", *COLUMNS), every.T.astype(np.float32), strict=True))
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def speed(predictor: Predictor, ask: Ask) -> dict[str, float]:
@@ -345,10 +354,11 @@ def main(given: Sequence[str] | None = None) -> int:
         "speed": {"plans": len(space), **speed(predictor, first)},
         "met": met,
         "requests": [request | {"plan": request["plan"].id} for request in requests],
-        "columns": COLUMNS,
-        "loads": rows,
+        "samples": asked.out.with_suffix(".parquet").name,
+        "loads": [{name: each for name, each in row.items() if name != "samples"} for row in rows],
         "boosting": rivals,
     }
+    write_samples(asked.out.with_suffix(".parquet"), rows)
     write_atomic(asked.out, json.dumps(record) + "\n")
     print(f"{len(found.timed)} visits of {len(known)} plans; {took}")
     for row, rival in zip(rows, rivals, strict=True):

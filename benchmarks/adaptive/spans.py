@@ -14,8 +14,9 @@ are served, with its plan given:
   of what the dearest plan can do. What a request waits for others counts, from when it was due to its last
   token. That is what a server's clients see when it changes its plan and nothing else.
 
-Requests are as long as the study's median. A plan that another beats in measured median and accuracy is told,
-and does not count.
+Requests are as long as the study's median. Plans that another beats in what was measured and in accuracy are
+kept, and do not count: by the median, alone and at that rate, and by the time that 95 of 100 requests at that
+rate stay below.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from sparseflow.adaptive.worth import pareto as thinned
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 
+TOLD = {"alone": ("alone_ms", 0.5), "at_rate": ("at_rate_ms", 0.5), "at_rate_p95": ("at_rate_ms", 0.95)}
+"""What a record tells -> of which times, and which quantile of them."""
 _TURNS = 4
 """In which requests at one rate are sent, so that a slow moment does not meet one plan alone."""
 
@@ -116,23 +119,17 @@ class Sender:
             yield handle.result().total_ms
 
 
-def told(plans: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Which plans no other beats by the medians of `name`, and what these span; marks them."""
-    medians = [statistics.median(row[name]) for row in plans]
-    best = pareto(medians, [row["accuracy"] for row in plans])
-    for row, on in zip(plans, best, strict=True):
-        row[f"{name}_pareto"] = on
-    front = sorted(
-        (
-            {
-                "id": row["id"], "accuracy": row["accuracy"], "p50_ms": median,
-                "p95_ms": float(np.quantile(row[name], 0.95)),
-            }
-            for row, median, on in zip(plans, medians, best, strict=True) if on
-        ),
-        key=lambda each: each["p50_ms"],
-    )  # fmt: skip
-    return {"pareto": front, "span": front[-1]["p50_ms"] / front[0]["p50_ms"]}
+def told(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, Any]:
+    """Which plans no other beats in accuracy and a quantile of the times `name`, and what these span."""
+    times = [float(np.quantile(row[name], share)) for row in plans]
+    best = pareto(times, [row["accuracy"] for row in plans])
+    front = [
+        {"id": row["id"], "accuracy": row["accuracy"], "ms": ms}
+        for row, ms, on in zip(plans, times, best, strict=True)
+        if on
+    ]
+    front.sort(key=lambda each: each["ms"])
+    return {"quantile": share, "pareto": front, "span": front[-1]["ms"] / front[0]["ms"]}
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -191,15 +188,17 @@ def main(given: Sequence[str] | None = None) -> int:
         "environment": environment(asked.device, seed=asked.seed), "settings": settings,
         "size": found["size"], "samples": found["samples"],
         "dearest": dearest.id, "capacity_per_s": capacity, "rate_per_s": rate,
-        "alone": told(kept, "alone_ms"), "at_rate": told(kept, "at_rate_ms"), "plans": kept,
+        **{name: told(kept, *of) for name, of in TOLD.items()}, "plans": kept,
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
-    for name, where in (("alone", "alone"), ("at_rate", f"at {rate:.0f} requests a second")):
+    print(f"{rate:.0f} requests a second; of {len(plans)} plans")
+    for name in TOLD:
         front = record[name]["pareto"]
+        first, last = front[0], front[-1]
         print(
-            f"{where}: {len(front)} of {len(plans)} plans are beaten by none, {front[0]['p50_ms']:.2f} ms "
-            f"and {front[0]['accuracy']:.1%} to {front[-1]['p50_ms']:.2f} ms and {front[-1]['accuracy']:.1%}:"
-            f" {record[name]['span']:.2f}x"
+            f"{name}: {len(front)} are beaten by none, {first['ms']:.2f} ms and "
+            f"{first['accuracy']:.1%} to {last['ms']:.2f} ms and {last['accuracy']:.1%}: "
+            f"{record[name]['span']:.2f}x"
         )
     return 0
 

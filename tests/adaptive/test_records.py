@@ -48,36 +48,36 @@ def test_seeds_become_one_record_and_the_worst_counts(tmp_path: Path, script: An
 
 
 def front(*ms: float) -> dict[str, Any]:
-    """Of plans that no other beats, each twice as good as the one before."""
-    rows = [
-        {"id": f"p{at}", "accuracy": 0.9 / 2**at, "p50_ms": each, "p95_ms": 2 * each}
-        for at, each in enumerate(ms)
-    ]
+    """Of plans that no other beats, each half as good as the one before."""
+    rows = [{"id": f"p{at}", "accuracy": 0.9 / 2**at, "ms": each} for at, each in enumerate(ms)]
     return {"pareto": rows[::-1], "span": ms[0] / ms[-1]}
 
 
-def test_what_plans_span_at_one_rate_is_what_counts(script: Any) -> None:
+def test_what_plans_span_alone_and_at_one_rate(script: Any) -> None:
     record = {
-        "at_rate": front(9.0, 5.0, 3.0), "alone": front(4.0, 3.0), "rate_per_s": 100.0, "dearest": "p0",
-        "settings": {"load": 0.7}, "samples": {"test": 64}, "plans": [{}] * 5,
+        "alone": front(4.0, 3.0), "at_rate": front(6.0, 4.0), "at_rate_p95": front(9.0, 5.0, 3.0),
+        "rate_per_s": 100.0, "settings": {"load": 0.7}, "samples": {"test": 64}, "plans": [{}] * 5,
     }  # fmt: skip
-    span, alone, count = claims_of(script, "spans", record)
-    # Three plans are too few.
-    assert [(each.value, each.met) for each in (span, alone, count)] == [
-        (3.0, True), (1.333, True), (3, False),
+    alone, tail, count = claims_of(script, "spans", record)
+    assert [(each.value, each.met) for each in (alone, tail, count)] == [
+        (1.333, False), (3.0, True), (2, False),
     ]  # fmt: skip
-    assert "100 requests a second (70.0 % of what p0 can do): median 9.00 ms (90.0 % right)" in span.claim
+    assert "of 2 Pareto plans, medians of requests one after the other (4.00 ms, 90.0 % right" in alone.claim
+    assert "100 a second (70.0 % of what the dearest can do)" in tail.claim
+    assert tail.claim.endswith("medians there span 1.50x")
 
 
-def test_plans_that_another_beats_are_told_and_do_not_count(script: Any) -> None:
+def test_plans_that_another_beats_do_not_count(script: Any) -> None:
     rows = [
-        {"id": name, "accuracy": share, "ms": [ms, ms + 1.0, ms + 9.0]}
-        for name, share, ms in (("a", 0.5, 3.0), ("b", 0.4, 4.0), ("c", 0.9, 7.0))
+        {"id": name, "accuracy": share, "ms": [ms, ms + 1.0, ms + more]}
+        for name, share, ms, more in (("a", 0.5, 3.0, 9.0), ("b", 0.4, 4.0, 2.0), ("c", 0.9, 7.0, 17.0))
     ]  # fmt: skip
-    found = script("spans").told(rows, "ms")
-    assert [each["id"] for each in found["pareto"]] == ["a", "c"]
-    assert [each["p50_ms"] for each in found["pareto"]] == [4.0, 8.0] and found["span"] == 2.0
-    assert [row["ms_pareto"] for row in rows] == [True, False, True]
+    told = script("spans").told
+    assert [each["id"] for each in told(rows, "ms", 0.5)["pareto"]] == ["a", "c"]
+    assert told(rows, "ms", 0.5)["span"] == 2.0
+    assert [(each["id"], each["ms"]) for each in told(rows, "ms", 1.0)["pareto"]] == [
+        ("b", 6.0), ("a", 12.0), ("c", 24.0),
+    ]  # fmt: skip
 
 
 def test_trainings_that_differ_are_refused(tmp_path: Path, script: Any) -> None:
