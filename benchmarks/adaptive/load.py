@@ -14,10 +14,10 @@ server's way from there on, below HTTP: read, prepared by a thread, let in or re
 due, so that a late event loop is not forgiven, to the last token (with `--http`, to the end of the answer).
 
 Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, else noise with random
-words. Budgets are drawn, evenly by their logarithms, from the least that a plan keeps on an idle device to
-1.5 times what 99 of 100 requests by the dearest plan stay below. Capacity is what ends in a second where as
-many such requests as there are slots run at any time, none refused; the load is a share of it, and arrivals
-are Poisson. The share of time in which the engine works is told beside it.
+words. Budgets are drawn, evenly by their logarithms, from the least that an idle server promises to
+`--dearest` times what 99 of 100 requests by the dearest plan stay below. Capacity is what ends in a second
+where as many such requests as there are slots are under way at any time, none refused; the load is a share of
+it, and arrivals are Poisson. The share of time in which the engine works is told beside it.
 
 Told: attainment of requests that were let in with a promise, and over all; what was shed (429) or could not
 be met (422); right answers; and after the step, when attainment of a sliding second is back for good. Every
@@ -45,13 +45,11 @@ from models import content_of, listening, settled
 
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.runtime.engine import Engine
-from sparseflow.adaptive.runtime.requests import Request
-from sparseflow.adaptive.runtime.sampling import Sampling
-from sparseflow.adaptive.serve.backend import Job, Prompt
+from sparseflow.adaptive.serve.backend import Prompt
 from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.schema import ImagePart, parse
-from sparseflow.adaptive.serve.service import Service
+from sparseflow.adaptive.serve.service import _SLACK, Service
 from sparseflow.cli.adaptive.requests import app_of
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
@@ -145,19 +143,22 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
     return found
 
 
-def body(asked: argparse.Namespace, service: Service, question: Question, budget_ms: float) -> bytes:
+def body(
+    asked: argparse.Namespace, service: Service, question: Question, budget_ms: float, **more: str
+) -> bytes:
     """As a client sends it."""
     content = {
         "model": service.model, "messages": [{"role": "user", "content": question.content}],
-        "max_tokens": asked.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms,
+        "max_tokens": asked.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms, **more,
     }  # fmt: skip
     return json.dumps(content).encode()
 
 
 def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
-    """Find prompt and budgets of a question, on an idle engine."""
+    """Find prompt and budgets of a question, on an idle server."""
     from sparseflow.adaptive.serve.images import decode
 
+    began_s = time.perf_counter()
     messages = parse(body(asked, service, each, 1.0), {}).messages
     pictures = [
         decode(part.image_url.url, service.limits)
@@ -166,7 +167,9 @@ def bound(asked: argparse.Namespace, service: Service, each: Question, predictor
         if isinstance(part, ImagePart)
     ]
     prompt = service.prompts.prompt(messages, pictures, asked.new_tokens)
-    least_ms = service.backend.least_ms(prompt, asked.new_tokens, 0)
+    own_ms = 1e3 * (time.perf_counter() - began_s)
+    # As a client is told it.
+    least_ms = service.backend.least_ms(prompt, asked.new_tokens, None) + _SLACK * own_ms
     _, dearest = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
         new_tokens=asked.new_tokens,
@@ -270,35 +273,19 @@ class Run:
         low, high = np.log(one.budgets_ms)
         return one, float(np.exp(self._random.uniform(low, high)))
 
-    def capacity(self, count: int) -> float:
-        """Requests that end in a second where every slot is taken at any time.
-
-        They are decided about as the server's are, but go past its line, which would take what they are made
-        to wait for its own forecasts' fault.
-        """
-        backend, engine = self._service.backend, engine_of(self._service)
-        assert isinstance(backend, EngineBackend)
+    async def capacity(self, count: int) -> float:
+        """Requests that end in a second where as many are under way as there are slots, none refused."""
         drawn, ended = [self.drawn() for _ in range(count)], []
 
-        def one(question: Question, budget_ms: float) -> None:
-            assert question.prompt is not None
-            now = time.perf_counter()
-            job = Job(
-                id="capacity", prompt=question.prompt, max_new_tokens=self._asked.new_tokens,
-                sampling=Sampling(), received_s=now, budget_ms=budget_ms, until_s=now + budget_ms / 1e3,
-                on_infeasible="best_effort", beside=backend.slots - 1,
-            )  # fmt: skip
-            request = Request(
-                inputs=question.prompt.inputs, decide=backend._decider(job), budget_ms=budget_ms,
-                max_new_tokens=self._asked.new_tokens, stop=backend._stop,
-            )  # fmt: skip
-            engine.submit(request).result()
-            ended.append(time.perf_counter())
+        async def one_after_the_other() -> None:
+            while drawn:
+                content = body(self._asked, self._service, *drawn.pop(), on_infeasible="best_effort")
+                await self._ask(content, time.perf_counter())
+                ended.append(time.perf_counter())
 
-        with ThreadPoolExecutor(backend.slots) as pool:
-            for done in [pool.submit(one, *each) for each in drawn]:
-                done.result()
-        ended.sort()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._service.backend.slots):
+                group.create_task(one_after_the_other())
         # The first third is for caches and clocks.
         first = len(ended) // 3
         return (len(ended) - 1 - first) / (ended[-1] - ended[first])
@@ -448,7 +435,7 @@ async def measured(
     for each in every:
         bound(asked, service, each, predictor)
     run = Run(asked, service, ask, every)
-    capacity = await asyncio.to_thread(run.capacity, asked.warmup)
+    capacity = await run.capacity(asked.warmup)
     print(f"capacity: {capacity:.1f} requests a second", flush=True)
     rate = asked.rate or asked.load * capacity
     segments = [

@@ -78,6 +78,23 @@ def test_at_random_arrivals_load_is_the_share_of_busy_time() -> None:
     assert np.mean(told[1000:]) == pytest.approx(0.6, abs=0.03)
 
 
+def test_what_requests_met_is_soon_forgotten_where_they_stop_coming() -> None:
+    """As where all are refused: an engine that has nothing to do must not be taken for a full one."""
+    clock = Clock()
+    metrics = Metrics(clock=clock)
+    metrics.spent(busy=False)
+    for _ in range(1000):
+        metrics.arrived(busy=True)
+        clock.now += 0.005
+        metrics.spent(busy=True)
+    clock.now += 0.02
+    assert metrics.load(busy=False) > 0.95, "for a moment none came"
+    clock.now += BUSY_S
+    assert metrics.load(busy=False) <= math.exp(-1), "no more than the share of time says"
+    metrics.arrived(busy=False)
+    assert metrics.load(busy=False) < 0.3, "nor when they come again"
+
+
 def test_tokens_a_second() -> None:
     clock = Clock()
     metrics = Metrics(clock=clock)

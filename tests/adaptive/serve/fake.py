@@ -113,7 +113,7 @@ class Fake:
         self.closed = False
         self._free: dict[str, Callable[[], None]] = {}
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         return self.base_ms + self.per_token_ms * new_tokens
 
     def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:

@@ -81,7 +81,7 @@ class Forecast:
         self.seen: list[tuple[Any, ...]] = []
         self.error = error
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         return 1.0 + new_tokens
 
     def of(self, plan: Plan, job: Job) -> tuple[float, float]:
@@ -376,6 +376,9 @@ def test_a_forecast_of_the_predictor() -> None:
         {"text_tokens": text.text_tokens, "images": 0, "batch": 3, "load": 0.25},
         {"text_tokens": 3, "images": 0.25, "batch": 1, "load": 0.25},
     ]
+    # What could be kept if nobody were there: others are no fault of the request.
+    forecast.least_ms(text, 5, None)
+    assert (predictor.asked[-1]["batch"], predictor.asked[-1]["load"]) == (1, 0.0)
     asked = job(prompt=seen, max_new_tokens=5, beside=1, load=0.5)
     assert forecast.of(plans[0], asked) == (35.0, 70.0)
     # The tier does not matter without images.

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from sparseflow.adaptive.serve import answer as answers
@@ -30,11 +31,11 @@ class Still:
         self.ms = least_ms
         self.jobs: list[tuple[Job, Callable[[Any], None]]] = []
         self.called_off: list[str] = []
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[tuple[int, int | None]] = []
 
-    def least_ms(self, prompt: Any, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Any, new_tokens: int, beside: int | None) -> float:
         self.asked.append((new_tokens, beside))
-        return self.ms * (1 + beside)
+        return self.ms * (1 + (beside or 0))
 
     def submit(self, job: Job, emit: Callable[[Any], None]) -> Callable[[], None]:
         self.jobs.append((job, emit))
@@ -65,6 +66,38 @@ async def ask(service: Service, *, ago_s: float = 0.0, **fields: Any) -> Answer:
         return json.dumps({"model": MODEL, "messages": user("Hi"), **fields}).encode()
 
     return await service.answer(read, {}, time.perf_counter() - ago_s)
+
+
+def test_who_could_be_answered_in_time_alone_is_told_to_come_again() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        first = await ask(service)
+        # Alone it takes 100 ms, beside the other one 200.
+        with pytest.raises(Refusal) as caught:
+            await ask(service, latency_budget_ms=180)
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        assert caught.value.retry_after_s is not None
+        with pytest.raises(Refusal) as caught:
+            await ask(service, latency_budget_ms=80)
+        assert (caught.value.status, caught.value.code) == (422, "budget_infeasible")
+        first.leave()
+
+    scene(story, Still(slots=2))
+
+
+def test_threads_that_prepare_compute_alone() -> None:
+    async def story(service: Service, backend: Still) -> None:
+        loop, before = asyncio.get_running_loop(), torch.get_num_threads()
+        count = max(before, 2)
+        torch.set_num_threads(count)
+        try:
+            threads = [loop.run_in_executor(service._threads, torch.get_num_threads) for _ in range(8)]
+            assert set(await asyncio.gather(*threads)) == {1}
+            assert torch.get_num_threads() == count
+            assert await asyncio.to_thread(torch.get_num_threads) == count
+        finally:
+            torch.set_num_threads(before)
+
+    scene(story)
 
 
 def test_the_line_moves_on_when_one_ends() -> None:

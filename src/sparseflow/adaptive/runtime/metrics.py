@@ -15,6 +15,10 @@ BUSY_S = 2.0
 _DOUBT = 2.0
 """Requests' worth that the share of busy time counts in the load, beside what requests met."""
 
+_MISSED = 8.0
+"""Requests that would have come by now, had they gone on to come as they did: after so many, those that came
+begin to say little of the load."""
+
 RATE_S = 5.0
 """Over how long tokens a second are counted."""
 
@@ -128,7 +132,13 @@ class Metrics:
             return sum(count for _, count in self._recent) / span
 
     def _kept(self, now: float) -> float:
-        return 0.0 if self._came_s is None else math.exp(-max(0.0, now - self._came_s) / BUSY_S)
+        """What those that came still count; soon nothing where they stop coming, as where all are refused."""
+        if self._came_s is None:
+            return 0.0
+        passed = max(0.0, now - self._came_s) / BUSY_S
+        # So many came within the time constant.
+        missed = max(0.0, passed * self._came - _MISSED) / _MISSED
+        return math.exp(-passed - missed)
 
     def _at(self, now: float, busy: bool) -> float:
         passed = 0.0 if self._seen_s is None else max(0.0, now - self._seen_s)

@@ -137,7 +137,7 @@ class Backend(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         """p99 of the cheapest plan, from a request's turn to its last token.
 
         Called on the event loop, so it is to take a millisecond at most.
@@ -145,7 +145,7 @@ class Backend(Protocol):
         Args:
             prompt: Its prompt.
             new_tokens: Tokens of the answer.
-            beside: How many other requests run.
+            beside: How many other requests run; None for what could be kept if nobody else were there.
         """
         ...
 

@@ -64,8 +64,8 @@ def _busy() -> bool:
 class Forecast(Protocol):
     """How long requests take, from their turn to their last token."""
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
-        """p99 of the cheapest plan, now, while `beside` others run."""
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
+        """p99 of the cheapest plan, now, while `beside` others run; None for nobody, and nobody to come."""
         ...
 
     def of(self, plan: Plan, job: Job) -> tuple[float, float]:
@@ -148,10 +148,11 @@ class Predicted:
                 predictor.loads[0],
             )
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         """As in `Forecast`."""
         self._look_for_starving()
-        p99 = self._every(prompt, new_tokens, beside, self._load())[1][self._rows]
+        load = 0.0 if beside is None else self._load()
+        p99 = self._every(prompt, new_tokens, beside or 0, load)[1][self._rows]
         return float(p99[self._room(prompt, new_tokens)].min())
 
     def of(self, plan: Plan, job: Job) -> tuple[float, float]:
@@ -273,7 +274,7 @@ class EngineBackend:
         """Whether the engine can run requests."""
         return self._engine.snapshot().healthy
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
+    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         """As in `Backend`."""
         return self._forecast.least_ms(prompt, new_tokens, beside)
 

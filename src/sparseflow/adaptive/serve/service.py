@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import math
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+import torch
 
 from sparseflow.adaptive.runtime.sampling import Sampling
 from sparseflow.adaptive.serve.answer import Answer, Wanted, outcome_of
@@ -32,6 +35,24 @@ from sparseflow.errors import InputError
 _SLACK = 1.5
 """What reading and preparing took, times this, is in the least budget that a client is told: next time it may
 take a little longer."""
+
+
+_ALONE = threading.Lock()
+
+
+def _compute_alone() -> None:
+    """Have PyTorch compute in this thread alone, for good; other threads go on as they did.
+
+    What a prompt asks for is small, and a team of threads would only wait for each other. With more threads
+    in teams than there are cores all of them, the engine's too, sleep where they would have looked out.
+    """
+    with _ALONE:
+        count = torch.get_num_threads()
+        # It counts for this thread and for those that have not asked yet; they are told the old number again.
+        torch.set_num_threads(1)
+        other = threading.Thread(target=torch.set_num_threads, args=(count,))
+        other.start()
+        other.join()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +110,9 @@ class Service:
         self.metrics = Metrics(self.line)
         self._temperature = temperature
         self._answers: dict[Place, Answer] = {}
-        self._threads = ThreadPoolExecutor(self.limits.preparing, thread_name_prefix="prepare")
+        self._threads = ThreadPoolExecutor(
+            self.limits.preparing, thread_name_prefix="prepare", initializer=_compute_alone
+        )
 
     @property
     def ready(self) -> bool:
@@ -110,7 +133,11 @@ class Service:
 
     async def open(self) -> None:
         """Let requests in, once what the first one would wait for has been done."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._warm)
+        loop, together = asyncio.get_running_loop(), threading.Barrier(self.limits.preparing)
+        # All begin now: while one does, others that begin could take its number of threads for theirs.
+        begun = [loop.run_in_executor(self._threads, together.wait) for _ in range(self.limits.preparing)]
+        await asyncio.gather(*begun)
+        await loop.run_in_executor(self._threads, self._warm)
         self.gate.open()
 
     async def close(self) -> None:
@@ -162,7 +189,7 @@ class Service:
         # A template may refuse such a conversation; it has been compiled then, too.
         with contextlib.suppress(Refusal):
             message = Message.model_validate({"role": "user", "content": "Hello"})
-            self.backend.least_ms(self.prompts.prompt([message], []), 1, 0)
+            self.backend.least_ms(self.prompts.prompt([message], []), 1, None)
         if self.prompts.takes_images:
             require("PIL.Image", "adaptive").init()
 
@@ -216,9 +243,9 @@ class Service:
             deadline_s = received_s + budget_ms / 1000.0
             if mode == "truncate":
                 new_tokens = self._fitting(prompt, new_tokens, deadline_s)
-            idle_ms = (
-                self.backend.least_ms(prompt, new_tokens, 0) * self.line.stretch + _SLACK * prepared.own_ms
-            )
+            # What could be kept if nobody else were here: others are no fault of the request, and may leave.
+            idle_ms = self.backend.least_ms(prompt, new_tokens, None) * self.line.stretch
+            idle_ms += _SLACK * prepared.own_ms
             promised = idle_ms <= budget_ms
             if not promised and mode != "best_effort":
                 least_ms = math.ceil(idle_ms)
