@@ -133,7 +133,10 @@ def test_samples_are_smooth_and_always_the_same(size: int) -> None:
 
 
 def test_make_it_fire_leaves_a_network_at_rest_in_eval_mode() -> None:
-    net = Small()
+    # How often the last of so few neurons fire is a matter of their weights.
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Small()
     make_it_fire(net, images(3, 4))
     assert not any(m.training for m in net.modules())
     assert all(not isinstance(m.v, torch.Tensor) for m in net.modules() if hasattr(m, "v"))
