@@ -41,7 +41,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from models import content_of, listening, settled
+from models import content_of, listening, settled, write_table
 
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.runtime.engine import Engine
@@ -49,7 +49,7 @@ from sparseflow.adaptive.serve.backend import Prompt
 from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.schema import ImagePart, parse
-from sparseflow.adaptive.serve.service import _SLACK, Service
+from sparseflow.adaptive.serve.service import SLACK, Service
 from sparseflow.cli.adaptive.requests import app_of
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
@@ -169,7 +169,7 @@ def bound(asked: argparse.Namespace, service: Service, each: Question, predictor
     prompt = service.prompts.prompt(messages, pictures, asked.new_tokens)
     own_ms = 1e3 * (time.perf_counter() - began_s)
     # As a client is told it.
-    least_ms = service.backend.least_ms(prompt, asked.new_tokens, None) + _SLACK * own_ms
+    least_ms = service.backend.least_ms(prompt, asked.new_tokens, None) + SLACK * own_ms
     _, dearest = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
         new_tokens=asked.new_tokens,
@@ -412,7 +412,6 @@ def recovery(sent: Sequence[Sent]) -> dict[str, Any]:
 def write_samples(path: Path, sent: Sequence[Sent]) -> None:
     """Every request, a row each."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns: dict[str, Any] = {}
     types = {"int": pa.int64(), "str": pa.string(), "bool": pa.bool_()}
@@ -422,9 +421,7 @@ def write_samples(path: Path, sent: Sequence[Sent]) -> None:
             columns[field.name] = pa.array(np.array(values, dtype=np.float32))
         else:
             columns[field.name] = pa.array(values, types[str(field.type)]).dictionary_encode()
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    write_atomic(path, sink.getvalue().to_pybytes())
+    write_table(path, columns)
 
 
 async def measured(

@@ -8,7 +8,7 @@ import base64
 import io
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.adapters import Adapter, Inputs, adapter_of
+from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -154,6 +155,16 @@ def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
     """Text tokens that a request has room for beside its vision tokens (highest tier) and its answer."""
     size = getattr(adapter, "tokens_per_crop", None)
     return most_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """Samples by column as a Parquet file, in place of what is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(dict(columns)), sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def within(wanted: Sequence[int] | None, usual: Sequence[int], most: int, option: str) -> list[int]:

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import built, most_tokens, options, room, settled, within
+from models import built, most_tokens, options, room, settled, within, write_table
 
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, PlanSpace
@@ -230,16 +230,10 @@ def of_file(asked: argparse.Namespace) -> Profile:
 
 def write_samples(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Every request at every load, a row each."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     every = np.concatenate(
         [np.column_stack([[row["load"]] * len(row["samples"]), row["samples"]]) for row in rows]
     )
-    columns = dict(zip(("load", *COLUMNS), every.T.astype(np.float32), strict=True))
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    write_atomic(path, sink.getvalue().to_pybytes())
+    write_table(path, dict(zip(("load", *COLUMNS), every.T.astype(np.float32), strict=True)))
 
 
 def speed(predictor: Predictor, ask: Ask) -> dict[str, float]:

@@ -32,7 +32,7 @@ from sparseflow.adaptive.serve.text import Text
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
-_SLACK = 1.5
+SLACK = 1.5
 """What reading and preparing took, times this, is in the least budget that a client is told: next time it may
 take a little longer."""
 
@@ -245,7 +245,7 @@ class Service:
                 new_tokens = self._fitting(prompt, new_tokens, deadline_s)
             # What could be kept if nobody else were here: others are no fault of the request, and may leave.
             idle_ms = self.backend.least_ms(prompt, new_tokens, None) * self.line.stretch
-            idle_ms += _SLACK * prepared.own_ms
+            idle_ms += SLACK * prepared.own_ms
             promised = idle_ms <= budget_ms
             if not promised and mode != "best_effort":
                 least_ms = math.ceil(idle_ms)
