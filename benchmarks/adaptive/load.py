@@ -41,15 +41,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from models import content_of, listening, settled, write_table
+from models import content_of, ends_per_s, listening, settled, write_table
 
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.serve.backend import Prompt
 from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
 from sparseflow.adaptive.serve.refusal import Refusal
-from sparseflow.adaptive.serve.schema import ImagePart, parse
-from sparseflow.adaptive.serve.service import SLACK, Service
+from sparseflow.adaptive.serve.service import Service
 from sparseflow.cli.adaptive.requests import app_of
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
@@ -156,20 +155,8 @@ def body(
 
 def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
     """Find prompt and budgets of a question, on an idle server."""
-    from sparseflow.adaptive.serve.images import decode
-
-    began_s = time.perf_counter()
-    messages = parse(body(asked, service, each, 1.0), {}).messages
-    pictures = [
-        decode(part.image_url.url, service.limits)
-        for message in messages
-        for part in message.content
-        if isinstance(part, ImagePart)
-    ]
-    prompt = service.prompts.prompt(messages, pictures, asked.new_tokens)
-    own_ms = 1e3 * (time.perf_counter() - began_s)
-    # As a client is told it.
-    least_ms = service.backend.least_ms(prompt, asked.new_tokens, None) + SLACK * own_ms
+    prepared = service._prepared(body(asked, service, each, 1.0), {})
+    prompt, least_ms = prepared.prompt, service._idle_ms(prepared, asked.new_tokens)
     _, dearest = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
         new_tokens=asked.new_tokens,
@@ -286,9 +273,7 @@ class Run:
         async with asyncio.TaskGroup() as group:
             for _ in range(self._service.backend.slots):
                 group.create_task(one_after_the_other())
-        # The first third is for caches and clocks.
-        first = len(ended) // 3
-        return (len(ended) - 1 - first) / (ended[-1] - ended[first])
+        return ends_per_s(ended)
 
     async def arrivals(self, *segments: Segment) -> list[tuple[float, float]]:
         """Requests at random times, one segment after the other without a pause.

@@ -157,6 +157,13 @@ def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
     return most_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
 
 
+def ends_per_s(ended: Sequence[float]) -> float:
+    """How many of some requests end in a second, from when each ended; the first third is for caches and
+    clocks."""
+    counted = sorted(ended)[len(ended) // 3 :]
+    return (len(counted) - 1) / (counted[-1] - counted[0])
+
+
 def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     """Samples by column as a Parquet file, in place of what is there."""
     import pyarrow as pa

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import built, most_tokens, options, settled
+from models import built, ends_per_s, most_tokens, options, settled
 
-from sparseflow.adaptive.grid_vqa.report import pareto
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.profile.others import Given, whole
@@ -44,7 +43,7 @@ from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import Request
 from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.worth import pareto as thinned
+from sparseflow.adaptive.worth import pareto
 from sparseflow.core.environment import environment
 from sparseflow.core.files import write_atomic
 
@@ -58,7 +57,7 @@ def chosen(found: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
     """Rows of a study's plans to measure: its front, thinned to `most`, and the plan of all blocks."""
     rows = {Plan.from_dict(row["plan"]): row for row in found["plans"]}
     front = [plan for plan, row in rows.items() if row["front"]]
-    kept = thinned(
+    kept = pareto(
         front, [rows[plan]["p50_ms"] for plan in front], [rows[plan]["accuracy"] for plan in front], most
     )
     full = max(
@@ -101,9 +100,7 @@ class Sender:
 
         with ThreadPoolExecutor(self._engine.max_batch) as pool:
             list(pool.map(one, range(count)))
-        ended.sort()
-        first = count // 3  # for caches and clocks
-        return (len(ended) - 1 - first) / (ended[-1] - ended[first])
+        return ends_per_s(ended)
 
     def coming(self, plan: Plan, rate: float, count: int) -> Iterator[float]:
         """Milliseconds of requests of a plan that come at random, so many a second."""
@@ -121,14 +118,12 @@ class Sender:
 
 def told(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, Any]:
     """Which plans no other beats in accuracy and a quantile of the times `name`, and what these span."""
-    times = [float(np.quantile(row[name], share)) for row in plans]
-    best = pareto(times, [row["accuracy"] for row in plans])
-    front = [
-        {"id": row["id"], "accuracy": row["accuracy"], "ms": ms}
-        for row, ms, on in zip(plans, times, best, strict=True)
-        if on
+    rows = [
+        {"id": row["id"], "accuracy": row["accuracy"], "ms": float(np.quantile(row[name], share))}
+        for row in plans
     ]
-    front.sort(key=lambda each: each["ms"])
+    times, accuracies = ([row[of] for row in rows] for of in ("ms", "accuracy"))
+    front = pareto(rows, times, accuracies, most=max(2, len(rows)))
     return {"quantile": share, "pareto": front, "span": front[-1]["ms"] / front[0]["ms"]}
 
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
 
@@ -93,11 +93,16 @@ class Worth:
             raise FileFormatError(f"{path} does not hold the worth of plans: {error}") from error
 
 
-def pareto(plans: Sequence[Plan], ms: Sequence[float], worth: Sequence[float], most: int = 16) -> list[Plan]:
+_Item = TypeVar("_Item")
+
+
+def pareto(
+    plans: Sequence[_Item], ms: Sequence[float], worth: Sequence[float], most: int = 16
+) -> list[_Item]:
     """Plans that no other one beats in time and worth, the quickest first.
 
     Args:
-        plans: All of them.
+        plans: All of them, or what stands for each.
         ms: What each takes.
         worth: How good each is.
         most: Where there are more, so many are kept: the ends, and of the others those that keep the steps in

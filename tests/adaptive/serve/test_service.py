@@ -75,7 +75,8 @@ def test_who_could_be_answered_in_time_alone_is_told_to_come_again() -> None:
         with pytest.raises(Refusal) as caught:
             await ask(service, latency_budget_ms=180)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
-        assert caught.value.retry_after_s is not None
+        # It would end 20 ms late, and what has passed since it came.
+        assert caught.value.retry_after_s is not None and caught.value.retry_after_s > 0.0199
         with pytest.raises(Refusal) as caught:
             await ask(service, latency_budget_ms=80)
         assert (caught.value.status, caught.value.code) == (422, "budget_infeasible")

@@ -51,19 +51,19 @@ class Runs:
     when it comes, and before and after it is shortened."""
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[Tensor, int, int, list[Span]], ...] = ()
+        self._known: tuple[tuple[Tensor, tuple[int, int], list[Span]], ...] = ()
 
     def of(self, input_ids: Tensor, token: int) -> list[Span]:
         """As `spans` gives them."""
         if input_ids.is_inference():  # nobody counts its changes
             return spans(input_ids, token)
-        now = (input_ids._version, token)
-        for known, *then, found in self._known:
-            if known is input_ids and (*then,) == now:
+        asked = (input_ids._version, token)
+        for known, then, found in self._known:
+            if known is input_ids and then == asked:
                 return list(found)
         found = spans(input_ids, token)
         # Put in place as a whole: several threads ask.
-        self._known = ((input_ids, *now, found), *self._known[:1])
+        self._known = ((input_ids, asked, found), *self._known[:1])
         return list(found)
 
 

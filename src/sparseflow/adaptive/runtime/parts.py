@@ -33,6 +33,28 @@ Decided = Callable[[Tensor], Plan]
 """From the latency token [d] to the plan."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """Prompts that stand in their slots.
+
+    Attributes:
+        plan: What was decided.
+        cache: Where they are.
+        slots: The slot of each row.
+        ropes: What to add to a token's place to get its rotary position, for each row.
+        logits: Of the first new token, [rows, vocabulary]; the next prompt may overwrite them.
+        best: The most probable first token of each row, as `most_probable` gives it, [rows] int64; likewise.
+            None where nobody asked.
+    """
+
+    plan: Plan
+    cache: SlotCache
+    slots: tuple[int, ...]
+    ropes: tuple[int, ...]
+    logits: Tensor
+    best: Tensor | None = None
+
+
 @dataclass(kw_only=True)
 class _Rest(Running):
     """A plan from some block on."""
@@ -82,7 +104,7 @@ class Parts:
         decide: Decided,
         place: Place,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Plan, SlotCache, int, Tensor, Tensor]:
+    ) -> Prefilled:
         """Run a prompt.
 
         Args:
@@ -92,10 +114,6 @@ class Parts:
             decide: Gives the plan.
             place: Called when the plan is known.
             meanwhile: Called when the first part was handed to the device.
-
-        Returns:
-            The plan; where the prompt is; logits of the first new token, [1, vocabulary], and the most
-            probable one, [1] int64, -1 where logits are NaN. The next prompt overwrites both.
 
         Raises:
             PlanError: The decisions do not fit together, or the model cannot run them.
@@ -126,7 +144,9 @@ class Parts:
         self.graphs.run(key, partial(self._second, cache, position, size))
         cache.advance([slot], tokens)
         assert self._logits is not None
-        return plan, cache, slot, self._logits[None], self._best
+        return Prefilled(
+            plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=self._logits[None], best=self._best
+        )
 
     def _first(self, position: int, size: int) -> None:
         """From embeddings to what leaves the last block before the insertion."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from sparseflow.adaptive.plan import Plan, Tier
 from sparseflow.adaptive.runtime.cache import SlotCache
 from sparseflow.adaptive.runtime.fused import Fused, compared
 from sparseflow.adaptive.runtime.graphs import Graphs
-from sparseflow.adaptive.runtime.parts import Decided, Parts, Place
+from sparseflow.adaptive.runtime.parts import Decided, Parts, Place, Prefilled
 from sparseflow.adaptive.runtime.steps import decode_plan, last_logits
 from sparseflow.adaptive.runtime.vision import Vision, at_decoder, placed
 from sparseflow.core.extras import require
@@ -32,28 +32,6 @@ _LOG = logging.getLogger(__name__)
 
 Replan = Callable[[int], int]
 """From the insertion position that was decided to the one to go on with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefilled:
-    """Prompts that stand in their slots.
-
-    Attributes:
-        plan: What was decided.
-        cache: Where they are.
-        slots: The slot of each row.
-        ropes: What to add to a token's place to get its rotary position, for each row.
-        logits: Of the first new token, [rows, vocabulary]; the next prompt may overwrite them.
-        best: The most probable first token of each row, as `most_probable` gives it; None where it was not
-            asked for.
-    """
-
-    plan: Plan
-    cache: SlotCache
-    slots: tuple[int, ...]
-    ropes: tuple[int, ...]
-    logits: Tensor
-    best: Tensor | None = None
 
 
 class Prefill:
@@ -136,8 +114,7 @@ class Prefill:
             meanwhile = None
         self._finish_vision(images)
         position = self._replanned(replan, position)
-        plan, cache, slot, logits, best = parts.run(embedded, tier, position, decide, place, meanwhile)
-        return Prefilled(plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=logits, best=best)
+        return parts.run(embedded, tier, position, decide, place, meanwhile)
 
     def warm(self, plan: Plan, cache: SlotCache, example: Inputs | None = None) -> list[Callable[[], None]]:
         """Work that runs prompts of a plan of every size once, into an empty cache.
@@ -236,7 +213,7 @@ class Prefill:
 
         ids, position = torch.arange(tokens, device=self._device)[None], plan.insertion_position
         whole = self._whole({"input_ids": ids}, None, position, False, _same, lambda _: plan, place).logits
-        found = parts.run(self.adapter.embed(ids), None, position, lambda _: plan, place)[3]
+        found = parts.run(self.adapter.embed(ids), None, position, lambda _: plan, place).logits
         difference, good = compared(found, whole)
         if not good:
             _LOG.warning("prompts run whole, unrecorded: in parts their logits differ by %.1e", difference)

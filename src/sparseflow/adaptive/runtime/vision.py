@@ -81,14 +81,13 @@ class Vision:
         ids = inputs["input_ids"]
         if not images:
             return self.adapter.embed(ids.to(self._found.device, non_blocking=True))
-        given = {name: each for name, each in inputs.items() if name != "attention_mask"}
-        static = self._static is not False and given.keys() == {"input_ids", "pixel_values"}
+        static = self._static is not False and _is_plain(inputs)
         try:
             if static and self._static is None:
-                return self._compared(given)
+                return self._compared(inputs)
             if static:
-                return self._recorded(ids, given["pixel_values"])
-            return self._embedded(placed(given, self._found.device))
+                return self._recorded(ids, inputs["pixel_values"])
+            return self._embedded(placed(inputs, self._found.device))
         except _MoreThanEmbeddings as more:
             self.refused = f"the decoder is given {more}"
             _LOG.info("prompts with images run whole, unrecorded: %s", self.refused)
@@ -97,12 +96,11 @@ class Vision:
     def warm(self, inputs: Inputs) -> list[Callable[[], None]]:
         """Work that embeds a prompt with images, filled up to each size that it fits into where it can be."""
         tokens = inputs["input_ids"].shape[1]
-        given = {name: each for name, each in inputs.items() if name != "attention_mask"}
 
         def as_it_is() -> None:
             self.embed(inputs, images=True)
 
-        if given.keys() != {"input_ids", "pixel_values"}:
+        if not _is_plain(inputs):
             return [as_it_is] if "pixel_values" in inputs else []
 
         def once(size: int) -> None:
@@ -169,6 +167,11 @@ class Vision:
         if more or not isinstance(found, Tensor):
             raise _MoreThanEmbeddings(", ".join(more) or "no embeddings")
         return found
+
+
+def _is_plain(inputs: Inputs) -> bool:
+    """Whether a prompt is words and pixels and nothing else; a mask of a row without padding says nothing."""
+    return inputs.keys() - {"attention_mask"} == {"input_ids", "pixel_values"}
 
 
 def placed(inputs: Inputs, device: torch.device) -> dict[str, Any]:

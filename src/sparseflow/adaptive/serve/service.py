@@ -32,7 +32,7 @@ from sparseflow.adaptive.serve.text import Text
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
-SLACK = 1.5
+_SLACK = 1.5
 """What reading and preparing took, times this, is in the least budget that a client is told: next time it may
 take a little longer."""
 
@@ -243,9 +243,7 @@ class Service:
             deadline_s = received_s + budget_ms / 1000.0
             if mode == "truncate":
                 new_tokens = self._fitting(prompt, new_tokens, deadline_s)
-            # What could be kept if nobody else were here: others are no fault of the request, and may leave.
-            idle_ms = self.backend.least_ms(prompt, new_tokens, None) * self.line.stretch
-            idle_ms += SLACK * prepared.own_ms
+            idle_ms = self._idle_ms(prepared, new_tokens)
             promised = idle_ms <= budget_ms
             if not promised and mode != "best_effort":
                 least_ms = math.ceil(idle_ms)
@@ -281,6 +279,12 @@ class Service:
         self.gate.enter(answer)
         self._answers[place] = answer
         return answer
+
+    def _idle_ms(self, prepared: _Prepared, new_tokens: int) -> float:
+        """The least budget that could be kept if nobody else were here: others are no fault of a request, and
+        may leave."""
+        least_ms = self.backend.least_ms(prepared.prompt, new_tokens, None)
+        return least_ms * self.line.stretch + _SLACK * prepared.own_ms
 
     def _fitting(self, prompt: Prompt, new_tokens: int, deadline_s: float) -> int:
         """How many new tokens fit into what is left after the line; 1 where none do."""
