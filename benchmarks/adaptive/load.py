@@ -94,6 +94,7 @@ class Sent:
         measured_ms: From when it was due to the last token.
         right: 1, 0, or NaN where nobody knows.
         retry: Whether a refusal said when to try again.
+        least_ms: The least budget that a refusal named; NaN where it named none.
     """
 
     phase: int
@@ -107,6 +108,7 @@ class Sent:
     measured_ms: float = math.nan
     right: float = math.nan
     retry: bool = False
+    least_ms: float = math.nan
 
     @property
     def met(self) -> bool:
@@ -204,7 +206,7 @@ def over_http(url: str) -> Ask:
             retry = headers.get("retry-after")
             raise Refusal(
                 status, told["error"]["message"], code=told["error"]["code"],
-                retry_after_s=None if retry is None else float(retry),
+                retry_after_s=None if retry is None else float(retry), more=told["error"],
             )  # fmt: skip
         text = told["choices"][0]["message"]["content"]
         return {"text": text, **told["sparseflow"], "measured_ms": measured_ms}
@@ -311,7 +313,8 @@ class Run:
         except Refusal as refusal:
             ended_s = time.perf_counter() - began_s
             retry = refusal.retry_after_s is not None
-            keep(Sent(**base, ended_s=ended_s, outcome=refusal.code, retry=retry))
+            least_ms = float(refusal.more.get("least_feasible_ms", math.nan))
+            keep(Sent(**base, ended_s=ended_s, outcome=refusal.code, retry=retry, least_ms=least_ms))
         except Exception as error:  # of the connection or the answer: one request's, not the measurement's
             ended_s, kind = time.perf_counter() - began_s, type(error).__name__
             if kind not in self._errors:
@@ -472,7 +475,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=0.7, help="share of capacity")
     parser.add_argument("--rate", type=float, help="requests a second, in place of the load")
     parser.add_argument("--step", type=float, default=2.0, help="times as many then; 0 for none")
-    parser.add_argument("--step-s", type=float, default=20.0, help="how long")
+    parser.add_argument("--step-s", type=float, default=10.0, help="how long")
     parser.add_argument(
         "--dearest", type=float, default=1.5, help="largest budget, times the dearest plan's p99"
     )

@@ -266,7 +266,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="tokens after the first, in the profile")
     parser.add_argument("--requests", type=int, default=20, help="to judge by")
     parser.add_argument("--runs", type=int, default=8, help="of each of them, at each load")
-    parser.add_argument("--settle-s", type=float, default=4.0, help="until a load of requests is believed")
+    parser.add_argument("--settle-s", type=float, default=8.0, help="until a load of requests is believed")
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument(
         "--profile",

@@ -20,7 +20,7 @@ from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import AFTERS, Ask, Predictor
 from sparseflow.adaptive.predictor.fitting import KNOTS, Measured, fit_table
 from sparseflow.adaptive.predictor.margins import condensed, fit_scatter, margin, scatter
-from sparseflow.adaptive.predictor.ramps import place, ramps, thinned
+from sparseflow.adaptive.predictor.ramps import filled, place, ramps, shares, thinned
 from sparseflow.adaptive.predictor.table import Table
 from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.adaptive.profile import Profile, profile, spread
@@ -153,8 +153,8 @@ def test_slow_steps_average_out() -> None:
     (p50,), (p99,) = found.predict([long])
     naive = phases["prefill"][1][0] + 64 * phases["decode"][1][0]
     assert p99 < 0.9 * naive
-    two = found.predict([replace(long, new_tokens=2)])[0]
-    assert p50 == pytest.approx(two[0] + 63 * phases["decode"][0][0])
+    longer = found.predict([replace(long, new_tokens=129)])[0]
+    assert longer[0] - p50 == pytest.approx(64 * phases["decode"][0][0], rel=0.02)
     assert found.predict([one])[1][0] == pytest.approx(phases["prefill"][1][0])
 
 
@@ -374,8 +374,10 @@ def edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("factors", 0, "at", 0), {"logs": [0.0], "weights": [-1.0]}),
         (("prefill", "coefficients", 0, 0, 0, 0), -1.0), (("prefill", "coefficients", 0, 0, 0, 0), math.nan),
         (("prefill", "coefficients", 0, 0, 0, 0), 1e9), (("prefill", "tokens", 0), 1e9),
-        (("prefill", "vision", 0, 0), 1e9), (("prefill", "vision"), [[0.0]] * 3), (("step", "loads", 0), 0.1),
-        (("step", "coefficients"), "none"), (("prefill",), {}), (("about",), {}), (("space", "sets"), []),
+        (("prefill", "vision", 0, 0), 1e9), (("prefill", "vision"), [[0.0]] * 3),
+        (("steps", 0, "loads", 0), 0.1),
+        (("steps", -1, "coefficients"), "none"), (("steps",), []), (("prefill",), {}),
+        (("about",), {}), (("space", "sets"), []),
         (("space", "geometry", "depth"), 1), (("tiers",), 3),
     ],
 )  # fmt: skip
@@ -542,6 +544,31 @@ def test_a_table_is_looked_up_as_it_is_written() -> None:
             assert found[row, level] == pytest.approx(expected + images[row] * table.vision[level, tier[row]])
     again = Table.from_dict(json.loads(json.dumps(table.to_dict())), 4, 3)
     np.testing.assert_array_equal(again.at(x, b, t, images, tier), found)
+
+
+def test_a_table_at_more_loads_gives_the_same_times() -> None:
+    table = fitted()._tables.prefill
+    loads = filled(np.array([0.0, 0.7]), 0.2)
+    assert loads.tolist() == pytest.approx([0.0, 0.175, 0.35, 0.525, 0.7]) and loads[-1] == 0.7
+    assert filled(np.array([0.3]), 0.2).tolist() == [0.3]
+    few = replace(
+        table, loads=np.array([0.0, 0.7]), coefficients=table.coefficients[[0, -1]],
+        vision=table.vision[[0, -1]],
+    )  # fmt: skip
+    more = few.filled(loads)
+    about = (
+        np.full(3, 80.0),
+        np.ones(3),
+        terms(SPACE.plans[::100], SPACE.geometry),
+        np.ones(3),
+        np.arange(3),
+    )
+    assert more.at(*about) @ shares(np.array([0.5]), loads)[0] == pytest.approx(
+        few.at(*about) @ shares(np.array([0.5]), few.loads)[0]
+    )
+    assert (more.at(*about)[:, [0, -1]] == few.at(*about)).all()
+    # And can be read again: no rounding made anything fall.
+    assert Table.from_dict(more.to_dict(), terms(SPACE.plans, SPACE.geometry).shape[1], 3).loads.tolist()
 
 
 def test_a_table_is_found_again_from_its_own_times() -> None:

@@ -63,7 +63,7 @@ def test_a_share_of_an_image_has_whole_tokens() -> None:
         Ask(plan=plan, text_tokens=256 - vision, images=vision / VISION["high"], new_tokens=1)
         for vision in range(1, 257)
     ]
-    describer = Describer(plans.geometry, VISION, plans.plans, filling)
+    describer = Describer(plans.geometry, VISION, plans.plans, filling, stretches=1)
     assert set(describer.of(asks).prompt) == {256.0}
 
 

@@ -169,6 +169,18 @@ def test_a_load_of_which_nothing_was_seen_follows_the_others() -> None:
     assert still == pytest.approx(now, rel=0.05) and there == pytest.approx(1.5 * other, rel=0.05)
 
 
+def test_what_is_met_beside_others_is_not_put_down_to_an_idle_machine() -> None:
+    found = Predictor.from_dict(content())
+    idle = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6)
+    busy = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6, load=0.3)
+    (p50, other), (p99, above) = found.predict([idle, busy])
+    for at in range(400):
+        found.observe(busy, other * (3.0 if at % 20 == 19 else 1.0))
+    (still, _), (now, then) = found.predict([idle, busy])
+    assert then > 1.5 * above
+    assert still == pytest.approx(p50, rel=0.02) and now == pytest.approx(p99, rel=0.02)
+
+
 def test_what_was_learnt_can_be_given_up() -> None:
     found = Predictor.from_dict(content())
     ask = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6)

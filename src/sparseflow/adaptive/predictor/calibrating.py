@@ -17,7 +17,8 @@ from sparseflow.adaptive.plan import TIERS, Tier
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.fitting import Measured, fit_table
 from sparseflow.adaptive.predictor.margins import fit_scatter, scatter
-from sparseflow.adaptive.predictor.ramps import thinned
+from sparseflow.adaptive.predictor.ramps import filled, shares, thinned
+from sparseflow.adaptive.predictor.stretches import before, counts, stretches
 from sparseflow.adaptive.predictor.table import Table
 from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.adaptive.profile.saved import Profile
@@ -28,7 +29,9 @@ from sparseflow.errors import InputError
 FOLDS = 5
 """Parts that plans and lengths are divided into."""
 LEVELS = 4
-"""Most loads that a table tells apart."""
+"""Most loads of a profile that are told apart."""
+NEAR = 0.2
+"""How far loads of a predictor lie apart at most: what is learnt beside some load says nothing of none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,13 +40,16 @@ class Tables:
 
     Attributes:
         prefill: Of the prompt.
-        first: Of the first step: a request that just came is often served before others have their turn.
-        step: Of one of the later steps.
+        steps: Of one step of each stretch.
     """
 
     prefill: Table
-    first: Table
-    step: Table
+    steps: tuple[Table, ...]
+
+    def filled(self, loads: np.ndarray) -> Tables:
+        """The same times, given at more loads: [L'], those that there are and some between them."""
+        steps = tuple(table.filled(loads) for table in self.steps)
+        return Tables(prefill=self.prefill.filled(loads), steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +73,24 @@ class Calibrated:
     held_out: np.ndarray
     tiers: tuple[Tier, ...]
 
+    def filled(self) -> Calibrated:
+        """The same at more loads, none farther than `NEAR` from the next.
+
+        Between two that were measured nobody knows yet what predictions are missed by: scores are those of
+        both, so the longer tail counts.
+        """
+        known = self.tables.prefill.loads
+        loads = filled(known, NEAR)
+        share = shares(loads, known)
+
+        def of_both(scores: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.concatenate([scores[at] for at in np.flatnonzero(row)]) for row in share]
+
+        return replace(
+            self, tables=self.tables.filled(loads), spreads=share @ self.spreads,
+            scores=of_both(self.scores), step_scores=of_both(self.step_scores),
+        )  # fmt: skip
+
 
 def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
     """Fit tables, spreads and scores.
@@ -85,22 +109,28 @@ def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
     loads = thinned(np.array([visit.load for visit in visits]), LEVELS)
     phases = _columns(profile, visits)
     whole = _fit(phases, np.arange(len(visits)), loads, profile)
-    P, F, D = np.empty((3, len(visits)))
+    found = np.empty((len(phases), len(visits)))
     for learnt, judged in grouped_folds(groups, folds, seed):
+        rows = np.array(judged)
         tables = _fit(phases, np.array(learnt), loads, profile)
-        fitted = (tables.prefill, tables.first, tables.step)
-        for found, table, phase in zip((P, F, D), fitted, phases, strict=True):
-            found[judged] = _times(table, phase[np.array(judged)])
-    return _scored(whole, visits, loads, P, F, D)
+        for times, table, phase in zip(found, (tables.prefill, *tables.steps), phases, strict=True):
+            times[rows] = _times(table, phase[rows])
+    return _scored(whole, visits, loads, found[0], found[1:]).filled()
 
 
-def rest_of(first: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """What all steps take: `first` for the first and `step` for each later one, milliseconds."""
-    return np.minimum(steps, 1.0) * first + np.maximum(steps - 1.0, 0.0) * step
+def rest_of(stretches: Sequence[np.ndarray] | np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """What all steps take, milliseconds.
+
+    Args:
+        stretches: One step of each: [S, ...].
+        steps: How many; broadcasts with them.
+    """
+    many = counts(steps, len(stretches))
+    return np.sum([each * time for each, time in zip(many, stretches, strict=True)], axis=0)
 
 
-def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measured, Measured]:
-    """What each visit took until its prefill, its first step and its last were over; NaN without such steps.
+def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, ...]:
+    """What each visit took until its prefill and each stretch of its steps were over; NaN without such steps.
 
     What is predicted of the phases before is still to be put in.
     """
@@ -125,33 +155,35 @@ def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, Measu
         count=np.ones(len(visits)), **shared,
     )  # fmt: skip
     shared["images"] = np.zeros(len(visits))
-    first = Measured(
-        ms=np.array([v.total_ms(2) if v.steps_ms else np.nan for v in visits]),
-        tokens=filling.first(prompt), count=np.ones(len(visits)), **shared,
+    many = stretches(int(steps.max()))
+    each, contexts = counts(steps, many), filling.stretches(prompt, steps, many)
+
+    def until(visit: Visit, stretch: int) -> float:
+        begun, ended = before(stretch), before(stretch + 1) if stretch + 1 < many else len(visit.steps_ms)
+        return visit.total_ms(1 + min(len(visit.steps_ms), ended)) if len(visit.steps_ms) > begun else np.nan
+
+    return prefill, *(
+        Measured(
+            ms=np.array([until(visit, at) for visit in visits]), tokens=contexts[at], count=each[at], **shared
+        )
+        for at in range(many)
     )  # fmt: skip
-    step = Measured(
-        ms=np.array([v.total_ms(1 + len(v.steps_ms)) if v.steps_ms[1:] else np.nan for v in visits]),
-        tokens=filling.later(prompt, steps), count=steps - 1.0, **shared,
-    )  # fmt: skip
-    return prefill, first, step
 
 
-def _fit(
-    phases: tuple[Measured, Measured, Measured], rows: np.ndarray, loads: np.ndarray, profile: Profile
-) -> Tables:
+def _fit(phases: tuple[Measured, ...], rows: np.ndarray, loads: np.ndarray, profile: Profile) -> Tables:
     tiers = len(profile.space.geometry.tiers) if profile.about.vision_tokens else 0
-    prefill, first, step = phases
-    begun, went_on = (rows[np.isfinite(phase.ms[rows])] for phase in (first, step))
-    prompts = fit_table(prefill[rows], loads, tiers)
-    first_steps = fit_table(replace(first[begun], before_ms=_times(prompts, prefill[begun])), loads, 0)
-    if not len(went_on):
-        # Of later steps nothing is known but that they are steps.
-        return Tables(prefill=prompts, first=first_steps, step=first_steps)
-    before_ms = _times(prompts, prefill[went_on]) + _times(first_steps, first[went_on])
-    return Tables(
-        prefill=prompts, first=first_steps,
-        step=fit_table(replace(step[went_on], before_ms=before_ms), loads, 0),
-    )  # fmt: skip
+    prompts = fit_table(phases[0][rows], loads, tiers)
+    before_ms = _times(prompts, phases[0])
+    steps: list[Table] = []
+    for phase in phases[1:]:
+        went_on = rows[np.isfinite(phase.ms[rows])]
+        if not len(went_on):
+            # Of these nothing is known but that they are steps.
+            steps.append(steps[-1])
+            continue
+        steps.append(fit_table(replace(phase, before_ms=before_ms)[went_on], loads, 0))
+        before_ms = before_ms + phase.count * _times(steps[-1], phase)
+    return Tables(prefill=prompts, steps=tuple(steps))
 
 
 def _times(table: Table, phase: Measured) -> np.ndarray:
@@ -161,9 +193,10 @@ def _times(table: Table, phase: Measured) -> np.ndarray:
 
 
 def _scored(
-    whole: Tables, visits: Sequence[Visit], loads: np.ndarray, P: np.ndarray, F: np.ndarray, D: np.ndarray
+    whole: Tables, visits: Sequence[Visit], loads: np.ndarray, P: np.ndarray, S: np.ndarray
 ) -> Calibrated:
-    """Hold requests against predictions that had not seen them."""
+    """Hold requests against predictions that had not seen them: of prefills and of a step of each stretch."""
+    D = S[-1]
     nearest = np.abs(np.array([visit.load for visit in visits])[:, None] - loads).argmin(axis=1)
     there = {visit.plan.tier for visit in visits}
     spreads, scores, step_scores = [], [], []
@@ -173,7 +206,7 @@ def _scored(
         cuts = [(at, n) for at in here for n in _lengths(visits[at])]
         at, n = np.array([cut[0] for cut in cuts]), np.array([cut[1] for cut in cuts], dtype=float)
         measured = np.array([visits[a].total_ms(count + 1) for a, count in cuts])
-        rest = rest_of(F[at], D[at], n)
+        rest = rest_of(S[:, at], n)
         spreads.append(fit_scatter(P[at], D[at], rest, measured))
         scores.append((measured - P[at] - rest) / scatter(spreads[-1], P[at], D[at], rest))
         times = [(D[a], ms) for a in here for ms in visits[a].steps_ms[1:]] or [(1.0, 1.0)]
@@ -181,7 +214,7 @@ def _scored(
         step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, d))
     return Calibrated(
         tables=whole, spreads=np.array(spreads), scores=scores, step_scores=step_scores,
-        held_out=_held_out(visits, P, F, D), tiers=tuple(tier for tier in TIERS if tier in there),
+        held_out=_held_out(visits, P, S), tiers=tuple(tier for tier in TIERS if tier in there),
     )  # fmt: skip
 
 
@@ -191,8 +224,8 @@ def _lengths(visit: Visit) -> list[int]:
     return sorted({0, steps, *(1 << power for power in range(steps.bit_length()) if 1 << power <= steps)})
 
 
-def _held_out(visits: Sequence[Visit], P: np.ndarray, F: np.ndarray, D: np.ndarray) -> np.ndarray:
-    predicted = P + rest_of(F, D, np.array([len(visit.steps_ms) for visit in visits], dtype=float))
+def _held_out(visits: Sequence[Visit], P: np.ndarray, S: np.ndarray) -> np.ndarray:
+    predicted = P + rest_of(S, np.array([len(visit.steps_ms) for visit in visits], dtype=float))
     cells: dict[tuple[object, ...], list[int]] = {}
     for at, visit in enumerate(visits):
         cells.setdefault((*visit.key[:4], len(visit.steps_ms)), []).append(at)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sparseflow.adaptive.predictor.stretches import before, counts
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Filling:
@@ -37,18 +39,17 @@ class Filling:
         at = np.searchsorted(self.prompts, tokens)
         return np.maximum(self.prompts[np.minimum(at, len(self.prompts) - 1)], tokens)
 
-    def first(self, tokens: np.ndarray) -> np.ndarray:
-        """What the first step after prompts looks at: [n] -> [n]."""
-        return self.context(tokens, np.ones_like(tokens))
-
-    def later(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The mean of what steps but the first look at: [n] and [n] -> [n]; without any, what one would.
+    def stretches(self, tokens: np.ndarray, steps: np.ndarray, count: int) -> np.ndarray:
+        """The mean of what steps of each stretch look at: [n] and [n] -> [count, n]; without any, what one
+        would.
 
         Args:
             tokens: Of the prompts.
             steps: Tokens after the first.
+            count: Of stretches.
         """
-        return self.context(tokens + 1.0, steps - 1.0)
+        many = counts(steps, count)
+        return np.stack([self.context(tokens + before(at), each) for at, each in enumerate(many)])
 
     def context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The mean of what `steps` steps look at that begin after so many tokens: [n] and [n] -> [n]; without

@@ -1,8 +1,9 @@
 """How long a request will take: its median, and what 99 in 100 stay below.
 
-A request takes what it waited, its prefill, and a step for each token after the first. Prefill, first and
-later steps are tables (`table.py`) that were fitted to a profile; the margin between the median and the 99th
-percentile is of whole requests (`margins.py`). As requests end, `observe` moves both (`online.py`).
+A request takes what it waited, its prefill, and a step for each token after the first. The prefill and a step
+of each stretch (`stretches.py`) are tables (`table.py`) that were fitted to a profile; the margin between the
+median and the 99th percentile is of whole requests (`margins.py`). As requests end, `observe` moves both
+(`online.py`).
 
 Why no boosted trees: with the same monotone constraints they err more on lengths and plans that were not
 profiled, as `benchmarks/adaptive/predictor.py` shows, since a tree knows no straight line.
@@ -17,6 +18,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables,
 from sparseflow.adaptive.predictor.filling import Filling
 from sparseflow.adaptive.predictor.margins import FLOOR, condensed, margin, scatter
 from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
-from sparseflow.adaptive.predictor.ramps import place
+from sparseflow.adaptive.predictor.ramps import shares
 from sparseflow.adaptive.predictor.requests import Describer, Requests
 from sparseflow.adaptive.predictor.sheets import Now, Sheets
 from sparseflow.adaptive.predictor.table import Table
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
 
 LEVEL = 0.99
 """Share of requests that shall take no longer than the higher prediction."""
-_FORMAT = "sparseflow-adaptive-predictor-2"
+Times = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Prefill, one step of the last stretch, and all steps together, at each load: each [n, L], milliseconds."""
+_FORMAT = "sparseflow-adaptive-predictor-3"
 
 
 class Predictor:
@@ -79,8 +83,9 @@ class Predictor:
         self._margins, self._factors = list(margins), factors
         self._loads = tables.prefill.loads
         filling, plans = Filling.of(about.how), space.plans
-        self._describe = Describer(space.geometry, about.vision_tokens, plans, filling)
+        self._describe = Describer(space.geometry, about.vision_tokens, plans, filling, len(tables.steps))
         self._sheets = Sheets(tables, space.geometry, plans, about.vision_tokens, filling)
+        self._places = {plan: at for at, plan in enumerate(plans)}
         self._expected = deciding.kernels().expected
         self._lock = threading.Lock()
         self._now = self._settled()
@@ -149,7 +154,10 @@ class Predictor:
             PlanError: The model cannot run a plan.
             InputError: Nothing is asked, or images of a model that was profiled without.
         """
-        return self._predicted(self._describe.of(asks), self._now)
+        requests = self._describe.of(asks)
+        weights = shares(requests.load, self._loads)
+        p50, p99 = self._predicted(self._times(requests), weights, self._now)
+        return p50 + requests.queued_ms, p99 + requests.queued_ms
 
     def predict_all(
         self,
@@ -182,19 +190,17 @@ class Predictor:
         return p50, p99
 
     def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """As `predict`, for `"prefill"` and one `"decode"` step of each but the first; what was waited is not
-        in it."""
+        """As `predict`, for `"prefill"` and one `"decode"` step, as far on as any was measured; what was
+        waited is not in it."""
         now, requests = self._now, self._describe.of(asks)
-        prefill, _, step = self._times(requests)
-        prefill, step = prefill * now.prefill, step * now.step
-        none = np.zeros_like(prefill)
+        prefill, step, _ = self._times(requests)
+        none, weights = np.zeros_like(prefill), shares(requests.load, self._loads)
         found = {}
-        for name, parts, margins in (
+        for name, times, margins in (
             ("prefill", (prefill, none, none), now.margins),
             ("decode", (none, step, step), self._step_margins),
         ):  # fmt: skip
-            middle = parts[0] + parts[2]
-            found[name] = self._at_load(middle, margins * scatter(self._spreads, *parts), requests.load)
+            found[name] = self._predicted(times, weights, replace(now, margins=margins))
         return found
 
     def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
@@ -210,7 +216,6 @@ class Predictor:
         Raises:
             InputError: A time is NaN, negative or contradicts another.
         """
-        steps = ask.new_tokens - 1
         worked = measured_ms - ask.queued_ms
         if not (math.isfinite(measured_ms) and worked > 0.0):
             raise InputError(
@@ -223,19 +228,17 @@ class Predictor:
             )
         if ask.after != "receipt":
             raise InputError(f"`after` (={ask.after!r}) must be 'receipt': a measured request is a whole one")
-        requests = self._describe.of([ask])
-        weights = self._weights(requests.load)[0]
+        times, weights = self._times_of(ask), shares(np.array([ask.load]), self._loads)
         with self._lock:
-            now, times = self._now, self._times(requests)
-            raw = [weights @ each[0] for each in times]
-            (p50,), (p99,) = self._predicted(requests, now, times)
-            rest = rest_of(raw[1], raw[2], np.array(float(steps)))
-            prefill, factor = raw[0] * (weights @ now.prefill), weights @ now.step
-            scale = scatter(weights @ self._spreads, prefill, raw[2] * factor, rest * factor)
-            self._margins[int(weights.argmax())].add(
-                float((measured_ms - p50) / scale), missed=measured_ms > p99
+            now = self._now
+            (p50,), (p99,) = self._predicted(times, weights, now)
+            (prefill, step, rest), (here,) = (weights[0] @ each[0] for each in times), weights
+            factor = here @ now.step
+            scale = scatter(
+                here @ self._spreads, prefill * (here @ now.prefill), step * factor, rest * factor
             )
-            self._correct(weights, raw[0], float(rest), worked, prefill_ms)
+            self._margins[int(here.argmax())].add(float((worked - p50) / scale), missed=worked > p99)
+            self._correct(here, float(prefill), float(rest), worked, prefill_ms)
             self._now = self._settled()
 
     def forget(self, share: float) -> None:
@@ -268,8 +271,7 @@ class Predictor:
                 "tiers": list(self.tiers),
                 "held_out": self.held_out,
                 "prefill": self._tables.prefill.to_dict(),
-                "first": self._tables.first.to_dict(),
-                "step": self._tables.step.to_dict(),
+                "steps": [table.to_dict() for table in self._tables.steps],
                 "spreads": self._spreads.tolist(),
                 "step_margins": self._step_margins.tolist(),
                 "margins": [each.to_dict() for each in self._margins],
@@ -288,12 +290,10 @@ class Predictor:
         try:
             about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
             columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
-            tables = Tables(
-                **{
-                    name: Table.from_dict(record[name], columns, tiers)
-                    for name in ("prefill", "first", "step")
-                }
+            prompts, *steps = (
+                Table.from_dict(each, columns, tiers) for each in (record["prefill"], *record["steps"])
             )
+            tables = Tables(prefill=prompts, steps=tuple(steps))
             spreads = np.asarray(record["spreads"], dtype=np.float64)
             step_margins = np.asarray(record["step_margins"], dtype=np.float64)
             held_out = float(record["held_out"])
@@ -306,8 +306,8 @@ class Predictor:
             raise FileFormatError(f"a predictor cannot be read: {error!r}") from error
         loads = tables.prefill.loads.tolist()
         parts = [len(spreads), len(step_margins), len(margins), len(first.values), len(later.values)]
-        alike = all(each.loads.tolist() == loads for each in (tables.first, tables.step))
-        if not alike or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
+        alike = all(each.loads.tolist() == loads for each in steps)
+        if not (steps and alike) or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
             raise FileFormatError(
                 f"a predictor has tables for {len(loads)} loads, and other parts for others"
             )
@@ -346,50 +346,33 @@ class Predictor:
             raise FileFormatError(f"{file} is not JSON: {error}") from error
         return cls.from_dict(record)
 
-    def _times(self, requests: Requests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Prefill, first and later step of the tables, at each load: [n, L], milliseconds."""
+    def _times(self, requests: Requests) -> Times:
+        """By the tables."""
         prefill = self._tables.prefill.at(
             requests.prompt, requests.batch, requests.prefill_terms, requests.images, requests.tier
         )
-        first, step = (
+        steps = [
             table.at(context, requests.batch, requests.step_terms, requests.images, requests.tier)
-            for table, context in (
-                (self._tables.first, requests.first_context),
-                (self._tables.step, requests.context),
-            )
-        )
-        return prefill, first, step
+            for table, context in zip(self._tables.steps, requests.contexts, strict=True)
+        ]
+        return prefill, steps[-1], rest_of(steps, requests.steps[:, None])
 
-    def _predicted(
-        self,
-        requests: Requests,
-        now: Now,
-        times: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        prefill, first, step = self._times(requests) if times is None else times
-        rest = rest_of(first, step, requests.steps[:, None]) * now.step
-        prefill, step = prefill * now.prefill, step * now.step
-        above = now.margins * scatter(self._spreads, prefill, step, rest)
-        middle, high = self._at_load(prefill + rest, above, requests.load)
-        return middle + requests.queued_ms, high + requests.queued_ms
+    def _times_of(self, ask: Ask) -> Times:
+        """The same of one, from a sheet where there may be one."""
+        at = self._places.get(ask.plan)
+        if at is None:
+            return self._times(self._describe.of([ask]))
+        sheet = self._sheets.of((ask.text_tokens, ask.images, ask.new_tokens, ask.batch, ask.after))
+        return sheet.prefill[None, :, at], sheet.step[None, :, at], sheet.rest[None, :, at]
 
-    def _at_load(
-        self, middle: np.ndarray, above: np.ndarray, load: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """From what it is at each load, [n, L], to each one's own load, [n]; more load is never less."""
-        middle, high = np.maximum.accumulate(middle, axis=1), np.maximum.accumulate(middle + above, axis=1)
-        weights = self._weights(load)
+    def _predicted(self, times: Times, weights: np.ndarray, now: Now) -> tuple[np.ndarray, np.ndarray]:
+        """Median and higher prediction, [n], at loads that lie between those of the tables by `weights`,
+        [n, L]; more load is never less."""
+        prefill, step, rest = times[0] * now.prefill, times[1] * now.step, times[2] * now.step
+        middle = prefill + rest
+        high = middle + now.margins * scatter(self._spreads, prefill, step, rest)
+        middle, high = np.maximum.accumulate(middle, axis=1), np.maximum.accumulate(high, axis=1)
         return (middle * weights).sum(axis=1), (high * weights).sum(axis=1)
-
-    def _weights(self, load: np.ndarray) -> np.ndarray:
-        """How much of each load's a time at another one is: [n] -> [n, L], rows sum to 1."""
-        loads, found = self._loads, np.zeros((len(load), len(self._loads)))
-        low, way = place(np.minimum(load, loads[-1]), loads)
-        rows = np.arange(len(load))
-        found[rows, low] = 1.0 - way
-        if len(loads) > 1:
-            found[rows, low + 1] = way
-        return found
 
     def _correct(
         self, weights: np.ndarray, prefill: float, rest: float, worked: float, prefill_ms: float | None

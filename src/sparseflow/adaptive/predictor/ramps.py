@@ -7,6 +7,9 @@ below x_0, never falls, and is linear between knots and beyond the last.
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -27,6 +30,27 @@ def place(x: np.ndarray, knots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Not by np.clip, which takes ten times as long for few points.
     low = np.minimum(np.maximum(knots.searchsorted(x, side="right") - 1, 0), len(knots) - 2)
     return low, np.maximum((x - knots[low]) / (knots[low + 1] - knots[low]), 0.0)
+
+
+def shares(x: np.ndarray, knots: np.ndarray) -> np.ndarray:
+    """How much of the value at each knot is in that at a point between two: [n] -> [n, knots], rows sum to 1.
+
+    Points before the first count as that, and points beyond the last as the last.
+    """
+    found, rows = np.zeros((len(x), len(knots))), np.arange(len(x))
+    low, way = place(np.minimum(x, knots[-1]), knots)
+    found[rows, low] = 1.0 - way
+    if len(knots) > 1:
+        found[rows, low + 1] = way
+    return found
+
+
+def filled(knots: np.ndarray, gap: float) -> np.ndarray:
+    """These knots and others evenly between them, so that none is farther than `gap` from the next."""
+    parts = [
+        np.linspace(low, high, math.ceil((high - low) / gap), endpoint=False) for low, high in pairwise(knots)
+    ]
+    return np.concatenate([*parts, knots[-1:]])
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:

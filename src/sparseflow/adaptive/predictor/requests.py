@@ -23,8 +23,7 @@ class Requests:
         prefill_terms: [n, K], of the blocks that the prefill has before it.
         step_terms: [n, K], of all blocks.
         prompt: Tokens that the prompt runs as, those of images among them.
-        first_context: Tokens that the first step looks at.
-        context: Mean number of tokens that a later step looks at.
+        contexts: Mean number of tokens that a step of each stretch looks at: [S, n].
         steps: Tokens after the first.
         images: To be seen; see `seen`.
         tier: [n] int, index into the model's tiers; 0 without image.
@@ -36,8 +35,7 @@ class Requests:
     prefill_terms: np.ndarray
     step_terms: np.ndarray
     prompt: np.ndarray
-    first_context: np.ndarray
-    context: np.ndarray
+    contexts: np.ndarray
     steps: np.ndarray
     images: np.ndarray
     tier: np.ndarray
@@ -57,12 +55,19 @@ class Describer:
         vision_tokens: Of one image, at each tier.
         plans: Those that are asked about most.
         filling: What prompts and contexts are rounded up to.
+        stretches: Of steps, that times are told of.
     """
 
     def __init__(
-        self, geometry: Geometry, vision_tokens: Mapping[Tier, int], plans: Sequence[Plan], filling: Filling
+        self,
+        geometry: Geometry,
+        vision_tokens: Mapping[Tier, int],
+        plans: Sequence[Plan],
+        filling: Filling,
+        stretches: int,
     ) -> None:
         self._geometry, self._vision, self._filling = geometry, dict(vision_tokens), filling
+        self._stretches = stretches
         self._known: dict[Plan, int] = {}
         self._whole = self._rest = np.empty((0, width(geometry)))
         self._tokens = self._tier = np.empty(0, dtype=int)
@@ -102,7 +107,7 @@ class Describer:
             to_see = to_see * [ask.after == "receipt" for ask in asks]
         return Requests(
             prefill_terms=first, step_terms=self._whole[at], prompt=self._filling.prompt(prompt),
-            first_context=self._filling.first(prompt), context=self._filling.later(prompt, new - 1.0),
+            contexts=self._filling.stretches(prompt, new - 1.0, self._stretches),
             steps=new - 1.0, images=to_see, tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
         )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Sheet:
 
     Attributes:
         prefill: [L, plans] float64, milliseconds.
-        step: Of a later one: [L, plans].
+        step: Of one of the last stretch: [L, plans].
         rest: Of all steps together: [L, plans].
     """
 
@@ -119,15 +119,18 @@ class Sheets:
         steps = np.full(len(groups), new_tokens - 1.0)
         beside = np.full(len(groups), float(batch))
         prompt = self._tables.prefill.between(self._filling.prompt(tokens), beside)
-        first = self._tables.first.between(self._filling.first(tokens), beside)
-        later = self._tables.step.between(self._filling.later(tokens, steps), beside)
+        contexts = self._filling.stretches(tokens, steps, len(self._tables.steps))
+        each = [
+            table.between(context, beside)
+            for table, context in zip(self._tables.steps, contexts, strict=True)
+        ]
         to_see = seen(images) if after == "receipt" else 0.0
         left, whole = self._terms[after == "insertion"], self._terms[False]
-        prefill, first_step, step = np.empty((3, len(self._loads), whole.shape[1]))
+        prefill, *step = np.empty((1 + len(each), len(self._loads), whole.shape[1]))
         for at, (tier, _, rows) in enumerate(groups):
             prefill[:, rows] = prompt[at] @ left[:, rows]
             if to_see and self._tables.prefill.vision.shape[1]:
                 prefill[:, rows] += to_see * self._tables.prefill.vision[:, tier, None]
-            first_step[:, rows] = first[at] @ whole[:, rows]
-            step[:, rows] = later[at] @ whole[:, rows]
-        return Sheet(prefill=prefill, step=step, rest=rest_of(first_step, step, np.array(new_tokens - 1.0)))
+            for found, coefficients in zip(step, each, strict=True):
+                found[:, rows] = coefficients[at] @ whole[:, rows]
+        return Sheet(prefill=prefill, step=step[-1], rest=rest_of(step, np.array(new_tokens - 1.0)))

@@ -9,7 +9,7 @@ do not either.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,21 @@ class Table:
         below, step = place(batch, self.batches)
         first = along(below)
         return first + step[:, None, None] * (along(below + 1) - first)
+
+    def filled(self, loads: np.ndarray) -> Table:
+        """The same times, given at more loads: [L'], those that there are and some between them."""
+        low, way = place(loads, self.loads)
+        high = np.minimum(low + 1, len(self.loads) - 1)
+
+        def along(values: np.ndarray) -> np.ndarray:
+            rise = way.reshape(-1, *[1] * (values.ndim - 1))
+            found = (1.0 - rise) * values[low] + rise * values[high]
+            # What does not rise shall not fall by a rounding either.
+            return np.maximum.accumulate(found, axis=0)
+
+        return replace(
+            self, loads=loads, coefficients=along(self.coefficients), vision=along(self.vision)
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""

@@ -85,7 +85,7 @@ class EngineRunner:
         mix: Mix | None = None,
         group: int | None = None,
         graphs: bool = True,
-        settle_s: float = 4.0,
+        settle_s: float = 8.0,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ _ALONE = 24
 """Requests that tell what one takes alone."""
 _RATES = 4
 """Rates that are measured for a load at most."""
-_NEAR = 0.05
+_NEAR = 0.03
 """Relative error of a load at which no other rate is tried."""
 _FAR = 0.2
 """Relative error that no measured rate may exceed, beside the chance of few requests."""
@@ -93,7 +93,7 @@ class Others:
         prompts: Prompts,
         mix: Mix,
         *,
-        settle_s: float = 4.0,
+        settle_s: float = 8.0,
         seed: int = 0,
     ) -> None:
         self._engine, self._plans, self._prompts, self._mix = engine, tuple(plans), prompts, mix
