@@ -13,8 +13,9 @@ server's way from there on, below HTTP: read, prepared by a thread, let in or re
 `--http` there is uvicorn and a client of this machine, too. Times count from the moment that a request was
 due, so that a late event loop is not forgiven, to the last token (with `--http`, to the end of the answer).
 
-Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, else noise with random
-words. Budgets are drawn, evenly by their logarithms, from the least that an idle server promises to
+Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, each with as many tokens as
+the longest answer to its kind of question has; else noise with random words. Budgets are drawn, evenly by
+their logarithms, from the least that an idle server promises to
 `--dearest` times what 99 of 100 requests by the dearest plan stay below. Capacity is what ends in a second
 where as many such requests as there are slots are under way at any time, none refused; the load is a share of
 it, and arrivals are Poisson. The share of time in which the engine works is told beside it.
@@ -68,12 +69,14 @@ class Question:
     Attributes:
         content: Of the user's message.
         answer: The right one; None where there is none.
+        new_tokens: Most of an answer, as its client asks for it.
         prompt: As the server makes it.
         budgets_ms: From the least that a plan keeps, and up to.
     """
 
     content: list[dict[str, Any]]
     answer: str | None
+    new_tokens: int
     prompt: Prompt | None = None
     budgets_ms: tuple[float, float] = (0.0, 0.0)
 
@@ -120,12 +123,11 @@ Ask = Callable[[bytes, float], Awaitable[dict[str, Any]]]
 
 
 def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
-    """Some of the test split, or noise."""
+    """Some of the test split, or noise. A client knows of what kind its question is, and asks for no more
+    tokens than the longest answer to one of that kind has."""
     from sparseflow.adaptive.grid_vqa.model import SETTINGS
 
-    def question(canvas: np.ndarray | None, text: str, answer: str | None) -> Question:
-        return Question(content=content_of(text, canvas), answer=answer)
-
+    words = service.prompts.tokenizer
     if (asked.model / SETTINGS).is_file():
         from sparseflow.adaptive.grid_vqa.dataset import Data
         from sparseflow.adaptive.grid_vqa.settings import settings_of
@@ -133,35 +135,45 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
         data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives, asked.model))
-        samples = data.samples("test", asked.questions)
-        return [question(each.canvas, each.question, each.answer) for each in samples]
-    random, words = np.random.default_rng(asked.seed), service.prompts.tokenizer
+        samples = list(data.samples("test", asked.questions))
+        longest: dict[str, int] = {}
+        for each in samples:
+            length = 1 + len(words.encode(each.answer, add_special_tokens=False))
+            longest[each.kind] = max(length, longest.get(each.kind, 0))
+        return [
+            Question(
+                content=content_of(each.question, each.canvas), answer=each.answer,
+                new_tokens=min(longest[each.kind], asked.new_tokens),
+            )
+            for each in samples
+        ]  # fmt: skip
+    random = np.random.default_rng(asked.seed)
     found = []
     for _ in range(asked.questions):
         text = words.decode(random.integers(3, 1000, size=12).tolist(), skip_special_tokens=True)
         canvas = random.integers(0, 256, (96, 96, 3), np.uint8) if service.prompts.takes_images else None
-        found.append(question(canvas, text, None))
+        content = content_of(text, canvas)
+        found.append(Question(content=content, answer=None, new_tokens=asked.new_tokens))
     return found
 
 
-def body(
-    asked: argparse.Namespace, service: Service, question: Question, budget_ms: float, **more: str
-) -> bytes:
+def body(service: Service, question: Question, budget_ms: float, **more: str) -> bytes:
     """As a client sends it."""
     content = {
         "model": service.model, "messages": [{"role": "user", "content": question.content}],
-        "max_tokens": asked.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms, **more,
+        "max_tokens": question.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms,
+        **more,
     }  # fmt: skip
     return json.dumps(content).encode()
 
 
 def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
     """Find prompt and budgets of a question, on an idle server."""
-    prepared = service._prepared(body(asked, service, each, 1.0), {})
-    prompt, least_ms = prepared.prompt, service._idle_ms(prepared, asked.new_tokens)
+    prepared = service._prepared(body(service, each, 1.0), {})
+    prompt, least_ms = prepared.prompt, service._idle_ms(prepared, each.new_tokens)
     _, dearest = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
-        new_tokens=asked.new_tokens,
+        new_tokens=each.new_tokens,
     )  # fmt: skip
     each.prompt = prompt
     each.budgets_ms = (least_ms, max(asked.dearest * float(dearest.max()), 1.01 * least_ms))
@@ -268,7 +280,7 @@ class Run:
 
         async def one_after_the_other() -> None:
             while drawn:
-                content = body(self._asked, self._service, *drawn.pop(), on_infeasible="best_effort")
+                content = body(self._service, *drawn.pop(), on_infeasible="best_effort")
                 await self._ask(content, time.perf_counter())
                 ended.append(time.perf_counter())
 
@@ -301,7 +313,7 @@ class Run:
         base: dict[str, Any] = {"phase": phase, "due_s": due_s - began_s, "budget_ms": budget_ms}
         keep = self.sent.append if phase is not None else _forget
         try:
-            told = await self._ask(body(self._asked, self._service, question, budget_ms), due_s)
+            told = await self._ask(body(self._service, question, budget_ms), due_s)
             predicted = told["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
             found = {
                 "plan": told["plan"]["id"], "p50_ms": predicted["p50"], "p99_ms": predicted["p99"],
@@ -483,9 +495,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--archives", type=Path, action="append", help="of images, where they are elsewhere than in training"
     )
-    parser.add_argument(
-        "--new-tokens", type=int, default=16, help="most of an answer; Grid-VQA's longest has 9"
-    )
+    parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer")
     parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
     parser.add_argument("--plans", type=int, default=12, help="as of `serve`")
     parser.add_argument("--batch", type=int, help="as of `serve`")

@@ -119,10 +119,10 @@ def test_one_request_that_fails_is_one_outcome(script: Any, tmp_path: Path) -> N
             raise found
         return found
 
-    question = load.Question(content=[], answer="2", budgets_ms=(5.0, 6.0))
+    question = load.Question(content=[], answer="2", new_tokens=3, budgets_ms=(5.0, 6.0))
     service = SimpleNamespace(model="m", backend=object.__new__(load.EngineBackend))
     service.backend._engine = SimpleNamespace(worked_s=0.0)
-    run = load.Run(SimpleNamespace(seed=0, new_tokens=3), service, ask, [question])
+    run = load.Run(SimpleNamespace(seed=0), service, ask, [question])
     asyncio.run(run.arrivals(load.Segment(phase=0, rate=1e3, count=4)))
     assert sorted(each.outcome for each in run.sent) == [
         "answered", "error: JSONDecodeError", "error: KeyError", "error: OSError"

@@ -215,6 +215,23 @@ def test_a_margin_gives_up_the_latest_scores_last() -> None:
     assert kept.value == 0.0 and kept.to_dict() == Margin(0.05, np.zeros(100)).to_dict()
 
 
+def test_a_crowd_that_met_an_idle_machine_is_not_remembered_for_ever() -> None:
+    found = Predictor.from_dict(content())
+    idle = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6)
+    busy = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6, load=0.7)
+    (p50, other), (p99, _) = found.predict([idle, busy])
+    for _ in range(10):
+        found.observe(idle, 5.0 * p50)
+    assert found.predict([idle])[1][0] > 4.0 * p50
+    for _ in range(150):
+        found.observe(busy, other)
+    assert found.predict([idle])[1][0] > 4.0 * p50
+    for _ in range(1500):
+        found.observe(busy, other)
+    (now,), (high,) = found.predict([idle])
+    assert now == pytest.approx(p50, rel=0.1) and high == pytest.approx(p99, rel=0.1)
+
+
 def test_waiting_is_not_taken_for_work() -> None:
     found = Predictor.from_dict(content())
     ask = Ask(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=6, queued_ms=500.0)

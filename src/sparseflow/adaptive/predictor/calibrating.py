@@ -32,6 +32,9 @@ LEVELS = 4
 """Most loads of a profile that are told apart."""
 NEAR = 0.2
 """How far loads of a predictor lie apart at most: what is learnt beside some load says nothing of none."""
+ALONE = 0.02
+"""The least load of a predictor but none: beside more of it, more than one request in a hundred meets others,
+which is what the higher prediction is about."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,13 +77,15 @@ class Calibrated:
     tiers: tuple[Tier, ...]
 
     def filled(self) -> Calibrated:
-        """The same at more loads, none farther than `NEAR` from the next.
+        """The same at more loads: `ALONE`, and others, so that none is farther than `NEAR` from the next.
 
         Between two that were measured nobody knows yet what predictions are missed by: scores are those of
         both, so the longer tail counts.
         """
         known = self.tables.prefill.loads
         loads = filled(known, NEAR)
+        if known[0] == 0.0 and len(known) > 1 and loads[1] > ALONE:
+            loads = np.insert(loads, 1, ALONE)
         share = shares(loads, known)
 
         def of_both(scores: list[np.ndarray]) -> list[np.ndarray]:

@@ -237,7 +237,10 @@ class Predictor:
             scale = scatter(
                 here @ self._spreads, prefill * (here @ now.prefill), step * factor, rest * factor
             )
-            self._margins[int(here.argmax())].add(float((worked - p50) / scale), missed=worked > p99)
+            nearest = int(here.argmax())
+            self._margins[nearest].add(float((worked - p50) / scale), missed=worked > p99)
+            for other in (*self._margins[:nearest], *self._margins[nearest + 1 :]):
+                other.elsewhere()
             self._correct(here, float(prefill), float(rest), worked, prefill_ms)
             self._now = self._settled()
 

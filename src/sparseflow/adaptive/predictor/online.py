@@ -1,8 +1,8 @@
 """Learning from requests as they end: factors for a machine that drifts, margins that keep their promise.
 
 Factors: of each phase, at each load, the exponentially weighted median of measured over table. A median,
-since what comes now and then must move margins and not the middle. A load of which little was seen follows
-all others.
+since what comes now and then must move margins and not the middle. A load of which little was seen, or
+nothing for long, follows all others.
 
 Margins: adaptive conformal inference (Gibbs & Candès 2021). With m the asked share of misses, the share asked
 for next, m_t, moves by ::
@@ -11,7 +11,8 @@ for next, m_t, moves by ::
 
 and the margin is the quantile 1 - m_t of the latest scores. Whatever the scores do, the share of misses comes
 to m. m_t is kept between m / 20 and 5 m: at the lower end the margin is far beyond every score seen, and what
-a machine once did shall not be paid for hours later.
+a machine once did shall not be paid for hours later. For the same reason a load that none of many requests
+had, such as that of an idle machine once a crowd has come, is again what it was profiled as.
 
 Who refuses requests by what is predicted sees none of them end, so a prediction that has grown too high would
 stay so. `forget` goes back towards what was known at the beginning, as far as asked.
@@ -30,6 +31,10 @@ from sparseflow.errors import FileFormatError
 
 WINDOW = 600
 """Latest scores at one load that a margin is from."""
+_STALE = 200
+"""Requests at other loads after which a margin is what it was at the beginning."""
+_AWAY = 0.005
+"""What observations weigh less with each request at other loads: half of the weight is gone after 140."""
 _MEMORY = 64
 _FADE = 0.95
 """What an observation weighs less with each later one: half of the weight is in the last 14."""
@@ -113,6 +118,8 @@ class Factors:
         for middle, weight in zip(self._at, weights.tolist(), strict=True):
             if weight > 0.0:
                 middle.add(math.log(ratio), weight)
+            else:
+                middle.forget(_AWAY)
         self._settle()
 
     def forget(self, share: float) -> None:
@@ -156,7 +163,7 @@ class Margin:
     def __init__(self, miss: float, scores: np.ndarray) -> None:
         self._miss = self._now = miss
         self._scores = self._given = np.array(scores, dtype=np.float64)[-WINDOW:]
-        self._seen = 0
+        self._seen = self._away = 0
         self.value = margin(self._scores, miss)
 
     def add(self, score: float, *, missed: bool) -> None:
@@ -169,8 +176,14 @@ class Margin:
         moved = self._now + _STEP * (self._miss - missed)
         self._now = min(max(moved, self._miss * _LEAST), self._miss * _MOST)
         self._scores = np.append(self._scores[-(WINDOW - 1) :], score)
-        self._seen = min(self._seen + 1, WINDOW)
+        self._seen, self._away = min(self._seen + 1, WINDOW), 0
         self.value = margin(self._scores, self._now)
+
+    def elsewhere(self) -> None:
+        """A request ended that was at another load."""
+        self._away += 1
+        if self._away == _STALE:
+            self.forget(1.0)
 
     def forget(self, share: float) -> None:
         """Let so much of what was added go, the oldest first, and what it did to the share of misses."""
