@@ -191,8 +191,8 @@ def load(record: Fields) -> Iterator[Fields]:
         "claim": f"accepted requests within their budget, {steady['requests']} at random times, "
         f"{steady['requests_per_s']:.0f} a second ({_percent(record['settings']['load'])} of capacity; the "
         f"engine worked {_percent(steady['utilisation'])} of the time; p50 {steady['p50_ms']:.1f} ms); of "
-        f"all requests {_percent(every['share'])}, {_percent(steady['infeasible_share'])} could not be met "
-        f"by any plan and {_percent(steady['shed_share'])} were shed",
+        f"all requests {_percent(every['share'])} were: {_percent(steady['infeasible_share'])} were told "
+        f"that no plan keeps their budget, and {_percent(steady['shed_share'])} were shed",
         "value": kept, "unit": "%", "target": ">= 99", "met": kept >= 99.0, "baseline": None,
     }  # fmt: skip
     step = record.get("step")

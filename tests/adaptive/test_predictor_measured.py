@@ -32,7 +32,7 @@ def held_out() -> Held:
         known = tuple(visit for visit in profile.timed if visit.plan.id not in part)
         predictor = Predictor.fit(replace(profile, visits=known))
         unknown = [visit for visit in profile.timed if visit.plan.id in part]
-        for tokens in (1, 2, 5):
+        for tokens in (1, 2, 4, 7):
             asks = [
                 Ask(
                     plan=visit.plan, text_tokens=visit.text_tokens, images=int(visit.plan.tier is not None),
@@ -46,13 +46,15 @@ def held_out() -> Held:
 
 
 def test_half_of_the_requests_are_below_the_median_however_they_are_run(held_out: Held) -> None:
-    assert {(batch, load) for batch, load, _ in held_out} == {(1, 0.0), (1, 0.7), (8, 0.0), (8, 0.7)}
+    assert {(batch, load) for batch, load, _ in held_out} == {
+        (b, load) for b in (1, 4, 8) for load in (0.0, 0.7)
+    }
     for (_, _, tokens), rows in held_out.items():
         below = np.mean([visit.total_ms(tokens) <= p50 for visit, p50 in rows])
         assert 0.4 < below < 0.6
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7])
 def test_medians_alone(held_out: Held, tokens: int) -> None:
     cells = defaultdict(list)
     for visit, p50 in held_out[1, 0.0, tokens]:

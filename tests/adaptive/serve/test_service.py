@@ -14,7 +14,7 @@ from PIL import Image
 
 from sparseflow.adaptive.serve import answer as answers
 from sparseflow.adaptive.serve.answer import Answer
-from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Started, Tokens
+from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Prompt, Started, Tokens
 from sparseflow.adaptive.serve.chat import Prompts
 from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.refusal import Refusal
@@ -235,6 +235,22 @@ def test_where_predictions_are_too_short_the_least_is_more() -> None:
             await ask(service, latency_budget_ms=90_000)
         assert caught.value.more["least_feasible_ms"] > 1.3 * first
 
+    scene(story, Still(least_ms=100_000.0))
+
+
+def test_waits_of_threads_are_not_in_the_least_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(service: Service, backend: Still) -> None:
+        with pytest.raises(Refusal) as caught:
+            await ask(service, latency_budget_ms=1_000)
+        assert caught.value.more["least_feasible_ms"] < 100_300
+
+    real = Prompts.prompt
+
+    def waiting(self: Prompts, *given: Any) -> Prompt:
+        time.sleep(0.3)
+        return real(self, *given)
+
+    monkeypatch.setattr(Prompts, "prompt", waiting)
     scene(story, Still(least_ms=100_000.0))
 
 
