@@ -367,8 +367,10 @@ def summary(sent: Sequence[Sent], seconds: float, worked_s: float) -> dict[str, 
     for each in answered:
         plans[each.plan] = plans.get(each.plan, 0) + 1
     met = sum(each.met for each in answered)
+    budgets = [each.budget_ms for each in sent] or [math.nan]
     return {
         "requests": len(sent), "seconds": seconds, "requests_per_s": len(sent) / seconds,
+        "budget_ms": np.quantile(budgets, (0.0, 0.5, 1.0)).tolist(),
         "attainment": share(met, len(answered) + failed), "attainment_of_all": share(met, len(sent)),
         "attainment_of_feasible": share(met, len(sent) - infeasible),
         "refused": refused, "failed": failed,

@@ -185,10 +185,11 @@ def load(record: Fields) -> Iterator[Fields]:
     """Requests with budgets under load, and a step of it (line 4)."""
     common: Fields = {"command": _MAKE.format("load", "figures")}
     steady, every = record["steady"], record["steady"]["attainment_of_all"]
-    kept = round(100.0 * steady["attainment"]["share"], 2)
+    kept, (low, middle, most) = round(100.0 * steady["attainment"]["share"], 2), steady["budget_ms"]
     yield common | {
         "id": "adaptive/4-attainment",
-        "claim": f"accepted requests within their budget, {steady['requests']} at random times, "
+        "claim": f"accepted requests within their budget, {steady['requests']} at random times with budgets "
+        f"of {low:.0f} to {most:.0f} ms, half of them below {middle:.0f}, "
         f"{steady['requests_per_s']:.0f} a second ({_percent(record['settings']['load'])} of capacity; the "
         f"engine worked {_percent(steady['utilisation'])} of the time; p50 {steady['p50_ms']:.1f} ms); of "
         f"all requests {_percent(every['share'])} were: {_percent(steady['infeasible_share'])} were told "
