@@ -16,9 +16,9 @@ due, so that a late event loop is not forgiven, to the last token (with `--http`
 Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, each asked for as many
 tokens as the longest answer to its kind of question has; else noise with random words. Budgets are drawn,
 evenly by their logarithms, from the least that an idle server promises to `--dearest` times what 99 of 100
-requests by the dearest plan stay below. Capacity is what ends in a second where as many such requests as there
-are slots are under way at any time, none refused; the load is a share of it, and arrivals are Poisson. The
-share of time in which the engine works is told beside it.
+requests by the dearest plan stay below. Capacity is what ends in a second where as many such requests as
+there are slots are under way at any time, none refused; the load is a share of it, and arrivals are Poisson.
+The share of time in which the engine works is told beside it.
 
 Told: attainment of requests that were let in with a promise, and over all; what was shed (429) or could not
 be met (422); right answers; and after the step, when attainment of a sliding second is back for good. Every

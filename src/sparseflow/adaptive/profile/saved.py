@@ -132,13 +132,14 @@ class Profile:
             "environments": [dict(e) for e in self.environments],
         }
         leaves = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in table.schema]
+        # No two times are the same, but their highest bytes are.
+        packed: dict[str, Any] = {
+            "compression": "zstd",
+            "column_encoding": {name: "BYTE_STREAM_SPLIT" for name in _TIMES},
+            "use_dictionary": [name for name in leaves if name not in _TIMES],
+        }
         sink = pa.BufferOutputStream()
-        pq.write_table(
-            table.replace_schema_metadata({"sparseflow": json.dumps(told)}), sink, compression="zstd",
-            # No two times are the same, but their highest bytes are.
-            column_encoding={name: "BYTE_STREAM_SPLIT" for name in _TIMES},
-            use_dictionary=[name for name in leaves if name not in _TIMES],
-        )  # fmt: skip
+        pq.write_table(table.replace_schema_metadata({"sparseflow": json.dumps(told)}), sink, **packed)
         write_atomic(Path(path), sink.getvalue().to_pybytes())
 
 
