@@ -289,7 +289,10 @@ class Predictor:
             FileFormatError: It is something else, or a figure of it is NaN, negative or out of range.
         """
         if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
-            raise FileFormatError("this is no predictor of this version of SparseFlow")
+            raise FileFormatError(
+                "this is no predictor of this version of SparseFlow; `sparseflow adaptive profile` into the same "
+                "profile fits one again"
+            )
         try:
             about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
             columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
