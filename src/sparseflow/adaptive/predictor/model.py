@@ -290,8 +290,8 @@ class Predictor:
         """
         if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
             raise FileFormatError(
-                "this is no predictor of this version of SparseFlow; `sparseflow adaptive profile` into the same "
-                "profile fits one again"
+                "this is no predictor of this version of SparseFlow; `sparseflow adaptive profile` into the "
+                "same profile fits one again"
             )
         try:
             about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
