@@ -169,7 +169,8 @@ def body(service: Service, question: Question, budget_ms: float, **more: str) ->
 
 def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
     """Find prompt and budgets of a question, on an idle server."""
-    prepared = service._prepared(body(service, each, 1.0), {})
+    # By a thread of the server's: those compute alone, and what they take is in the least budget.
+    prepared = service._threads.submit(service._prepared, body(service, each, 1.0), {}).result()
     prompt, least_ms = prepared.prompt, service._idle_ms(prepared, each.new_tokens)
     _, dearest = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sparseflow.adaptive.plan import Plan
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.predictor.stretches import before, counts, stretches
-from sparseflow.adaptive.profile import Timed, profile, spread
+from sparseflow.adaptive.profile import Profile, Timed, profile, spread
 from tests.adaptive.fake_runner import FakeRunner, space
 
 SPACE = space()
@@ -61,3 +62,30 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
         taken = [runner.request(plan, 40, 1, new_tokens - 1) for _ in range(800)]
         middle = np.median([timed.prefill_ms + sum(timed.steps_ms) for timed in taken])
         assert found.predict([ask])[0][0] == pytest.approx(middle, rel=0.06)
+
+
+def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
+    def profiled(steps: int, plans: int) -> Profile:
+        return profile(
+            FakeRunner(), SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 20)[:plans],
+            repeats=2, steps=steps, warmup=0,
+        )  # fmt: skip
+
+    profiled(4, 20)
+    found = Predictor.fit(profiled(12, 1))
+    ask = Ask(plan=SPACE.plans[100], text_tokens=40, images=1, new_tokens=65)
+    timed = FakeRunner(noise=0.0).request(SPACE.plans[100], 40, 1, 64)
+    assert found.predict([ask])[0][0] == pytest.approx(timed.prefill_ms + sum(timed.steps_ms), rel=0.08)
+
+
+def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Path) -> None:
+    runner = FakeRunner()
+    found = Predictor.fit(
+        profile(
+            runner, SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 10), loads=(0.7,),
+            repeats=2, steps=3, load=runner.busy, warmup=0,
+        )
+    )  # fmt: skip
+    size: dict[str, Any] = {"text_tokens": 40, "images": 1, "new_tokens": 3}
+    ask = Ask(plan=SPACE.plans[100], **size)
+    assert found.predict_all(**size)[0][100] == pytest.approx(found.predict([ask])[0][0])

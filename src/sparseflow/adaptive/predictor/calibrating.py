@@ -32,6 +32,8 @@ LEVELS = 4
 """Most loads of a profile that are told apart."""
 NEAR = 0.2
 """How far loads of a predictor lie apart at most: what is learnt beside some load says nothing of none."""
+_ENOUGH = 0.25
+"""Share of visits that reach a stretch of steps that is told apart."""
 ALONE = 0.02
 """The least load of a predictor but none: beside more of it, more than one request in a hundred meets others,
 which is what the higher prediction is about."""
@@ -160,7 +162,8 @@ def _columns(profile: Profile, visits: Sequence[Visit]) -> tuple[Measured, ...]:
         count=np.ones(len(visits)), **shared,
     )  # fmt: skip
     shared["images"] = np.zeros(len(visits))
-    many = stretches(int(steps.max()))
+    # A few long visits do not tell how all others would go on.
+    many = stretches(int(np.quantile(steps, 1.0 - _ENOUGH, method="lower")))
     each, contexts = counts(steps, many), filling.stretches(prompt, steps, many)
 
     def until(visit: Visit, stretch: int) -> float:
@@ -182,6 +185,8 @@ def _fit(phases: tuple[Measured, ...], rows: np.ndarray, loads: np.ndarray, prof
     steps: list[Table] = []
     for phase in phases[1:]:
         went_on = rows[np.isfinite(phase.ms[rows])]
+        if not len(went_on) and not steps:
+            raise InputError("too few of the profile's plans and lengths have steps: profile more")
         if not len(went_on):
             # Of these nothing is known but that they are steps.
             steps.append(steps[-1])

@@ -92,7 +92,7 @@ class Predictor:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Those that times were measured at, ascending; of others only what lies between is known."""
+        """Those that times are told at, ascending: those of the profile, and some between them."""
         return tuple(self._loads.tolist())
 
     @classmethod

@@ -11,8 +11,8 @@ for next, m_t, moves by ::
 
 and the margin is the quantile 1 - m_t of the latest scores. Whatever the scores do, the share of misses comes
 to m. m_t is kept between m / 20 and 5 m: at the lower end the margin is far beyond every score seen, and what
-a machine once did shall not be paid for hours later. For the same reason a load that none of many requests
-had, such as that of an idle machine once a crowd has come, is again what it was profiled as.
+a machine once did shall not be paid for hours later. For the same reason the margin of a load that none of
+many requests had, such as that of an idle machine once a crowd has come, is again the profile's.
 
 Who refuses requests by what is predicted sees none of them end, so a prediction that has grown too high would
 stay so. `forget` goes back towards what was known at the beginning, as far as asked.

@@ -22,7 +22,7 @@ from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.errors import InputError
 
 _MOST = 256
-"""Sheets that are kept; one of 225 plans and four loads is about 14 kB."""
+"""Sheets that are kept; one of 225 plans and six loads is about 54 kB."""
 
 Size = tuple[int, float, int, int, After]
 """Text tokens, images, new tokens, batch, and how far the request has come."""
@@ -105,7 +105,7 @@ class Sheets:
     def between(self, load: float) -> tuple[int, float]:
         """Which load of the tables is the next lower one, and the way from there to the next, 0 to 1."""
         loads = self._loads
-        if load >= loads[-1]:
+        if load >= loads[-1] or len(loads) == 1:
             return len(loads) - 1, 0.0
         low = max(bisect_right(loads, load) - 1, 0)
         return low, max(load - loads[low], 0.0) / (loads[low + 1] - loads[low])
