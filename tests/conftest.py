@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparseflow.core import jsonl
+from sparseflow.core import journal
 from tests import interpreted
 
 # Tensors here are small: a second thread only waits, and sums in another order differ. Processes that tests
@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds a folder locked does not wait; for tests that hold the lock themselves all the time."""
-    monkeypatch.setattr(jsonl, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(journal, "_PATIENCE_S", 0.0)
 
 
 @pytest.fixture

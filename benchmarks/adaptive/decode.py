@@ -46,9 +46,9 @@ from sparseflow.adaptive.runtime.fused import TOLERANCE, Fused
 from sparseflow.adaptive.runtime.graphs import Graphs
 from sparseflow.adaptive.runtime.prefill import Prefill
 from sparseflow.adaptive.runtime.steps import Steps, decode_plan
-from sparseflow.core.ceilings import ceilings
-from sparseflow.core.environment import environment
-from sparseflow.core.extras import version
+from sparseflow.core.ceilings import measure_ceilings
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.extras import get_version
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import Comparison, compare
 
@@ -419,8 +419,12 @@ def main() -> int:
     asked.prompts = asked.prompts or ([64] if kind == "cpu" else [432, 1872])
     torch.set_grad_enabled(False)
     record: dict[str, Any] = {
-        "environment": environment(asked.device, seed=asked.seed)
-        | {"torch": torch.__version__, "transformers": version("transformers"), "triton": version("triton")},
+        "environment": collect_environment(asked.device, seed=asked.seed)
+        | {
+            "torch": torch.__version__,
+            "transformers": get_version("transformers"),
+            "triton": get_version("triton"),
+        },
         "settings": {name: value for name, value in vars(asked).items() if name != "out"},
         "same_tokens": same_tokens(asked),
     }
@@ -438,7 +442,7 @@ def main() -> int:
         flush=True,
     )
     if not wrong:
-        rate = ceilings(asked.device).bytes_per_s
+        rate = measure_ceilings(asked.device).bytes_per_s
         record["bytes_per_s"] = rate
         record["steps"] = []
         for plan in plans:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import PlanError
 from tests.adaptive import tiny
@@ -252,7 +252,7 @@ def main() -> int:
                     flush=True,
                 )
     record = {
-        "environment": environment("cpu", seed=asked.seed),
+        "environment": collect_environment("cpu", seed=asked.seed),
         "transformers": metadata.version("transformers"),
         "settings": {name: value for name, value in vars(asked).items() if name != "out"},
         "tolerance": TOLERANCE, "columns": COLUMNS, "cases": cases,

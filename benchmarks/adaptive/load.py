@@ -51,7 +51,7 @@ from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.cli.adaptive.requests import app_of
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 TARGET, RECOVERY_S = 0.99, 5.0
@@ -526,7 +526,7 @@ def main(given: Sequence[str] | None = None) -> int:
         back = found["step"]["recovery"]
         met = met and (back["back_after_s"] <= RECOVERY_S or back["refused_rightly"]["share"] == 1.0)
     record = {
-        "environment": environment(asked.device, seed=asked.seed), "settings": settled(asked),
+        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settled(asked),
         "target": {"attainment": TARGET, "recovery_s": RECOVERY_S}, "met": met, **found,
         "samples": asked.out.with_suffix(".parquet").name, "phases": PHASES,
     }  # fmt: skip

@@ -45,7 +45,7 @@ from sparseflow.adaptive.profile.others import Given, whole
 from sparseflow.adaptive.profile.prompts import Prompts
 from sparseflow.adaptive.runtime.engine import Engine
 from sparseflow.adaptive.runtime.requests import Decider, Finished, Request
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 TARGET = 0.01
@@ -211,7 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     print("on the host, us:", host["median_us"])
     worst = max(each["overhead"][0] for each in found)
     record = {
-        "environment": environment(asked.device, seed=asked.seed), "settings": settings,
+        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settings,
         "plans_of_the_model": len(space), "columns": COLUMNS, "target": TARGET,
         "met": math.isfinite(worst) and worst < TARGET, "cases": found, "host": host,
         "unrecorded": unrecorded,

@@ -55,7 +55,7 @@ from sparseflow.adaptive.profile import (
     profile,
     spread,
 )
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import measure
 
@@ -336,7 +336,7 @@ def main(given: Sequence[str] | None = None) -> int:
     low, high = TARGETS["coverage"]
     met = all(row["mape"] < TARGETS["mape"] and low <= row["learning_coverage"] <= high for row in rows)
     record = {
-        "environment": environment(asked.device, seed=asked.seed),
+        "environment": collect_environment(asked.device, seed=asked.seed),
         "settings": settings,
         "took": took,
         "profile": {

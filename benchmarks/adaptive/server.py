@@ -46,7 +46,7 @@ from sparseflow.adaptive.serve.backend import Event, Job, Prompt, Tokens
 from sparseflow.adaptive.serve.images import decode
 from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.serve.schema import ImagePart, Message
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 _LOUD = 0.4
@@ -239,7 +239,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 }
             )  # fmt: skip
     return {
-        "environment": environment(asked.device, seed=asked.seed), "settings": settled(asked),
+        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settled(asked),
         "client": openai.__version__, "plans": [plan.id for plan in plans], "samples": samples,
         "equal": sum(each["equal"] for each in samples),
         "streamed": sum(each["stream"] for each in samples),

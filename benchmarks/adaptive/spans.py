@@ -44,7 +44,7 @@ from sparseflow.adaptive.runtime.handle import Handle
 from sparseflow.adaptive.runtime.requests import Request
 from sparseflow.adaptive.study import findings
 from sparseflow.adaptive.worth import pareto
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 TOLD = {"alone": ("alone_ms", 0.5), "at_rate": ("at_rate_ms", 0.5), "at_rate_p95": ("at_rate_ms", 0.95)}
@@ -180,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for row, plan in zip(rows, plans, strict=True)
     ]  # fmt: skip
     record = {
-        "environment": environment(asked.device, seed=asked.seed), "settings": settings,
+        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settings,
         "size": found["size"], "samples": found["samples"],
         "dearest": dearest.id, "capacity_per_s": capacity, "rate_per_s": rate,
         **{name: told(kept, *of) for name, of in TOLD.items()}, "plans": kept,

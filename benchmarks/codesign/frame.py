@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 
@@ -37,7 +37,7 @@ def begun(asked: argparse.Namespace, *, device: str = "cpu") -> dict[str, Any]:
     settings.pop("out", None)
     # JSON knows no infinity.
     settings = {name: None if value == math.inf else value for name, value in settings.items()}
-    return {"environment": environment(device, seed=asked.seed), "settings": settings}
+    return {"environment": collect_environment(device, seed=asked.seed), "settings": settings}
 
 
 def logits_tolerance(dtype: str, *, split: bool) -> float:

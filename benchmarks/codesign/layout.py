@@ -25,7 +25,7 @@ from frame import begun, ended, options
 from scipy.optimize import quadratic_assignment
 
 from sparseflow.codesign.layout import Assignment, Instance, assign, assign_batch, cost, read_qaplib
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 
 SAME = 4
 """Restarts of a batch whose permutations are compared with those of the core."""
@@ -132,7 +132,7 @@ def main() -> int:
         parser.error(f"there is no such *.qap file in {asked.qaplib}")
     told = begun(asked, device=asked.device) | {"instances": {}}
     if asked.device != "cpu":
-        told["core"] = environment("cpu", seed=asked.seed)
+        told["core"] = collect_environment("cpu", seed=asked.seed)
     wrong = []
     print(f"{'':10s} {'':14s} {'best':>10s} {'gap':>7s} {'mean gap':>8s} {'s/restart':>9s} {'M swaps/s':>9s}")
     for file in files:

@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 import torch
 from onnx import numpy_helper
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import SparseFlowError
 from sparseflow.latency import onnx_file, sources
@@ -210,7 +210,7 @@ def main() -> int:
     beside = asked.out.with_suffix(".parquet")
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     pairs = load_pairs(beside, set(record["rows"]))
-    record["environment"] = environment()
+    record["environment"] = collect_environment()
     record["onnx"], record["onnxruntime"] = onnx.__version__, onnxruntime.__version__
     record["provider"] = asked.provider
     sizes = list(dict.fromkeys(shape.split("x")[1] for shape in (*asked.shapes, *asked.check)))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.environment import git_revision
+from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.latency import dataset, validate
 from sparseflow.latency.collect import read_plan
@@ -139,7 +139,7 @@ def main() -> int:
     data = dataset.load(asked.collections)
     record = {
         "fingerprint": data.fingerprint.to_dict(),
-        "git": git_revision(),
+        "git": get_git_revision(),
         "collected": [
             {k: plan.environment.get(k) for k in ("time", "git", "device", "platform")}
             | {"rounds": plan.config["rounds"], "levels": plan.config["levels"]}

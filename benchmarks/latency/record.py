@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.claims import update
-from sparseflow.core.environment import git_revision
+from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.latency.graph import Graph, analyze
 
@@ -252,7 +252,7 @@ def main() -> int:
     parser.add_argument("--device", help="what it ran on, where the file does not tell")
     asked = parser.parse_args()
     for fields in parts[asked.part](asked.file, asked):
-        today = {"git": git_revision() or "unknown", "date": datetime.date.today()}
+        today = {"git": get_git_revision() or "unknown", "date": datetime.date.today()}
         found = update(RESULTS, today | fields)
         print(f"{'met ' if found.met else 'NOT MET'} {found.id}: {found.value} {found.unit} ({found.target})")
     return 0

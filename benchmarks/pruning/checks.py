@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     asked = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment("cpu")}
+    record: dict[str, Any] = {"environment": collect_environment("cpu")}
     record["lines"] = {name: ran(arguments) for name, arguments in LINES.items()}
     for name, cases in record["lines"].items():
         passed = sum(case["outcome"] == "passed" for case in cases)

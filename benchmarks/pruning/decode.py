@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.environment import environment
-from sparseflow.core.extras import require, version
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.extras import get_version, require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import RunError
 from sparseflow.pruning.data.video import decode, open_video
@@ -112,8 +112,8 @@ def main() -> int:
         made = [generate(Path(folder) / f"{place}.avi", place) for place in range(asked.generate)]
         found = measure([*asked.files, *made], asked)
     record = {
-        "environment": environment("cpu", seed=SEED),
-        "av": version("av"),
+        "environment": collect_environment("cpu", seed=SEED),
+        "av": get_version("av"),
         **{name: getattr(asked, name) for name in ("size", "threads", "processes", "generate")},
         **found,
     }

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import compare
 from sparseflow.pruning import VideoViT, compact
@@ -117,7 +117,11 @@ def main() -> int:
         progress=lambda done, of: print(f"round {done} of {of}", file=sys.stderr),
     )  # fmt: skip
     settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
-    told = {"environment": environment(asked.device, seed=asked.seed), "settings": settings, **record(found)}
+    told = {
+        "environment": collect_environment(asked.device, seed=asked.seed),
+        "settings": settings,
+        **record(found),
+    }
     told["parts"] = {"dense": flops(dense(model)), "compact": flops(compact(model))}
     for name in found.comparison.times_ms:
         speedup = found.comparison.speedup(name)

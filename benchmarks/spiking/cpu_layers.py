@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.timing import compare
 from sparseflow.spiking.kernels.events import Events, decode, encode, prepare_group
 from sparseflow.spiking.kernels.reference import run_group_reference
@@ -206,7 +206,7 @@ def main() -> None:
         ]
     if arguments.out is not None:
         content = {
-            "environment": environment("cpu", seed=arguments.seed),
+            "environment": collect_environment("cpu", seed=arguments.seed),
             "threads": torch.get_num_threads(),
             "rows": rows,
         }

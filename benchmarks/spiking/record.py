@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from sparseflow.core.claims import update
-from sparseflow.core.environment import git_revision
+from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -372,7 +372,7 @@ def main() -> None:
         write_atomic(RESULTS / "spiking" / name, compact(content))
         return f"spiking/{name}"
 
-    revision = args.git or git_revision() or "unknown"
+    revision = args.git or get_git_revision() or "unknown"
     for fields in kinds[args.kind](source, save):
         update(RESULTS, {**fields, "git": revision, "date": args.date})
         print(f"{fields['id']}: {fields['value']}{fields['unit']} (met: {fields['met']})")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from sparseflow.core import timing
-from sparseflow.core.ceilings import Ceilings, ceilings
-from sparseflow.core.environment import environment
+from sparseflow.core.ceilings import Ceilings, measure_ceilings
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 Run = Callable[[], torch.Tensor]
@@ -218,7 +218,8 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
         self.content: dict[str, Any] = {
-            "status": "running", "environment": environment(device, seed=seed), "settings": plain, "rows": [],
+            "status": "running", "environment": collect_environment(device, seed=seed),
+            "settings": plain, "rows": [],
         }  # fmt: skip
         self._lock = threading.Lock()
         self.save()
@@ -287,7 +288,7 @@ def fastest(comparison: timing.Comparison, names: list[str]) -> str | None:
 
 def measured_ceilings(device: torch.device) -> Ceilings | None:
     """What the GPU does at best; None on a CPU, where these scripts are only tried."""
-    return ceilings(device) if device.type == "cuda" else None
+    return measure_ceilings(device) if device.type == "cuda" else None
 
 
 def floor_ms(ceilings: Ceilings | None, bytes_moved: float, flops: float, precision: str) -> float | None:

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from mkl import mkl_job
 
-from sparseflow.core.environment import environment
-from sparseflow.core.jsonl import LineWriter
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import RunError
 from sparseflow.tuning.evaluate import TOLERANCE, job_of
 from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel
@@ -176,12 +176,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    writer = LineWriter(asked.out)
+    writer = JsonLinesWriter(asked.out)
     try:
         rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
         if not rows:
             settings = {name: getattr(asked, name) for name in ("budget", "method", "threads", "seed")}
-            writer.write({"environment": environment("cpu"), "settings": settings})
+            writer.write({"environment": collect_environment("cpu"), "settings": settings})
         done = {(row["matrix"], row["problem"]) for row in rows[1:]}
         for path in sorted(asked.matrices):
             name = matrix_name(path)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 EACH = 10
@@ -121,7 +121,7 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         found = pool.submit(embed, asked.nnz, asked.device, asked.threads, asked.repeats).result()
-    record = {"environment": environment(asked.device, seed=0), **found}
+    record = {"environment": collect_environment(asked.device, seed=0), **found}
     print(
         f"{record['nnz']:,} elements, {record['cells']:,} cells: {min(record['seconds']):.2f} s (first "
         f"{record['seconds'][0]:.2f} s, coarsening {min(record['coarsen_seconds']):.2f} s), "

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.core.parallel import run_each
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.evaluate import TOLERANCE, job_of
 from sparseflow.tuning.matrices import Coo, as_coo
@@ -123,7 +123,7 @@ def main() -> int:
         for first in range(0, asked.schedules, BATCH)
     ]
     rows: list[dict[str, Any]] = []
-    for _, found in run_each(partial(try_some, cache=asked.cache), tasks, workers=asked.jobs):
+    for _, found in map_unordered(partial(try_some, cache=asked.cache), tasks, workers=asked.jobs):
         rows += found
         print(len(rows), dict(Counter(f"{row['operator']} {row['outcome']}" for row in rows)), flush=True)
     rows.sort(key=lambda row: (row["operator"], row["number"]))
@@ -138,7 +138,7 @@ def main() -> int:
         ]
         for name in asked.operators
     }
-    record = {"environment": environment("cpu"), "rtol": RTOL, "summary": summary, "schedules": kept}
+    record = {"environment": collect_environment("cpu"), "rtol": RTOL, "summary": summary, "schedules": kept}
     write_atomic(asked.out, json.dumps(record) + "\n")
     print(json.dumps(summary, indent=1))
     return 0

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 from against import checker, slower
 
-from sparseflow.core.environment import environment
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import RunError
 from sparseflow.tuning.evaluate import Trial, job_of
 from sparseflow.tuning.matrices import matrix_name, read_matrix
@@ -131,11 +131,11 @@ def main() -> int:
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: getattr(asked, name) for name in ("long", "short", "long_method", "threads")}
     settings["net"] = None if asked.net is None else hashlib.sha256(asked.net.read_bytes()).hexdigest()
-    writer = LineWriter(asked.out)
+    writer = JsonLinesWriter(asked.out)
     try:
-        rows = read_lines(asked.out)
+        rows = read_json_lines(asked.out)
         if not rows:
-            writer.write({"environment": environment("cpu"), "settings": settings})
+            writer.write({"environment": collect_environment("cpu"), "settings": settings})
         elif rows[0]["settings"] != settings:
             raise RunError(f"{asked.out} holds searches with {rows[0]['settings']}; name another file")
         rows = rows[1:]
@@ -156,7 +156,7 @@ def compare(
     label: str,
     asked: argparse.Namespace,
     rows: Sequence[dict[str, Any]],
-    writer: LineWriter,
+    writer: JsonLinesWriter,
 ) -> list[dict[str, Any]]:
     """All searches of one problem that are not among the rows yet."""
     done = {(row["method"], row["seed"], row["asked"]): row
@@ -181,7 +181,7 @@ def compare(
             prior=partial(scorer, load(asked.net)) if asked.net and method.startswith(GUIDED) else None,
         )  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}
-        row |= {"method": method, "seed": seed, "asked": count, "git": environment("cpu")["git"]}
+        row |= {"method": method, "seed": seed, "asked": count, "git": collect_environment("cpu")["git"]}
         row |= row_of(found)
         if seed:
             long = Schedule.parse(done[wanted[0]]["winner"])

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError
 from sparseflow.tuning.operators import OPERATORS
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": environment("cpu"), "files": [read(path) for path in asked.labels]}
+    record = {"environment": collect_environment("cpu"), "files": [read(path) for path in asked.labels]}
     for found in record["files"]:
         print({key: value for key, value in found.items() if key != "seconds"}, min(found["seconds"]))
     write_atomic(asked.out, json.dumps(record, indent=1) + "\n")

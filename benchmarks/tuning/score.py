@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.tuning.matrices import Coo
 from sparseflow.tuning.net.encode import Encoder
@@ -76,7 +76,7 @@ def main() -> int:
         seconds.append(time.perf_counter() - begin)
         assert bool(np.isfinite(scores).all())
     record = {
-        "environment": environment(asked.device, seed=0),
+        "environment": collect_environment(asked.device, seed=0),
         "operator": kind.name,
         "schedules": len(ids),
         "tokens": int(ids.shape[1]),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sparseflow.adaptive.budget import encode
 from sparseflow.adaptive.controllers import Controllers, Stage1, Stage2
 from sparseflow.adaptive.plan import Action, PlanSpace
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.adaptive.synthetic import WIDTH, outcomes, space
 
@@ -226,11 +226,11 @@ def test_damaged_files(tmp_path: Path) -> None:
 
     file.write_bytes(whole)
     mark = {"sparseflow": "adaptive-controllers", "version": "1"}
-    metadata, weights = read_weights(file, mark, "controllers")
+    metadata, weights = load_tensors(file, mark, "controllers")
     made = json.loads(metadata["made"])
 
     def written(change: Mapping[str, object], **tensors: torch.Tensor) -> Path:
-        write_weights(file, weights | tensors, mark | {"made": json.dumps(made | dict(change))})
+        save_tensors(file, weights | tensors, mark | {"made": json.dumps(made | dict(change))})
         return file
 
     for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):

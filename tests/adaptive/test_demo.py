@@ -22,7 +22,7 @@ from sparseflow.adaptive.grid_vqa.dataset import Sample
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 from sparseflow.errors import InputError
 from tests.adaptive.grid_vqa.little import quick, untrained
 
@@ -45,7 +45,7 @@ def test_every_question_is_answered_under_every_budget_and_without(
     shown: tuple[DemoResult, list[str]],
 ) -> None:
     found, said = shown
-    rows: list[dict[str, Any]] = Run.open(found.run).rows()
+    rows: list[dict[str, Any]] = Run.open(found.run).read_rows()
     assert len(rows) == 3 * (3 + 2) and found.questions == 3
     assert {row["way"] for row in rows} == {WHOLE, QUICKEST, "budget"}
     budgets = [each.budget_ms for each in found.budgets]

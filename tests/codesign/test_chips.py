@@ -17,7 +17,7 @@ from pydantic import ValidationError
 pytest.importorskip("yaml")
 
 from sparseflow.codesign.chips import ChipLibrary, ChipType, Link, library_of, read_library
-from sparseflow.core.yaml_files import read_yaml
+from sparseflow.core.config import read_config_file
 from sparseflow.errors import FileFormatError, InputError
 
 CHIP: dict[str, Any] = {
@@ -85,7 +85,7 @@ def test_larger_shipped_chips_do_more() -> None:
 
 
 def test_shipped_settings_name_what_the_shipped_library_has() -> None:
-    hardware = read_yaml("version_c", package="sparseflow.codesign", extra="codesign")["hardware"]
+    hardware = read_config_file("version_c", package="sparseflow.codesign", extra="codesign")["hardware"]
     library = read_library()
     assert [library.chip(name).name for name in hardware["chips"]] == hardware["chips"]
     assert library.chip(hardware["first"]).name in hardware["chips"]

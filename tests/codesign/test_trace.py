@@ -15,7 +15,7 @@ from sparseflow.codesign.hw_loss import Reference
 from sparseflow.codesign.joint import JointTrainer
 from sparseflow.codesign.segments import number
 from sparseflow.codesign.trace import TRACE, Trace, layer_records, layers_of, opened, replay
-from sparseflow.core.jsonl import LineWriter
+from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.toys import Toy, chain, hardware, quick
 
@@ -97,7 +97,7 @@ def test_a_damaged_line_is_refused(path: Path, line: bytes) -> None:
 @pytest.mark.usefixtures("refused_at_once")
 def test_a_trace_that_another_process_writes_is_left_alone(path: Path) -> None:
     before = path.read_bytes()
-    writer = LineWriter(path)
+    writer = JsonLinesWriter(path)
     try:
         with pytest.raises(RunError, match="another process"):
             Trace(path, rows=4)
@@ -126,7 +126,7 @@ def test_a_full_disk_costs_no_row_that_counts(path: Path, monkeypatch: pytest.Mo
 def test_layers_there_and_back() -> None:
     layers = chain(seed=4)
     assert layers_of(json.loads(json.dumps(layer_records(layers)))) == layers
-    soft = Toy().soft_layers(8)
+    soft = Toy().differentiable_layers(8)
     assert [layer.flops for layer in layers_of(layer_records(soft))] == [number(each.flops) for each in soft]
 
 

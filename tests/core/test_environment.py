@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from sparseflow.core import environment as module
-from sparseflow.core.device import describe
-from sparseflow.core.environment import environment, git_revision
+from sparseflow.core.device import describe_device
+from sparseflow.core.environment import collect_environment, get_git_revision
 
 
 def test_the_environment_is_plain_json_and_complete() -> None:
-    found = environment("cpu", seed=11)
+    found = collect_environment("cpu", seed=11)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["seed"] == 11 and found["timer"] == "perf_counter"
     assert len(found["load_average"]) == 3
     assert found["device"]["versions"]["torch"] == torch.__version__
-    assert found["device_key"] == describe("cpu").key()
+    assert found["device_key"] == describe_device("cpu").key()
 
 
 def test_a_file_outside_a_checkout_has_no_revision(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.touch()
-    assert git_revision(file) is None
+    assert get_git_revision(file) is None
 
 
 def test_a_revision_says_when_files_differ_from_it(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_a_revision_says_when_files_differ_from_it(tmp_path: Path) -> None:
     git("commit", "--quiet", "-m", "x")
     revision = git("rev-parse", "--short=12", "HEAD")
     other.write_text("2")
-    assert git_revision(tracked) == revision
-    assert git_revision(other) is None, "an untracked file is no part of the revision"
+    assert get_git_revision(tracked) == revision
+    assert get_git_revision(other) is None, "an untracked file is no part of the revision"
     tracked.write_text("3")
-    assert git_revision(tracked) == revision + "+"
+    assert get_git_revision(tracked) == revision + "+"
 
 
 def test_without_git_there_is_no_revision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,11 +55,11 @@ def test_without_git_there_is_no_revision(monkeypatch: pytest.MonkeyPatch) -> No
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(module.subprocess, "run", absent)
-    assert git_revision() is None
+    assert get_git_revision() is None
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_events_and_its_host_is_told_too() -> None:
-    found = environment("cuda")
+    found = collect_environment("cuda")
     assert found["timer"] == "cuda_event" and found["device"]["kind"] == "cuda"
     assert found["host"]["cores"] >= 1

@@ -38,5 +38,5 @@ def test_an_error_inside_an_installed_package_is_not_called_missing(tmp_path, mo
 
 
 def test_versions_of_what_is_here_and_what_is_not() -> None:
-    assert extras.version("numpy") is not None
-    assert extras.version("surely-absent-package") is None
+    assert extras.get_version("numpy") is not None
+    assert extras.get_version("surely-absent-package") is None

@@ -28,9 +28,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_factory_in_the_current_folder() -> None:
-    made = factory.make("networks_for_a_test:make", {"width": 5})
+    made = factory.build_model("networks_for_a_test:make", {"width": 5})
     assert isinstance(made, nn.Linear) and made.in_features == 5
-    default = factory.make("networks_for_a_test:make")
+    default = factory.build_model("networks_for_a_test:make")
     assert isinstance(default, nn.Linear) and default.in_features == 2
 
 
@@ -47,4 +47,4 @@ def test_a_factory_in_the_current_folder() -> None:
 )
 def test_what_is_no_factory(name: str, arguments: dict[str, int], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        factory.make(name, arguments)
+        factory.build_model(name, arguments)

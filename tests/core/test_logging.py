@@ -23,7 +23,7 @@ def as_it_was() -> Iterator[None]:
 
 
 def test_the_file_gets_everything_and_is_let_go(tmp_path: Path) -> None:
-    with ours.into(tmp_path / "run.log"):
+    with ours.log_to_file(tmp_path / "run.log"):
         LOGGER.debug("detail %d", 7)
         LOGGER.warning("careful")
     LOGGER.warning("too late")
@@ -36,7 +36,7 @@ def test_the_file_gets_everything_and_is_let_go(tmp_path: Path) -> None:
 
 def test_the_file_is_let_go_when_the_block_raises(tmp_path: Path) -> None:
     handlers = list(logging.getLogger(ours.ROOT).handlers)
-    with pytest.raises(ValueError, match="x"), ours.into(tmp_path / "run.log"):
+    with pytest.raises(ValueError, match="x"), ours.log_to_file(tmp_path / "run.log"):
         raise ValueError("x")
     assert logging.getLogger(ours.ROOT).handlers == handlers
 
@@ -53,8 +53,8 @@ def test_the_file_is_let_go_when_the_block_raises(tmp_path: Path) -> None:
 def test_the_console_speaks_on_standard_error(
     capsys: pytest.CaptureFixture[str], options: dict[str, bool], heard: list[str]
 ) -> None:
-    ours.console()
-    ours.console(**options)
+    ours.configure_console()
+    ours.configure_console(**options)
     for level in ("debug", "info", "warning"):
         getattr(LOGGER, level)(f"a-{level}-word")
     out, err = capsys.readouterr()

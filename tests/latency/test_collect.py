@@ -23,7 +23,7 @@ pytest.importorskip("yaml")
 
 import pyarrow.parquet as pq
 
-from sparseflow.core.jsonl import read_lines
+from sparseflow.core.journal import read_json_lines
 from sparseflow.errors import FileFormatError, InputError, ModelError, RunError, SparseFlowError
 from sparseflow.latency import collect as module
 from sparseflow.latency.campaign import Config, Plan, make_plan, read_config
@@ -167,9 +167,9 @@ def test_killed_ten_times_it_ends_with_the_rows_of_an_unbroken_run(files: Path, 
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        so_far = read_lines(file)
+        so_far = read_json_lines(file)
         assert keys(so_far) == keys(expected)[: len(so_far)]
-    assert 0 < len(read_lines(file)) < len(expected)
+    assert 0 < len(read_json_lines(file)) < len(expected)
     # A line that the kernel got half of, which a kill alone rarely leaves.
     with file.open("a") as stream:
         stream.write('{"key": "0001-000')

@@ -133,7 +133,7 @@ def test_an_interrupted_collection_counts_as_far_as_it_came(whole: Path, mine: P
     rows = collect.read(mine)
     half = [row for row in rows if row["round"] == 0]
     (mine / collect.TABLE).unlink()
-    writer = collect.LineWriter(mine / collect.ROWS)
+    writer = collect.JsonLinesWriter(mine / collect.ROWS)
     for row in half:
         writer.write(row)
     writer.close()

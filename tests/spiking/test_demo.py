@@ -16,7 +16,7 @@ from torch import nn
 pytest.importorskip("spikingjelly")
 pytest.importorskip("numba")
 
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 from sparseflow.core.timing import bootstrap_median
 from sparseflow.spiking import demo, zoo
 from sparseflow.spiking.catalog import Settings, build

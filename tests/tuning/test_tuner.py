@@ -17,7 +17,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from sparseflow.core import jsonl
+from sparseflow.core import journal
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning import explore, finals, tune
 from sparseflow.tuning.evaluate import Evaluator, Trial
@@ -449,7 +449,7 @@ def test_other_values_are_the_same_problem(options: dict[str, Any], made: Made, 
 def test_a_folder_is_for_one_at_a_time(
     options: dict[str, Any], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(journal, "_PATIENCE_S", 0.0)
 
     def intrude(*_: object) -> None:
         with pytest.raises(RunError, match="written by another process"):
@@ -592,6 +592,6 @@ def test_a_kernel_for_another_machine_is_refused(
     options: dict[str, Any], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune("spmm", drawn(), trials=0, **options).save(tmp_path / "kernel")
-    monkeypatch.setattr("sparseflow.tuning.kernel.processor", lambda: "another")
+    monkeypatch.setattr("sparseflow.tuning.kernel.describe_cpu", lambda: "another")
     with pytest.raises(DeviceError, match="any_cpu=True"):
         load(tmp_path / "kernel", cache=options["cache"])

@@ -14,7 +14,7 @@ from sparseflow.adaptive.budget import encode
 from sparseflow.adaptive.choices import Choices, Path
 from sparseflow.adaptive.plan import POSITIONS, TIERS, PlanSpace
 from sparseflow.adaptive.stages import Stage1, Stage2
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
 
 __all__ = ["Choice", "Controllers", "LatencyTokens", "Stage1", "Stage2"]
@@ -192,7 +192,7 @@ class Controllers(nn.Module):
             OSError: The file cannot be written.
         """
         made = {"model_id": self.model_id, "width": self.width, "space": self.space.to_dict()}
-        write_weights(path, self.state_dict(), _MARK | {"made": json.dumps(made)})
+        save_tensors(path, self.state_dict(), _MARK | {"made": json.dumps(made)})
 
     @classmethod
     def load(
@@ -209,7 +209,7 @@ class Controllers(nn.Module):
             InputError: There is no such file, or it is of another model.
             FileFormatError: It is something else, or damaged.
         """
-        metadata, weights = read_weights(path, _MARK, "controllers")
+        metadata, weights = load_tensors(path, _MARK, "controllers")
         try:
             made = json.loads(metadata["made"])
             if weights["stage1.language.norm.weight"].shape != (made["width"],):

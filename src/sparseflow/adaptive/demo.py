@@ -31,7 +31,7 @@ from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import EagerRunner, Profile, Runner, profile, spread
 from sparseflow.adaptive.shipped import DEFAULT, IMPORTANCE, WORTH, model_folder, shipped_names
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 from sparseflow.errors import InputError
 
 Progress = Callable[[str, float], None]
@@ -187,7 +187,9 @@ def run_demo(
                 rows.append(row)
                 run.append(row)
         result = _result(folder, rows, ladder, predictor, run)
-        run.note(**{name: value for name, value in result.to_dict().items() if name not in ("run", "report")})
+        run.update_results(
+            **{name: value for name, value in result.to_dict().items() if name not in ("run", "report")}
+        )
         progress("writing the report", 0.97)
         write_page(result, rows, run)
     progress("done", 1.0)

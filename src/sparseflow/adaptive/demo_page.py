@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparseflow.core.records import Run
-from sparseflow.core.report import Column, Headline, Report, Section, Table, curves, samples
+from sparseflow.core.report import Column, Headline, Report, Section, Table, plot_curves, plot_samples
+from sparseflow.core.run import Run
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.demo import DemoResult
@@ -53,7 +53,7 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
         QUICKEST: [each.quickest for each in result.budgets],
         "in time": [each.in_time for each in result.budgets],
     }
-    picture = curves(
+    picture = plot_curves(
         "Right and in time", {name: (budgets, values) for name, values in shares.items()},
         x="budget, ms", y="share of questions", log_x=True,
         caption="In time: wrong answers, too.",
@@ -89,7 +89,7 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
             Section(
                 title="Every request",
                 text=("Each dot is a request; all ways took turns in random order.",),
-                items=(samples("What requests took", took, unit="ms"),),
+                items=(plot_samples("What requests took", took, unit="ms"),),
             ),
         ),
         environment=run.info["environment"],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
 
 _MARK = {"sparseflow": "adaptive-outcomes", "version": "1"}
@@ -226,7 +226,7 @@ class Outcomes:
             "correct": self.correct, "latency_ms": self.latency_ms, "language": self.language,
             "tokens": self.tokens, "images": self.images,
         }  # fmt: skip
-        write_weights(path, arrays, _MARK | {"space": json.dumps(self.space.to_dict())})
+        save_tensors(path, arrays, _MARK | {"space": json.dumps(self.space.to_dict())})
 
     @classmethod
     def load(cls, path: Path | str) -> Outcomes:
@@ -236,7 +236,7 @@ class Outcomes:
             InputError: There is no such file.
             FileFormatError: It is something else, or damaged.
         """
-        metadata, arrays = read_weights(path, _MARK, "table of outcomes")
+        metadata, arrays = load_tensors(path, _MARK, "table of outcomes")
         try:
             return cls(space=PlanSpace.from_dict(json.loads(metadata["space"])), **arrays)
         except (KeyError, TypeError, ValueError) as error:

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparseflow.adaptive.environment import draw_budgets
 from sparseflow.adaptive.rewards import Multiplier, Reward
-from sparseflow.core.validation import first_problem
-from sparseflow.core.yaml_files import changed, read_yaml
+from sparseflow.core.config import apply_overrides, describe_validation_error, read_config_file
 from sparseflow.errors import InputError
 
 _PACKAGE = "sparseflow.adaptive"
@@ -136,7 +135,7 @@ def read_config(source: Path | str, changes: Mapping[str, Any] | None = None) ->
         FileFormatError: The file is not YAML, or holds something else.
         MissingExtraError: PyYAML is missing.
     """
-    content = changed(read_yaml(source, package=_PACKAGE, extra="adaptive"), changes or {})
+    content = apply_overrides(read_config_file(source, package=_PACKAGE, extra="adaptive"), changes or {})
     parts = {"": (GrpoConfig, content), "reward.": (Reward, content.get("reward"))}
     unknown = [
         f"{before}{name}"
@@ -149,4 +148,4 @@ def read_config(source: Path | str, changes: Mapping[str, Any] | None = None) ->
     try:
         return TypeAdapter(GrpoConfig).validate_python(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
+        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error

@@ -104,13 +104,13 @@ def plan(
     from sparseflow.codesign.hardware import Hardware
     from sparseflow.codesign.page import BOUNDS, write_page
     from sparseflow.codesign.saved import save_plan
-    from sparseflow.core.environment import environment
+    from sparseflow.core.environment import collect_environment
 
     settings = _settings(config, changes)
     steps = _steps(settings.task, model, seed)
     with bar() as tell:
         hardware = Hardware(settings)
-        layers, orders = steps.layers(hardware.batch), Hardware.orders(steps)
+        layers, orders = steps.describe_layers(hardware.batch), Hardware.orders(steps)
         fine = settings.joint.use_fine_split
         decision = hardware.begin(layers)
         if search:
@@ -120,7 +120,7 @@ def plan(
     saved = save_plan(out, hardware, layers, decision, extra=extra)
     command = _command("plan", config=config, set=changes, model=model, search=search, seed=seed, out=out)
     page = write_page(
-        out, hardware, layers, decision, told=extra, environment=environment("cpu"), command=command
+        out, hardware, layers, decision, told=extra, environment=collect_environment("cpu"), command=command
     )
     told = figures(hardware.price(layers, decision)) | {name: extra[name] for name in BOUNDS}
     told |= {"plan": str(saved), "page": str(page), "layers_split": len(decision.splits(layers))}
@@ -281,7 +281,7 @@ def _placed(source: Path, out: Path | None, search: Search) -> dict[str, Any]:
     from sparseflow.codesign.decision import figures
     from sparseflow.codesign.page import BOUNDS, write_page
     from sparseflow.codesign.saved import PLAN, load_plan, save_plan
-    from sparseflow.core.environment import environment
+    from sparseflow.core.environment import collect_environment
 
     file = source / PLAN if source.is_dir() else source
     saved = load_plan(file)
@@ -296,7 +296,13 @@ def _placed(source: Path, out: Path | None, search: Search) -> dict[str, Any]:
     plan = save_plan(folder, hardware, layers, decision, extra=extra)
     command = _command("layout", file, **vars(search), out=folder)
     page = write_page(
-        folder, hardware, layers, decision, told=extra, environment=environment("cpu"), command=command
+        folder,
+        hardware,
+        layers,
+        decision,
+        told=extra,
+        environment=collect_environment("cpu"),
+        command=command,
     )
     before, after = (hardware.price(layers, each) for each in (saved.decision, decision))
     return {

@@ -20,7 +20,7 @@ def changes_of(changes: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
         InputError: One is not a name and a value.
         MissingExtraError: PyYAML is missing.
     """
-    from sparseflow.core.yaml_files import parsed
+    from sparseflow.core.config import parse_yaml
     from sparseflow.errors import InputError
 
     found: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def changes_of(changes: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
         if not equals or not name:
             raise InputError(f"`--set {change}` must be a name and a value, such as train.epochs=3")
         try:
-            found[name] = parsed(value, extra=extra)
+            found[name] = parse_yaml(value, extra=extra)
         except ValueError as error:
             raise InputError(f"`--set {change}` has no value that YAML can read") from error
     return found

@@ -121,7 +121,7 @@ def root(
 ) -> None:
     from sparseflow.core import logging
 
-    logging.console(verbose=verbose, quiet=quiet)
+    logging.configure_console(verbose=verbose, quiet=quiet)
 
 
 def run(arguments: Sequence[str]) -> int:

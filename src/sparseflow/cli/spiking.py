@@ -68,7 +68,7 @@ def _place(gpu: int | None, cpu: bool) -> torch.device:
     from sparseflow.core import device
 
     no_gpu = gpu is None and not torch.cuda.is_available()
-    return torch.device("cpu") if cpu or no_gpu else device.resolve(gpu)
+    return torch.device("cpu") if cpu or no_gpu else device.select_device(gpu)
 
 
 @app.command()
@@ -192,7 +192,7 @@ def bench(
     from rich.table import Table
 
     from sparseflow.cli.progress import bar
-    from sparseflow.core.records import Run
+    from sparseflow.core.run import Run
     from sparseflow.errors import InputError
     from sparseflow.spiking.bench import bench_grid
     from sparseflow.spiking.catalog import Case, Settings

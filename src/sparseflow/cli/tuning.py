@@ -248,7 +248,7 @@ def evaluate(
     where the time goes.
     """
     from sparseflow.cli.progress import bar
-    from sparseflow.core.environment import environment
+    from sparseflow.core.environment import collect_environment
     from sparseflow.core.files import write_atomic
     from sparseflow.errors import InputError
     from sparseflow.tuning.comparing import compare_searches
@@ -279,7 +279,7 @@ def evaluate(
                     matrix_name(path), operator, matrix, out / SEARCHES, n_cols=n_cols, trials=trials,
                     prior=prior, progress=tell,
                 )  # fmt: skip
-    lines, circumstances = scores(rows), environment(device)
+    lines, circumstances = scores(rows), collect_environment(device)
     command = f"sparseflow tuning eval … --models {models} --folds {folds} --seeds {seeds}"
     page = write_page(out, environment=circumstances, reproduce=command)
     told = {"environment": circumstances, "command": command, "training": base.to_dict(), "scores": lines}

@@ -19,8 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sparseflow.core.validation import first_problem
-from sparseflow.core.yaml_files import read_yaml
+from sparseflow.core.config import describe_validation_error, read_config_file
 from sparseflow.errors import FileFormatError, InputError
 
 SHIPPED = "chips"
@@ -141,7 +140,9 @@ def read_library(source: Path | str | None = None) -> ChipLibrary:
             which entry and which field.
         MissingExtraError: PyYAML is missing.
     """
-    found = read_yaml(SHIPPED if source is None else source, package="sparseflow.codesign", extra="codesign")
+    found = read_config_file(
+        SHIPPED if source is None else source, package="sparseflow.codesign", extra="codesign"
+    )
     return library_of(found, str(source or "the shipped library"))
 
 
@@ -155,7 +156,9 @@ def library_of(content: Mapping[str, Any], source: str = "the library") -> ChipL
         return ChipLibrary.model_validate(content)
     except ValidationError as error:
         whose = _whose(content, error.errors()[0]["loc"])
-        raise FileFormatError(f"{source} cannot be used: {first_problem(error)}{whose}") from error
+        raise FileFormatError(
+            f"{source} cannot be used: {describe_validation_error(error)}{whose}"
+        ) from error
 
 
 def _whose(content: Mapping[str, Any], where: tuple[int | str, ...]) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 from sparseflow.codesign.hardware import Hardware
 from sparseflow.codesign.joint import BASELINES, MODES, Designed, JointTrainer, Mode
 from sparseflow.codesign.settings import Settings
-from sparseflow.core.costmodel.ranking import bootstrap
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.core.parallel import run_each
-from sparseflow.core.training.ranks import in_turn
-from sparseflow.core.training.task import Task
+from sparseflow.core.metrics import bootstrap_mean
+from sparseflow.core.parallel import map_unordered
+from sparseflow.core.training.distributed import round_robin_device
+from sparseflow.core.training.epoch_trainer import EpochTrainer
 from sparseflow.errors import InputError
 
 RESULTS = "designs.json"
@@ -26,7 +26,7 @@ EQUAL_POINTS = 0.5
 """Accuracies that differ by no more, in points, are taken as equal."""
 
 MakeTask = Callable[[Mapping[str, Any], int, str], Any]
-"""Gives a context manager whose value is a `Task`, from its settings, a seed and a device."""
+"""Gives a context manager whose value is a `EpochTrainer`, from its settings, a seed and a device."""
 
 Progress = Callable[[str, float], None]
 
@@ -79,12 +79,12 @@ def compare(
     jobs = [
         _Job(
             settings=settings, make=make, mode=mode, seed=seed, folder=root / f"{mode}-{seed}",
-            device=in_turn(device, number),
+            device=round_robin_device(device, number),
         )
         for number, (seed, mode) in enumerate(wanted)
     ]  # fmt: skip
     found: dict[int, list[Designed]] = {}
-    for at, designs in run_each(_run, jobs, workers=workers):
+    for at, designs in map_unordered(_run, jobs, workers=workers):
         found[at] = designs
         if progress is not None:
             told = ", ".join(f"{each.mode} {each.priced.energy_delay:.4g} mJ ms" for each in designs)
@@ -100,7 +100,7 @@ def _run(job: _Job) -> list[Designed]:
     told = job.settings.joint.model_dump() | {"seed": job.seed}
     settings = Settings.model_validate(job.settings.model_dump(mode="json") | {"joint": told})
     with job.make(settings.task, job.seed, job.device) as task:
-        trained: Task = task
+        trained: EpochTrainer = task
         return JointTrainer(trained, Hardware(settings), settings, job.folder, mode=job.mode).run()
 
 
@@ -135,7 +135,7 @@ def results(
             for seed, each in runs.items()
             if seed in base
         ]
-        low, high = bootstrap(logs) if len(logs) > 1 else (math.nan, math.nan)
+        low, high = bootstrap_mean(logs) if len(logs) > 1 else (math.nan, math.nan)
         lines.append(
             {
                 "mode": mode, "seeds": len(runs), "accuracy": mean(each.accuracy for each in runs.values()),
@@ -147,7 +147,8 @@ def results(
             }
         )  # fmt: skip
     return {
-        "environment": environment(device), "command": command, "settings": settings.model_dump(mode="json"),
+        "environment": collect_environment(device), "command": command,
+        "settings": settings.model_dump(mode="json"),
         "modes": lines, "verdict": _verdict({line["mode"]: line for line in lines}),
         "runs": [
             {

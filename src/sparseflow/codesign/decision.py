@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sparseflow.codesign.objective import HwStats
 from sparseflow.codesign.rewrite import RewritePlan, Split
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 
@@ -148,7 +148,7 @@ class Decision:
         try:
             read = _Entry.model_validate(told)
         except ValidationError as error:
-            raise FileFormatError(f"this is no decision: {first_problem(error)}") from error
+            raise FileFormatError(f"this is no decision: {describe_validation_error(error)}") from error
         try:
             return cls(
                 chips=tuple(read.chips),

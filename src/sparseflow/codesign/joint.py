@@ -44,10 +44,10 @@ from sparseflow.codesign.segments import number
 from sparseflow.codesign.settings import Settings
 from sparseflow.codesign.slots import ChipSlotConfig
 from sparseflow.codesign.trace import TRACE, Trace, hardware_record, layer_records
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.training import checkpoint
-from sparseflow.core.training.task import Task
+from sparseflow.core.training.epoch_trainer import EpochTrainer
 from sparseflow.errors import InputError, RunError
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,13 @@ class JointTrainer:
     """
 
     def __init__(
-        self, task: Task, hardware: Hardware, settings: Settings, folder: Path | str, *, mode: Mode = "joint"
+        self,
+        task: EpochTrainer,
+        hardware: Hardware,
+        settings: Settings,
+        folder: Path | str,
+        *,
+        mode: Mode = "joint",
     ) -> None:
         if mode not in MODES:
             raise InputError(f"`mode` (={mode!r}) must be one of: {', '.join(MODES)}")
@@ -135,7 +141,7 @@ class JointTrainer:
             "settings": self.settings.model_dump(mode="json"), "mode": self.mode,
             "library": self.hardware.library.model_dump(mode="json"), "proxy": self.hardware.proxy.digest,
         }  # fmt: skip
-        state = checkpoint.read(self.folder, of)
+        state = checkpoint.load(self.folder, of)
         with Trace(self.folder / TRACE, rows=0 if state is None else state["rows"]) as trace:
             if state is None:
                 self._begin(trace)
@@ -143,7 +149,7 @@ class JointTrainer:
                 self._restore(state)
             while self._epoch < self.task.epochs:
                 self._one_epoch(trace, progress)
-                checkpoint.write(self.folder, self._state(trace) | {"of": of})
+                checkpoint.save(self.folder, self._state(trace) | {"fingerprint": of})
             # What joint training does after every epoch, the two-stage baseline does after the last.
             rounds = self._rounds_in_all() if self.mode == "two-stage" else 0
             while self._rounds < rounds:
@@ -153,13 +159,13 @@ class JointTrainer:
                 self._alpha_round()
                 self._decide(fine=self._rounds % self.settings.joint.plan_every == 0)
                 self._record(trace, "round")
-                checkpoint.write(self.folder, self._state(trace) | {"of": of})
+                checkpoint.save(self.folder, self._state(trace) | {"fingerprint": of})
                 if progress is not None:
                     progress(f"hardware round {self._rounds} of {rounds}", self._rounds / rounds)
             return self._end(trace, progress)
 
     def _begin(self, trace: Trace) -> None:
-        layers = self.task.finished().layers(self.hardware.batch)
+        layers = self.task.export_model().describe_layers(self.hardware.batch)
         self._first = self._decision = self.hardware.begin(layers)
         try:
             self.hardware.planned(self._in_training(), self._first, fine=False)
@@ -170,7 +176,7 @@ class JointTrainer:
         trace.write(
             {
                 "kind": "begin", "mode": self.mode, **hardware_record(self.hardware, self.folder),
-                "environment": environment("cpu", seed=self.settings.joint.seed),
+                "environment": collect_environment("cpu", seed=self.settings.joint.seed),
             }
         )  # fmt: skip
 
@@ -185,7 +191,7 @@ class JointTrainer:
         self._anneal(self._epoch / max(1, epochs - 1))
         extra = (lambda: self._pull(weight)) if weight > 0.0 else None
         numbers = self.task.train_epoch(extra, tell)
-        self._accuracy = self.task.accuracy()
+        self._accuracy = self.task.evaluate_accuracy()
         before = self.guard.frozen
         self.guard.update(self._accuracy)
         self._epoch += 1
@@ -215,7 +221,7 @@ class JointTrainer:
         self._steps += 1
         if self._steps % self.settings.joint.hw_every:
             return torch.zeros(())
-        loss, _ = self._hw_loss(self.task.soft_layers(self.hardware.batch))
+        loss, _ = self._hw_loss(self.task.differentiable_layers(self.hardware.batch))
         return weight * loss
 
     def _hw_loss(self, layers: Any, layout: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -247,8 +253,8 @@ class JointTrainer:
 
     def _decide(self, *, fine: bool) -> None:
         """Chips off alpha, then mapping, splits and places; each kept only if the objective falls."""
-        hardware, model = self.hardware, self.task.finished()
-        layers, orders = model.layers(hardware.batch), hardware.orders(model)
+        hardware, model = self.hardware, self.task.export_model()
+        layers, orders = model.describe_layers(hardware.batch), hardware.orders(model)
         before = self._fitted(layers)
         chips = tuple(None if chip is None else chip.name for chip in self.slots.decode())
         fine = fine and self.settings.joint.use_fine_split
@@ -293,12 +299,12 @@ class JointTrainer:
         """Layers with the operations that gates leave now, and the memory of open ones; in plain numbers."""
         return [
             replace(layer, flops=number(layer.flops), bytes=number(layer.bytes))
-            for layer in self.task.soft_layers(self.hardware.batch)
+            for layer in self.task.differentiable_layers(self.hardware.batch)
         ]
 
     def _end(self, trace: Trace, progress: Progress | None) -> list[Designed]:
-        hardware, model = self.hardware, self.task.finished()
-        layers = model.layers(hardware.batch)
+        hardware, model = self.hardware, self.task.export_model()
+        layers = model.describe_layers(hardware.batch)
         if progress is not None:
             progress("deciding the hardware", 1.0)
         orders, fine = hardware.orders(model), self.settings.joint.use_fine_split
@@ -339,7 +345,7 @@ class JointTrainer:
         weight: float = 0.0,
         mode: str | None = None,
     ) -> Priced:
-        layers = self.task.finished().layers(self.hardware.batch)
+        layers = self.task.export_model().describe_layers(self.hardware.batch)
         self._decision = self._fitted(layers)
         priced = self.hardware.price(layers, self._decision)
         with torch.no_grad():
@@ -359,7 +365,7 @@ class JointTrainer:
     def _state(self, trace: Trace) -> dict[str, Any]:
         assert self._first is not None and self._decision is not None
         return {
-            "rows": trace.rows, "task": self.task.state(), "slots": self.slots.state_dict(),
+            "rows": trace.rows, "task": self.task.state_dict(), "slots": self.slots.state_dict(),
             "optimizer": self._optimizer.state_dict(), "guard": self.guard.state(),
             "first": self._first.to_dict(), "decision": self._decision.to_dict(),
             "reference": asdict(self.hardware.zeros),
@@ -368,7 +374,7 @@ class JointTrainer:
         }  # fmt: skip
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self.task.restore(state["task"])
+        self.task.load_state_dict(state["task"])
         self.slots.load_state_dict(state["slots"])
         self.slots.tau = state["tau"]
         self._optimizer.load_state_dict(state["optimizer"])

@@ -30,8 +30,8 @@ from sparseflow.codesign.proxy.here import device_here, mean_power_w
 from sparseflow.codesign.proxy.points import MODES, Point, PointFile, read_points
 from sparseflow.codesign.proxy.synthetic import Grid, Pool
 from sparseflow.codesign.segments import number
-from sparseflow.core.device import describe
-from sparseflow.core.environment import environment
+from sparseflow.core.device import describe_device
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.core.timing import measure
 from sparseflow.errors import InputError, RunError
@@ -92,7 +92,7 @@ def device_held(path: Path | str, device: torch.device | str = "cpu") -> DeviceS
         DeviceError: The device is not there.
         FileFormatError: The file holds something else.
     """
-    return read_points(path, missing_ok=True).devices.get(describe(device).name)
+    return read_points(path, missing_ok=True).devices.get(describe_device(device).name)
 
 
 def profile_grid(
@@ -179,18 +179,20 @@ def profile_model(
         RunError: A layer could not be measured, or another process writes the file.
     """
     how, found = how or Measuring(), []
-    layers = model.layers(len(samples))
+    layers = model.describe_layers(len(samples))
     with _open(path, spec, how, device, seed) as session:
-        state = model.begin(samples)
+        state = model.initial_state(samples)
         for at, layer in enumerate(layers):
             node = replace(layer, flops=number(layer.flops), bytes=number(layer.bytes))
             point = session.held(node)
             if point is None:
                 point = session.measure(
-                    node, lambda at=at, state=state: model.step(at, dict(state)), power=_chosen(how, at, seed)
+                    node,
+                    lambda at=at, state=state: model.run_layer(at, dict(state)),
+                    power=_chosen(how, at, seed),
                 )
             found.append(point)
-            state = model.step(at, dict(state))
+            state = model.run_layer(at, dict(state))
             if progress is not None:
                 progress(at + 1, len(layers))
     return found
@@ -302,7 +304,7 @@ def _open(
         raise InputError(
             f"`mode` (='graph') needs a CUDA device, and `device` is {str(device)!r}: use 'eager'"
         )
-    describe(target)  # which refuses a device that is not there
+    describe_device(target)  # which refuses a device that is not there
     if target.type == "cuda" and target.index is None:
         # Where the layers are: the emptiest GPU, which is what `describe` takes, may be another.
         target = torch.device("cuda", torch.cuda.current_device())
@@ -311,7 +313,7 @@ def _open(
         torch.set_float32_matmul_precision("highest")
         try:
             with torch.cuda.device(target) if target.type == "cuda" else nullcontext():
-                here = file.add_environment(environment(target, seed=seed))
+                here = file.add_environment(collect_environment(target, seed=seed))
                 yield _Session(file, spec, how, target, here)
         finally:
             torch.set_float32_matmul_precision(precision)

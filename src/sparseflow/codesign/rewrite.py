@@ -26,8 +26,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.layers import LayeredModel, LayerNode, Splittable
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 
@@ -141,7 +141,9 @@ class RewritePlan:
         try:
             read = _PlanEntry.model_validate(content)
         except ValidationError as error:
-            raise FileFormatError(f"a rewrite plan cannot be read: {first_problem(error)}") from error
+            raise FileFormatError(
+                f"a rewrite plan cannot be read: {describe_validation_error(error)}"
+            ) from error
         return cls(
             splits=tuple(
                 Split(
@@ -217,7 +219,7 @@ def split_form(module: nn.Module, split: Split) -> Form:
         raise InputError(f"layer {split.layer} is a {type(module).__name__}, which has no `part`")
     device = next(module.parameters()).device
     groups = [torch.tensor(group, device=device) for group in split.groups()]
-    return Summed([module.part(group, bias=at == 0) for at, group in enumerate(groups)])
+    return Summed([module.slice_units(group, bias=at == 0) for at, group in enumerate(groups)])
 
 
 def _columns(whole: nn.Linear, units: Tensor) -> nn.Linear:
@@ -248,14 +250,14 @@ class Rewrite:
 
     def __init__(self, model: LayeredModel, plan: RewritePlan) -> None:
         self.model, self.plan = model, plan
-        check(model.layers(1), plan)
+        check(model.describe_layers(1), plan)
         self.forms: Mapping[int, Form] = {
-            split.layer: split_form(model.module(split.layer), split) for split in plan.splits
+            split.layer: split_form(model.get_layer(split.layer), split) for split in plan.splits
         }
-        self._originals = {layer: model.module(layer) for layer in self.forms}
+        self._originals = {layer: model.get_layer(layer) for layer in self.forms}
         self._undone = False
         for layer, form in self.forms.items():
-            model.replace(layer, form)
+            model.replace_layer(layer, form)
 
     def undo(self) -> None:
         """Put the modules that were there back.
@@ -266,13 +268,13 @@ class Rewrite:
         if self._undone:
             raise InputError("this rewrite was undone before")
         for layer, form in self.forms.items():
-            if self.model.module(layer) is not form:
+            if self.model.get_layer(layer) is not form:
                 raise InputError(
                     f"layer {layer} is not in the split form that it was given: nothing was undone"
                 )
         self._undone = True
         for layer, module in self._originals.items():
-            self.model.replace(layer, module)
+            self.model.replace_layer(layer, module)
 
     def __enter__(self) -> Rewrite:
         return self

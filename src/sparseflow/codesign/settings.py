@@ -21,8 +21,7 @@ from sparseflow.codesign.chips import ChipLibrary, read_library
 from sparseflow.codesign.guard import Schedule
 from sparseflow.codesign.hw_loss import Lambdas
 from sparseflow.codesign.splits import PartitionConfig
-from sparseflow.core.validation import first_problem
-from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
 from sparseflow.errors import InputError
 
 PACKAGE = "sparseflow.codesign"
@@ -170,7 +169,7 @@ def _made(kind: Any, values: Mapping[str, float]) -> Any:
 
 def shipped() -> list[str]:
     """Names of the configurations that come with SparseFlow."""
-    return [name for name in shipped_names(PACKAGE) if name != "chips"]
+    return [name for name in list_configs(PACKAGE) if name != "chips"]
 
 
 def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
@@ -185,7 +184,7 @@ def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) 
         FileFormatError: The file is not YAML, or holds something else.
         MissingExtraError: PyYAML is missing.
     """
-    content = changed(read_yaml(source, package=PACKAGE, extra="codesign"), changes or {})
+    content = apply_overrides(read_config_file(source, package=PACKAGE, extra="codesign"), changes or {})
     return settings_of(content, str(source))
 
 
@@ -198,4 +197,4 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
     try:
         return Settings.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
+        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error

@@ -34,9 +34,9 @@ from sparseflow.codesign.hardware import Hardware
 from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.segments import number
 from sparseflow.codesign.settings import settings_of
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.config import describe_validation_error
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 TRACE = "trace.jsonl"
@@ -56,15 +56,15 @@ class Trace:
     """
 
     def __init__(self, path: Path, *, rows: int) -> None:
-        there = len(read_lines(path))
+        there = len(read_json_lines(path))
         if there < rows:
             raise FileFormatError(
                 f"{path} holds {there} rows, and the checkpoint beside it stands after {rows}: it was "
                 "cut short; restore it, or begin in another folder"
             )
         self.rows = rows
-        self._writer = LineWriter(path)
-        self._writer.keep(rows)
+        self._writer = JsonLinesWriter(path)
+        self._writer.truncate(rows)
 
     def __enter__(self) -> Trace:
         return self
@@ -120,7 +120,7 @@ def layers_of(records: Any) -> list[LayerNode]:
     try:
         read = TypeAdapter(Annotated[list[_Layer], MinLen(1)]).validate_python(records)
     except ValidationError as error:
-        raise FileFormatError(f"these are no layers: {first_problem(error)}") from error
+        raise FileFormatError(f"these are no layers: {describe_validation_error(error)}") from error
     if [layer.id for layer in read] != list(range(len(read))):
         raise FileFormatError("these are no layers: their ids do not count from 0")
     return [LayerNode(**layer.model_dump()) for layer in read]
@@ -137,7 +137,7 @@ def opened(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(f"there is no trace {file}; `sparseflow codesign train` writes one")
-    rows = read_lines(file)
+    rows = read_json_lines(file)
     if len(rows) < 2 or rows[0].get("kind") != "begin":
         raise FileFormatError(f"{file} does not begin with what the run was of, and an epoch")
     try:

@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.files import write_atomic
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError
 
 MAX_SAMPLES_BYTES = 200_000
@@ -244,4 +244,4 @@ def record_command(
 
 def _first(error: ValidationError) -> str:
     more = error.error_count() - 1
-    return first_problem(error) + (f" (and {more} more)" if more else "")
+    return describe_validation_error(error) + (f" (and {more} more)" if more else "")

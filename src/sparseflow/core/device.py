@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparseflow.core.extras import version
+from sparseflow.core.extras import get_version
 from sparseflow.core.telemetry import nvml
 from sparseflow.errors import DeviceError
 
@@ -87,12 +87,12 @@ class DeviceInfo:
         return f"{self.kind}-{slug[:40]}-{digest}"
 
 
-def processor() -> str:
+def describe_cpu() -> str:
     """What a time on a CPU holds for: name, our share of its CPUs, instruction sets; without torch."""
     return f"{_cpu_name()}, {_usable_cpus()} CPUs, {' '.join(_cpu_flags())}"
 
 
-def describe(device: str | torch.device = "cpu") -> DeviceInfo:
+def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
     """Facts about one device.
 
     Raises:
@@ -116,7 +116,7 @@ def describe(device: str | torch.device = "cpu") -> DeviceInfo:
         )
     if target.type != "cuda":
         raise DeviceError(f"`device` (={str(device)!r}) must be a CPU or a CUDA device")
-    target = resolve(target.index if target.index is not None else None)
+    target = select_device(target.index if target.index is not None else None)
     if target.type != "cuda":
         raise DeviceError("a CUDA device was asked for and torch sees none here")
     properties = torch.cuda.get_device_properties(target)
@@ -131,7 +131,7 @@ def describe(device: str | torch.device = "cpu") -> DeviceInfo:
         name=properties.name,
         index=target.index,
         memory_bytes=properties.total_memory,
-        driver=nvml.driver_version(),
+        driver=nvml.read_driver_version(),
         compute_capability=f"{properties.major}.{properties.minor}",
         cores=properties.multi_processor_count,
         threads=None,
@@ -140,7 +140,7 @@ def describe(device: str | torch.device = "cpu") -> DeviceInfo:
     )
 
 
-def pick_gpu() -> int:
+def select_gpu() -> int:
     """Index of the visible GPU with the most free memory.
 
     Raises:
@@ -154,7 +154,7 @@ def pick_gpu() -> int:
     return max(range(count), key=lambda index: torch.cuda.mem_get_info(index)[0])
 
 
-def resolve(gpu: int | None) -> torch.device:
+def select_device(gpu: int | None) -> torch.device:
     """The device to work on: GPU `gpu`, or, for None, the emptiest GPU, or the CPU where there is no GPU.
 
     Raises:
@@ -164,14 +164,14 @@ def resolve(gpu: int | None) -> torch.device:
 
     count = torch.cuda.device_count()
     if gpu is None:
-        return torch.device("cuda", pick_gpu()) if count else torch.device("cpu")
+        return torch.device("cuda", select_gpu()) if count else torch.device("cpu")
     if not 0 <= gpu < count:
         seen = "none" if count == 0 else f"0 to {count - 1}"
         raise DeviceError(f"GPU {gpu} was asked for; torch sees {seen} here")
     return torch.device("cuda", gpu)
 
 
-def cpu_clock_mhz() -> dict[str, float]:
+def read_cpu_clock_mhz() -> dict[str, float]:
     """The CPU's clock right now, averaged over its cores, as `{"core": MHz}`; empty if unreadable."""
     try:
         # Not the cached text: the clock is what changes in it.
@@ -183,7 +183,7 @@ def cpu_clock_mhz() -> dict[str, float]:
 
 
 def _versions() -> dict[str, str]:
-    return {name: found for name in LIBRARIES if (found := version(name)) is not None}
+    return {name: found for name in LIBRARIES if (found := get_version(name)) is not None}
 
 
 def _usable_cpus() -> int:

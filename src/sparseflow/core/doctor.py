@@ -9,8 +9,8 @@ from importlib import util
 from typing import Any
 
 import sparseflow
-from sparseflow.core.device import DeviceInfo, describe
-from sparseflow.core.extras import EXTRAS, version
+from sparseflow.core.device import DeviceInfo, describe_device
+from sparseflow.core.extras import EXTRAS, get_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ def diagnose() -> Diagnosis:
     """Look at this machine. Nothing is measured and nothing is changed."""
     import torch
 
-    gpus = tuple(describe(f"cuda:{index}") for index in range(torch.cuda.device_count()))
+    gpus = tuple(describe_device(f"cuda:{index}") for index in range(torch.cuda.device_count()))
     return Diagnosis(
-        devices=(describe("cpu"), *gpus),
+        devices=(describe_device("cpu"), *gpus),
         extras=tuple(_extra(name) for name in EXTRAS),
         backends=(_dense(), _numba(), _triton(len(gpus))),
     )
@@ -71,7 +71,7 @@ def diagnose() -> Diagnosis:
 
 def _extra(name: str) -> Check:
     packages = EXTRAS[name]
-    found = {package: version(package) for package, _ in packages}
+    found = {package: get_version(package) for package, _ in packages}
     missing = [package for package, number in found.items() if number is None]
     here = ", ".join(f"{package} {number}" for package, number in found.items() if number is not None)
     if not missing:
@@ -94,7 +94,7 @@ def _dense() -> Check:
 
 
 def _numba() -> Check:
-    found = version("numba")
+    found = get_version("numba")
     if found is None or util.find_spec("numba") is None:
         return Check(
             name="event-driven on a CPU (Numba)",
@@ -107,7 +107,7 @@ def _numba() -> Check:
 
 def _triton(gpus: int) -> Check:
     name = "fused kernels on a GPU (Triton)"
-    found = version("triton")
+    found = get_version("triton")
     if gpus == 0:
         detail = "torch sees no CUDA device"
         if found is not None:

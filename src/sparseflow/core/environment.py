@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sparseflow
-from sparseflow.core.device import DeviceInfo, cpu_clock_mhz, describe
+from sparseflow.core.device import DeviceInfo, describe_device, read_cpu_clock_mhz
 from sparseflow.core.telemetry import nvml
 
 if TYPE_CHECKING:
     import torch
 
 
-def environment(device: str | torch.device = "cpu", *, seed: int | None = None) -> dict[str, Any]:
+def collect_environment(device: str | torch.device = "cpu", *, seed: int | None = None) -> dict[str, Any]:
     """What a result must carry to be worth something later; plain JSON types throughout.
 
     What cannot be read is None (or left out of `clocks_mhz`), never a made-up value.
@@ -27,8 +27,8 @@ def environment(device: str | torch.device = "cpu", *, seed: int | None = None) 
         device: Where the work runs. The host is described too when it is a GPU.
         seed: What randomness was drawn from, None where there was none.
     """
-    info = describe(device)
-    host = info if info.kind == "cpu" else describe("cpu")
+    info = describe_device(device)
+    host = info if info.kind == "cpu" else describe_device("cpu")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _plain(info),
@@ -39,18 +39,18 @@ def environment(device: str | torch.device = "cpu", *, seed: int | None = None) 
             "threads": host.threads,
             "memory_bytes": host.memory_bytes,
         },
-        "clocks_mhz": cpu_clock_mhz() if info.kind == "cpu" else nvml.clocks_mhz(device),
+        "clocks_mhz": read_cpu_clock_mhz() if info.kind == "cpu" else nvml.read_clocks_mhz(device),
         "load_average": list(os.getloadavg()),
         "timer": "perf_counter" if info.kind == "cpu" else "cuda_event",
         "seed": seed,
         "sparseflow": sparseflow.__version__,
-        "git": git_revision(),
+        "git": get_git_revision(),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
 
 
-def git_revision(file: Path | None = None) -> str | None:
+def get_git_revision(file: Path | None = None) -> str | None:
     """Short hash of the checkout that `file` is tracked in, `+` behind it when files differ from it.
 
     None without git, or when `file` is not tracked: a package installed into some other project's checkout

@@ -80,7 +80,7 @@ def require(package: str, extra: str) -> ModuleType:
     return importlib.import_module(package)
 
 
-def version(distribution: str) -> str | None:
+def get_version(distribution: str) -> str | None:
     """Installed version of a distribution, or None where it is not installed. Imports nothing of it."""
     try:
         return metadata.version(distribution)

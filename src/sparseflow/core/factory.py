@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def make(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+def build_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """Import a factory, the current folder included, and call it.
 
     Args:

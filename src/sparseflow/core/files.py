@@ -31,10 +31,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_dir(path.parent)
 
 
-def cache_folder() -> Path:
+def get_cache_dir() -> Path:
     """Where what can be made again is kept: `$SPARSEFLOW_CACHE`, else `sparseflow` in `$XDG_CACHE_HOME`.
 
     Without either it is `~/.cache/sparseflow`. It may not be there yet.
@@ -46,7 +46,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "sparseflow"
 
 
-def sync_folder(folder: Path) -> None:
+def sync_dir(folder: Path) -> None:
     """Make renames and new names in `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:

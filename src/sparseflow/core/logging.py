@@ -1,7 +1,7 @@
 """Log messages: a person reads them on the console, a run keeps them in its `run.log`.
 
 Library code calls `logging.getLogger(__name__)` of the standard library and never configures anything; the
-command line calls `console` once, and `into` while a run is on.
+command line calls `configure_console` once, and `log_to_file` while a run is on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = "sparseflow"
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def console(*, verbose: bool = False, quiet: bool = False) -> None:
+def configure_console(*, verbose: bool = False, quiet: bool = False) -> None:
     """Send SparseFlow's messages to standard error, in colour where that is a terminal.
 
     Calling it again replaces the earlier choice.
@@ -42,7 +42,7 @@ def console(*, verbose: bool = False, quiet: bool = False) -> None:
 
 
 @contextmanager
-def into(path: Path) -> Iterator[None]:
+def log_to_file(path: Path) -> Iterator[None]:
     """Also write every message, from DEBUG up, to the file `path` while the block runs."""
     logger = logging.getLogger(ROOT)
     handler = logging.FileHandler(path, encoding="utf-8")

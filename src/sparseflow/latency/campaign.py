@@ -31,10 +31,10 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.extras import require
 from sparseflow.core.load import KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import FileFormatError, InputError, ModelError
 from sparseflow.latency import onnx_file, session
 from sparseflow.latency.extract import METADATA_KEY
@@ -315,7 +315,7 @@ def read_config(path: Path | str) -> Config:
     try:
         config = Config.model_validate(content)
     except pydantic.ValidationError as error:
-        raise FileFormatError(f"{file}: {first_problem(error)}") from error
+        raise FileFormatError(f"{file}: {describe_validation_error(error)}") from error
     here = file.parent.resolve()
     return config.model_copy(
         update={side: [here / entry for entry in getattr(config, side)] for side in ("kernels", "models")}

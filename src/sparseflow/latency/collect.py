@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.files import write_atomic
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, RunError
 from sparseflow.latency import descriptions
 from sparseflow.latency.campaign import Config, Plan, Step, make_plan
@@ -150,7 +150,7 @@ def read(folder: Path | str) -> list[dict[str, Any]]:
     root = Path(folder)
     order = [step.key for step in read_plan(root).steps()]
     if (root / ROWS).exists():
-        found = {row["key"]: row for row in read_lines(root / ROWS)}
+        found = {row["key"]: row for row in read_json_lines(root / ROWS)}
         return [found[key] for key in order if key in found]
     if not (root / TABLE).is_file():
         return []
@@ -208,9 +208,9 @@ def _begin(config: Config, folder: Path, instruments: Instruments, progress: Pro
     return plan
 
 
-def _opened(folder: Path) -> LineWriter:
+def _opened(folder: Path) -> JsonLinesWriter:
     try:
-        return LineWriter(folder / ROWS)
+        return JsonLinesWriter(folder / ROWS)
     except OSError as error:
         raise RunError(f"{folder / ROWS} cannot be written: {error.strerror}") from error
 
@@ -218,7 +218,7 @@ def _opened(folder: Path) -> LineWriter:
 def _done(folder: Path, steps: list[Step]) -> dict[str, dict[str, Any]]:
     planned = {step.key for step in steps}
     done: dict[str, dict[str, Any]] = {}
-    for row in read_lines(folder / ROWS):
+    for row in read_json_lines(folder / ROWS):
         key = row.get("key")
         if key not in planned or key in done:
             raise FileFormatError(

@@ -81,10 +81,10 @@ class Bench:
         self._stack.close()
 
     def environment(self) -> dict[str, Any]:
-        from sparseflow.core.environment import environment
+        from sparseflow.core.environment import collect_environment
 
         on_gpu = session.short_name(self._config.provider) == "cuda"
-        found = environment(f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed)
+        found = collect_environment(f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed)
         return found | {"onnxruntime": require("onnxruntime", "latency").__version__}
 
     @contextmanager
@@ -102,7 +102,7 @@ class Bench:
         stressor = self._loaded(level)
         alone = stressor.wait_until_steady(self._config.steady_timeout_s)
         calm = self._calm()
-        with stressor.held():
+        with stressor.hold_duty():
             yield calm | {"stress_alone": round(alone, 4)}
 
     def measure(self, item: Item) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Bench:
         # A watch that ends at the limit to a hair must not fail for it.
         time.sleep(max(0.0, 1.02 * MIN_WINDOW_S - (end_s - begin_s)))
         load = watch.stop()
-        stress = 0.0 if self._stressor is None else self._stressor.between(begin_s, end_s)
+        stress = 0.0 if self._stressor is None else self._stressor.measure_share_between(begin_s, end_s)
         return (
             row
             | columns(timing)

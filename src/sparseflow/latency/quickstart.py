@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.errors import RunError
 from sparseflow.latency import session, validate, zoo
 from sparseflow.latency.campaign import Config
@@ -138,7 +138,7 @@ def quickstart(
         found,
         root,
         quality=predictor.quality,
-        environment=environment("cuda:0" if provider == "cuda" else "cpu"),
+        environment=collect_environment("cuda:0" if provider == "cuda" else "cpu"),
         reproduce=f"sparseflow latency quickstart --provider {provider}",
         note=NOTE,
     )

@@ -64,7 +64,7 @@ def build(source: str, name: str, config: Mapping[str, Any], *, size: int, seed:
         elif source == TORCHVISION:
             model = _from_torchvision(name, config)
         elif ":" in source:
-            model = factory.make(source, config)
+            model = factory.build_model(source, config)
         else:
             raise InputError(
                 f"the source {source!r} is not known; choose {TRANSFORMERS}, {TORCHVISION} "

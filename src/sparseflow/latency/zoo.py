@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
-from sparseflow.core.extras import require, version
-from sparseflow.core.files import sync_folder, write_atomic
+from sparseflow.core.extras import get_version, require
+from sparseflow.core.files import sync_dir, write_atomic
 from sparseflow.errors import FileFormatError, InputError, ModelError, RunError, SparseFlowError
 from sparseflow.latency import onnx_file, session, sources
 
@@ -151,7 +151,7 @@ class Case:
             "seed": self.zoo.seed,
             "provider": session.provider_name(provider),
             "versions": {
-                name: version(name)
+                name: get_version(name)
                 for name in ("torch", "onnx", "onnxruntime", "onnxruntime-gpu", "transformers", "torchvision")
             },
         }
@@ -410,7 +410,7 @@ def _beside(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync_dir(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from sparseflow.core.costmodel.ranking import bootstrap
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.core.jsonl import LineWriter, read_lines
-from sparseflow.core.parallel import run_each
-from sparseflow.core.training.ranks import in_turn
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.metrics import bootstrap_mean
+from sparseflow.core.parallel import map_unordered
+from sparseflow.core.training.distributed import round_robin_device
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.compact import compact
 from sparseflow.pruning.config import BY_HEADS, SELECTORS
@@ -144,9 +144,9 @@ def compare(
         )
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    writer = LineWriter(root / ROWS)
+    writer = JsonLinesWriter(root / ROWS)
     try:
-        rows = [_read(row, root / ROWS) for row in read_lines(root / ROWS)]
+        rows = [_read(row, root / ROWS) for row in read_json_lines(root / ROWS)]
         digests = {entry.name: _digest(entry.settings) for entry in entries}
         for row in rows:
             if digests.get(row.entry, row.settings) != row.settings:
@@ -165,7 +165,7 @@ def compare(
             )
             for number, (entry, seed) in enumerate(wanted)
         ]
-        for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
+        for number, (_, row) in enumerate(map_unordered(_run, jobs, workers=workers), start=1):
             rows.append(row)
             writer.write(asdict(row))
             if progress is not None:
@@ -194,7 +194,7 @@ class _Job:
 def _run(job: _Job) -> Row:
     if multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)  # others train beside it
-    settings, device = job.entry.settings, in_turn(job.device, job.number)
+    settings, device = job.entry.settings, round_robin_device(job.device, job.number)
     told = settings.train.model_dump() | {"seed": job.seed}
     trained = train(_changed(settings, train=told), job.folder, device=device)
     assert trained.accuracy is not None
@@ -242,7 +242,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _interval(values: Sequence[float], name: str) -> dict[str, float]:
-    low, high = bootstrap(values)
+    low, high = bootstrap_mean(values)
     return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
@@ -291,7 +291,7 @@ def write_results(
 ) -> dict[str, Any]:
     """Write `comparison.json` into a comparison's folder; gives what it holds."""
     told = {
-        "environment": environment(device),
+        "environment": collect_environment(device),
         "command": command,
         "settings": settings.model_dump(mode="json"),
         "models": summary(rows),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
@@ -188,7 +188,7 @@ def fit(
         coefficients=dict(zip(_TERMS, (scale * solved(every)).tolist(), strict=True)),
         dense_ms=scale,
         error=float(np.median(errors)),
-        environment=environment(device, seed=seed),
+        environment=collect_environment(device, seed=seed),
     )
 
 

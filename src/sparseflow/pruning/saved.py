@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError
 from sparseflow.pruning.compact import shaped, units
 from sparseflow.pruning.video_vit import VideoViT
@@ -23,7 +23,7 @@ def save(model: VideoViT, path: Path | str) -> None:
     """
 
     made = {"model": model.to_dict(), "units": units(model) if model.compacted else None}
-    write_weights(path, model.state_dict(), _MARK | {"made": json.dumps(made)})
+    save_tensors(path, model.state_dict(), _MARK | {"made": json.dumps(made)})
 
 
 def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
@@ -33,7 +33,7 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
         InputError: There is no such file.
         FileFormatError: It is something else, or damaged.
     """
-    metadata, weights = read_weights(path, _MARK, "VideoViT")
+    metadata, weights = load_tensors(path, _MARK, "VideoViT")
     try:
         made = json.loads(metadata["made"])
         model = VideoViT(**made["model"])

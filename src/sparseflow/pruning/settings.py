@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparseflow.core.validation import first_problem
-from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
 from sparseflow.errors import InputError
 from sparseflow.pruning.config import ASTConfig
 from sparseflow.pruning.video_vit import VideoViT, VideoViTConfig
@@ -132,7 +131,7 @@ class Settings(_Model):
 
 def shipped() -> list[str]:
     """Names of the configurations that come with SparseFlow."""
-    return shipped_names(_PACKAGE)
+    return list_configs(_PACKAGE)
 
 
 def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
@@ -147,8 +146,8 @@ def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) 
         FileFormatError: The file is not YAML, or holds something else.
         MissingExtraError: PyYAML is missing.
     """
-    content = read_yaml(source, package=_PACKAGE, extra="pruning")
-    return settings_of(changed(content, changes or {}), str(source))
+    content = read_config_file(source, package=_PACKAGE, extra="pruning")
+    return settings_of(apply_overrides(content, changes or {}), str(source))
 
 
 def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
@@ -160,7 +159,7 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
     try:
         found = Settings.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
+        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
     pruned = ASTConfig.from_dict(found.ast)
     VideoViTConfig(**found.model.model_dump(), num_classes=1)
     if found.mode != "dense":

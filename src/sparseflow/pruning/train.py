@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.training import checkpoint
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.core.training.history import History
-from sparseflow.core.training.ranks import ranks
 from sparseflow.errors import InputError
 from sparseflow.pruning.datasets import Data, data_of
 from sparseflow.pruning.evaluate import Accuracy
@@ -85,16 +85,16 @@ def train(
             None if progress is None else lambda done, of: progress(f"counting frames, {done} of {of}", 0.0)
         )
         data = data_of(settings, progress=told)
-    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
+    with init_distributed(device) as mine, torch.random.fork_rng(devices=mine.cuda_devices):
         run = Training(settings, data, cost, mine)
         asked = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every"}})
-        of = asked | {"clips": data.epoch_clips, "processes": mine.size}
+        of = asked | {"clips": data.epoch_clips, "processes": mine.world_size}
         history = History(root) if mine.rank == 0 else None
-        circumstances = environment(str(mine.device), seed=settings.train.seed)
+        circumstances = collect_environment(str(mine.device), seed=settings.train.seed)
         accuracy: Accuracy | None = None
         try:
-            state = checkpoint.read(root, of)
-            mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            state = checkpoint.load(root, of)
+            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state)
                 del state
@@ -104,27 +104,27 @@ def train(
                 for batch in run.clips(epoch):
                     numbers = run.advance(batch)
                     if history is not None:
-                        history.write(run.step, "train", numbers)
+                        history.log(run.step, "train", numbers)
                         due = run.step % settings.train.checkpoint_every == 0
                         if due and run.step % run.epoch_steps:
                             history.sync()
-                            checkpoint.write(root, run.state() | {"of": of})
+                            checkpoint.save(root, run.state() | {"fingerprint": of})
                     if progress is not None and mine.rank == 0:
                         what = f"epoch {epoch + 1} of {settings.train.epochs}, loss {numbers['loss']:.4f}"
                         progress(what, run.step / run.steps)
                 if history is not None:
                     accuracy = run.judge()
-                    history.write(run.step, "test", accuracy.to_dict() | run.stats())
+                    history.log(run.step, "test", accuracy.to_dict() | run.stats())
                     history.sync()
                     write_page(root, circumstances)
                     # Not before: a training that is stopped meanwhile judges this epoch again.
-                    checkpoint.write(root, run.state() | {"of": of})
+                    checkpoint.save(root, run.state() | {"fingerprint": of})
             if history is not None:
                 accuracy = accuracy or run.judge()
                 save(run.model, root / MODEL)
                 if not (root / PAGE).is_file():
                     write_page(root, circumstances)
-            mine.wait()
+            mine.barrier()
         finally:
             if history is not None:
                 history.close()

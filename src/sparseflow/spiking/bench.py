@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparseflow.core import timing
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 from sparseflow.errors import RunError, SparseFlowError
 from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
 from sparseflow.spiking.catalog import Case
@@ -217,7 +217,7 @@ def bench_grid(
         else:
             run.extend(result.comparison.to_rows(case=case.name))  # type: ignore[arg-type]
             done[case.name] = result.to_dict()
-        run.note(**{case.name: done[case.name]})
+        run.update_results(**{case.name: done[case.name]})
     progress("done", 1.0)
     return done
 
@@ -243,11 +243,11 @@ def energy_per_call(forms: dict[str, Forward], x: torch.Tensor, *, seconds: floa
             10, int(seconds * 1e3 / max(timing.measure(lambda f=form: f(x), device=x.device).median_ms, 1e-3))
         )
         torch.cuda.synchronize(x.device)
-        start = nvml.energy_j(x.device)
+        start = nvml.read_energy_j(x.device)
         for _ in range(calls):
             form(x)
         torch.cuda.synchronize(x.device)
-        end = nvml.energy_j(x.device)
+        end = nvml.read_energy_j(x.device)
         if start is None or end is None:
             return {}
         found[name] = (end - start) / calls

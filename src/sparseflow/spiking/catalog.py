@@ -75,7 +75,7 @@ def build(
     elif found:
         model = _random_resnet(found[1], int(found[2]), settings, torch.device(device))
     elif ":" in name:
-        model = factory.make(name)
+        model = factory.build_model(name)
     else:
         raise InputError(
             f"no network is called {name!r}; there are {', '.join(zoo.names())}, spiking_resnet18 (34, 50, "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparseflow.core import timing
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 from sparseflow.spiking import zoo
 from sparseflow.spiking.baselines import Forward, dense_forms, from_rest
 from sparseflow.spiking.bench import OPTIMISED, in_turn, warmed
@@ -148,7 +148,7 @@ def run_demo(
             report=run.path / "report.html",
         )
         progress("writing the report", 0.97)
-        run.note(**{k: v for k, v in result.to_dict().items() if k not in ("run", "report")})
+        run.update_results(**{k: v for k, v in result.to_dict().items() if k not in ("run", "report")})
         from sparseflow.spiking.pages import demo_page
 
         demo_page(result, comparison, run, zoo.card(network))

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sparseflow.core import device as devices
 from sparseflow.core import timing
-from sparseflow.core.files import cache_folder, write_atomic
+from sparseflow.core.files import get_cache_dir, write_atomic
 
 Policy = Literal["measured", "static"]
 CACHE_VERSION = 1
@@ -113,7 +113,7 @@ class DecisionCache:
 
 def default_cache_path() -> Path:
     """Where decisions are remembered unless the caller says otherwise."""
-    return cache_folder() / "decisions.json"
+    return get_cache_dir() / "decisions.json"
 
 
 def rate_bucket(rate: float) -> int:
@@ -182,4 +182,4 @@ class Chooser:
         return known if known is not None and known.way in candidates else None
 
     def _full(self, key: str) -> str:
-        return f"{devices.describe(self.device).key()}|{key}"
+        return f"{devices.describe_device(self.device).key()}|{key}"

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sparseflow.core.records import Run
-from sparseflow.core.report import Column, Headline, Report, Section, Table, before_after, intervals, samples
+from sparseflow.core.report import (
+    Column,
+    Headline,
+    Report,
+    Section,
+    Table,
+    plot_before_after,
+    plot_intervals,
+    plot_samples,
+)
+from sparseflow.core.run import Run
 from sparseflow.core.timing import Comparison
 
 if TYPE_CHECKING:
@@ -74,12 +83,12 @@ def demo_page(result: DemoResult, comparison: Comparison, run: Run, card: dict[s
                 title="End to end",
                 text=("Every dot is one batch. In each round all settings ran once, on the same images.",),
                 items=(
-                    samples(
+                    plot_samples(
                         "Time of one batch",
                         {name: comparison.samples(name).times_ms for name in result.ms},
                         unit="ms",
                     ),
-                    intervals(
+                    plot_intervals(
                         "Speed-up of the optimised network over each dense setting",
                         list(speedups),
                         [s.median for s in speedups.values()],
@@ -97,7 +106,7 @@ def demo_page(result: DemoResult, comparison: Comparison, run: Run, card: dict[s
                     "time stands in the row of its first convolution.",
                 ),
                 items=(
-                    before_after(
+                    plot_before_after(
                         "Time of each group",
                         [str(row["name"]) for row in timed],
                         [float(row["before"]) for row in timed],

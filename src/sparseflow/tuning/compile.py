@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from sparseflow.core.files import cache_folder
+from sparseflow.core.files import get_cache_dir
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning import child
 
@@ -103,7 +103,7 @@ def _version(path: str, changed_ns: int) -> str | None:
 
 def default_folder() -> Path:
     """`tuning` in `$SPARSEFLOW_CACHE`, else `$XDG_CACHE_HOME/sparseflow`, else `~/.cache/sparseflow`."""
-    return cache_folder() / "tuning"
+    return get_cache_dir() / "tuning"
 
 
 class Cache:

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sparseflow.core.jsonl import LineWriter, read_lines
-from sparseflow.core.validation import first_problem
+from sparseflow.core.config import describe_validation_error
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.evaluate import Trial
 from sparseflow.tuning.labels import Measurement, Task
@@ -84,9 +84,9 @@ class Journal:
         self.trials: dict[Task, dict[Schedule, Trial]] = {}
         self._tasks: list[Task] = []
         self._number: dict[Task, int] = {}
-        self._writer = LineWriter(self._path)
+        self._writer = JsonLinesWriter(self._path)
         try:
-            rows = read_lines(self._path)
+            rows = read_json_lines(self._path)
             if not rows:
                 self._writer.write(_HEAD)
             elif rows[0] != _HEAD:
@@ -148,7 +148,9 @@ class Journal:
                 raise FileFormatError(f"task {read.task} has not begun")
             schedule = Schedule.parse(read.schedule)
         except ValidationError as error:
-            raise FileFormatError(f"{where} is no row: {first_problem(error)}; remove the line") from error
+            raise FileFormatError(
+                f"{where} is no row: {describe_validation_error(error)}; remove the line"
+            ) from error
         except InputError as error:
             raise FileFormatError(f"{where} is no row: {error}; remove the line") from error
         self.trials[self._tasks[read.task]][schedule] = read.trial(schedule)

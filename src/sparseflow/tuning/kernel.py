@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparseflow.core.device import processor
+from sparseflow.core.config import describe_validation_error
+from sparseflow.core.device import describe_cpu
 from sparseflow.core.files import write_atomic
-from sparseflow.core.validation import first_problem
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen import SYMBOL
 from sparseflow.tuning.matrices import Coo, as_coo
@@ -145,7 +145,7 @@ class Kernel(ABC):
             "shape": matrix.shape,
             "schedule": None if self.schedule is None else str(self.schedule),
             "speedup": self.speedup,
-            "cpu": processor(),
+            "cpu": describe_cpu(),
             "sha256": matrix.digest(),
         }
         arrays = {name: getattr(matrix, name) for name in _ARRAYS}
@@ -256,13 +256,13 @@ def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) 
         problem = Problem(operator=operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols)
         program = None if record.schedule is None else build(problem, Schedule.parse(record.schedule))
     except ValidationError as error:
-        problem = first_problem(error)
+        problem = describe_validation_error(error)
         raise FileFormatError(f"{file} is not a kernel that can be read: {problem}; tune again") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
-    if record.cpu != processor() and not any_cpu:
+    if record.cpu != describe_cpu() and not any_cpu:
         raise DeviceError(
-            f"{file} was tuned on another CPU ({record.cpu}) than this one ({processor()}); tune again, or "
+            f"{file} was tuned on another CPU ({record.cpu}) than this one ({describe_cpu()}); tune again, or "
             "load it with any_cpu=True"
         )
     if program is None:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sparseflow.core.jsonl import LineWriter, read_lines
-from sparseflow.core.validation import first_problem
+from sparseflow.core.config import describe_validation_error
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.evaluate import Trial
 from sparseflow.tuning.problem import Problem
@@ -72,10 +72,10 @@ class Log:
         if root.exists() and not root.is_dir():
             raise InputError(f"`folder` (={root}) is a file; name a folder")
         root.mkdir(parents=True, exist_ok=True)
-        self._writer = LineWriter(root / FILE)
+        self._writer = JsonLinesWriter(root / FILE)
         try:
             try:
-                rows = read_lines(root / FILE)
+                rows = read_json_lines(root / FILE)
             except FileFormatError as error:
                 raise FileFormatError(f"{error}; remove the line") from error
             if not rows:
@@ -120,7 +120,9 @@ def _trial(row: dict[str, Any], where: str, problem: Problem) -> Trial:
         read = TrialRow.model_validate(row)
         schedule = Schedule.parse(read.schedule).checked(problem.operator, problem.extents)
     except ValidationError as error:
-        raise FileFormatError(f"{where}, is no trial: {first_problem(error)}; remove the line") from error
+        raise FileFormatError(
+            f"{where}, is no trial: {describe_validation_error(error)}; remove the line"
+        ) from error
     except InputError as error:
         raise FileFormatError(f"{where}, is no trial of this: {error}; remove the line") from error
     return read.trial(schedule)

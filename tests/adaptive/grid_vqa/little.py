@@ -9,7 +9,7 @@ import numpy as np
 
 from sparseflow.adaptive.grid_vqa.images import SPLITS, Bank
 from sparseflow.adaptive.grid_vqa.settings import Settings, settings_of
-from sparseflow.core.yaml_files import changed
+from sparseflow.core.config import apply_overrides
 
 QUICK: dict[str, Any] = {
     "scene": {"grid": 2, "cell_px": 12},
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 def quick(**changes: Any) -> Settings:
     """These settings with some changed: `quick(**{"train.steps": 2})`."""
-    return settings_of(changed(QUICK, changes))
+    return settings_of(apply_overrides(QUICK, changes))
 
 
 def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> Bank:

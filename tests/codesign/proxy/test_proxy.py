@@ -13,7 +13,7 @@ import torch
 
 from sparseflow.codesign.chips import ChipType, read_library
 from sparseflow.codesign.proxy import FEATURES, DeviceSpec, Grid, LayerHwProxy, fit
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
 from tests.codesign.proxy.made_up import GPU, node, points
 
@@ -143,7 +143,7 @@ def test_damaged_files_are_refused(fitted: LayerHwProxy, tmp_path: Path) -> None
     with pytest.raises(FileFormatError, match="not a layer proxy"):
         LayerHwProxy.load(file)
     fitted.save(file)
-    metadata, tensors = read_weights(file, {}, "layer proxy")
+    metadata, tensors = load_tensors(file, {}, "layer proxy")
     about = json.loads(metadata["proxy"])
     for wrong_tensors, wrong_about in (
         ({"roofline": tensors["roofline"][:1]}, {}),
@@ -152,10 +152,10 @@ def test_damaged_files_are_refused(fitted: LayerHwProxy, tmp_path: Path) -> None
         ({}, {"devices": [{"name": "half"}]}),
         ({}, {"model": {"members": 3, "hidden": 32}}),
     ):
-        write_weights(file, tensors | wrong_tensors, metadata | {"proxy": json.dumps(about | wrong_about)})
+        save_tensors(file, tensors | wrong_tensors, metadata | {"proxy": json.dumps(about | wrong_about)})
         with pytest.raises(FileFormatError, match="not a layer proxy that can be read"):
             LayerHwProxy.load(file)
-    write_weights(file, tensors, metadata | {"features": "[]"})
+    save_tensors(file, tensors, metadata | {"features": "[]"})
     with pytest.raises(FileFormatError, match="of this version"):
         LayerHwProxy.load(file)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sparseflow.core import report
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.errors import InputError
 
 CHROMIUM = next(
@@ -60,14 +60,14 @@ def page(**changes: Any) -> report.Report:
             report.Section(
                 title="Layer by layer",
                 text=("<script>alert(1)</script>",),
-                items=(report.before_after("Time", layers, before, after, unit="ms"), table),
+                items=(report.plot_before_after("Time", layers, before, after, unit="ms"), table),
             ),
             report.Section(
                 title="Samples",
-                items=(report.samples("All", {"dense": [1.0, 2.0], "ours": [0.5, 0.7]}),),
+                items=(report.plot_samples("All", {"dense": [1.0, 2.0], "ours": [0.5, 0.7]}),),
             ),
         ),
-        "environment": environment("cpu", seed=0),
+        "environment": collect_environment("cpu", seed=0),
         "reproduce": "sparseflow demo --seed 0 " + "--option value " * 30,
         "created": datetime(2026, 11, 21, 9, 5, tzinfo=UTC),
         **changes,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparseflow.core.jsonl import LineWriter
+from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.pruning.data.cache import INDEX, VideoCache, build_cache
 from sparseflow.pruning.data.video import decode
@@ -110,7 +110,7 @@ def test_a_cache_keeps_its_size(tmp_path: Path, videos: list[tuple[str, Path]]) 
 
 @pytest.mark.usefixtures("refused_at_once")
 def test_two_builds_do_not_mix(tmp_path: Path, videos: list[tuple[str, Path]]) -> None:
-    other = LineWriter(tmp_path / INDEX)
+    other = JsonLinesWriter(tmp_path / INDEX)
     with pytest.raises(RunError, match="another process"):
         build_cache(videos, tmp_path, size=24)
     other.close()

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparseflow.adaptive.plan import TIERS, Tier
-from sparseflow.core.validation import first_problem
-from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
 from sparseflow.errors import InputError
 
 _PACKAGE = "sparseflow.adaptive.grid_vqa"
@@ -174,7 +173,7 @@ class Settings(_Model):
 
 def shipped() -> list[str]:
     """Names of the configurations that come with SparseFlow."""
-    return shipped_names(_PACKAGE)
+    return list_configs(_PACKAGE)
 
 
 def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
@@ -189,8 +188,8 @@ def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) 
         FileFormatError: The file is not YAML, or holds something else.
         MissingExtraError: PyYAML is missing.
     """
-    content = read_yaml(source, package=_PACKAGE, extra="adaptive")
-    return settings_of(changed(content, changes or {}), str(source))
+    content = read_config_file(source, package=_PACKAGE, extra="adaptive")
+    return settings_of(apply_overrides(content, changes or {}), str(source))
 
 
 def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
@@ -202,7 +201,7 @@ def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Set
     try:
         found = Settings.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {first_problem(error)}") from error
+        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
     scene, model = found.scene, found.model
     for name, (least, most) in (("scene.item", scene.item), ("scene.small", scene.small)):
         if not 0.0 < least <= most <= 1.0:

@@ -23,11 +23,11 @@ from sparseflow.adaptive.grid_vqa.learning import Learning
 from sparseflow.adaptive.grid_vqa.model import load, save
 from sparseflow.adaptive.grid_vqa.report import read_report, report_of, write_report
 from sparseflow.adaptive.grid_vqa.settings import Settings
-from sparseflow.core.environment import environment
+from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.training import checkpoint
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.core.training.history import History
-from sparseflow.core.training.ranks import ranks
 from sparseflow.errors import InputError
 
 Progress = Callable[[str, float], None]
@@ -80,7 +80,7 @@ def train(
         raise InputError(f"`folder` (={root}) is a file; name a folder")
     root.mkdir(parents=True, exist_ok=True)
     told = settings.train
-    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
+    with init_distributed(device) as mine, torch.random.fork_rng(devices=mine.cuda_devices):
         data = Data(settings, mine.device, bank=bank)
         run = Learning(settings, data, mine)
         asked = settings.model_dump(
@@ -90,12 +90,16 @@ def train(
                 "train": {"checkpoint_every", "judge_every", "judge_samples"},
             },
         )  # fmt: skip
-        of = asked | {"names": list(data.bank.names), "count": len(data.bank.images), "processes": mine.size}
+        of = asked | {
+            "names": list(data.bank.names),
+            "count": len(data.bank.images),
+            "processes": mine.world_size,
+        }
         history = History(root) if mine.rank == 0 else None
         report: dict[str, Any] | None = None
         try:
-            state = checkpoint.read(root, of)
-            mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            state = checkpoint.load(root, of)
+            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
             # Wall clock of the steps that are kept; judging now and then is among them.
             began = time.perf_counter()
             if state is not None:
@@ -109,13 +113,13 @@ def train(
                 numbers = run.advance()
                 last = run.step == run.steps
                 if history is not None:
-                    history.write(run.step, "train", numbers)
+                    history.log(run.step, "train", numbers)
                     if (last or run.step % told.judge_every == 0) and run.step > told.vision_steps:
-                        history.write(run.step, "val", run.judge())
+                        history.log(run.step, "val", run.judge())
                     if last or run.step % told.checkpoint_every == 0:
                         history.sync()
                         seconds = time.perf_counter() - began
-                        checkpoint.write(root, run.state() | {"of": of, "seconds": seconds})
+                        checkpoint.save(root, run.state() | {"fingerprint": of, "seconds": seconds})
                 if progress is not None and mine.rank == 0:
                     progress(_said(run, numbers), _TRAINED * run.step / run.steps)
             if history is not None:
@@ -123,7 +127,7 @@ def train(
                 if report is None or report.get("asked") != _asked(settings):
                     save(run.average, settings, data.vocabulary, root / MODEL)
                     report = _judged(root, data, mine.device, seconds, progress)
-            mine.wait()
+            mine.barrier()
         finally:
             if history is not None:
                 history.close()
@@ -141,7 +145,7 @@ def _judged(
     )
     report = report_of(model, data, progress=told)
     report |= {"asked": _asked(data.settings), "train_seconds": round(seconds, 1)}
-    report["environment"] = environment(device, seed=data.settings.train.seed)
+    report["environment"] = collect_environment(device, seed=data.settings.train.seed)
     write_report(root, report)
     return report
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparseflow.adaptive.plan import Geometry
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 
 Score = Callable[[tuple[int, ...]], Any]
@@ -43,11 +43,11 @@ class Evaluations:
     def __init__(self, score: Score, geometry: Geometry, model_id: str, journal: Path | None) -> None:
         self._score, self._depth = score, geometry.depth
         self._scores: dict[Removed, np.ndarray] = {}
-        self._lines: LineWriter | None = None
+        self._lines: JsonLinesWriter | None = None
         if journal is None:
             return
         journal.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = LineWriter(journal)
+        self._lines = JsonLinesWriter(journal)
         try:
             self._resume(journal, {"format": _FORMAT, "geometry": geometry.to_dict(), "model_id": model_id})
         except BaseException:
@@ -90,7 +90,7 @@ class Evaluations:
 
     def _resume(self, journal: Path, about: Mapping[str, Any]) -> None:
         assert self._lines is not None
-        lines = read_lines(journal)
+        lines = read_json_lines(journal)
         if not lines:
             self._lines.write(about)
             return

@@ -10,8 +10,8 @@ from typing import Any
 from sparseflow.adaptive.profile.about import About
 from sparseflow.adaptive.profile.saved import Profile, journal
 from sparseflow.adaptive.profile.visits import Visit
-from sparseflow.core.environment import environment
-from sparseflow.core.jsonl import LineWriter
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import InputError, RunError
 
 
@@ -35,7 +35,7 @@ class Appending:
 
     def __init__(self, path: Path, about: About, device: str, seed: int) -> None:
         self._path, self._device, self._seed = path, device, seed
-        self._lines = LineWriter(journal(path))
+        self._lines = JsonLinesWriter(journal(path))
         self._begun = False
         try:
             if path.exists() or journal(path).stat().st_size:
@@ -56,7 +56,7 @@ class Appending:
             RunError: The disk takes no more.
         """
         if not self._begun:
-            here = environment(self._device, seed=self._seed)
+            here = collect_environment(self._device, seed=self._seed)
             self._lines.write({"environment": here, "session": self.session})
             self._begun = True
         self._lines.write({"visit": visit.to_dict()})

@@ -21,7 +21,7 @@ from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.adaptive.profile.about import About
 from sparseflow.adaptive.profile.visits import Visit
 from sparseflow.core.files import write_atomic
-from sparseflow.core.jsonl import read_lines
+from sparseflow.core.journal import read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Profile:
         """
         file = Path(path)
         found = _read_parquet(file) if file.is_file() else None
-        lines = read_lines(journal(file))
+        lines = read_json_lines(journal(file))
         if found is None and not lines:
             raise InputError(f"there is no profile {file}; make one with `sparseflow adaptive profile`")
         about, environments = (None, []) if found is None else (found.about, list(found.environments))

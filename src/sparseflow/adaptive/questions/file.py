@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sparseflow.adaptive.serve.limits import Limits
 from sparseflow.adaptive.task import Split
-from sparseflow.core.validation import first_problem
+from sparseflow.core.config import describe_validation_error
 from sparseflow.errors import FileFormatError, InputError
 
 LIMITS = Limits()
@@ -118,7 +118,8 @@ def _line(line: bytes, where: str) -> _Line:
         return _Line.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise FileFormatError(
-            f"{where} is no question: {first_problem(error)}; it may have {', '.join(_Line.model_fields)}"
+            f"{where} is no question: {describe_validation_error(error)}; "
+            f"it may have {', '.join(_Line.model_fields)}"
         ) from error
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.adaptive.profile import weights_id
 from sparseflow.adaptive.task import Judged, Progress, Split, Task
-from sparseflow.core.training.ranks import Ranks
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 
 _MARK = {"sparseflow": "adaptive-answers", "version": "1"}
@@ -35,7 +35,7 @@ def answers(
     folder: Path,
     counts: Mapping[Split, int],
     *,
-    mine: Ranks,
+    mine: DistributedContext,
     progress: Progress | None = None,
 ) -> dict[Split, Judged]:
     """The first samples of splits under every plan: from files, and what is missing there from the model.
@@ -68,9 +68,9 @@ def answers(
         if not path.is_file() or len(_read(path, told, space).kinds) < count:
             missing.append((split, first, count))
     # Before anybody writes: all must share out the same list.
-    mine.wait()
+    mine.barrier()
     for number, (split, first, count) in enumerate(missing):
-        if number % mine.size != mine.rank:
+        if number % mine.world_size != mine.rank:
             continue
         tell = progress if mine.rank == 0 else None
         done = len(chunks) - len(missing) + number
@@ -80,7 +80,7 @@ def answers(
         _write(_path(folder, split, first), found, told)
         if tell is not None:
             tell(f"plans tried on {first + len(found.kinds)} {split} samples", (done + 1) / len(chunks))
-    mine.wait()
+    mine.barrier()
     return {
         split: _joined(
             [_read(_path(folder, split, first), told, space) for first in range(0, count, size)], count
@@ -111,11 +111,11 @@ def _path(folder: Path, split: Split, first: int) -> Path:
 
 def _write(path: Path, found: Judged, told: Mapping[str, Any]) -> None:
     arrays = {name: each.to(_STORED.get(name, torch.float32)) for name, each in _arrays(found).items()}
-    write_weights(path, arrays, _MARK | {"of": json.dumps(told, sort_keys=True)})
+    save_tensors(path, arrays, _MARK | {"of": json.dumps(told, sort_keys=True)})
 
 
 def _read(path: Path, told: Mapping[str, Any], space: PlanSpace) -> Judged:
-    metadata, arrays = read_weights(path, _MARK, "chunk of answers")
+    metadata, arrays = load_tensors(path, _MARK, "chunk of answers")
     try:
         there = json.loads(metadata["of"])
         differ = sorted(name for name in told if there.get(name) != told[name])

@@ -23,8 +23,8 @@ from sparseflow.adaptive.study.tables import Tables, dtype_of, tables
 from sparseflow.adaptive.task import Counts, Progress, Task
 from sparseflow.adaptive.training import CONTROLLERS
 from sparseflow.adaptive.worth import Worth
-from sparseflow.core.environment import environment
-from sparseflow.core.training.ranks import Ranks, ranks
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.training.distributed import DistributedContext, init_distributed
 from sparseflow.errors import InputError
 
 WORTH = "worth.json"
@@ -95,7 +95,7 @@ def train(
         FileFormatError: A file is damaged.
         RunError: A training failed; its last checkpoint is kept.
     """
-    with ranks(asked.device) as mine:
+    with init_distributed(asked.device) as mine:
         profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TABLES))
         learnt = learn(
             made, config, asked.out, seeds=seeds, model_id=weights_id(task.model), mine=mine,
@@ -137,7 +137,7 @@ def evaluate(
             f"`out` (={asked.out}) holds a training ({held[0]}), whose findings would be overwritten; name "
             "another folder than that of a training"
         )
-    with ranks(asked.device) as mine:
+    with init_distributed(asked.device) as mine:
         profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
         if mine.rank:
             return None
@@ -150,7 +150,9 @@ def evaluate(
         )
 
 
-def _tables(asked: Asked, mine: Ranks, progress: Progress | None) -> tuple[Profile, Task, Tables]:
+def _tables(
+    asked: Asked, mine: DistributedContext, progress: Progress | None
+) -> tuple[Profile, Task, Tables]:
     """The profile, the task, and what these make of samples."""
     if asked.out.exists() and not asked.out.is_dir():
         raise InputError(f"`out` (={asked.out}) is a file; name a folder")
@@ -198,7 +200,7 @@ def _study_of(controllers: Path, model_id: str) -> dict[str, Any] | None:
     return None
 
 
-def _load(path: Path, model_id: str, made: Tables, mine: Ranks) -> Controllers:
+def _load(path: Path, model_id: str, made: Tables, mine: DistributedContext) -> Controllers:
     found = Controllers.load(path, model_id=model_id, device=mine.device)
     if found.space != made.test.space:
         raise InputError(
@@ -217,7 +219,7 @@ def _judged(
     found = contest(made, budgets=asked.budgets, progress=progress, **how)
     about = {
         "model_id": worth.model_id, "task": {"name": task.name, "told": task.told},
-        "environment": environment(asked.device), "command": asked.command, **told,
+        "environment": collect_environment(asked.device), "command": asked.command, **told,
     }  # fmt: skip
     kept = findings.of_contest(profile, made, found, about=about)
     findings.write(asked.out, kept)

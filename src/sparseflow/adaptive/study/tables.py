@@ -17,8 +17,8 @@ from sparseflow.adaptive.profile import Profile, model_id
 from sparseflow.adaptive.study.answers import answers
 from sparseflow.adaptive.study.latencies import Latencies, Size, latencies
 from sparseflow.adaptive.task import Counts, Judged, Progress, Stretch, Task
-from sparseflow.core.training.ranks import Ranks
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 
 FOLDER, LATENCIES = "outcomes", "latencies.safetensors"
@@ -53,7 +53,7 @@ def tables(
     folder: Path | str,
     *,
     counts: Counts,
-    mine: Ranks,
+    mine: DistributedContext,
     progress: Progress | None = None,
 ) -> Tables:
     """Make tables, or go on where an earlier call in the same folder was stopped.
@@ -137,7 +137,7 @@ def _middle(sizes: list[Size]) -> Size:
     )  # fmt: skip
 
 
-def _latencies(profile: Profile, sizes: list[Size], path: Path, mine: Ranks) -> Latencies:
+def _latencies(profile: Profile, sizes: list[Size], path: Path, mine: DistributedContext) -> Latencies:
     """Kept in a file, too: a fit may differ in its last bits from one process to the next, and what was
     learnt from must stay the same."""
     told = [size[: 2 + (size.images is not None)] for size in sizes]
@@ -146,14 +146,14 @@ def _latencies(profile: Profile, sizes: list[Size], path: Path, mine: Ranks) -> 
     if mine.rank == 0 and (not path.is_file() or _read(path)[0] != of):
         made = latencies(profile, sizes)
         arrays = {"ms": torch.from_numpy(made.ms), "measured": torch.from_numpy(made.measured)}
-        write_weights(path, arrays, _MARK | {"of": of, "load": repr(made.load)})
-    mine.wait()
+        save_tensors(path, arrays, _MARK | {"of": of, "load": repr(made.load)})
+    mine.barrier()
     return _read(path)[1]
 
 
 def _read(path: Path) -> tuple[str, Latencies]:
     """What latencies are of, and these."""
-    metadata, arrays = read_weights(path, _MARK, "table of latencies")
+    metadata, arrays = load_tensors(path, _MARK, "table of latencies")
     try:
         found = Latencies(
             ms=arrays["ms"].numpy(), measured=arrays["measured"].numpy(), load=float(metadata["load"])

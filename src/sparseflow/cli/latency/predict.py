@@ -208,7 +208,7 @@ def evaluate(
     from rich.console import Console
 
     from sparseflow.cli.progress import bar
-    from sparseflow.core.environment import environment
+    from sparseflow.core.environment import collect_environment
     from sparseflow.latency.evaluate import evaluate as judge
     from sparseflow.latency.predictor import Predictor
     from sparseflow.latency.report import write_report
@@ -227,7 +227,9 @@ def evaluate(
             found,
             out,
             quality=one.quality,
-            environment=environment("cpu" if one.fingerprint.kind == "cpu" else f"cuda:{gpu}", seed=seed),
+            environment=collect_environment(
+                "cpu" if one.fingerprint.kind == "cpu" else f"cuda:{gpu}", seed=seed
+            ),
             reproduce=f"sparseflow latency evaluate {named} --predictor {predictor} {told}",
         )
     if as_json:

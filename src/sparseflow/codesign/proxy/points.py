@@ -22,7 +22,7 @@ from typing import Any
 from sparseflow.codesign.proxy.device import DeviceSpec
 from sparseflow.codesign.segments import number
 from sparseflow.core.files import write_atomic
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError, RunError
 
@@ -127,7 +127,7 @@ class PointFile:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._writer: LineWriter | None = LineWriter(_journal(self.path))
+        self._writer: JsonLinesWriter | None = JsonLinesWriter(_journal(self.path))
         try:
             held = read_points(self.path, missing_ok=True)
         except BaseException:
@@ -250,7 +250,7 @@ def read_points(path: Path | str, *, missing_ok: bool = False) -> Points:
     """
     file = Path(path)
     about, rows = _read_parquet(file) if file.is_file() else ({"devices": [], "environments": {}}, [])
-    lines = read_lines(_journal(file))
+    lines = read_json_lines(_journal(file))
     if not file.is_file() and not lines and not missing_ok:
         raise InputError(f"there is no file of points {file}")
     try:

@@ -28,8 +28,8 @@ from sparseflow.codesign.proxy.model import TARGETS, LayerProxyModel
 from sparseflow.codesign.proxy.power import analytic_power_w, default_power
 from sparseflow.codesign.proxy.roofline import Roofline
 from sparseflow.codesign.proxy.work import Work
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
-from sparseflow.core.weights import read_weights, write_weights
 from sparseflow.errors import FileFormatError, InputError
 
 Device = DeviceSpec | ChipType
@@ -158,7 +158,7 @@ class LayerHwProxy:
         """
         told, tensors = self._parts()
         proxy = json.dumps(told | {"provenance": dict(self.provenance)}, allow_nan=False)
-        write_weights(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
+        save_tensors(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
 
     @property
     def digest(self) -> str:
@@ -194,7 +194,7 @@ class LayerHwProxy:
             FileFormatError: It is something else, damaged, or of other features than this version's.
         """
         mark = _MARK | {"features": json.dumps(FEATURES)}
-        metadata, tensors = read_weights(path, mark, "layer proxy")
+        metadata, tensors = load_tensors(path, mark, "layer proxy")
         try:
             told = json.loads(metadata["proxy"])
             devices = tuple(DeviceSpec.from_dict(each) for each in told["devices"])

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 
 FILE = "losses.jsonl"
 _BOARD = "tensorboard"
@@ -33,10 +33,10 @@ class History:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._writer = LineWriter(folder / FILE)
+        self._writer = JsonLinesWriter(folder / FILE)
         self._board: Any = None
         try:
-            rows = read_lines(folder / FILE)
+            rows = read_json_lines(folder / FILE)
             # A step that is done again after a stop gives the same: what is written stays.
             self._written = {(row.get("step"), row.get("kind")) for row in rows}
             board = _tensorboard()
@@ -73,7 +73,7 @@ def read_history(folder: Path | str) -> Iterator[dict[str, Any]]:
     Raises:
         FileFormatError: A line is damaged.
     """
-    yield from read_lines(Path(folder) / FILE)
+    yield from read_json_lines(Path(folder) / FILE)
 
 
 def smoothed(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.files import sync_folder
-from sparseflow.core.jsonl import LineWriter, read_lines
-from sparseflow.core.parallel import run_each
+from sparseflow.core.files import sync_dir
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.data.counts import check_on_error
 from sparseflow.pruning.data.video import as_indices, decoded
@@ -99,7 +99,7 @@ class VideoCache:
             FileFormatError: Its index is damaged, or of something else.
         """
         root = Path(folder)
-        rows = read_lines(root / INDEX)
+        rows = read_json_lines(root / INDEX)
         if not rows:
             raise InputError(f"{root} holds no cache of videos ({INDEX}); build one there first")
         head, *rest = rows
@@ -153,8 +153,8 @@ def build_cache(
         raise InputError(f"`size` (={size}) must be at least 1 pixel, or None")
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    with closing(LineWriter(root / INDEX)) as index:
-        if not read_lines(root / INDEX):
+    with closing(JsonLinesWriter(root / INDEX)) as index:
+        if not read_json_lines(root / INDEX):
             index.write({**_MARK, "size": size})
         cache = VideoCache.open(root)
         if cache.size != size:
@@ -163,7 +163,7 @@ def build_cache(
             )
         todo = [(name, path) for name, path in videos if not _is_whole(cache, name)]
         make = partial(_make, root=root, size=size, skip=on_error == "skip")
-        for done, (_, row) in enumerate(run_each(make, todo, workers=workers), start=1):
+        for done, (_, row) in enumerate(map_unordered(make, todo, workers=workers), start=1):
             index.write(row)
             if progress is not None:
                 progress(done, len(todo))
@@ -210,7 +210,7 @@ def _write(path: Path, source: Path, size: int | None) -> np.ndarray:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_dir(path.parent)
     frames = _mapped(path)
     assert frames is not None
     return frames

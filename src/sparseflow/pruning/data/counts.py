@@ -18,9 +18,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.files import write_atomic
-from sparseflow.core.parallel import run_each
-from sparseflow.core.validation import first_problem
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.data.video import open_video
 
@@ -82,7 +82,7 @@ def count_frames(
     try:
         count = partial(_count, skip=on_error == "skip")
         for done, (place, found) in enumerate(
-            run_each(count, [video for _, video in todo], workers=workers), start=1
+            map_unordered(count, [video for _, video in todo], workers=workers), start=1
         ):
             name = todo[place][0]
             if isinstance(found, str):
@@ -132,7 +132,8 @@ def _read(path: Path) -> dict[str, tuple[int, int]]:
         return {}
     except ValidationError as error:
         raise FileFormatError(
-            f"{path} does not hold counts of frames: {first_problem(error)}; delete it or name another file"
+            f"{path} does not hold counts of frames: {describe_validation_error(error)}; "
+            "delete it or name another file"
         ) from error
     return dict(content.frames)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError
 from sparseflow.tuning.net.model import AutoSparseNet, NetConfig
 
@@ -28,7 +28,7 @@ def save(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
     """
     kind = torch.float16 if half else torch.float32
     weights = {name: value.to(kind) for name, value in net.state_dict().items()}
-    write_weights(path, weights, _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
+    save_tensors(path, weights, _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
 
 
 def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
@@ -42,7 +42,7 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseN
         InputError: There is no such file.
         FileFormatError: It is something else, or damaged.
     """
-    metadata, given = read_weights(path, _MARK, "AutoSparse Net")
+    metadata, given = load_tensors(path, _MARK, "AutoSparse Net")
     try:
         config = NetConfig.from_dict(json.loads(metadata["config"]))
         found = {name: value.shape for name, value in given.items()}

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from sparseflow.core.jsonl import LineWriter, read_lines
-from sparseflow.core.parallel import run_each
-from sparseflow.core.training.ranks import in_turn
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.parallel import map_unordered
+from sparseflow.core.training.distributed import round_robin_device
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.labels import LabelSet
 from sparseflow.tuning.net.baseline import Boosted
@@ -225,9 +225,9 @@ def study(
     root.mkdir(parents=True, exist_ok=True)
     paths = tuple(Path(path) for path in sets)
     parts = folds_of(_data(paths), folds)
-    writer = LineWriter(root / ROWS)
+    writer = JsonLinesWriter(root / ROWS)
     try:
-        rows = [_read(row, root / ROWS) for row in read_lines(root / ROWS)]
+        rows = [_read(row, root / ROWS) for row in read_json_lines(root / ROWS)]
         for row in rows:
             if row.fold >= len(parts) or row.families != parts[row.fold]:
                 raise InputError(f"{root} holds a study with other folds; name another folder")
@@ -253,7 +253,7 @@ def study(
             )
             for number, (entry, fold, seed) in enumerate(wanted)
         ]
-        for number, (_, row) in enumerate(run_each(_run, jobs, workers=workers), start=1):
+        for number, (_, row) in enumerate(map_unordered(_run, jobs, workers=workers), start=1):
             rows.append(row)
             writer.write(asdict(row))
             if progress is not None:
@@ -274,7 +274,7 @@ def read_study(folder: Path | str) -> list[Row]:
     path = Path(folder) / ROWS
     if not path.is_file():
         raise InputError(f"{folder} holds no study: there is no {ROWS} in it")
-    return [_read(row, path) for row in read_lines(path)]
+    return [_read(row, path) for row in read_json_lines(path)]
 
 
 def _read(row: Mapping[str, Any], path: Path) -> Row:
@@ -322,7 +322,7 @@ def _run(job: _Job) -> Row:
             torch.set_num_threads(1)  # others train beside it
         place = training(job.folder, job.entry.name, job.fold, job.seed)
         config = replace(job.entry.config, seed=job.seed)
-        device = in_turn(job.device, job.number)
+        device = round_robin_device(job.device, job.number)
         judged = train(config, learnt, place, held_out=held, device=device).judged
     return Row(entry=job.entry.name, fold=job.fold, seed=job.seed, families=job.families, judged=judged)
 

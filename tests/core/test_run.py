@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sparseflow.core import jsonl, records
-from sparseflow.core.records import Run
+from sparseflow.core import journal
+from sparseflow.core.run import STATUSES, Run
 from sparseflow.errors import FileFormatError, InputError, RunError
 
 
@@ -29,7 +29,7 @@ def test_a_run_goes_from_running_to_finished(run: Run) -> None:
     assert sorted(os.listdir(run.path)) == ["run.json", "samples.parquet"]
     again = Run.open(run.path)
     assert again.status == "finished" and again.info["rows"] == 3
-    assert again.rows() == [
+    assert again.read_rows() == [
         {"layer": "conv1", "latency_ms": 1.5, "ok": True, "note": None},
         {"layer": "conv2", "latency_ms": 2.0, "ok": None, "note": None},
         {"layer": None, "latency_ms": None, "ok": None, "note": "unstable"},
@@ -58,7 +58,7 @@ def test_a_finished_run_takes_no_more_rows(run: Run) -> None:
 
 def test_a_run_without_rows_can_be_finished_and_read(run: Run) -> None:
     run.finish()
-    assert Run.open(run.path).rows() == []
+    assert Run.open(run.path).read_rows() == []
 
 
 def test_a_block_that_raises_leaves_a_failed_run_that_can_be_taken_up(run: Run) -> None:
@@ -70,16 +70,16 @@ def test_a_block_that_raises_leaves_a_failed_run_that_can_be_taken_up(run: Run) 
     with Run.open(run.path) as again:
         again.append({"a": 2})
     assert again.status == "finished" and again.info["error"] is None
-    assert again.rows() == [{"a": 1}, {"a": 2}]
+    assert again.read_rows() == [{"a": 1}, {"a": 2}]
 
 
 def test_results_are_kept_with_the_run(run: Run) -> None:
-    run.note(speedup=1.4)
-    run.note(identical=True)
+    run.update_results(speedup=1.4)
+    run.update_results(identical=True)
     run.finish()
     assert Run.open(run.path).info["results"] == {"speedup": 1.4, "identical": True}
     with pytest.raises(InputError, match="results of a run"):
-        run.note(bad=float("nan"))
+        run.update_results(bad=float("nan"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**60, [1], {"a": 1}, b"x", 1j])
@@ -115,7 +115,7 @@ def test_only_one_process_writes(run: Run) -> None:
 
 WRITER = """
 import sys
-from sparseflow.core.records import Run
+from sparseflow.core.run import Run
 run = Run.start(sys.argv[1], "bench", {})
 print(run.path, flush=True)
 for index in range(10**9):
@@ -137,10 +137,10 @@ def test_a_killed_run_is_readable_and_can_be_taken_up(tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
     assert json.loads((path / "run.json").read_text())["status"] == "running"
     with Run.open(path) as run:
-        kept = [row["index"] for row in run.rows()]
+        kept = [row["index"] for row in run.read_rows()]
         assert kept == list(range(len(kept))) and len(kept) > 500
         run.append({"index": len(kept), "text": "after"})
-    assert [row["index"] for row in Run.open(path).rows()] == list(range(len(kept) + 1))
+    assert [row["index"] for row in Run.open(path).read_rows()] == list(range(len(kept) + 1))
 
 
 def test_a_kill_between_the_two_renames_of_finishing_loses_nothing(
@@ -160,7 +160,7 @@ def test_a_kill_between_the_two_renames_of_finishing_loses_nothing(
     run._writer.close()
     with Run.open(run.path) as again:
         again.append({"a": 2})
-    assert Run.open(run.path).rows() == [{"a": 1}, {"a": 2}]
+    assert Run.open(run.path).read_rows() == [{"a": 1}, {"a": 2}]
 
 
 def test_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +176,11 @@ def test_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatc
         return step(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl.os, "write", write)
+        patch.setattr(journal.os, "write", write)
         with pytest.raises(RunError, match="No space left"):
             run.append({"a": 2})
     run.append({"a": 3})
-    assert run.rows() == [{"a": 1}, {"a": 3}]
+    assert run.read_rows() == [{"a": 1}, {"a": 3}]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_damaged_parquet_file_is_named(run: Run) -> None:
     run.finish()
     (run.path / "samples.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(FileFormatError, match=r"samples\.parquet"):
-        Run.open(run.path).rows()
+        Run.open(run.path).read_rows()
 
 
 def test_the_module_says_which_states_there_are() -> None:
-    assert records.STATUSES == ("running", "finished", "failed")
+    assert STATUSES == ("running", "finished", "failed")

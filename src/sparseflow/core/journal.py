@@ -18,7 +18,7 @@ _PATIENCE_S = 2.0
 """That a lock is waited for: what a killed writer just started holds it until it runs its own program."""
 
 
-class LineWriter:
+class JsonLinesWriter:
     """The open end of a file of JSON lines: whole lines only, by one process only.
 
     Opening it cuts off a line that was torn when an earlier writer died. When `write` returns, the line has
@@ -67,9 +67,9 @@ class LineWriter:
         if self._unsynced >= SYNC_ROWS:
             self.sync()
 
-    def keep(self, rows: int) -> None:
-        """Cut off what comes after the first `rows` rows."""
-        lines = self._path.read_bytes().split(b"\n")[:rows]
+    def truncate(self, num_rows: int) -> None:
+        """Cut off what comes after the first `num_rows` rows."""
+        lines = self._path.read_bytes().split(b"\n")[:num_rows]
         self._length = sum(len(line) + 1 for line in lines)
         os.ftruncate(self._file, self._length)
 
@@ -102,7 +102,7 @@ def _whole_lines(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole row of a file of JSON lines; a torn last line is not one, and no file is no rows.
 
     Raises:

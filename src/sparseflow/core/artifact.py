@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def write_weights(path: Path | str, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def save_tensors(path: Path | str, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write weights in place of what is there.
 
     Args:
@@ -30,10 +30,10 @@ def write_weights(path: Path | str, weights: Mapping[str, Tensor], metadata: Map
     write_atomic(Path(path), save(ready, metadata=dict(metadata)))
 
 
-def read_weights(
+def load_tensors(
     path: Path | str, mark: Mapping[str, str], what: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the weights of a file that `write_weights` wrote; on the CPU.
+    """The metadata and the weights of a file that `save_tensors` wrote; on the CPU.
 
     Args:
         path: The file.

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 pytest.importorskip("yaml")
 
 from sparseflow.core import extras
-from sparseflow.core.yaml_files import changed, read_yaml, shipped_names
+from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
 from sparseflow.errors import FileFormatError, InputError, MissingExtraError
 
 PACKAGE = "sparseflow.codesign"
@@ -39,16 +40,16 @@ NOT_VALUES = [
 
 
 def read(source: Path | str) -> dict[str, Any]:
-    return read_yaml(source, package=PACKAGE, extra="codesign")
+    return read_config_file(source, package=PACKAGE, extra="codesign")
 
 
 @pytest.mark.parametrize("package", ["sparseflow.codesign", "sparseflow.pruning"])
 def test_what_ships_is_listed_and_can_be_read(package: str) -> None:
-    names = shipped_names(package)
+    names = list_configs(package)
     assert names and names == sorted(names)
     for name in names:
         assert not name.endswith(".yaml")
-        assert read_yaml(name, package=package, extra="codesign")
+        assert read_config_file(name, package=package, extra="codesign")
 
 
 def test_a_file_is_read_by_path_or_by_its_name(tmp_path: Path) -> None:
@@ -143,24 +144,24 @@ def test_any_bytes_are_settings_or_refused(tmp_path_factory: pytest.TempPathFact
 def test_changes_go_before_what_was_there() -> None:
     content = {"train": {"epochs": 3, "rate": 0.1}, "mode": "dense", "off": None}
     before = copy.deepcopy(content)
-    found = changed(content, {"train.epochs": 5, "mode": {"a": 1}, "new.deep.er": [1], "off": 0})
+    found = apply_overrides(content, {"train.epochs": 5, "mode": {"a": 1}, "new.deep.er": [1], "off": 0})
     assert found == {
         "train": {"epochs": 5, "rate": 0.1}, "mode": {"a": 1}, "off": 0, "new": {"deep": {"er": [1]}},
     }  # fmt: skip
     assert content == before
     found["train"]["rate"] = 9.0
     assert content == before
-    assert changed(content, {}) == content
+    assert apply_overrides(content, {}) == content
 
 
 def test_later_changes_go_into_earlier_ones() -> None:
     changes: dict[str, Any] = {"part": {"a": 1}, "part.b": 2}
-    assert changed({}, changes) == {"part": {"a": 1, "b": 2}}
+    assert apply_overrides({}, changes) == {"part": {"a": 1, "b": 2}}
 
 
 def test_changes_themselves_are_left_as_they_are() -> None:
     changes: dict[str, Any] = {"part": {"a": 1}, "part.b": 2}
-    changed({}, changes)
+    apply_overrides({}, changes)
     assert changes == {"part": {"a": 1}, "part.b": 2}
 
 
@@ -171,14 +172,14 @@ def test_changes_themselves_are_left_as_they_are() -> None:
 def test_a_change_of_what_has_no_parts_is_refused(name: str, part: str) -> None:
     content = {"train": {"epochs": 3}, "mode": "dense", "list": [1, 2]}
     with pytest.raises(InputError, match=rf"`{name}` is no setting: `{part}` has no parts"):
-        changed(content, {name: 1})
+        apply_overrides(content, {name: 1})
     assert content == {"train": {"epochs": 3}, "mode": "dense", "list": [1, 2]}
 
 
 def test_a_change_of_one_of_two_that_yaml_wrote_once_leaves_the_other(tmp_path: Path) -> None:
     file = tmp_path / "alias.yaml"
     file.write_text("first: &same {rate: 1}\nsecond: *same\n")
-    assert changed(read(file), {"first.rate": 2}) == {"first": {"rate": 2}, "second": {"rate": 1}}
+    assert apply_overrides(read(file), {"first.rate": 2}) == {"first": {"rate": 2}, "second": {"rate": 1}}
 
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -203,7 +204,7 @@ def test_a_change_changes_what_it_names_and_nothing_else(content: dict[str, Any]
 
     before = copy.deepcopy(content)
     try:
-        found = changed(content, {".".join(path): "new"})
+        found = apply_overrides(content, {".".join(path): "new"})
     except InputError:
         at: Any = content
         for name in path[:-1]:
@@ -219,3 +220,25 @@ def test_a_change_changes_what_it_names_and_nothing_else(content: dict[str, Any]
         at = at[name]
     assert at == "new"
     assert without(found, path) == without(before, path)
+
+
+class Inner(BaseModel):
+    count: int
+
+
+class Outer(BaseModel):
+    inner: list[Inner]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"inner": [{"count": 1}, {}]}', "inner.1.count: Field required"),
+        ("{}", "inner: Field required"),
+        ("[", "the whole: Invalid JSON"),
+    ],
+)
+def test_it_says_where_and_what(content: str, said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate_json(content)
+    assert describe_validation_error(caught.value).startswith(said)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseflow.core.weights import read_weights, write_weights
+from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
 
 MARK = {"sparseflow": "thing", "version": "1"}
@@ -16,8 +16,8 @@ MARK = {"sparseflow": "thing", "version": "1"}
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     weights = {"a": torch.randn(3, 4).T, "b": torch.arange(3)}
-    write_weights(path, weights, MARK | {"made": "so"})
-    metadata, found = read_weights(path, MARK, "thing")
+    save_tensors(path, weights, MARK | {"made": "so"})
+    metadata, found = load_tensors(path, MARK, "thing")
     assert metadata["made"] == "so"
     torch.testing.assert_close(found, weights, rtol=0.0, atol=0.0)
 
@@ -25,10 +25,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with pytest.raises(InputError, match="there is no file"):
-        read_weights(path, MARK, "thing")
-    write_weights(path, {"a": torch.zeros(2)}, {"sparseflow": "other"})
+        load_tensors(path, MARK, "thing")
+    save_tensors(path, {"a": torch.zeros(2)}, {"sparseflow": "other"})
     with pytest.raises(FileFormatError, match="holds no thing of this version"):
-        read_weights(path, MARK, "thing")
+        load_tensors(path, MARK, "thing")
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(FileFormatError, match="is not a thing that can be read"):
-        read_weights(path, MARK, "thing")
+        load_tensors(path, MARK, "thing")

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from sparseflow.core.environment import environment
-from sparseflow.core.files import sync_folder, write_atomic
-from sparseflow.core.jsonl import LineWriter, read_lines
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.files import sync_dir, write_atomic
+from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError, RunError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Run:
         info: What `run.json` holds.
     """
 
-    def __init__(self, path: Path, info: dict[str, Any], writer: LineWriter | None) -> None:
+    def __init__(self, path: Path, info: dict[str, Any], writer: JsonLinesWriter | None) -> None:
         self.path = path
         self.info = info
         self._writer = writer
@@ -85,7 +85,7 @@ class Run:
             "status": "running",
             "command": command,
             "config": dict(config),
-            "environment": environment(device, seed=seed),
+            "environment": collect_environment(device, seed=seed),
             "started": _now(),
             "ended": None,
             "error": None,
@@ -98,8 +98,8 @@ class Run:
         path = Path(root) / info["id"]
         path.mkdir(parents=True)
         write_atomic(path / "run.json", text)
-        sync_folder(path.parent)
-        return cls(path, info, LineWriter(path / "samples.jsonl"))
+        sync_dir(path.parent)
+        return cls(path, info, JsonLinesWriter(path / "samples.jsonl"))
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
@@ -115,12 +115,12 @@ class Run:
         info = _read_info(path)
         if info["status"] == "finished":
             return cls(path, info, None)
-        writer = LineWriter(path / "samples.jsonl")
+        writer = JsonLinesWriter(path / "samples.jsonl")
         try:
             # Between the rename of the Parquet file and that of run.json a kill leaves both files.
             (path / "samples.parquet").unlink(missing_ok=True)
             run = cls(path, {**info, "status": "running", "ended": None, "error": None, "rows": None}, writer)
-            for row in read_lines(path / "samples.jsonl"):
+            for row in read_json_lines(path / "samples.jsonl"):
                 run._check(row)
             run._write_info()
         except BaseException:
@@ -154,7 +154,7 @@ class Run:
         for row in rows:
             self.append(row)
 
-    def rows(self) -> list[dict[str, Value]]:
+    def read_rows(self) -> list[dict[str, Value]]:
         """Every row so far, in the order added.
 
         Raises:
@@ -162,9 +162,9 @@ class Run:
         """
         if self.status == "finished":
             return _read_parquet(self.path / "samples.parquet")
-        return read_lines(self.path / "samples.jsonl")
+        return read_json_lines(self.path / "samples.jsonl")
 
-    def note(self, **facts: Any) -> None:
+    def update_results(self, **facts: Any) -> None:
         """Keep results of the whole run in `run.json`, under `results`.
 
         Raises:
@@ -201,7 +201,7 @@ class Run:
         if self._writer is None:
             return
         self._writer.sync()
-        rows = self.rows()
+        rows = self.read_rows()
         if status == "finished":
             _write_parquet(self.path / "samples.parquet", rows)
         self.info |= {"status": status, "ended": _now(), "error": error, "rows": len(rows)}

@@ -6,21 +6,24 @@ import copy
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 _FOLDER, _SUFFIX = "configs", ".yaml"
 
 
-def shipped_names(package: str) -> list[str]:
+def list_configs(package: str) -> list[str]:
     """Names of the configurations that come with a wing, such as `"sparseflow.pruning"`."""
     there = (resources.files(package) / _FOLDER).iterdir()
     return sorted(each.name.removesuffix(_SUFFIX) for each in there if each.name.endswith(_SUFFIX))
 
 
-def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]:
+def read_config_file(source: Path | str, *, package: str, extra: str) -> dict[str, Any]:
     """What a file of settings holds.
 
     Args:
@@ -34,7 +37,7 @@ def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]
         MissingExtraError: PyYAML is missing.
     """
     require("yaml", extra)
-    names = shipped_names(package)
+    names = list_configs(package)
     if str(source) in names:
         text = (resources.files(package) / _FOLDER / f"{source}{_SUFFIX}").read_text("utf-8")
     else:
@@ -47,7 +50,7 @@ def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]
             raise InputError(f"there is no file {file}; these come with SparseFlow: {', '.join(names)}")
         text = file.read_text("utf-8", errors="replace")
     try:
-        content = parsed(text, extra=extra)
+        content = parse_yaml(text, extra=extra)
     except ValueError as error:
         raise FileFormatError(f"{source} is not YAML: {error}") from error
     if not isinstance(content, dict):
@@ -55,7 +58,7 @@ def read_yaml(source: Path | str, *, package: str, extra: str) -> dict[str, Any]
     return content
 
 
-def parsed(text: str, *, extra: str) -> Any:
+def parse_yaml(text: str, *, extra: str) -> Any:
     """What a text in YAML says.
 
     Args:
@@ -74,11 +77,11 @@ def parsed(text: str, *, extra: str) -> Any:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def changed(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def apply_overrides(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with some of them changed.
 
     Args:
-        content: As `read_yaml` gives them; left as they are.
+        content: As `read_config_file` gives them; left as they are.
         changes: `"train.epochs"` -> a value that goes before.
 
     Raises:
@@ -103,3 +106,10 @@ def _unshared(value: Any) -> Any:
     if isinstance(value, list):
         return [_unshared(each) for each in value]
     return copy.deepcopy(value)
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """The first thing that is wrong: where, and what."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "the whole"
+    return f"{where}: {first['msg']}"

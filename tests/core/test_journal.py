@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.core import jsonl
+from sparseflow.core import journal
 from sparseflow.errors import RunError
 
 
@@ -25,38 +25,38 @@ def test_whatever_tears_the_end_whole_lines_stay(
     torn = content[: max(0, len(content) - cut)]
     path.write_bytes(torn + junk if not torn or torn.endswith(b"\n") else torn)
     whole = torn.count(b"\n")
-    assert jsonl.read_lines(path) == rows[:whole]
-    writer = jsonl.LineWriter(path)
+    assert journal.read_json_lines(path) == rows[:whole]
+    writer = journal.JsonLinesWriter(path)
     writer.write({"i": "next"})
     writer.close()
-    assert jsonl.read_lines(path) == [*rows[:whole], {"i": "next"}]
+    assert journal.read_json_lines(path) == [*rows[:whole], {"i": "next"}]
 
 
 def test_no_file_is_no_rows(tmp_path: Path) -> None:
-    assert jsonl.read_lines(tmp_path / "none.jsonl") == []
+    assert journal.read_json_lines(tmp_path / "none.jsonl") == []
 
 
 def test_a_second_writer_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
-    first = jsonl.LineWriter(tmp_path / "a.jsonl")
+    first = journal.JsonLinesWriter(tmp_path / "a.jsonl")
     with pytest.raises(RunError, match="another process"):
-        jsonl.LineWriter(tmp_path / "a.jsonl")
+        journal.JsonLinesWriter(tmp_path / "a.jsonl")
     first.close()
-    jsonl.LineWriter(tmp_path / "a.jsonl").close()
+    journal.JsonLinesWriter(tmp_path / "a.jsonl").close()
 
 
 def test_who_is_about_to_let_go_is_waited_for(tmp_path: Path) -> None:
-    first = jsonl.LineWriter(tmp_path / "a.jsonl")
+    first = journal.JsonLinesWriter(tmp_path / "a.jsonl")
     going = threading.Timer(0.1, first.close)
     going.start()
-    jsonl.LineWriter(tmp_path / "a.jsonl").close()
+    journal.JsonLinesWriter(tmp_path / "a.jsonl").close()
     going.join()
 
 
 def test_lines_reach_the_disk_every_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(jsonl.os, "fsync", synced.append)
-    writer = jsonl.LineWriter(tmp_path / "a.jsonl")
-    for index in range(jsonl.SYNC_ROWS * 2 + 1):
+    monkeypatch.setattr(journal.os, "fsync", synced.append)
+    writer = journal.JsonLinesWriter(tmp_path / "a.jsonl")
+    for index in range(journal.SYNC_ROWS * 2 + 1):
         writer.write({"i": index})
     assert len(synced) == 2
     writer.sync()
