@@ -39,7 +39,7 @@ from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.splits import PartitionConfig
 from sparseflow.codesign.timeline import play
 from sparseflow.codesign.verification import error_of, whole
-from sparseflow.core.device import describe
+from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LayerNode, Splittable
 from sparseflow.core.timing import measure
 from sparseflow.pruning import VideoViT, compact
@@ -67,13 +67,13 @@ def clips(asked: argparse.Namespace) -> torch.Tensor:
 
 def layer_costs(asked: argparse.Namespace, steps: Steps, network: Network, samples_ms: Samples) -> Costs:
     """Every layer as it was measured on one device; all slots are alike."""
-    layers = tuple(steps.layers(asked.batch))
+    layers = tuple(steps.describe_layers(asked.batch))
     latency = np.median(np.array(samples_ms), axis=0)
     return Costs(
         layers=layers, latency_ms=np.repeat(latency[:, None], asked.slots, 1),
         power_w=np.zeros((len(layers), asked.slots)),
         memory_mb=np.array([layer.memory_bytes / 1e6 for layer in layers]),
-        limit_mb=np.full(asked.slots, describe(asked.device).memory_bytes / 1e6),
+        limit_mb=np.full(asked.slots, describe_device(asked.device).memory_bytes / 1e6),
         idle_w=np.zeros(asked.slots), network=network,
     )  # fmt: skip
 
@@ -99,13 +99,13 @@ class Parts:
 
     def _ms(self, layer: LayerNode, size: int) -> float:
         if (layer.id, size) not in self._known:
-            asked, module = self._asked, self._steps.module(layer.id)
+            asked, module = self._asked, self._steps.get_layer(layer.id)
             device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
             if isinstance(module, nn.Linear):
                 part, width = nn.Linear(module.in_features, size), module.in_features
             else:
                 assert isinstance(module, Splittable)
-                part, width = module.part(torch.arange(size), bias=True), layer.embed_dim
+                part, width = module.slice_units(torch.arange(size), bias=True), layer.embed_dim
             tokens = () if layer.layer_type == "head" else (layer.seq_len,)
             x = torch.randn(asked.batch, *tokens, width, device=device, dtype=dtype)
             moved = part.to(device, dtype)
@@ -130,7 +130,10 @@ def reference(asked: argparse.Namespace) -> tuple[torch.Tensor, float]:
     """Logits of the whole model on one device, and what it takes there, ms a batch."""
     device = torch.device(asked.device)
     steps = made(asked)
-    moved, batch = steps.only([layer.id for layer in steps.layers(1)], device), clips(asked).to(device)
+    moved, batch = (
+        steps.select_layers([layer.id for layer in steps.describe_layers(1)], device),
+        clips(asked).to(device),
+    )
     took = measure(lambda: whole(moved, batch), repeats=asked.repeats, device=device)
     return whole(moved, batch).cpu(), took.median_ms
 
@@ -212,7 +215,7 @@ def main() -> int:
     link, samples = launch(probe, asked.slots, device=asked.device)[0]
     print(f"link: {link.bandwidth / 1e9:.1f} GB/s, {link.latency_us:.1f} us", flush=True)
     network = Network.all_to_all(link, np.zeros((asked.slots, asked.slots)))
-    moved = steps.only([layer.id for layer in steps.layers(1)], torch.device(asked.device))
+    moved = steps.select_layers([layer.id for layer in steps.describe_layers(1)], torch.device(asked.device))
     batch = clips(asked).to(asked.device)
     layers_ms, costs, parts = {}, {}, {}
     for name, behind in (("alone", False), ("behind", True)):
@@ -226,7 +229,7 @@ def main() -> int:
     del moved
     wanted, alone_ms = reference(asked)
     print(f"one device, whole, one batch alone: {alone_ms:.3f} ms", flush=True)
-    config = PartitionConfig(segments=len(steps.layers(1)), min_split_gain_ratio=0.01, w_comm=0.0,
+    config = PartitionConfig(segments=len(steps.describe_layers(1)), min_split_gain_ratio=0.01, w_comm=0.0,
                              w_balance=0.0, flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
     found = []
     cases: tuple[tuple[str, Mode, str], ...] = (
@@ -258,7 +261,7 @@ def main() -> int:
     record = {
         **begun(asked, device=asked.device),
         "link": link.model_dump(), "link_samples_ms": {str(size): values for size, values in samples.items()},
-        "layers": [layer.name for layer in steps.layers(1)],
+        "layers": [layer.name for layer in steps.describe_layers(1)],
         "layers_ms": {name: _rounded(passes) for name, passes in layers_ms.items()},
         "one_device_ms": {"measured": alone_ms}, "cases": found,
     }  # fmt: skip

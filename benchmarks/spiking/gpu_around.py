@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from replay import Bench, Results, Run, fastest, floor_ms, measured_ceilings, same_spikes, timed
 
 from sparseflow.core.ceilings import Ceilings
-from sparseflow.core.device import resolve
+from sparseflow.core.device import select_device
 from sparseflow.errors import SparseFlowError
 from sparseflow.spiking.kernels.packed import codec, group, pooling, twin
 from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     try:
-        device = resolve(args.gpu)
+        device = select_device(args.gpu)
     except SparseFlowError as error:
         parser.error(str(error))
     if device.type != "cuda" and not args.dry_run:

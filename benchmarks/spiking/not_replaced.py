@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from replay import DTYPE, Bench, Results, close_to, fastest, floor_ms, measured_ceilings, ratio, timed
 
 from sparseflow.core.ceilings import Ceilings
-from sparseflow.core.device import resolve
+from sparseflow.core.device import select_device
 from sparseflow.errors import SparseFlowError
 from sparseflow.spiking.kernels.batchnorm.reference import run_batchnorm2d_reference
 from sparseflow.spiking.kernels.batchnorm.triton import BLOCK, sparse_batchnorm2d
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     try:
-        device = resolve(args.gpu)
+        device = select_device(args.gpu)
     except SparseFlowError as error:
         parser.error(str(error))
     if device.type != "cuda" and not args.dry_run:

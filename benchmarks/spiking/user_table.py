@@ -47,7 +47,7 @@ from replay import (
 )
 
 from sparseflow.core.ceilings import Ceilings
-from sparseflow.core.device import resolve
+from sparseflow.core.device import select_device
 from sparseflow.errors import SparseFlowError
 from sparseflow.spiking.kernels.blocks import Tiling, prescan, sparse_conv2d
 from sparseflow.spiking.kernels.reference import run_group_reference
@@ -452,7 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not layers:
         parser.error(f"no layer is called {args.layers}; there are {', '.join(x.name for x in LAYERS)}")
     try:
-        device = resolve(args.gpu)
+        device = select_device(args.gpu)
     except SparseFlowError as error:
         parser.error(str(error))
     if device.type != "cuda" and not args.dry_run:

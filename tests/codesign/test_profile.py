@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparseflow.codesign import profile
 from sparseflow.codesign.profile import Measuring, device_held, profile_grid, profile_model
 from sparseflow.codesign.proxy import DeviceSpec, Grid, fit, read_points
-from sparseflow.core.device import describe
+from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LAYER_TYPES, LayeredModel, LayerNode
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 
@@ -38,7 +38,7 @@ class Tiny:
                 weight.data.normal_(generator=generator)
         self.ran: list[int] = []
 
-    def layers(self, batch: int) -> Sequence[LayerNode]:
+    def describe_layers(self, batch: int) -> Sequence[LayerNode]:
         return [
             LayerNode(
                 id=at, name=f"part.{at}", layer_type=kind, flops=torch.tensor(384.0 * batch), bytes=4000.0,
@@ -49,24 +49,24 @@ class Tiny:
             for at, kind in enumerate(LAYER_TYPES)
         ]  # fmt: skip
 
-    def begin(self, samples: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
         return {"x": samples}
 
-    def step(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run_layer(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         self.ran.append(layer)
         x = state.pop("x")  # a state is its layer's to take apart
         return {"logits" if layer == 3 else "x": self.parts[layer](x)}
 
-    def module(self, layer: int) -> nn.Module:
+    def get_layer(self, layer: int) -> nn.Module:
         return self.parts[layer]
 
-    def importance(self, layer: int) -> Tensor:
+    def unit_importance(self, layer: int) -> Tensor:
         raise NotImplementedError
 
-    def replace(self, layer: int, module: nn.Module) -> None:
+    def replace_layer(self, layer: int, module: nn.Module) -> None:
         raise NotImplementedError
 
-    def only(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
+    def select_layers(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
         raise NotImplementedError
 
     def modules_of(self, layer: int) -> Sequence[nn.Module]:
@@ -111,7 +111,7 @@ def test_a_device_is_what_the_file_says(tmp_path: Path) -> None:
     assert device_held(file) is None
     profile_grid(file, HERE, points=2, grid=SMALL, how=QUICK)
     assert device_held(file) is None  # points of a device of another name
-    mine = replace(HERE, name=describe("cpu").name)
+    mine = replace(HERE, name=describe_device("cpu").name)
     profile_grid(file, mine, points=2, grid=SMALL, how=QUICK)
     assert device_held(file) == mine
     file.write_bytes(b"no points")

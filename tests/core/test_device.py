@@ -25,7 +25,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_is_described() -> None:
-    info = device.describe("cpu")
+    info = device.describe_device("cpu")
     assert (info.kind, info.index, info.compute_capability, info.driver) == ("cpu", None, None, None)
     assert info.name and info.cores >= 1 and info.memory_bytes > 2**20
     assert info.threads == torch.get_num_threads()
@@ -34,8 +34,8 @@ def test_the_cpu_is_described() -> None:
 
 
 def test_the_key_is_stable_short_and_safe_in_a_file_name() -> None:
-    info = device.describe("cpu")
-    assert info.key() == device.describe("cpu").key()
+    info = device.describe_device("cpu")
+    assert info.key() == device.describe_device("cpu").key()
     assert re.fullmatch(r"cpu-[a-z0-9-]{1,60}", info.key())
 
 
@@ -50,44 +50,44 @@ def test_the_key_is_stable_short_and_safe_in_a_file_name() -> None:
     ],
 )
 def test_the_key_changes_with_what_changes_speed(change: dict[str, object]) -> None:
-    info = device.describe("cpu")
+    info = device.describe_device("cpu")
     assert dataclasses.replace(info, **change).key() != info.key()  # pyright: ignore[reportArgumentType]
 
 
 def test_equal_gpus_of_one_host_share_a_key() -> None:
-    info = device.describe("cpu")
+    info = device.describe_device("cpu")
     assert dataclasses.replace(info, index=0).key() == dataclasses.replace(info, index=3).key()
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_the_emptiest_gpu_is_picked() -> None:
-    assert device.pick_gpu() == 1
-    assert device.resolve(None) == torch.device("cuda", 1)
-    assert device.resolve(3) == torch.device("cuda", 3)
+    assert device.select_gpu() == 1
+    assert device.select_device(None) == torch.device("cuda", 1)
+    assert device.select_device(3) == torch.device("cuda", 3)
     with pytest.raises(DeviceError, match="GPU 4 was asked for; torch sees 0 to 3"):
-        device.resolve(4)
+        device.select_device(4)
     with pytest.raises(DeviceError, match="GPU -1"):
-        device.resolve(-1)
+        device.select_device(-1)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_cpu_is_used_and_a_named_gpu_refused() -> None:
-    assert device.resolve(None) == torch.device("cpu")
+    assert device.select_device(None) == torch.device("cpu")
     with pytest.raises(DeviceError, match="torch sees none"):
-        device.resolve(0)
+        device.select_device(0)
     with pytest.raises(DeviceError, match="no CUDA device"):
-        device.pick_gpu()
+        device.select_gpu()
     with pytest.raises(DeviceError):
-        device.describe("cuda")
+        device.describe_device("cuda")
 
 
 def test_other_kinds_of_device_are_refused() -> None:
     with pytest.raises(DeviceError, match="must be a CPU or a CUDA device"):
-        device.describe("meta")
+        device.describe_device("meta")
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_described() -> None:
-    info = device.describe("cuda")
+    info = device.describe_device("cuda")
     assert info.kind == "cuda" and info.index is not None and info.cores > 0
     assert info.compute_capability is not None and info.threads is None

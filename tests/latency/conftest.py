@@ -85,9 +85,9 @@ def of_this_machine(predictor: Predictor) -> Predictor:
     """The predictor with this machine's fingerprint."""
     import onnxruntime
 
-    from sparseflow.core.device import describe
+    from sparseflow.core.device import describe_device
 
-    here = describe("cpu")
+    here = describe_device("cpu")
     mark = replace(
         predictor.fingerprint,
         name=here.name,

@@ -23,11 +23,11 @@ from typing import TypeVar
 import pytest
 
 from sparseflow.cli.root import run
-from sparseflow.core.telemetry.dcgm import BY_NAME, HOST_SOURCE
+from sparseflow.core.telemetry.dcgm import HOST_SOURCE, SERIES_BY_NAME
 from sparseflow.core.telemetry.gpm import GpmReader
 from sparseflow.core.telemetry.host_reader import HostReader
 from sparseflow.core.telemetry.prometheus import PrometheusReader
-from sparseflow.core.telemetry.schema import Load
+from sparseflow.core.telemetry.schema import LoadReading
 from sparseflow.errors import DeviceError, InputError, SparseFlowError
 from sparseflow.latency import exporter
 from sparseflow.latency.exporter import Exporter
@@ -37,8 +37,8 @@ PATIENCE_S = 120.0
 T = TypeVar("T")
 
 
-def load(source: str = "host", **shares: float) -> Load:
-    return Load(timestamp_s=1e9, interval_s=0.1, source=source, device="cpu", shares=shares)
+def load(source: str = "host", **shares: float) -> LoadReading:
+    return LoadReading(timestamp_s=1e9, interval_s=0.1, source=source, device="cpu", shares=shares)
 
 
 class Reader:
@@ -48,16 +48,16 @@ class Reader:
     device = "cpu"
     metrics = ("busy",)
 
-    def __init__(self, answer: Callable[[], Load]) -> None:
+    def __init__(self, answer: Callable[[], LoadReading]) -> None:
         self.answer = answer
 
-    def read(self, window_s: float = 1.0) -> Load:
+    def read(self, window_s: float = 1.0) -> LoadReading:
         return self.answer()
 
     def start(self) -> Reader:
         return self
 
-    def stop(self) -> Load:
+    def stop(self) -> LoadReading:
         return self.answer()
 
 
@@ -144,7 +144,7 @@ def test_a_scrape_gets_the_newest_reading() -> None:
     values = iter([0.25, 0.75])
     seen = threading.Event()
 
-    def answer() -> Load:
+    def answer() -> LoadReading:
         value = next(values, 0.75)
         if value == 0.75:
             seen.set()
@@ -161,7 +161,7 @@ def test_a_scrape_gets_the_newest_reading() -> None:
 def test_a_reading_that_fails_answers_503_and_never_the_last_number(error: Exception) -> None:
     broken = threading.Event()
 
-    def answer() -> Load:
+    def answer() -> LoadReading:
         if broken.is_set():
             raise error
         return load(busy=0.5)
@@ -180,7 +180,7 @@ def test_a_reading_that_fails_answers_503_and_never_the_last_number(error: Excep
 def test_a_reading_that_hangs_answers_503() -> None:
     hang, go_on = threading.Event(), threading.Event()
 
-    def answer() -> Load:
+    def answer() -> LoadReading:
         if hang.is_set():
             go_on.wait(2.0 * PATIENCE_S)
         return load(busy=0.5)
@@ -311,14 +311,14 @@ def test_a_load_is_seen_through_the_real_prometheus_and_a_dead_exporter_is_notic
         with prometheus(tmp_path, target) as url:
             reader = PrometheusReader(url, {"source": HOST_SOURCE, "instance": target}, max_age_s=3.0)
 
-            def ask() -> Load | str:
+            def ask() -> LoadReading | str:
                 try:
                     return reader.read(1.5)
                 except SparseFlowError as error:
                     return str(error)
 
-            idle = until(ask, lambda found: isinstance(found, Load))
-            assert isinstance(idle, Load)
+            idle = until(ask, lambda found: isinstance(found, LoadReading))
+            assert isinstance(idle, LoadReading)
             assert set(reader.metrics) == set(HostReader().metrics)
             assert f"instance={target}" in idle.device and "UUID=CPU-" in idle.device
 
@@ -327,18 +327,18 @@ def test_a_load_is_seen_through_the_real_prometheus_and_a_dead_exporter_is_notic
                 busy = until(
                     ask,
                     lambda found: (
-                        isinstance(found, Load)
+                        isinstance(found, LoadReading)
                         and found.timestamp_s > idle.timestamp_s + 2.0
                         and found["busy"] > 0.9
                     ),
                 )
-            assert isinstance(busy, Load)
+            assert isinstance(busy, LoadReading)
 
             publishing.kill()
             dead = until(ask, lambda found: isinstance(found, str) and "is stale" in found)
             assert isinstance(dead, str)
             assert "is the exporter still running" in dead and url in dead
-            assert any(name in dead for name in BY_NAME)
+            assert any(name in dead for name in SERIES_BY_NAME)
             with pytest.raises(DeviceError, match="is stale"):
                 reader.read(60.0)
         with pytest.raises(DeviceError, match=f"{url} cannot be reached"):
@@ -363,7 +363,7 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
 
 def test_the_command_that_reads_shows_what_a_host_tells(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["latency", "load", "--window", "0.2", "--json"]) == 0
-    found = Load.from_row(json.loads(capsys.readouterr().out), prefix="")
+    found = LoadReading.from_row(json.loads(capsys.readouterr().out), prefix="")
     assert found.source == "host" and "busy" in found.shares
     assert run(["latency", "load", "--window", "0.2", "--metric", "busy"]) == 0
     assert "busy" in capsys.readouterr().out

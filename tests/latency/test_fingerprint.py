@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime")
 
 import onnxruntime
 
-from sparseflow.core.device import describe
+from sparseflow.core.device import describe_device
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.latency.campaign import Config, Plan
 from sparseflow.latency.fingerprint import Fingerprint
@@ -96,7 +96,7 @@ def test_every_difference_is_named_and_telemetry_is_none() -> None:
 
 
 def test_this_machine_is_itself_and_none_other() -> None:
-    info = describe("cpu")
+    info = describe_device("cpu")
     version = onnxruntime.__version__
     here = replace(ONE, name=info.name, cores=info.cores, flags=info.flags, ort_version=version, threads=3)
     here.check_here()

@@ -20,8 +20,8 @@ import onnxruntime
 
 import sparseflow.latency
 import sparseflow.latency.predicting
-from sparseflow.core.device import describe
-from sparseflow.core.telemetry.schema import Load
+from sparseflow.core.device import describe_device
+from sparseflow.core.telemetry.schema import LoadReading
 from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFlowError
 from sparseflow.latency import Prediction, Predictor, predict
 from sparseflow.latency.campaign import Telemetry
@@ -43,9 +43,9 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     class Reader:
         shares: Mapping[str, float] = {"busy": 0.9, "others": 0.6}
 
-        def read(self, window_s: float = 1.0) -> Load:
+        def read(self, window_s: float = 1.0) -> LoadReading:
             asked.append(window_s)
-            return Load(timestamp_s=1.0, interval_s=1.0, source="host", device="cpu", shares=self.shares)
+            return LoadReading(timestamp_s=1.0, interval_s=1.0, source="host", device="cpu", shares=self.shares)
 
     def opened(source: str, **settings: Any) -> Reader:
         asked.append((source, settings))
@@ -82,7 +82,7 @@ def test_a_file_and_a_predictor_and_its_graph_say_the_same(
 
 
 def test_a_predictor_of_another_device_is_refused_with_what_differs(made_up: MadeUp, file: Path) -> None:
-    here = describe("cpu")
+    here = describe_device("cpu")
     with pytest.raises(InputError, match="this machine is of another device") as caught:
         predict(made_up.models[0], file)
     assert f"name is {here.name!r} and not 'Made Up'" in str(caught.value)

@@ -225,21 +225,21 @@ def test_a_small_space_is_measured_to_its_end(made: Made, tmp_path: Path) -> Non
 def test_on_a_cluster(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
-    def run_each(function: Any, items: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+    def map_unordered(function: Any, items: Any, **options: Any) -> Iterator[tuple[int, Any]]:
         calls.append(options)
         for place, item in reversed(list(enumerate(items))):
             yield place, pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(item)))))
 
-    monkeypatch.setattr(collecting, "run_each", run_each)
+    monkeypatch.setattr(collecting, "map_unordered", map_unordered)
     found = collect(wanted(), tmp_path, schedules=10, threads=3, cluster="auto")
-    assert calls == 2 * [{"cluster": "auto", "cpus_each": 3.0}]
+    assert calls == 2 * [{"cluster": "auto", "cpus_per_task": 3.0}]
     assert (found.rows, found.fewest) == (40, 10)
     assert collect(wanted(), tmp_path, schedules=10, threads=3).added == 0, "it is the same machine"
 
 
 def test_another_machine_is_another_task(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collect(wanted("a"), tmp_path, schedules=4, threads=1)
-    monkeypatch.setattr(collecting, "processor", lambda: "another")
+    monkeypatch.setattr(collecting, "describe_cpu", lambda: "another")
     assert collect(wanted("a"), tmp_path, schedules=4, threads=1).added == 8
     assert len({task.device for task in LabelSet.open(tmp_path).tasks}) == 2
 

@@ -35,7 +35,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     found = Cluster()
-    monkeypatch.setattr(fanout, "run_each", found)
+    monkeypatch.setattr(fanout, "map_unordered", found)
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path))
     return found
 
@@ -48,7 +48,7 @@ def explored(**options: Any):
 def test_a_cluster_measures_what_is_proposed(cluster: Cluster) -> None:
     tuned = explored(trials=LOT + 3, machines=2)
     assert cluster.lots == [3, LOT], "two machines are kept busy"
-    assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_each": 1.0}
+    assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_per_task": 1.0}
     asked = [trial.schedule for trial in tuned.trials]
     assert len(asked) == len(set(asked)) == len(tuned.baselines) - 1 + LOT + 3
     assert all(trial.error is None for trial in tuned.trials)
@@ -56,6 +56,6 @@ def test_a_cluster_measures_what_is_proposed(cluster: Cluster) -> None:
 
 def test_machines_of_another_kind_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter(["ours", "another"])
-    monkeypatch.setattr(fanout, "processor", lambda: next(told))
+    monkeypatch.setattr(fanout, "describe_cpu", lambda: next(told))
     with pytest.raises(DeviceError, match=r"another processor \(another\) than this one \(ours\)"):
         explored(trials=2, machines=1)

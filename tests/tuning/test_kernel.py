@@ -323,7 +323,7 @@ def test_another_cpu(make: Make, cache: Path, tmp_path: Path, monkeypatch: pytes
     kernel = make("spmm", speedup=2.0)
     kernel.save(tmp_path / "kernel")
     here = module.processor()
-    monkeypatch.setattr(module, "processor", lambda: "another, 4 CPUs, sve")
+    monkeypatch.setattr(module, "describe_cpu", lambda: "another, 4 CPUs, sve")
     with pytest.raises(DeviceError) as told:
         load(tmp_path / "kernel", cache=cache)
     assert here in str(told.value) and "another, 4 CPUs, sve" in str(told.value)

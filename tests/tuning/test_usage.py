@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from sparseflow.core.telemetry import host
-from sparseflow.core.telemetry.host import Activity, CpuTicks
+from sparseflow.core.telemetry import procfs
+from sparseflow.core.telemetry.procfs import CpuStat, CpuTicks
 from sparseflow.errors import DeviceError
 from sparseflow.tuning import usage
 from sparseflow.tuning.usage import Cpus, Usage
@@ -36,15 +36,15 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> Cpus:
     """Two CPUs, of which the second is not ours; the first's busy ticks at each reading."""
     readings = iter(busy)
 
-    def activity() -> Activity:
-        return Activity(
+    def activity() -> CpuStat:
+        return CpuStat(
             cores={0: CpuTicks(busy=next(readings), total=10**6), 1: CpuTicks(busy=10**5, total=10**6)},
             switches=0,
             running=1,
         )
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(host, "activity", activity)
+    monkeypatch.setattr(procfs, "read_cpu_stat", activity)
     monkeypatch.setattr(usage.resource, "getrusage", lambda _: resource_use)
     clock = iter((10.0, 11.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
@@ -66,10 +66,10 @@ def test_a_tick_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent() -> Activity:
+    def silent() -> CpuStat:
         raise DeviceError("no /proc/stat")
 
-    monkeypatch.setattr(host, "activity", silent)
+    monkeypatch.setattr(procfs, "read_cpu_stat", silent)
     assert Cpus().others() is None
 
 

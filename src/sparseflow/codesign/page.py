@@ -17,7 +17,16 @@ from sparseflow.codesign.saved import PLAN, load_plan
 from sparseflow.codesign.timeline import gantt, play
 from sparseflow.codesign.trace import TRACE, layers_of, opened
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, curves, stacked
+from sparseflow.core.report import (
+    Column,
+    Figure,
+    Headline,
+    Report,
+    Section,
+    Table,
+    plot_curves,
+    plot_stacked_bars,
+)
 from sparseflow.errors import FileFormatError
 
 PAGE = "report.html"
@@ -169,8 +178,8 @@ def _where(decision: Decision, costs: Costs, plan: Plan, names: Sequence[str]) -
         "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
     }
     return [
-        stacked("Where time goes", labels, time, unit="ms a batch"),
-        stacked(
+        plot_stacked_bars("Where time goes", labels, time, unit="ms a batch"),
+        plot_stacked_bars(
             "Where energy goes", [*labels, "links"],
             {
                 "computing": [*(float(energy[slot]) for slot in used), 0.0],
@@ -248,9 +257,9 @@ def _way(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
         training["weight of the hardware"] = [row["lambda_hw"] for row in rows]
         training["frozen"] = [float(row["guard"]["frozen"]) for row in rows]
     return [
-        curves("Accuracy", {name: (at, values) for name, values in training.items()},
+        plot_curves("Accuracy", {name: (at, values) for name, values in training.items()},
                x="epochs, then rounds", y="share"),
-        curves("The hardware", {name: (at, values) for name, values in series.items()},
+        plot_curves("The hardware", {name: (at, values) for name, values in series.items()},
                x="epochs, then rounds", y="over the first"),
     ]  # fmt: skip
 

@@ -123,13 +123,13 @@ def gantt(played: Played, names: list[str], *, batches: int = 4) -> Figure:
         names: Of slots, from slot 0; those that do nothing are left out.
         batches: How many to show.
     """
-    from sparseflow.core.report.figures import drawing
+    from sparseflow.core.report.figures import open_axes
     from sparseflow.core.report.svg import AFTER, BAD, BEFORE, GOOD, MUTED, PAPER, from_matplotlib
 
     shown = [event for event in played.events if event.batch < batches]
     slots = sorted({event.slot for event in shown})
     colours = (AFTER, BEFORE, GOOD, MUTED)
-    with drawing(rows=len(slots), row_in=0.42) as (figure, axes):
+    with open_axes(rows=len(slots), row_in=0.42) as (figure, axes):
         for event in shown:
             receives = event.kind in ("receive", "wait")
             axes.barh(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparseflow.core.device import describe
+from sparseflow.core.device import describe_device
 from sparseflow.core.timing import measure
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Ceilings:
     bytes_per_s: float
 
 
-def ceilings(device: str | torch.device = "cpu") -> Ceilings:
+def measure_ceilings(device: str | torch.device = "cpu") -> Ceilings:
     """Measure what the device can do at best; about a second.
 
     Float32 is true float32: TF32 has an entry of its own on a GPU.
@@ -40,7 +40,7 @@ def ceilings(device: str | torch.device = "cpu") -> Ceilings:
     """
     import torch
 
-    info = describe(device)
+    info = describe_device(device)
     target = torch.device("cpu") if info.index is None else torch.device(info.kind, info.index)
     side = 8192 if info.kind == "cuda" else 1024
     variants = {"float32": torch.float32, "bfloat16": torch.bfloat16}

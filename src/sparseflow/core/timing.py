@@ -336,9 +336,9 @@ def _clock(device: str | torch.device) -> _HostClock | _CudaClock:
         raise InputError(f"`device` (={str(device)!r}) must be 'cpu', 'cuda' or 'cuda:N'")
     import torch
 
-    from sparseflow.core.device import resolve
+    from sparseflow.core.device import select_device
 
-    return _CudaClock(resolve(int(index) if index else torch.cuda.current_device()))
+    return _CudaClock(select_device(int(index) if index else torch.cuda.current_device()))
 
 
 def _check_counts(warmup: int, calls_per_sample: int) -> None:

@@ -24,9 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType, TracebackType
 from typing import Any
 
-from sparseflow.core.telemetry.dcgm import GPM_SOURCE, HELP_ON_HOST, HOST_SOURCE, SERIES
+from sparseflow.core.telemetry.dcgm import GPM_SOURCE, HOST_HELP, HOST_SOURCE, SERIES
 from sparseflow.core.telemetry.gpm import GpmReader
-from sparseflow.core.telemetry.schema import Load, LoadReader, check_window
+from sparseflow.core.telemetry.schema import LoadReader, LoadReading, check_window
 from sparseflow.errors import DeviceError, InputError, SparseFlowError
 
 PORT = 9400
@@ -66,7 +66,7 @@ class Exporter:
         self._reader = reader
         self._interval_s = interval_s
         self._labels = describe(reader) if labels is None else dict(labels)
-        self._latest: tuple[float, Load | str] | None = None
+        self._latest: tuple[float, LoadReading | str] | None = None
         self._stopping = threading.Event()
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(self.scrape))
@@ -122,7 +122,7 @@ class Exporter:
                 watch = self._reader.start()
                 if self._stopping.wait(self._interval_s):
                     return
-                found: Load | str = watch.stop()
+                found: LoadReading | str = watch.stop()
                 said = ""
             except SparseFlowError as error:
                 found = str(error)
@@ -159,7 +159,7 @@ def serve(exporter: Exporter, *, ready: Callable[[str], None] = lambda url: None
             signal.signal(number, handler)
 
 
-def exposition(load: Load, labels: Mapping[str, str], *, pcie_bytes_per_s: float | None = None) -> str:
+def exposition(load: LoadReading, labels: Mapping[str, str], *, pcie_bytes_per_s: float | None = None) -> str:
     """A reading in Prometheus' text format: HELP, TYPE and one sample for each metric that it holds.
 
     Args:
@@ -178,7 +178,7 @@ def exposition(load: Load, labels: Mapping[str, str], *, pcie_bytes_per_s: float
         scale = pcie_bytes_per_s if series.scale is None else series.scale
         if scale is None:
             raise DeviceError(f"{series.name} is in bytes a second, and the rate of the link is not known")
-        meaning = HELP_ON_HOST.get(series.metric, series.help) if load.source == "host" else series.help
+        meaning = HOST_HELP.get(series.metric, series.help) if load.source == "host" else series.help
         lines += [
             f"# HELP {series.name} {meaning}",
             f"# TYPE {series.name} gauge",

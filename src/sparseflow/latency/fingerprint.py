@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sparseflow.core.device import DeviceInfo, describe
+from sparseflow.core.device import DeviceInfo, describe_device
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency import session
@@ -89,7 +89,7 @@ class Fingerprint:
             InputError: It is not; the message says in which way.
             DeviceError: It has no such device.
         """
-        here = describe("cpu" if self.kind == "cpu" else f"cuda:{gpu}")
+        here = describe_device("cpu" if self.kind == "cpu" else f"cuda:{gpu}")
         self.check(self._with(here), "this machine")
 
     def _with(self, info: DeviceInfo) -> Fingerprint:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Column, Headline, Report, Section, Table, predicted_measured
+from sparseflow.core.report import Column, Headline, Report, Section, Table, plot_predicted_vs_measured
 from sparseflow.latency.evaluate import Evaluation
 
 PAGE = "report.html"
@@ -95,7 +95,7 @@ def _models(found: Evaluation, note: str) -> Section:
             *([note] if note else []),
         ],
         items=[
-            predicted_measured("Mean latency", groups),
+            plot_predicted_vs_measured("Mean latency", groups),
             Table(title="Every model", columns=columns, rows=rows),
         ],
     )

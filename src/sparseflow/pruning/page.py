@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Column, Figure, Report, Section, Table, curves, intervals
-from sparseflow.core.training.history import read_history, smoothed
+from sparseflow.core.report import Column, Figure, Report, Section, Table, plot_curves, plot_intervals
+from sparseflow.core.training.history import read_history, smooth_curve
 
 PAGE = "report.html"
 
@@ -44,15 +44,15 @@ def write_page(folder: Path | str, environment: Mapping[str, Any] | None = None)
             for at, row in enumerate(test, start=1)
         ],
     )
-    closed = {name: smoothed(train, key) for name, key in _CLOSED.items()}
+    closed = {name: smooth_curve(train, key) for name, key in _CLOSED.items()}
     figures: list[Figure] = [
-        curves("Loss in training", {"loss": smoothed(train, "loss"), "task": smoothed(train, "task")},
+        plot_curves("Loss in training", {"loss": smooth_curve(train, "loss"), "task": smooth_curve(train, "task")},
                x="step", y="loss"),
-        curves("Accuracy", {"training clips": smoothed(train, "right"),
+        plot_curves("Accuracy", {"training clips": smooth_curve(train, "right"),
                             "test videos": ([float(row["step"]) for row in test],
                                             [float(row["video_top1"]) for row in test])},
                x="step", y="share that is right"),
-        curves("What is dropped or closed", closed, x="step", y="share"),
+        plot_curves("What is dropped or closed", closed, x="step", y="share"),
     ]  # fmt: skip
     last = f"{test[-1]['video_top1']:.2%} of test videos are right" if test else "no epoch is done yet"
     page = Report(
@@ -74,7 +74,7 @@ def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
     """
     models, times = told["models"], {line["model"]: line for line in told["latency"]}
     names = [line["model"] for line in models]
-    figure = intervals(
+    figure = plot_intervals(
         "Accuracy on test videos",
         names,
         [line["accuracy"] for line in models],

@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.device import processor
-from sparseflow.core.parallel import run_each
+from sparseflow.core.device import describe_cpu
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning import journal, labels
 from sparseflow.tuning.compile import compiler
@@ -290,7 +290,7 @@ def _measured(visits: Iterable[_Visit], cluster: str | None, threads: int) -> It
             yield from _measure(visit)
         return
     # A call a task: two on one machine would disturb each other.
-    for _, rows in run_each(_whole_visit, list(visits), cluster=cluster, cpus_each=float(threads)):
+    for _, rows in map_unordered(_whole_visit, list(visits), cluster=cluster, cpus_per_task=float(threads)):
         yield from rows
 
 
@@ -300,7 +300,7 @@ def _whole_visit(visit: _Visit) -> list[tuple[Task, Trial]]:
 
 def _measure(visit: _Visit) -> Iterator[tuple[Task, Trial]]:
     """Measure what a task lacks."""
-    task = replace(visit.task, device=processor())
+    task = replace(visit.task, device=describe_cpu())
     op, extents = OPERATORS[task.operator], task.extents()
     found = {trial.schedule: trial for trial in visit.known.get(task.device, ())}
     reference, *others = _by_hand(task)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sparseflow.core.device import processor
-from sparseflow.core.parallel import run_each
+from sparseflow.core.device import describe_cpu
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import DeviceError
 from sparseflow.tuning.evaluate import Evaluator, Trial
 from sparseflow.tuning.problem import Problem
@@ -64,8 +64,8 @@ def measure_on(
         Lot(problem=problem, reference=reference, schedules=tuple(schedules[first : first + LOT]), seed=seed)
         for first in range(0, len(schedules), LOT)
     ]
-    here = processor()
-    for _, (there, trials) in run_each(_measured, lots, cluster=cluster, cpus_each=float(threads)):
+    here = describe_cpu()
+    for _, (there, trials) in map_unordered(_measured, lots, cluster=cluster, cpus_per_task=float(threads)):
         if there != here:
             raise DeviceError(
                 f"a machine of the cluster {cluster!r} has another processor ({there}) than this one "
@@ -76,4 +76,4 @@ def measure_on(
 
 def _measured(lot: Lot) -> tuple[str, list[Trial]]:
     with Evaluator(lot.problem, lot.reference, seed=lot.seed) as evaluator:
-        return processor(), [evaluator.measure(schedule) for schedule in lot.schedules]
+        return describe_cpu(), [evaluator.measure(schedule) for schedule in lot.schedules]

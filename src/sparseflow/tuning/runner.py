@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparseflow.core.telemetry import host
+from sparseflow.core.telemetry import procfs
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning import child
 from sparseflow.tuning import report as reports
@@ -337,7 +337,7 @@ def _check_room(jobs: Sequence[Job]) -> None:
     # Once on the way and once in the harness.
     needed = 2 * sum(job.total_bytes for job in jobs)
     try:
-        free = 1.0 - host.memory_used()
+        free = 1.0 - procfs.read_memory_used()
     except DeviceError:
         return
     available = free * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.core.device import processor
+from sparseflow.core.device import describe_cpu
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.compile import compiler
 from sparseflow.tuning.costmodel import BoostedTrees, Scorer
@@ -156,7 +156,7 @@ def explore(
         "operator": problem.operator.name,
         "extents": dict(problem.extents),
         "threads": threads,
-        "cpu": processor(),
+        "cpu": describe_cpu(),
         "dtype": str(problem.dtype),
         "pattern": problem.matrix.digest(values=False),
     }

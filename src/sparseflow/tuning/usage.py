@@ -13,7 +13,7 @@ import resource
 import time
 from dataclasses import dataclass
 
-from sparseflow.core.telemetry import host
+from sparseflow.core.telemetry import procfs
 from sparseflow.errors import DeviceError
 
 WAITED = 0.05
@@ -57,12 +57,12 @@ class Cpus:
         self._mine = os.sched_getaffinity(0)
         self._start = self._now()
 
-    def _now(self) -> tuple[host.CpuTicks, float, float] | None:
+    def _now(self) -> tuple[procfs.CpuTicks, float, float] | None:
         try:
-            cores = host.activity().cores
+            cores = procfs.read_cpu_stat().cores
         except DeviceError:
             return None
-        ticks = host.together(cores[core] for core in self._mine if core in cores)
+        ticks = procfs.sum_ticks(cores[core] for core in self._mine if core in cores)
         uses = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return ticks, sum(use.ru_utime + use.ru_stime for use in uses), time.monotonic()
 

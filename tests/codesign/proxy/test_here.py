@@ -26,7 +26,7 @@ class Counter:
 
 def test_power_is_energy_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter()
-    monkeypatch.setattr(module.nvml, "energy_j", counter.energy_j)
+    monkeypatch.setattr(module.nvml, "read_energy_j", counter.energy_j)
     monkeypatch.setattr(module.time, "monotonic", lambda: counter.now)
     found = module.mean_power_w(counter.work, "cuda", 1.0)
     assert found == pytest.approx(400.0, rel=0.05) and counter.calls in (50, 51)

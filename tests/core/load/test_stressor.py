@@ -39,7 +39,7 @@ def what_it_says_at_the_end(load: Stressor) -> str:
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         try:
-            load.achieved()
+            load.measure_share()
         except RunError as error:
             if "ended by itself" in str(error):
                 return str(error)
@@ -56,27 +56,27 @@ def test_it_reaches_a_level_and_another_and_leaves_nothing(
         (pid,) = load.pids
         assert os.sched_getaffinity(pid) == {cpu}
         assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.06, abs=0.05)
-        assert 0.0 < load.achieved(0.5) < 1.0
+        assert 0.0 < load.measure_share(0.5) < 1.0
         load.set_level(0.12)
         assert load.wait_until_steady(PATIENCE_S) == pytest.approx(0.12, abs=0.05)
         begin = time.monotonic()
-        with load.held():
+        with load.hold_duty():
             time.sleep(0.3)
-            assert 0.0 <= load.between(begin, time.monotonic()) <= 1.0
+            assert 0.0 <= load.measure_share_between(begin, time.monotonic()) <= 1.0
         load.set_level(0.0)
         assert load.wait_until_steady(PATIENCE_S) < 0.05
         assert not list(tmp_path.iterdir()), "a kill would leave it behind"
     assert wait_for(pid)
     load.close()
     with pytest.raises(RunError, match="not running"):
-        load.achieved()
+        load.measure_share()
 
 
 def test_a_level_out_of_reach_names_what_was_asked_and_achieved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
     with Stressor("cpu-stream", 0.15, workers=1) as load:
         end = time.monotonic() + PATIENCE_S
-        while None in load.shares():
+        while None in load.worker_shares():
             assert time.monotonic() < end, "nothing was achieved"
             time.sleep(0.05)
         with pytest.raises(
@@ -187,4 +187,4 @@ def test_a_share_between_two_times(
     ]
     load._processes = [reported(*rows)]
     monkeypatch.setattr(load, "_look", lambda: None)
-    assert load.between(begin, end) == pytest.approx(expected)
+    assert load.measure_share_between(begin, end) == pytest.approx(expected)

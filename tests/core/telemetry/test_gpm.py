@@ -79,7 +79,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(gpm, "require", lambda package, extra: module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(nvml, "handle", lambda device: "handle" if str(device) != "cuda:9" else None)
+    monkeypatch.setattr(nvml, "get_handle", lambda device: "handle" if str(device) != "cuda:9" else None)
     now = iter(range(100))
     monkeypatch.setattr(
         gpm,

@@ -47,9 +47,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.usefixtures("library")
 def test_readings_carry_their_units() -> None:
-    assert nvml.energy_j("cuda:0") == 2.5
-    assert nvml.clocks_mhz("cuda:0") == {"core": 1980.0, "memory": 3201.0}
-    assert nvml.driver_version() == "580.1"
+    assert nvml.read_energy_j("cuda:0") == 2.5
+    assert nvml.read_clocks_mhz("cuda:0") == {"core": 1980.0, "memory": 3201.0}
+    assert nvml.read_driver_version() == "580.1"
 
 
 def test_what_the_gpu_does_not_count_is_none_and_not_zero(library: Any) -> None:
@@ -58,13 +58,13 @@ def test_what_the_gpu_does_not_count_is_none_and_not_zero(library: Any) -> None:
 
     library.nvmlDeviceGetTotalEnergyConsumption = unsupported
     library.nvmlDeviceGetClockInfo = unsupported
-    assert nvml.energy_j("cuda:0") is None
-    assert nvml.clocks_mhz("cuda:0") == {}
+    assert nvml.read_energy_j("cuda:0") is None
+    assert nvml.read_clocks_mhz("cuda:0") == {}
 
 
 def test_a_gpu_that_nvml_does_not_know_has_no_readings(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="other"))
-    assert nvml.energy_j("cuda:0") is None
+    assert nvml.read_energy_j("cuda:0") is None
 
 
 def test_without_the_drivers_library_there_are_no_readings(library: Any) -> None:
@@ -72,14 +72,14 @@ def test_without_the_drivers_library_there_are_no_readings(library: Any) -> None
         raise NVMLError("library not found")
 
     library.nvmlInit = absent
-    assert nvml.energy_j("cuda:0") is None and nvml.driver_version() is None
+    assert nvml.read_energy_j("cuda:0") is None and nvml.read_driver_version() is None
 
 
 def test_without_the_package_there_are_no_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml.energy_j("cuda:0") is None and nvml.driver_version() is None
+    assert nvml.read_energy_j("cuda:0") is None and nvml.read_driver_version() is None
 
 
 def test_a_cpu_has_no_energy_counter_and_does_not_pretend() -> None:
-    assert nvml.energy_j("cpu") is None
-    assert nvml.clocks_mhz("cpu") == {}
+    assert nvml.read_energy_j("cpu") is None
+    assert nvml.read_clocks_mhz("cpu") == {}

@@ -20,7 +20,7 @@ import pytest
 
 from sparseflow.core.telemetry import prometheus
 from sparseflow.core.telemetry.prometheus import PrometheusReader
-from sparseflow.core.telemetry.prometheus_api import Server, selector
+from sparseflow.core.telemetry.prometheus_http import PrometheusClient, format_selector
 from sparseflow.errors import DeviceError, InputError
 
 NOW = 1_700_000_000.0
@@ -316,12 +316,12 @@ def test_an_unreachable_server_is_an_error() -> None:
 )
 def test_a_url_that_is_none_is_bad_input(url: str) -> None:
     with pytest.raises(InputError, match="url"):
-        Server(url)
+        PrometheusClient(url)
 
 
 def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(InputError, match="headers") as caught:
-        Server("http://me:secret@host:9090")
+        PrometheusClient("http://me:secret@host:9090")
     assert "secret" not in str(caught.value)
 
 
@@ -332,7 +332,7 @@ def test_headers_are_sent(fake: Fake) -> None:
 
 
 def test_labels_are_quoted_and_their_names_checked() -> None:
-    assert selector(("a", "b"), {"gpu": 'x"\\\n'}) == '{__name__=~"a|b", gpu="x\\"\\\\\\n"}'
+    assert format_selector(("a", "b"), {"gpu": 'x"\\\n'}) == '{__name__=~"a|b", gpu="x\\"\\\\\\n"}'
     for name in ("", "a-b", "__name__", 'a="",b'):
         with pytest.raises(InputError, match="no label's name"):
             PrometheusReader("http://127.0.0.1:9", {name: "x"})

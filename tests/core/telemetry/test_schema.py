@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sparseflow.core.telemetry import dcgm, schema
 from sparseflow.core.telemetry.readers import open_reader
-from sparseflow.core.telemetry.schema import METRICS, Load
+from sparseflow.core.telemetry.schema import METRICS, LoadReading
 from sparseflow.errors import DeviceError, InputError
 
 
-def load(**shares: float) -> Load:
-    return Load(timestamp_s=5.0, interval_s=1.0, source="host", device="cpu", shares=shares)
+def load(**shares: float) -> LoadReading:
+    return LoadReading(timestamp_s=5.0, interval_s=1.0, source="host", device="cpu", shares=shares)
 
 
 def test_a_reading_gives_what_it_holds_in_one_order() -> None:
@@ -51,20 +51,20 @@ def test_a_reading_without_shares_or_with_odd_times_is_refused() -> None:
     with pytest.raises(InputError, match="at least one share"):
         load()
     with pytest.raises(InputError, match="timestamp_s"):
-        Load(timestamp_s=math.nan, interval_s=1.0, source="host", device="cpu", shares={"busy": 0.5})
+        LoadReading(timestamp_s=math.nan, interval_s=1.0, source="host", device="cpu", shares={"busy": 0.5})
 
 
 @given(st.dictionaries(st.sampled_from(METRICS), st.floats(0.0, 1.0), min_size=1))
 def test_a_reading_survives_a_row_json_and_another_process(shares: dict[str, float]) -> None:
     found = load(**shares)
     row = json.loads(json.dumps({"kernel": "Conv_1", **found.to_row()}))
-    assert Load.from_row(row) == found
+    assert LoadReading.from_row(row) == found
     assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_a_row_with_an_empty_column_has_no_such_metric() -> None:
     row = {**load(busy=0.5).to_row(), "load_tensor": None}
-    assert "tensor" not in Load.from_row(row).shares
+    assert "tensor" not in LoadReading.from_row(row).shares
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_a_row_with_an_empty_column_has_no_such_metric() -> None:
 )
 def test_a_row_of_another_form_is_refused(change: dict[str, object], what: str) -> None:
     with pytest.raises(InputError, match=what):
-        Load.from_row({**load(busy=0.5).to_row(), **change})
+        LoadReading.from_row({**load(busy=0.5).to_row(), **change})
 
 
 def test_rounding_past_one_is_cut_and_more_is_a_lie() -> None:
-    assert schema.share(100.5, 100.0, "it") == 1.0
+    assert schema.normalize_share(100.5, 100.0, "it") == 1.0
     for value in (102.0, -1.0, math.nan, math.inf, 9223372036854775794.0):
         with pytest.raises(DeviceError, match="it is"):
-            schema.share(value, 100.0, "it")
+            schema.normalize_share(value, 100.0, "it")
 
 
 @pytest.mark.parametrize("window_s", [0.0, 0.05, -1.0, math.nan, math.inf])
@@ -97,8 +97,8 @@ def test_a_window_that_means_nothing_is_refused(window_s: float) -> None:
 
 def test_every_metric_has_a_name_in_prometheus_and_none_has_two_meanings() -> None:
     assert {series.metric for series in dcgm.SERIES} == set(METRICS)
-    assert len(dcgm.BY_NAME) == len(dcgm.SERIES)
-    assert [series.name for series in dcgm.series_of("active")] == [
+    assert len(dcgm.SERIES_BY_NAME) == len(dcgm.SERIES)
+    assert [series.name for series in dcgm.list_series("active")] == [
         "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
         "DCGM_FI_DEV_GPU_UTIL",
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.adaptive.plan import TIERS, PlanSpace, Tier
-from sparseflow.core.device import describe
+from sparseflow.core.device import describe_device
 from sparseflow.errors import FileFormatError, InputError
 
 if TYPE_CHECKING:
@@ -115,5 +115,5 @@ class About:
 
 def device_facts(device: torch.device | str) -> dict[str, Any]:
     """What of a device times hold for. Versions of libraries are not among it: the predictor learns on."""
-    found = describe(device)
+    found = describe_device(device)
     return {"kind": found.kind, "name": found.name, "cores": found.cores, "threads": found.threads}

@@ -25,7 +25,7 @@ def background(device: torch.device | str) -> Background:
     def busy(level: float) -> Iterator[None]:
         with Stressor(kind, level, device=str(target)) as stressor:
             stressor.wait_until_steady()
-            with stressor.held():
+            with stressor.hold_duty():
                 yield
 
     return lambda level: nullcontext() if level == 0.0 else busy(level)

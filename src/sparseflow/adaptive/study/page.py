@@ -17,8 +17,8 @@ from sparseflow.adaptive.study.pictures import (
     promises_picture,
     regret_picture,
 )
-from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, curves
-from sparseflow.core.training.history import read_history, smoothed
+from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, plot_curves
+from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.errors import FileFormatError
 
 PAGE = "report.html"
@@ -201,17 +201,17 @@ def _training(folders: Sequence[Path]) -> list[Section]:
         rows = list(read_history(folder))
         looks = [row for row in rows if row["kind"] == "held_out"]
         for name in ("accuracy", "attainment"):
-            curve = smoothed(looks, name)
+            curve = smooth_curve(looks, name)
             if curve[0]:
                 held_out[f"{name}, {folder.name}"] = curve
-        curve = smoothed([row for row in rows if row["kind"] == "train"], "multiplier")
+        curve = smooth_curve([row for row in rows if row["kind"] == "train"], "multiplier")
         if curve[0]:
             price[folder.name] = curve
     figures: list[Figure] = []
     if held_out:
-        figures.append(curves("On the validation split", held_out, x="step", y="share"))
+        figures.append(plot_curves("On the validation split", held_out, x="step", y="share"))
     if price:
-        figures.append(curves("Price of a violation", price, x="step", y="answers"))
+        figures.append(plot_curves("Price of a violation", price, x="step", y="answers"))
     return [Section(title="Training", items=figures)] if figures else []
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparseflow.core.report import Figure, curves, from_matplotlib, intervals, predicted_measured
-from sparseflow.core.report.figures import drawing, plain_log
+from sparseflow.core.report import (
+    Figure,
+    from_matplotlib,
+    plot_curves,
+    plot_intervals,
+    plot_predicted_vs_measured,
+)
+from sparseflow.core.report.figures import open_axes, set_plain_log_ticks
 from sparseflow.core.report.svg import AFTER, BEFORE, GRID, INK, MUTED, PAPER
 
 Row = Mapping[str, Any]
@@ -31,7 +37,7 @@ def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
 
     front = front_of(plans)
     others = [row for row in plans if not row["front"]]
-    with drawing(rows=1, row_in=4.8) as (figure, axes):
+    with open_axes(rows=1, row_in=4.8) as (figure, axes):
         for there, face, name in ((True, BEFORE, "other plans"), (False, "none", "other plans, predicted")):
             mine = [row for row in others if row["measured"] == there]
             if mine:
@@ -64,7 +70,7 @@ def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
                     ha="center", fontsize=8.5, color=INK,
                 )  # fmt: skip
         axes.set_xscale("log")
-        plain_log(axes.xaxis)
+        set_plain_log_ticks(axes.xaxis)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.grid(True, axis="both")
         axes.margins(x=0.06, y=0.1)
@@ -92,8 +98,8 @@ def budget_pictures(policies: Sequence[Row], attainment: float) -> list[Figure]:
 
     asked = {"asked for, over all budgets": ([places[0], places[-1]], [attainment, attainment])}
     return [
-        curves("Attainment", over("attainment") | asked, x="budget, ms", y="answers in time", log_x=True),
-        curves("Goodput", over("goodput"), x="budget, ms", y="right and in time", log_x=True),
+        plot_curves("Attainment", over("attainment") | asked, x="budget, ms", y="answers in time", log_x=True),
+        plot_curves("Goodput", over("goodput"), x="budget, ms", y="right and in time", log_x=True),
     ]
 
 
@@ -101,7 +107,7 @@ def regret_picture(policies: Sequence[Row]) -> Figure:
     """How much more goodput the oracle has than each policy."""
     mine = [each for each in policies if each["name"] != "oracle"]
     figures = [[100.0 * each["regret"][end] for each in mine] for end in ("mean", "low", "high")]
-    return intervals(
+    return plot_intervals(
         "Regret", [each["name"] for each in mine], *figures, unit="points of goodput less than the oracle's",
         caption="Means over requests with 95 % bootstrap intervals over images. The oracle sees each "
         "request's outcome under every plan beforehand: no policy can have what it has.",
@@ -112,7 +118,7 @@ def gains_picture(compared: Sequence[Row], other: str) -> Figure:
     """What the first policy has over another, everywhere that they were compared."""
     mine = [row for row in compared if row["other"] == other]
     figures = [[100.0 * row["goodput"][end] for row in mine] for end in ("mean", "low", "high")]
-    return intervals(
+    return plot_intervals(
         f"{mine[0]['one'].capitalize()} against {other}", [row["where"] for row in mine], *figures,
         unit="points of goodput", reference=0.0,
     )  # fmt: skip
@@ -121,7 +127,7 @@ def gains_picture(compared: Sequence[Row], other: str) -> Figure:
 def promises_picture(predictor: Row) -> Figure:
     """Quantiles that were promised, against the share of requests that were within them."""
     observed = predictor["observed"]
-    with drawing(rows=1, row_in=3.4) as (figure, axes):
+    with open_axes(rows=1, row_in=3.4) as (figure, axes):
         places = range(len(observed))
         for place, row in zip(places, observed, strict=True):
             axes.plot([place - 0.16, place + 0.16], [100 * row["promised"]] * 2, color=MUTED, linewidth=1.4,
@@ -151,7 +157,7 @@ def medians_picture(predictor: Row) -> Figure:
     groups: dict[str, list[tuple[float, float]]] = {}
     for load, measured, predicted in sorted(predictor["cells"]):
         groups.setdefault(f"load {load:.0%}", []).append((measured, predicted))
-    return predicted_measured(
+    return plot_predicted_vs_measured(
         "Medians, predicted and measured", groups,
         caption=f"Each plan and length once; {predictor['p50_error']:.1%} off on average.",
     )  # fmt: skip

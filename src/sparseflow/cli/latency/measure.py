@@ -111,12 +111,12 @@ def stress(
             begin = time.monotonic()
             while (passed := time.monotonic() - begin) < seconds:
                 share = (number + passed / seconds) / len(levels)
-                tell(f"{kind} {asked:g}: achieved {load.achieved():.3f}, duty {load.duty():.3f}", share)
+                tell(f"{kind} {asked:g}: achieved {load.measure_share():.3f}, duty {load.mean_duty():.3f}", share)
                 time.sleep(min(0.25, seconds - passed))
-            kept = load.between(begin, time.monotonic())
-            reached.append({"asked": asked, "achieved": kept, "duty": load.duty()})
+            kept = load.measure_share_between(begin, time.monotonic())
+            reached.append({"asked": asked, "achieved": kept, "duty": load.mean_duty()})
             if not as_json:
-                typer.echo(f"asked {asked:.2f}  achieved {kept:.3f}  duty {load.duty():.3f}")
+                typer.echo(f"asked {asked:.2f}  achieved {kept:.3f}  duty {load.mean_duty():.3f}")
     if as_json:
         typer.echo(
             json.dumps({"kind": kind, "device": load.device, "cpus": list(load.cpus), "levels": reached})

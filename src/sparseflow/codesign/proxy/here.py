@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from sparseflow.codesign.proxy.device import DeviceSpec
-from sparseflow.core.ceilings import ceilings
-from sparseflow.core.device import describe
+from sparseflow.core.ceilings import measure_ceilings
+from sparseflow.core.device import describe_device
 from sparseflow.core.telemetry import nvml
 from sparseflow.errors import InputError
 
@@ -31,21 +31,21 @@ def device_here(
         InputError: Nothing tells `tdp_w`, as on a CPU.
         DeviceError: The device is not there.
     """
-    info = describe(device)
+    info = describe_device(device)
     tdp_w = _limit_w(device) if tdp_w is None else tdp_w
     if tdp_w is None:
         raise InputError(f"nothing tells the power of {info.name}: give `tdp_w`, watts at full load")
     if idle_w is None:
         idle_w = min(mean_power_w(lambda: time.sleep(_REST_S), device, _IDLE_S) or 0.0, tdp_w)
     return DeviceSpec.measured(
-        ceilings(device), name=info.name, mem_gb=info.memory_bytes / 1e9, tdp_w=tdp_w, idle_w=idle_w,
+        measure_ceilings(device), name=info.name, mem_gb=info.memory_bytes / 1e9, tdp_w=tdp_w, idle_w=idle_w,
         cores=info.cores,
     )  # fmt: skip
 
 
 def _limit_w(device: torch.device | str) -> float | None:
     """The power limit of a GPU; None where nothing tells it."""
-    gpu = nvml.handle(device)
+    gpu = nvml.get_handle(device)
     if gpu is None:
         return None
     import pynvml
@@ -61,13 +61,13 @@ def mean_power_w(chunk: Callable[[], object], device: torch.device | str, second
 
     None where nothing counts energy, or it did not move twice.
     """
-    if nvml.energy_j(device) is None:
+    if nvml.read_energy_j(device) is None:
         return None
     steps: list[tuple[float, float]] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         chunk()
-        now, energy = time.monotonic(), nvml.energy_j(device)
+        now, energy = time.monotonic(), nvml.read_energy_j(device)
         if energy is not None and (not steps or energy != steps[-1][1]):
             steps.append((now, energy))
     # What is seen first was counted before the work began.

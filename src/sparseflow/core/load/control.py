@@ -16,7 +16,7 @@ MOST_LEARNT = 0.5
 """Largest correction: further off the device is not ours, and the caller shall hear of that."""
 
 
-class Controller:
+class DutyController:
     """A PI controller of one worker's duty.
 
     Args:

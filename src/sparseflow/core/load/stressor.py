@@ -167,7 +167,7 @@ class Stressor:
         self._tell(held=False)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold_duty(self) -> Iterator[None]:
         """Hold the duty while the block runs; measure in here."""
         self.hold()
         try:
@@ -186,7 +186,7 @@ class Stressor:
         """
         end = time.monotonic() + timeout_s
         while True:
-            shares = self.shares()
+            shares = self.worker_shares()
             reached = [share for share in shares if share is not None]
             if len(reached) == len(shares) and all(abs(s - self.level) <= TOLERANCE for s in reached):
                 return sum(reached) / len(reached)
@@ -194,16 +194,16 @@ class Stressor:
                 raise RunError(self._missed(shares, timeout_s))
             time.sleep(self._period_s / 2.0)
 
-    def achieved(self, window_s: float = WINDOW_S) -> float:
+    def measure_share(self, window_s: float = WINDOW_S) -> float:
         """Mean share of the device that the load got over the last `window_s` seconds, in [0, 1].
 
         Raises:
             RunError: The load has not run for a cycle yet, or a process has ended.
         """
         now = time.monotonic()
-        return self.between(now - window_s, now)
+        return self.measure_share_between(now - window_s, now)
 
-    def between(self, begin_s: float, end_s: float) -> float:
+    def measure_share_between(self, begin_s: float, end_s: float) -> float:
         """Mean share of the device that the load got between two times of `time.monotonic()`, in [0, 1].
 
         Cycles are reported when they end, so a time between reports is interpolated, and of a time after the
@@ -229,7 +229,7 @@ class Stressor:
             raise RunError(f"the load `{self.kind}` is not running; start it first")
         return sum(shares) / len(shares)
 
-    def shares(self) -> list[float | None]:
+    def worker_shares(self) -> list[float | None]:
         """Share of each process over the last second of its present order; None where that is shorter.
 
         Raises:
@@ -240,7 +240,7 @@ class Stressor:
             raise RunError(f"the load `{self.kind}` is not running; start it first")
         return [_share_under(process, self._order) for process in self._processes]
 
-    def duty(self) -> float:
+    def mean_duty(self) -> float:
         """Mean share of time in which the processes work, as they last reported it."""
         self._look()
         return sum(process.last["duty"] for process in self._processes) / len(self._processes)

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from sparseflow.core.load.control import Controller
-from sparseflow.core.load.work import CpuWork, GpuWork, Work
+from sparseflow.core.load.control import DutyController
+from sparseflow.core.load.workloads import CpuWorkload, GpuWorkload, Workload
 from sparseflow.errors import DeviceError
 
 EXIT_NO_DEVICE = 3
@@ -40,10 +40,15 @@ class Worker:
     """
 
     def __init__(
-        self, work: Work, level: float, period_s: float, report: Callable[[dict[str, Any]], None], seed: int
+        self,
+        work: Workload,
+        level: float,
+        period_s: float,
+        report: Callable[[dict[str, Any]], None],
+        seed: int,
     ) -> None:
         self._work = work
-        self._control = Controller(level)
+        self._control = DutyController(level)
         self._period_s = period_s
         self._report = report
         self._random = random.Random(seed)
@@ -109,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.cpu is not None:
             os.sched_setaffinity(0, {given.cpu})
         is_cpu = given.kind.startswith("cpu-")
-        work: Work = CpuWork(given.kind) if is_cpu else GpuWork(given.kind, given.device)
+        work: Workload = CpuWorkload(given.kind) if is_cpu else GpuWorkload(given.kind, given.device)
     except (DeviceError, OSError, MemoryError, ImportError) as error:
         print(error, file=sys.stderr)
         return EXIT_NO_DEVICE

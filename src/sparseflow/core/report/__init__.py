@@ -7,12 +7,12 @@
 """
 
 from sparseflow.core.report.figures import (
-    before_after,
-    curves,
-    intervals,
-    predicted_measured,
-    samples,
-    stacked,
+    plot_before_after,
+    plot_curves,
+    plot_intervals,
+    plot_predicted_vs_measured,
+    plot_samples,
+    plot_stacked_bars,
 )
 from sparseflow.core.report.page import Column, Headline, Report, Section, Table
 from sparseflow.core.report.svg import Figure, from_matplotlib

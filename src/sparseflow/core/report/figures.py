@@ -29,7 +29,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
 """Curves beyond the last colour have the colours again, in dashes."""
 
 
-def before_after(
+def plot_before_after(
     title: str,
     labels: Sequence[str],
     before: Sequence[float],
@@ -60,7 +60,7 @@ def before_after(
             f"{title}: {len(labels)} labels, {len(before)} and {len(after)} values; "
             "there must be as many of each, and at least one"
         )
-    with drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+    with open_axes(rows=len(labels), row_in=0.42) as (figure, axes):
         places = range(len(labels))
         height = 0.36
         axes.barh([p - height / 2 for p in places], before, height=height, color=BEFORE, label=names[0])
@@ -87,7 +87,7 @@ def before_after(
         )
 
 
-def intervals(
+def plot_intervals(
     title: str,
     labels: Sequence[str],
     medians: Sequence[float],
@@ -120,7 +120,7 @@ def intervals(
             f"{title}: {len(labels)} labels, {len(medians)} medians, {len(lows)} and {len(highs)} ends; "
             "there must be as many of each, and at least one"
         )
-    with drawing(rows=len(labels), row_in=0.34) as (figure, axes):
+    with open_axes(rows=len(labels), row_in=0.34) as (figure, axes):
         for place, (median, low, high) in enumerate(zip(medians, lows, highs, strict=True)):
             colour = (
                 AFTER
@@ -146,7 +146,7 @@ def intervals(
         return from_matplotlib(figure, title=title, alt=alt or f"In {unit}: {words}.", caption=caption)
 
 
-def samples(
+def plot_samples(
     title: str,
     times: Mapping[str, Sequence[float]],
     *,
@@ -174,7 +174,7 @@ def samples(
 
     # A fixed seed: the scatter only keeps dots apart, and the same run must draw the same page.
     jitter = np.random.default_rng(0)
-    with drawing(rows=len(times), row_in=0.55) as (figure, axes):
+    with open_axes(rows=len(times), row_in=0.55) as (figure, axes):
         medians = []
         for place, values in enumerate(times.values()):
             medians.append(float(np.median(values)))
@@ -193,7 +193,7 @@ def samples(
         return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
 
 
-def predicted_measured(
+def plot_predicted_vs_measured(
     title: str,
     groups: Mapping[str, Sequence[tuple[float, float]]],
     *,
@@ -219,7 +219,7 @@ def predicted_measured(
     if not dots or not all(0.0 < value < math.inf for dot in dots for value in dot):
         raise InputError(f"{title}: predictions and measurements above 0 are needed, {len(dots)} were given")
     low, high = min(map(min, dots)) / 1.25, max(map(max, dots)) * 1.25
-    with drawing(rows=1, row_in=4.6) as (figure, axes):
+    with open_axes(rows=1, row_in=4.6) as (figure, axes):
         axes.fill_between(
             [low, high], [(1 - band) * low, (1 - band) * high], [(1 + band) * low, (1 + band) * high],
             color=GRID, linewidth=0, label=f"±{100 * band:.0f} %",
@@ -233,8 +233,8 @@ def predicted_measured(
                 markeredgewidth=0, label=name,
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-        plain_log(axes.xaxis)
-        plain_log(axes.yaxis)
+        set_plain_log_ticks(axes.xaxis)
+        set_plain_log_ticks(axes.yaxis)
         axes.grid(True, axis="both")
         axes.set_xlabel(f"measured, {unit}")
         axes.set_ylabel(f"predicted, {unit}")
@@ -248,7 +248,7 @@ def predicted_measured(
         return from_matplotlib(figure, title=title, alt=alt or f"{words}.", caption=caption)
 
 
-def curves(
+def plot_curves(
     title: str,
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     *,
@@ -277,17 +277,17 @@ def curves(
     lengths = {name: (len(places), len(values)) for name, (places, values) in series.items()}
     if not lengths or any(first != second or not first for first, second in lengths.values()):
         raise InputError(f"{title}: as many places as values, and some, are needed; there are {lengths}")
-    with drawing(rows=1, row_in=3.2) as (figure, axes):
+    with open_axes(rows=1, row_in=3.2) as (figure, axes):
         for number, (name, (places, values)) in enumerate(series.items()):
             colour = _COLOURS[number % len(_COLOURS)]
             dashes = _DASHES[number // len(_COLOURS) % len(_DASHES)]
             axes.plot(places, values, color=colour, linestyle=dashes, linewidth=1.6, label=name)
         if log_x:
             axes.set_xscale("log")
-            plain_log(axes.xaxis)
+            set_plain_log_ticks(axes.xaxis)
         if log_y:
             axes.set_yscale("log")
-            plain_log(axes.yaxis)
+            set_plain_log_ticks(axes.yaxis)
         axes.grid(axis="y")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -296,7 +296,7 @@ def curves(
         return from_matplotlib(figure, title=title, alt=alt or f"{y} over {x}: {words}.", caption=caption)
 
 
-def stacked(
+def plot_stacked_bars(
     title: str,
     labels: Sequence[str],
     parts: Mapping[str, Sequence[float]],
@@ -321,7 +321,7 @@ def stacked(
     if not labels or not parts or any(len(values) != len(labels) for values in parts.values()):
         lengths = {name: len(values) for name, values in parts.items()}
         raise InputError(f"{title}: {len(labels)} bars need as many values of each part; there are {lengths}")
-    with drawing(rows=len(labels), row_in=0.42) as (figure, axes):
+    with open_axes(rows=len(labels), row_in=0.42) as (figure, axes):
         left = [0.0] * len(labels)
         for number, (name, values) in enumerate(parts.items()):
             colour = _COLOURS[number % len(_COLOURS)]
@@ -339,7 +339,7 @@ def stacked(
 
 
 @contextmanager
-def drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
+def open_axes(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, high enough for `rows` rows, in SparseFlow's style."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
@@ -350,7 +350,7 @@ def drawing(*, rows: int, row_in: float) -> Iterator[tuple[Any, Any]]:
         yield figure, figure.add_subplot()
 
 
-def plain_log(axis: Any) -> None:
+def set_plain_log_ticks(axis: Any) -> None:
     """Numbers on a logarithmic axis, not the usual powers of ten: these are mathematics, which the page's
     style does not set."""
     from matplotlib.ticker import LogFormatter

@@ -136,15 +136,15 @@ SERIES = (
 )
 """Every name. Where two stand for one metric the first is preferred."""
 
-HELP_ON_HOST = {
+HOST_HELP = {
     "busy": "Busy share of the CPUs that may be used; a CPU's value under DCGM's name.",
     "active": "Busy share of the busiest CPU; a CPU's value under DCGM's name.",
 }
 
-BY_NAME = {series.name: series for series in SERIES}
+SERIES_BY_NAME = {series.name: series for series in SERIES}
 
 
-def series_of(metric: str) -> tuple[Series, ...]:
+def list_series(metric: str) -> tuple[Series, ...]:
     """The names that stand for a metric, best first."""
     return tuple(series for series in SERIES if series.metric == metric)
 

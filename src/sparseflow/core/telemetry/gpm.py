@@ -16,11 +16,11 @@ from sparseflow.core.extras import require
 from sparseflow.core.telemetry import nvml
 from sparseflow.core.telemetry.schema import (
     METRICS,
-    Load,
+    LoadReading,
     check_metrics,
-    check_watched,
+    check_recording_length,
     check_window,
-    share,
+    normalize_share,
 )
 from sparseflow.errors import DeviceError, InputError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GPM_IDS = {"busy": 2, "active": 1, "occupancy": 3, "tensor": 5, "dram": 10, "pcie_tx": 20, "pcie_rx": 21}
 """Metric -> its number in `nvmlGpmMetricId_t`."""
 
-CORE = ("busy", "active", "occupancy", "tensor", "dram")
+DEFAULT_METRICS = ("busy", "active", "occupancy", "tensor", "dram")
 
 LANE_BYTES_PER_S = {1: 250e6, 2: 500e6, 3: 984.6e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
 """PCIe generation -> what one lane carries in one direction, after line coding."""
@@ -51,7 +51,9 @@ class GpmReader:
 
     name = "gpm"
 
-    def __init__(self, device: str | torch.device = "cuda", *, metrics: Collection[str] = CORE) -> None:
+    def __init__(
+        self, device: str | torch.device = "cuda", *, metrics: Collection[str] = DEFAULT_METRICS
+    ) -> None:
         check_metrics(metrics)
         if unknown := [name for name in metrics if name not in GPM_IDS]:
             raise DeviceError(f"`{unknown[0]}` is not told by GPM, which tells: {', '.join(GPM_IDS)}")
@@ -75,16 +77,16 @@ class GpmReader:
             )
         self.pcie_bytes_per_s = self._link() if {"pcie_tx", "pcie_rx"} & set(self.metrics) else None
 
-    def read(self, window_s: float = 1.0) -> Load:
+    def read(self, window_s: float = 1.0) -> LoadReading:
         """Watch for `window_s` seconds. Raises as `LoadReader.read` says."""
         check_window(window_s)
         watch = self.start()
         time.sleep(window_s)
         return watch.stop()
 
-    def start(self) -> GpmWatch:
+    def start(self) -> GpmRecording:
         """Begin to watch. Raises DeviceError where NVML gives no sample."""
-        return GpmWatch(self, self._sample(), time.monotonic())
+        return GpmRecording(self, self._sample(), time.monotonic())
 
     def _sample(self) -> Any:
         sample = None
@@ -116,11 +118,15 @@ class GpmReader:
                 raise DeviceError(
                     f"{what} cannot be read here: NVML returned {told.nvmlReturn}; leave it out of `metrics`"
                 )
-            found[name] = share(told.value, self._scale(name), what)
+            found[name] = normalize_share(told.value, self._scale(name), what)
         return found
 
     def _scale(self, name: str) -> float:
-        return 100.0 if self.pcie_bytes_per_s is None or name in CORE else self.pcie_bytes_per_s / 2**20
+        return (
+            100.0
+            if self.pcie_bytes_per_s is None or name in DEFAULT_METRICS
+            else self.pcie_bytes_per_s / 2**20
+        )
 
     def _link(self) -> float:
         try:
@@ -138,7 +144,7 @@ class GpmReader:
         return LANE_BYTES_PER_S[generation] * lanes
 
 
-class GpmWatch:
+class GpmRecording:
     """A reading of the GPU that has begun; made by `GpmReader.start`."""
 
     def __init__(self, reader: GpmReader, first: Any, at_s: float) -> None:
@@ -146,7 +152,7 @@ class GpmWatch:
         self._first = first
         self._at_s = at_s
 
-    def stop(self) -> Load:
+    def stop(self) -> LoadReading:
         """The load since the start; only once. Raises as `Watch.stop` says."""
         if self._first is None:
             raise InputError("this watch was stopped before; start another")
@@ -154,7 +160,7 @@ class GpmWatch:
         last = None
         try:
             seconds = time.monotonic() - self._at_s
-            check_watched(seconds)
+            check_recording_length(seconds)
             last = self._reader._sample()
             shares = self._reader._between(first, last)
         finally:
@@ -162,7 +168,7 @@ class GpmWatch:
             for sample in (first, last):
                 if sample is not None:
                     self._reader._nvml.nvmlGpmSampleFree(sample)
-        return Load(
+        return LoadReading(
             timestamp_s=time.time(),
             interval_s=seconds,
             source=self._reader.name,
@@ -179,7 +185,7 @@ def _find(device: str | torch.device) -> Any:
     if not torch.cuda.is_available():
         raise DeviceError(f"{device} was asked for and torch sees no CUDA device here; read the host instead")
     try:
-        found = nvml.handle(device)
+        found = nvml.get_handle(device)
     except (AssertionError, RuntimeError) as error:
         raise DeviceError(f"{device} is not there: {error}") from error
     if found is None:

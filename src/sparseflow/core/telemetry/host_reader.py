@@ -19,12 +19,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparseflow.core.telemetry import host
+from sparseflow.core.telemetry import procfs
 from sparseflow.core.telemetry.schema import (
     METRICS,
-    Load,
+    LoadReading,
     check_metrics,
-    check_watched,
+    check_recording_length,
     check_window,
 )
 from sparseflow.errors import DeviceError, InputError
@@ -34,14 +34,14 @@ SWITCH_COST_S = 10e-6
 
 QUEUE_EVERY_S = 0.05
 ALWAYS = ("busy", "active", "others", "steal", "queue", "switching", "memory_used")
-PRESSURE_OF = {f"{resource}_pressure": resource for resource in host.PRESSURES}
+PRESSURE_OF = {f"{resource}_pressure": resource for resource in procfs.PSI_RESOURCES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
     at_s: float
     own_s: float
-    activity: host.Activity
+    activity: procfs.CpuStat
     stalled_s: dict[str, float]
 
 
@@ -68,7 +68,7 @@ class HostReader:
         cpus: Collection[int] | None = None,
         *,
         metrics: Collection[str] | None = None,
-        proc: Path = host.PROC,
+        proc: Path = procfs.PROC,
     ) -> None:
         self.cpus = tuple(sorted(_usable() if cpus is None else set(cpus)))
         if not self.cpus:
@@ -79,7 +79,7 @@ class HostReader:
         check_metrics(asked)
         for name in asked:
             if name in PRESSURE_OF and name not in told:
-                host.stalled_s(PRESSURE_OF[name], proc=proc)  # says what is wrong with the file
+                procfs.read_stall_s(PRESSURE_OF[name], proc=proc)  # says what is wrong with the file
             if name not in told:
                 raise DeviceError(f"`{name}` is not told by a host, which tells: {', '.join(told)}")
         if not asked:
@@ -87,7 +87,7 @@ class HostReader:
         self.metrics = tuple(name for name in METRICS if name in asked)
         self._snapshot()
 
-    def read(self, window_s: float = 1.0) -> Load:
+    def read(self, window_s: float = 1.0) -> LoadReading:
         """Watch for `window_s` seconds. Raises as `LoadReader.read` says."""
         check_window(window_s)
         watch = self.start()
@@ -97,12 +97,12 @@ class HostReader:
             watch.look()
         return watch.stop()
 
-    def start(self) -> HostWatch:
+    def start(self) -> HostRecording:
         """Begin to watch. Raises DeviceError where something cannot be read."""
-        return HostWatch(self, self._snapshot())
+        return HostRecording(self, self._snapshot())
 
     def _snapshot(self) -> _Snapshot:
-        activity = host.activity(proc=self._proc)
+        activity = procfs.read_cpu_stat(proc=self._proc)
         if lacking := [cpu for cpu in self.cpus if cpu not in activity.cores]:
             raise DeviceError(f"{self._proc}/stat tells nothing about CPU {lacking[0]}; is it offline?")
         wanted = [what for name, what in PRESSURE_OF.items() if name in self.metrics]
@@ -110,11 +110,11 @@ class HostReader:
             at_s=time.monotonic(),
             own_s=time.process_time(),
             activity=activity,
-            stalled_s={what: host.stalled_s(what, proc=self._proc) for what in wanted},
+            stalled_s={what: procfs.read_stall_s(what, proc=self._proc) for what in wanted},
         )
 
 
-class HostWatch:
+class HostRecording:
     """A reading of the host that has begun; made by `HostReader.start`."""
 
     def __init__(self, reader: HostReader, before: _Snapshot) -> None:
@@ -124,19 +124,19 @@ class HostWatch:
 
     def look(self) -> None:
         """Count the runnable tasks once more: there is no counter of them, so `queue` is a mean of looks."""
-        self._waiting.append(_waiting(host.activity(proc=self._reader._proc)))
+        self._waiting.append(_waiting(procfs.read_cpu_stat(proc=self._reader._proc)))
 
-    def stop(self) -> Load:
+    def stop(self) -> LoadReading:
         """The load since the start. Raises as `Watch.stop` says."""
         before, after = self._before, self._reader._snapshot()
         seconds = after.at_s - before.at_s
-        check_watched(seconds)
+        check_recording_length(seconds)
         self._waiting.append(_waiting(after.activity))
         cpus = self._reader.cpus
         first = [before.activity.cores[cpu] for cpu in cpus]
         last = [after.activity.cores[cpu] for cpu in cpus]
-        whole = host.together(first), host.together(last)
-        busy = host.utilisation(*whole)
+        whole = procfs.sum_ticks(first), procfs.sum_ticks(last)
+        busy = procfs.compute_utilization(*whole)
         own = (after.own_s - before.own_s) / (len(cpus) * seconds)
         switches = after.activity.switches - before.activity.switches
         stolen = whole[1].stolen - whole[0].stolen
@@ -144,7 +144,7 @@ class HostWatch:
             "busy": busy,
             # A virtual CPU that its host has stopped for so long has no tick, and the others still have.
             "active": max(
-                host.utilisation(*each)
+                procfs.compute_utilization(*each)
                 for each in zip(first, last, strict=True)
                 if each[1].total > each[0].total
             ),
@@ -152,12 +152,12 @@ class HostWatch:
             "steal": stolen / (whole[1].total - whole[0].total),
             "queue": sum(self._waiting) / len(self._waiting),
             "switching": switches * SWITCH_COST_S / (len(after.activity.cores) * seconds),
-            "memory_used": host.memory_used(proc=self._reader._proc),
+            "memory_used": procfs.read_memory_used(proc=self._reader._proc),
         }
         for name, what in PRESSURE_OF.items():
             if what in after.stalled_s:
                 found[name] = (after.stalled_s[what] - before.stalled_s[what]) / seconds
-        return Load(
+        return LoadReading(
             timestamp_s=time.time(),
             interval_s=seconds,
             source=self._reader.name,
@@ -167,7 +167,7 @@ class HostWatch:
         )
 
 
-def _waiting(activity: host.Activity) -> float:
+def _waiting(activity: procfs.CpuStat) -> float:
     # Whoever reads /proc runs while it does, and is not part of the load.
     runnable = activity.running - 1
     return max(0, runnable - len(activity.cores)) / max(runnable, 1)
@@ -175,7 +175,7 @@ def _waiting(activity: host.Activity) -> float:
 
 def _tells(resource: str, proc: Path) -> bool:
     try:
-        host.stalled_s(resource, proc=proc)
+        procfs.read_stall_s(resource, proc=proc)
     except DeviceError:
         return False
     return True

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def driver_version() -> str | None:
+def read_driver_version() -> str | None:
     """Version of the NVIDIA driver, or None where NVML is absent."""
     if not _available():
         return None
@@ -19,13 +19,13 @@ def driver_version() -> str | None:
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
-def energy_j(device: str | torch.device) -> float | None:
+def read_energy_j(device: str | torch.device) -> float | None:
     """Joules that the GPU has used since its driver was loaded; take it twice and subtract.
 
     None where nothing counts them: on a CPU, without `nvidia-ml-py`, without the driver's library, or on a
     GPU that has no such counter. The counter moves about every 20 to 100 ms, so measure for seconds.
     """
-    gpu = handle(device)
+    gpu = get_handle(device)
     if gpu is None:
         return None
     import pynvml
@@ -36,9 +36,9 @@ def energy_j(device: str | torch.device) -> float | None:
         return None
 
 
-def clocks_mhz(device: str | torch.device) -> dict[str, float]:
+def read_clocks_mhz(device: str | torch.device) -> dict[str, float]:
     """The GPU's clocks right now, by what they drive (`core`, `memory`); only those that can be read."""
-    gpu = handle(device)
+    gpu = get_handle(device)
     if gpu is None:
         return {}
     import pynvml
@@ -52,7 +52,7 @@ def clocks_mhz(device: str | torch.device) -> dict[str, float]:
     return clocks
 
 
-def handle(device: str | torch.device) -> Any | None:
+def get_handle(device: str | torch.device) -> Any | None:
     """NVML's handle of a GPU, or None for a CPU, where NVML is absent, or where it does not know that GPU."""
     import torch
 

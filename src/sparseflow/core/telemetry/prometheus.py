@@ -11,15 +11,15 @@ import math
 import time
 from collections.abc import Collection, Mapping
 
-from sparseflow.core.telemetry.dcgm import BY_NAME, SERIES, Series, series_of
-from sparseflow.core.telemetry.prometheus_api import Found, Server, selector
+from sparseflow.core.telemetry.dcgm import SERIES, SERIES_BY_NAME, Series, list_series
+from sparseflow.core.telemetry.prometheus_http import PrometheusClient, TimeSeries, format_selector
 from sparseflow.core.telemetry.schema import (
     METRICS,
-    Load,
+    LoadReading,
     check_metrics,
-    check_watched,
+    check_recording_length,
     check_window,
-    share,
+    normalize_share,
 )
 from sparseflow.errors import DeviceError, InputError
 
@@ -70,13 +70,13 @@ class PrometheusReader:
                 raise InputError("`metrics` must name at least one, or be None for all that there are")
             if {"pcie_tx", "pcie_rx"} & set(metrics) and pcie_bytes_per_s is None:
                 raise InputError("pcie_tx and pcie_rx need `pcie_bytes_per_s`, what the link carries")
-        self.server = Server(url, timeout_s=timeout_s, headers=headers)
+        self.server = PrometheusClient(url, timeout_s=timeout_s, headers=headers)
         self.labels = dict(labels or {})
         self.max_age_s = max_age_s
         self._link = pcie_bytes_per_s
         self._metrics = None if metrics is None else tuple(name for name in METRICS if name in metrics)
         self._chosen: tuple[Series, ...] | None = None
-        selector(("x",), self.labels)
+        format_selector(("x",), self.labels)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class PrometheusReader:
         """The labels that pick the device, as Prometheus writes them."""
         return ",".join(f"{label}={value}" for label, value in self.labels.items()) or "the only device"
 
-    def read(self, window_s: float = 1.0) -> Load:
+    def read(self, window_s: float = 1.0) -> LoadReading:
         """The mean over the last `window_s` seconds, and of the newest sample at least; it does not wait.
 
         Raises:
@@ -101,7 +101,7 @@ class PrometheusReader:
         """
         check_window(window_s)
         wanted = self._chosen or self._candidates()
-        picked = selector(tuple(series.name for series in wanted), self.labels)
+        picked = format_selector(tuple(series.name for series in wanted), self.labels)
         found = self._by_name(self.server.samples(picked, max(window_s, self.max_age_s)))
         now = self.server.now()
         chosen = self._choose(found, now)
@@ -118,7 +118,7 @@ class PrometheusReader:
             newest = min(newest, recent[-1][0])
         # Only now, so that a reading that was refused has chosen nothing.
         self._chosen, self._metrics = chosen, tuple(name for name in METRICS if name in shares)
-        return Load(
+        return LoadReading(
             timestamp_s=newest,
             interval_s=max(used) - min(used),
             source=self.name,
@@ -126,10 +126,10 @@ class PrometheusReader:
             shares=shares,
         )
 
-    def start(self) -> PrometheusWatch:
+    def start(self) -> PrometheusRecording:
         """Begin to watch; the server keeps the samples. Raises DeviceError where a reading is refused now."""
         self.read()
-        return PrometheusWatch(self)
+        return PrometheusRecording(self)
 
     def _candidates(self) -> tuple[Series, ...]:
         metrics = METRICS if self._metrics is None else self._metrics
@@ -139,10 +139,10 @@ class PrometheusReader:
             if series.metric in metrics and (series.scale is not None or self._link is not None)
         )
 
-    def _by_name(self, answer: tuple[Found, ...]) -> dict[str, Found]:
-        found: dict[str, Found] = {}
+    def _by_name(self, answer: tuple[TimeSeries, ...]) -> dict[str, TimeSeries]:
+        found: dict[str, TimeSeries] = {}
         for one in answer:
-            if one.name not in BY_NAME:
+            if one.name not in SERIES_BY_NAME:
                 raise DeviceError(
                     f"{self.server.url} answered with a metric {one.name!r} that was not asked for"
                 )
@@ -154,7 +154,7 @@ class PrometheusReader:
             raise self._several("the load", list(found.values()))
         return found
 
-    def _choose(self, found: Mapping[str, Found], now: float) -> tuple[Series, ...]:
+    def _choose(self, found: Mapping[str, TimeSeries], now: float) -> tuple[Series, ...]:
         if self._chosen is not None:
             for series in self._chosen:
                 if series.name not in found:
@@ -162,11 +162,11 @@ class PrometheusReader:
             return self._chosen
         chosen = []
         for metric in METRICS if self._metrics is None else self._metrics:
-            here = [series for series in series_of(metric) if series.name in found]
+            here = [series for series in list_series(metric) if series.name in found]
             if here:
                 chosen.append(here[0])
             elif self._metrics is not None:
-                raise self._absent(series_of(metric), now)
+                raise self._absent(list_series(metric), now)
         if not chosen:
             raise self._absent(self._candidates(), now)
         return tuple(chosen)
@@ -188,7 +188,7 @@ class PrometheusReader:
             raise DeviceError(f"{what} is {text!r}; expected a number") from error
         scale = self._link if series.scale is None else series.scale
         assert scale is not None
-        return share(value, scale, what)
+        return normalize_share(value, scale, what)
 
     def _stale(self, name: str, age_s: float) -> DeviceError:
         return DeviceError(
@@ -197,7 +197,7 @@ class PrometheusReader:
             "running, and `max_age_s` longer than the scrape interval?"
         )
 
-    def _several(self, what: str, found: list[Found]) -> DeviceError:
+    def _several(self, what: str, found: list[TimeSeries]) -> DeviceError:
         labels = sorted(
             {
                 label
@@ -218,12 +218,12 @@ class PrometheusReader:
         """Why there is nothing: it was there and is stale, it is there for others, or it never was."""
         names = tuple(series.name for series in wanted)
         shown = " or ".join(names[:2]) if len(names) <= 2 else f"any of {', '.join(names[:3])}, …"
-        before = self.server.samples(selector(names, self.labels), SEARCH_S)
+        before = self.server.samples(format_selector(names, self.labels), SEARCH_S)
         if before:
             last = max(before, key=lambda one: one.samples[-1][0])
             return self._stale(last.name, max(now - last.samples[-1][0], 0.0))
         expected = f"{self.server.url} has no samples of {shown} for {self.device}"
-        others = self.server.samples(selector(names, {}), SEARCH_S) if self.labels else ()
+        others = self.server.samples(format_selector(names, {}), SEARCH_S) if self.labels else ()
         if others:
             there = "; ".join(sorted({_device(one.labels) for one in others})[:4])
             return DeviceError(f"{expected}, only for {there}: mend `labels`")
@@ -233,17 +233,17 @@ class PrometheusReader:
         )
 
 
-class PrometheusWatch:
+class PrometheusRecording:
     """A reading that has begun; made by `PrometheusReader.start`."""
 
     def __init__(self, reader: PrometheusReader) -> None:
         self._reader = reader
         self._at_s = time.monotonic()
 
-    def stop(self) -> Load:
+    def stop(self) -> LoadReading:
         """The mean of the samples since the start, and of the newest at least. Raises as `read` does."""
         seconds = time.monotonic() - self._at_s
-        check_watched(seconds)
+        check_recording_length(seconds)
         return self._reader.read(seconds)
 
 

@@ -38,9 +38,9 @@ def open_reader(
 
         return HostReader(metrics=metrics)
     if source == "gpm":
-        from sparseflow.core.telemetry.gpm import CORE, GpmReader
+        from sparseflow.core.telemetry.gpm import DEFAULT_METRICS, GpmReader
 
-        return GpmReader(device, metrics=CORE if metrics is None else metrics)
+        return GpmReader(device, metrics=DEFAULT_METRICS if metrics is None else metrics)
     if source == "prometheus":
         from sparseflow.core.telemetry.prometheus import PrometheusReader
 

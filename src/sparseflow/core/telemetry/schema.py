@@ -50,7 +50,7 @@ FIELDS = ("timestamp_s", "interval_s", "source", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class LoadReading:
     """One reading of one device.
 
     Attributes:
@@ -109,7 +109,7 @@ class Load:
         return head | {prefix + name: value for name, value in self.shares.items()}
 
     @classmethod
-    def from_row(cls, row: Mapping[str, object], prefix: str = "load_") -> Load:
+    def from_row(cls, row: Mapping[str, object], prefix: str = "load_") -> LoadReading:
         """The reading in a row that may hold other columns too. A share that is None is absent.
 
         Raises:
@@ -129,10 +129,10 @@ class Load:
         return cls(shares=shares, **head)  # type: ignore[arg-type]
 
 
-class Watch(Protocol):
+class LoadRecording(Protocol):
     """A reading that has begun. It costs nothing until it is stopped."""
 
-    def stop(self) -> Load:
+    def stop(self) -> LoadReading:
         """The load between the start and now.
 
         Raises:
@@ -159,7 +159,7 @@ class LoadReader(Protocol):
     @property
     def metrics(self) -> tuple[str, ...]: ...
 
-    def read(self, window_s: float = 1.0) -> Load:
+    def read(self, window_s: float = 1.0) -> LoadReading:
         """The load over `window_s` seconds: the next ones, waiting for them, or of a server the last ones.
 
         Raises:
@@ -168,7 +168,7 @@ class LoadReader(Protocol):
         """
         ...
 
-    def start(self) -> Watch:
+    def start(self) -> LoadRecording:
         """Begin to watch while other work runs; `stop()` of the result gives the load meanwhile.
 
         Raises:
@@ -190,7 +190,7 @@ def check_window(window_s: float, name: str = "window_s") -> None:
         raise InputError(f"`{name}` (={window_s}) must be finite and at least {MIN_WINDOW_S}")
 
 
-def check_watched(interval_s: float) -> None:
+def check_recording_length(interval_s: float) -> None:
     """Raises DeviceError for a watch that was stopped too soon to mean anything."""
     if interval_s < MIN_WINDOW_S:
         raise DeviceError(
@@ -199,7 +199,7 @@ def check_watched(interval_s: float) -> None:
         )
 
 
-def share(value: float, scale: float, what: str) -> float:
+def normalize_share(value: float, scale: float, what: str) -> float:
     """`value / scale` as a share in [0, 1].
 
     Args:

@@ -7,19 +7,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sparseflow.core.costmodel.ranking import bootstrap
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.report import (
     Column,
     Figure,
     Report,
     Section,
     Table,
-    before_after,
-    curves,
-    intervals,
-    stacked,
+    plot_before_after,
+    plot_curves,
+    plot_intervals,
+    plot_stacked_bars,
 )
-from sparseflow.core.training.history import read_history, smoothed
+from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.tuning.comparing import Searched, read_searched
 from sparseflow.tuning.net.judge import TOP, summary
 from sparseflow.tuning.net.study import BOOSTED, Row, read_study, training
@@ -87,7 +87,7 @@ def scores(rows: Sequence[Row], *, known: bool = False) -> list[dict[str, Any]]:
             over = None
             if trees.get(operator, {}).keys() >= means.keys():
                 gains = {k: [means[name][k] - trees[operator][name][k] for name in means] for k in TOP}
-                ends = {k: bootstrap(gains[k]) for k in TOP}
+                ends = {k: bootstrap_mean(gains[k]) for k in TOP}
                 over = {
                     f"top{k}": {"mean": mean(gains[k]), "low": ends[k][0], "high": ends[k][1]} for k in TOP
                 }
@@ -98,7 +98,7 @@ def scores(rows: Sequence[Row], *, known: bool = False) -> list[dict[str, Any]]:
 def _rankings(rows: Sequence[Row]) -> Section:
     lines = scores(rows)
     figures: list[Table | Figure] = [
-        intervals(
+        plot_intervals(
             f"Top-{k} score",
             [f"{line['model']}, {line['operator']}" for line in lines],
             [line[f"top{k}"]["mean"] for line in lines],
@@ -165,11 +165,11 @@ def _losses(root: Path, rows: Sequence[Row]) -> list[Section]:
         folder = training(root, entry, 0, 0)
         lines = list(read_history(folder)) if folder.is_dir() else []
         for kind in kinds:
-            curve = smoothed((line for line in lines if line.get("kind") == kind), "loss")
+            curve = smooth_curve((line for line in lines if line.get("kind") == kind), "loss")
             if curve[0]:
                 found[kind][entry] = curve
     items = [
-        curves(
+        plot_curves(
             title,
             found[kind],
             x="step",
@@ -192,7 +192,7 @@ def _searches(found: Sequence[Searched]) -> list[Section]:
         items: list[Table | Figure] = []
         if plain:
             items.append(
-                before_after(
+                plot_before_after(
                     "Seconds of search",
                     [one.method for one in plain],
                     [sum(one.seconds.values()) for one in plain],
@@ -205,7 +205,7 @@ def _searches(found: Sequence[Searched]) -> list[Section]:
             one.method: ([float(at) for at in range(1, len(one.ratios) + 1)], one.best()) for one in those
         }
         items.append(
-            curves(
+            plot_curves(
                 "Best schedule so far",
                 {
                     name: (
@@ -221,7 +221,7 @@ def _searches(found: Sequence[Searched]) -> list[Section]:
         )
         parts = dict.fromkeys(part for one in those for part in one.seconds)
         items.append(
-            stacked(
+            plot_stacked_bars(
                 "Where search time goes",
                 [one.method for one in those],
                 {part: [one.seconds.get(part, 0.0) for one in those] for part in parts},

@@ -27,7 +27,7 @@ LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class TimeSeries:
     """One series of an answer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Found:
     samples: tuple[tuple[float, str], ...]
 
 
-class Server:
+class PrometheusClient:
     """A Prometheus server, or one that speaks its API (Thanos, Mimir, VictoriaMetrics).
 
     Args:
@@ -75,7 +75,7 @@ class Server:
         handlers = [urllib.request.ProxyHandler({})] if own else []
         self._open = urllib.request.build_opener(*handlers).open
 
-    def samples(self, selector: str, window_s: float) -> tuple[Found, ...]:
+    def samples(self, selector: str, window_s: float) -> tuple[TimeSeries, ...]:
         """Every sample of the last `window_s` seconds in the series that `selector` picks.
 
         Raises:
@@ -144,7 +144,7 @@ class Server:
         except ValueError as error:
             raise InputError(f"`url` (={self.url!r}) or `headers` cannot be sent: {error}") from error
 
-    def _found(self, series: Any, query: str) -> Found:
+    def _found(self, series: Any, query: str) -> TimeSeries:
         try:
             labels = {str(key): str(value) for key, value in series["metric"].items()}
             samples = tuple(sorted((_number(at), _text(value)) for at, value in series["values"]))
@@ -155,7 +155,7 @@ class Server:
             ) from error
         if not samples:
             raise self._odd(query, "at least one sample in every series", series)
-        return Found(name=name, labels=labels, samples=samples)
+        return TimeSeries(name=name, labels=labels, samples=samples)
 
     def _odd(self, query: str, expected: str, got: Any) -> DeviceError:
         text = got.decode(errors="replace") if isinstance(got, bytes) else json.dumps(got, ensure_ascii=False)
@@ -163,7 +163,7 @@ class Server:
         return DeviceError(f"{self.url} answered {query} with {shown!r}; expected {expected}")
 
 
-def selector(names: tuple[str, ...], labels: Mapping[str, str]) -> str:
+def format_selector(names: tuple[str, ...], labels: Mapping[str, str]) -> str:
     """PromQL that picks the series of any of `names` with all of `labels`.
 
     Raises:

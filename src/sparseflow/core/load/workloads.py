@@ -35,7 +35,7 @@ IN_FLIGHT = 2
 """Chunks queued on a GPU: one runs while the next is launched. No more, since no queue can be recalled."""
 
 
-class Work(Protocol):
+class Workload(Protocol):
     """Keeps a device busy. `held` tells it that others use the device too."""
 
     held: bool
@@ -49,7 +49,7 @@ class Work(Protocol):
         ...
 
 
-class CpuWork:
+class CpuWorkload:
     """Keeps one CPU busy.
 
     Args:
@@ -69,7 +69,7 @@ class CpuWork:
         return time.process_time()
 
 
-class GpuWork:
+class GpuWorkload:
     """Keeps one GPU busy.
 
     Args:
@@ -134,7 +134,7 @@ class GpuWork:
         return max(first.elapsed_time(last) / 1e3 / steps, 1e-6)
 
 
-def cache_bytes(level: int, *, caches: Path = CACHES) -> int | None:
+def read_cache_bytes(level: int, *, caches: Path = CACHES) -> int | None:
     """Size of the data cache of a level (1, 2, 3), or None where the kernel does not tell."""
     for index in sorted(caches.glob("index*")):
         try:
@@ -153,7 +153,7 @@ def _fma() -> Callable[[], object]:
     import numpy as np
 
     # Three matrices that fill half of the cache, so that the arithmetic and not the memory is kept busy.
-    fitting = int(((cache_bytes(2) or MIB) / 2 / (3 * 4)) ** 0.5) // 16 * 16
+    fitting = int(((read_cache_bytes(2) or MIB) / 2 / (3 * 4)) ** 0.5) // 16 * 16
     side = min(max(fitting, 64), 256)
     generator = np.random.default_rng(0)
     a = generator.random((side, side), dtype=np.float32)
@@ -165,7 +165,7 @@ def _stream() -> Callable[[], object]:
     import numpy as np
 
     # Twice the last cache in each buffer, or what was copied would be met again in it.
-    last = max(cache_bytes(3) or 0, cache_bytes(2) or 0, 16 * MIB)
+    last = max(read_cache_bytes(3) or 0, read_cache_bytes(2) or 0, 16 * MIB)
     slices = min(2 * last, 256 * MIB) // STREAM_SLICE_BYTES
     source = np.ones((slices, STREAM_SLICE_BYTES // 8))
     target = np.zeros_like(source)
