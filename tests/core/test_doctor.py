@@ -19,7 +19,7 @@ def test_this_machine_is_diagnosed() -> None:
 
 
 def test_a_missing_package_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: None if name == "numba" else "1.2")
+    monkeypatch.setattr(doctor, "get_version", lambda name: None if name == "numba" else "1.2")
     extra, backend = doctor._extra("spiking"), doctor._numba()
     assert not extra.ok and "missing: numba" in extra.detail and "spikingjelly 1.2" in extra.detail
     assert extra.fix == "pip install 'sparseflow[spiking]'" == backend.fix
@@ -44,7 +44,7 @@ def test_triton_is_usable_only_with_a_gpu(
     ok: bool,
     words: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: found)
+    monkeypatch.setattr(doctor, "get_version", lambda name: found)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if interpreted is not None:
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)

@@ -40,7 +40,9 @@ def test_a_prediction_follows_the_load_and_fails_once_the_exporter_is_dead(
     made_up: MadeUp, own: Predictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shares = {"busy": 0.5, "others": 0.1}
-    reader = Reader(lambda: LoadReading(timestamp_s=1.0, interval_s=0.1, source="host", device="cpu", shares=shares))
+    reader = Reader(
+        lambda: LoadReading(timestamp_s=1.0, interval_s=0.1, source="host", device="cpu", shares=shares)
+    )
     model = made_up.models[0]
     file = own.save(tmp_path / "predictor.json")
     calm = predict(model, own)

@@ -45,7 +45,9 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         def read(self, window_s: float = 1.0) -> LoadReading:
             asked.append(window_s)
-            return LoadReading(timestamp_s=1.0, interval_s=1.0, source="host", device="cpu", shares=self.shares)
+            return LoadReading(
+                timestamp_s=1.0, interval_s=1.0, source="host", device="cpu", shares=self.shares
+            )
 
     def opened(source: str, **settings: Any) -> Reader:
         asked.append((source, settings))

@@ -98,7 +98,9 @@ def budget_pictures(policies: Sequence[Row], attainment: float) -> list[Figure]:
 
     asked = {"asked for, over all budgets": ([places[0], places[-1]], [attainment, attainment])}
     return [
-        plot_curves("Attainment", over("attainment") | asked, x="budget, ms", y="answers in time", log_x=True),
+        plot_curves(
+            "Attainment", over("attainment") | asked, x="budget, ms", y="answers in time", log_x=True
+        ),
         plot_curves("Goodput", over("goodput"), x="budget, ms", y="right and in time", log_x=True),
     ]
 

@@ -111,7 +111,10 @@ def stress(
             begin = time.monotonic()
             while (passed := time.monotonic() - begin) < seconds:
                 share = (number + passed / seconds) / len(levels)
-                tell(f"{kind} {asked:g}: achieved {load.measure_share():.3f}, duty {load.mean_duty():.3f}", share)
+                tell(
+                    f"{kind} {asked:g}: achieved {load.measure_share():.3f}, duty {load.mean_duty():.3f}",
+                    share,
+                )
                 time.sleep(min(0.25, seconds - passed))
             kept = load.measure_share_between(begin, time.monotonic())
             reached.append({"asked": asked, "achieved": kept, "duty": load.mean_duty()})
