@@ -33,7 +33,8 @@ test: $(VENV)/.dev  ## Set up, then run the tests
 
 check: $(VENV)/.dev  ## Lint, check formatting, types and import directions; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
-	  "lint-imports --no-cache"; do \
+	  "lint-imports --no-cache" \
+	  "python .ci/check_identifiers.py src tests benchmarks"; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed="$$failed $${tool%% -*}"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 

@@ -6,8 +6,9 @@ without any extra.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.spiking.explain import explain
@@ -27,25 +28,13 @@ __all__ = [
     "restore",
 ]
 
-_HOME = {
-    "SparseConv2d": "sparseflow.spiking.modules",
-    "explain": "sparseflow.spiking.explain",
-    "layer_times": "sparseflow.spiking.optimize",
-    "optimize": "sparseflow.spiking.optimize",
-    "register_neuron": "sparseflow.spiking.registry",
-    "restore": "sparseflow.spiking.optimize",
-}
-
-
-def __getattr__(name: str) -> object:
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module 'sparseflow' has no attribute {name!r}") from None
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "spiking.explain": ["explain"],
+        "spiking.modules": ["SparseConv2d"],
+        "spiking.optimize": ["layer_times", "optimize", "restore"],
+        "spiking.registry": ["register_neuron"],
+    },
+    submodules=["adaptive", "codesign", "latency", "pruning", "spiking", "tuning"],
+)

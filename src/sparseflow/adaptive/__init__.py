@@ -14,8 +14,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.attached import Attached, attach
@@ -43,22 +44,16 @@ __all__ = [
     "open_folder",
 ]
 
-_HOME = {
-    "attached": ("Attached", "attach"),
-    "controllers": ("Controllers",),
-    "folder": ("Opened", "open_folder"),
-    "importance": ("Importance",),
-    "knobs": ("Knobs",),
-    "plan": ("Geometry", "Plan", "PlanSpace"),
-    "predictor": ("Ask", "Predictor"),
-    "profile": ("Profile",),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOME.items():
-        if name in names:
-            value = getattr(import_module(f"{__name__}.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "attached": ["Attached", "attach"],
+        "controllers": ["Controllers"],
+        "folder": ["Opened", "open_folder"],
+        "importance": ["Importance"],
+        "knobs": ["Knobs"],
+        "plan": ["Geometry", "Plan", "PlanSpace"],
+        "predictor": ["Ask", "Predictor"],
+        "profile": ["Profile"],
+    },
+)

@@ -5,7 +5,7 @@
     from sparseflow import codesign
 
     hardware = codesign.Hardware(codesign.read_settings("version_c"))
-    layers = model.layers(hardware.batch)                 # any `core.layers.LayeredModel`
+    layers = model.describe_layers(hardware.batch)                 # any `core.layers.LayeredModel`
     decision = hardware.polish(layers, hardware.begin(layers), fine=True)
     hardware.price(layers, decision).stats                # latency, energy, bytes
     codesign.verify(model, decision, samples)             # the same logits, the bytes that were planned
@@ -15,8 +15,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.codesign.chips import ChipLibrary, ChipType, Link, read_library
@@ -67,31 +68,25 @@ __all__ = [
     "verify",
 ]
 
-_HOME = {
-    "chips": ("ChipLibrary", "ChipType", "Link", "read_library"),
-    "decision": ("Decision",),
-    "hardware": ("Hardware",),
-    "hw_loss": ("Lambdas", "compute_hw_loss"),
-    "joint": ("JointTrainer",),
-    "layout": ("WaferLayout",),
-    "mapping": ("MappingSolver",),
-    "network": ("Network",),
-    "partition": ("PartitionPlanner", "Plan"),
-    "proxy": ("LayerHwProxy",),
-    "rewrite": ("RewritePlan", "Split", "apply"),
-    "segments": ("LayerNode", "Segment", "SegmentGraph"),
-    "settings": ("Settings", "read_settings"),
-    "slots": ("ChipSlotConfig",),
-    "splits": ("PartitionConfig",),
-    "trace": ("replay",),
-    "verification": ("verify",),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOME.items():
-        if name in names:
-            value = getattr(import_module(f"{__name__}.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "chips": ["ChipLibrary", "ChipType", "Link", "read_library"],
+        "decision": ["Decision"],
+        "hardware": ["Hardware"],
+        "hw_loss": ["Lambdas", "compute_hw_loss"],
+        "joint": ["JointTrainer"],
+        "layout": ["WaferLayout"],
+        "mapping": ["MappingSolver"],
+        "network": ["Network"],
+        "partition": ["PartitionPlanner", "Plan"],
+        "proxy": ["LayerHwProxy"],
+        "rewrite": ["RewritePlan", "Split", "apply"],
+        "segments": ["LayerNode", "Segment", "SegmentGraph"],
+        "settings": ["Settings", "read_settings"],
+        "slots": ["ChipSlotConfig"],
+        "splits": ["PartitionConfig"],
+        "trace": ["replay"],
+        "verification": ["verify"],
+    },
+)

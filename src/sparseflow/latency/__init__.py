@@ -11,8 +11,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.latency.predicting import predict
@@ -20,17 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelPrediction", "Prediction", "Predictor", "predict"]
 
-_HOME = {
-    "KernelPrediction": "sparseflow.latency.predictor",
-    "Prediction": "sparseflow.latency.predictor",
-    "Predictor": "sparseflow.latency.predictor",
-    "predict": "sparseflow.latency.predicting",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sparseflow.latency' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "predicting": ["predict"],
+        "predictor": ["KernelPrediction", "Prediction", "Predictor"],
+    },
+)

@@ -12,8 +12,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.tuning.kernel import Kernel, load
@@ -22,23 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Kernel", "Schedule", "Tuned", "explore", "load", "tune"]
 
-_HOME = {
-    "Kernel": "sparseflow.tuning.kernel",
-    "Schedule": "sparseflow.tuning.schedule",
-    "Tuned": "sparseflow.tuning.tuner",
-    "explore": "sparseflow.tuning.tuner",
-    "load": "sparseflow.tuning.kernel",
-    "tune": "sparseflow.tuning.tuner",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sparseflow.tuning' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "kernel": ["Kernel", "load"],
+        "schedule": ["Schedule"],
+        "tuner": ["Tuned", "explore", "tune"],
+    },
+)

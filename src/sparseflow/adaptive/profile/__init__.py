@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sparseflow.adaptive.profile.about import About
@@ -14,6 +13,7 @@ from sparseflow.adaptive.profile.load import Background, background
 from sparseflow.adaptive.profile.runner import Runner, Timed
 from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.profile.visits import Visit
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.profile.engine import EngineRunner, by_group
@@ -38,13 +38,11 @@ __all__ = [
     "weights_id",
 ]
 
-_HOME = {"EngineRunner": "engine", "Mix": "others", "by_group": "engine"}
-"""Names whose modules load the runtime, and with it transformers, which a profile alone does not need."""
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sparseflow.adaptive.profile' has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+# These modules import the runtime, and with it transformers, which reading a profile does not need.
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "engine": ["EngineRunner", "by_group"],
+        "others": ["Mix"],
+    },
+)

@@ -15,10 +15,9 @@ used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparseflow.core.extras import require
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.serve.app import create_app
@@ -46,32 +45,16 @@ __all__ = [
     "serve_replicas",
 ]
 
-_HOME = {
-    "Backend": "backend",
-    "Crops": "chat",
-    "EngineBackend": "bridge",
-    "Limits": "limits",
-    "Patches": "chat",
-    "Predicted": "bridge",
-    "Prompts": "chat",
-    "Server": "lifecycle",
-    "Service": "service",
-    "create_app": "app",
-    "deciding": "bridge",
-    "serve": "lifecycle",
-    "serve_replicas": "replicas",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sparseflow.adaptive.serve' has no attribute {name!r}")
-    if name == "create_app":
-        require("fastapi", "adaptive")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "app": ["create_app"],
+        "backend": ["Backend"],
+        "bridge": ["EngineBackend", "Predicted", "deciding"],
+        "chat": ["Crops", "Patches", "Prompts"],
+        "lifecycle": ["Server", "serve"],
+        "limits": ["Limits"],
+        "replicas": ["serve_replicas"],
+        "service": ["Service"],
+    },
+)

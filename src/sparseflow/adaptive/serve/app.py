@@ -15,16 +15,20 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from sparseflow.adaptive.serve.answer import Answer
 from sparseflow.adaptive.serve.completion import DONE, chunk, completion, error_event, event, last_chunks
 from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.service import Service
+from sparseflow.errors import MissingExtraError
+
+try:
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.types import ASGIApp, Receive, Scope, Send
+except ImportError as error:
+    raise MissingExtraError("fastapi", "adaptive") from error
 
 _LOG = logging.getLogger(__name__)
 _RECEIVED = "sparseflow.received_s"

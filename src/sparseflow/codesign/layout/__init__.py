@@ -14,8 +14,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.codesign.layout.assignment import Assignment, assign
@@ -55,28 +56,18 @@ __all__ = [
     "wafer_picture",
 ]
 
-_HOME = {
-    "assignment": ("Assignment", "assign"),
-    "batch": ("assign_batch",),
-    "bound": ("lower_bound",),
-    "pareto": ("Front", "Layout", "pareto_front"),
-    "picture": ("front_picture", "wafer_picture"),
-    "qap": ("Instance", "cost", "padded", "read_qaplib"),
-    "refinement": ("Refined", "refine"),
-    "sites": ("Sites", "Wafer", "grid_sites"),
-    "thermal": ("Package", "ThermalMap", "temperatures"),
-    "wafer": ("WaferLayout", "Weights"),
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOME.items():
-        if name in names:
-            value = getattr(import_module(f"{__name__}.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "assignment": ["Assignment", "assign"],
+        "batch": ["assign_batch"],
+        "bound": ["lower_bound"],
+        "pareto": ["Front", "Layout", "pareto_front"],
+        "picture": ["front_picture", "wafer_picture"],
+        "qap": ["Instance", "cost", "padded", "read_qaplib"],
+        "refinement": ["Refined", "refine"],
+        "sites": ["Sites", "Wafer", "grid_sites"],
+        "thermal": ["Package", "ThermalMap", "temperatures"],
+        "wafer": ["WaferLayout", "Weights"],
+    },
+)
