@@ -1,127 +1,156 @@
-"""`--set` and `--device`: what they mean, and what they refuse."""
+"""Shared options: parsing of `--set` and `--device`, and checks of `--out`."""
 
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
-from hypothesis import settings as budget
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 pytest.importorskip("yaml")
 
-from sparseflow.cli.options import changes_of, device_of
+from sparseflow.cli.options import check_writable, open_device, parse_overrides
 from sparseflow.core import extras
 from sparseflow.errors import DeviceError, InputError, MissingExtraError
 
-NOT_VALUES = ["2024-13-45", "0x_", "9" * 5000, "!!float many", "!!bool maybe", "!!timestamp today", "!a 3"]
-"""Text of YAML's grammar that has no value."""
+INVALID_YAML_VALUES = [
+    "2024-13-45", "0x_", "9" * 5000, "!!float many", "!!bool maybe", "!!timestamp today", "!a 3",
+]  # fmt: skip
 
 
-def test_nothing_is_set_unless_asked() -> None:
-    assert changes_of(None, extra="codesign") == changes_of([], extra="codesign") == {}
+def test_parse_overrides_without_values_is_empty() -> None:
+    assert parse_overrides(None, extra="codesign") == parse_overrides([], extra="codesign") == {}
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("override", "expected"),
     [
         ("train.epochs=3", {"train.epochs": 3}),
         ("rate=3.0e-3", {"rate": 0.003}),
         ("mode=dense", {"mode": "dense"}),
         ("text='3'", {"text": "3"}),
-        ("on=true", {"on": True}),
-        ("off=null", {"off": None}),
-        ("off=", {"off": None}),
+        ("enabled=true", {"enabled": True}),
+        ("empty=null", {"empty": None}),
+        ("empty=", {"empty": None}),
         ("list=[1, 2]", {"list": [1, 2]}),
         ("parts={a: 1}", {"parts": {"a": 1}}),
         ("text=a=b", {"text": "a=b"}),
         ("day=2026-01-02", {"day": datetime.date(2026, 1, 2)}),
     ],
 )
-def test_values_are_read_as_yaml(change: str, expected: dict[str, Any]) -> None:
-    assert changes_of([change], extra="codesign") == expected
+def test_parse_overrides_reads_values_as_yaml(override: str, expected: dict[str, Any]) -> None:
+    assert parse_overrides([override], extra="codesign") == expected
 
 
-def test_names_keep_their_order_and_the_last_value_counts() -> None:
-    found = changes_of(["a=1", "b=2", "a=3"], extra="codesign")
-    assert found == {"a": 3, "b": 2} and list(found) == ["a", "b"]
+def test_parse_overrides_repeated_key_keeps_order_and_last_value() -> None:
+    values = parse_overrides(["a=1", "b=2", "a=3"], extra="codesign")
+    assert values == {"a": 3, "b": 2} and list(values) == ["a", "b"]
 
 
-@pytest.mark.parametrize("change", ["", "epochs", "=", "=3", "train.epochs:3"])
-def test_what_is_no_name_and_value_is_refused(change: str) -> None:
-    with pytest.raises(InputError, match=r"`--set .*` must be a name and a value, such as train\.epochs=3"):
-        changes_of(["a=1", change], extra="codesign")
+@pytest.mark.parametrize("override", ["", "epochs", "=", "=3", "train.epochs:3"])
+def test_parse_overrides_without_key_or_value_raises(override: str) -> None:
+    with pytest.raises(InputError, match=f"`--set {override}`"):
+        parse_overrides(["a=1", override], extra="codesign")
 
 
-@pytest.mark.parametrize("value", ["[1", "{a: 1", "'open", "a: b: c", "\0", "{[1]: 2}", *NOT_VALUES])
-def test_a_value_that_yaml_cannot_read_is_refused(value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["[1", "{a: 1", "'open", "a: b: c", "\0", "{[1]: 2}", "[" * 5000, *INVALID_YAML_VALUES]
+)
+def test_parse_overrides_invalid_yaml_raises(value: str) -> None:
     with pytest.raises(InputError, match="`--set a="):
-        changes_of([f"a={value}"], extra="codesign")
-
-
-def test_a_value_too_deep_to_read_is_refused() -> None:
-    with pytest.raises(InputError, match="`--set a="):
-        changes_of(["a=" + "[" * 5000], extra="codesign")
+        parse_overrides([f"a={value}"], extra="codesign")
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=3))
 @example(["a=:"])
-@budget(max_examples=300, deadline=None)
-def test_any_text_sets_names_or_is_refused(changes: list[str]) -> None:
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_parse_overrides_any_text_parses_or_raises_input_error(overrides: list[str]) -> None:
     try:
-        found = changes_of(changes, extra="codesign")
+        values = parse_overrides(overrides, extra="codesign")
     except InputError as error:
         assert "--set" in str(error)
     else:
-        assert set(found) == {change.partition("=")[0] for change in changes}
+        assert set(values) == {override.partition("=")[0] for override in overrides}
 
 
-def test_yaml_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_overrides_without_yaml_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"sparseflow\[pruning\]"):
-        changes_of(["a=1"], extra="pruning")
+        parse_overrides(["a=1"], extra="pruning")
 
 
-def test_a_cpu_is_always_there() -> None:
-    assert device_of("cpu") == torch.device("cpu")
-    assert device_of("cpu:0").type == "cpu"
-
-
-@pytest.mark.parametrize("name", ["", "gpus", "CPU", "cudafoo", " cpu", "mps", "meta", "0"])
-def test_another_kind_of_device_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=f"`--device {name}` must be cpu or cuda"):
-        device_of(name)
-
-
-@pytest.mark.parametrize("name", ["cpu:", "cpu:one", "cpu:-1", "cpu:0:0"])
-def test_what_is_no_number_of_a_cpu_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=f"`--device {name}`"):
-        device_of(name)
-
-
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
-def test_cuda_is_refused_where_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=f"`--device {name}`.*use cpu"):
-        device_of(name)
+def test_open_device_cpu_returns_cpu() -> None:
+    assert open_device("cpu") == torch.device("cpu")
+    assert open_device("cpu:0").type == "cpu"
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(0, "no CUDA device"), (1, "1 CUDA device"), (2, "2 CUDA devices")]
+    "name",
+    [
+        "",
+        "gpus",
+        "CPU",
+        "cudafoo",
+        " cpu",
+        "mps",
+        "meta",
+        "0",
+        "cpu:",
+        "cpu:one",
+        "cpu:-1",
+        "cpu:0:0",
+        "cuda:x",
+    ],
 )
-def test_how_many_there_are_is_said(count: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_device_unknown_name_raises_input_error(name: str) -> None:
+    with pytest.raises(InputError, match=f"`--device {name}`"):
+        open_device(name)
+
+
+@pytest.mark.parametrize(("name", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:7", 1), ("cuda:7", 2)])
+def test_open_device_absent_gpu_raises_device_error(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(DeviceError, match=f"`--device cuda:7`: torch sees {said} here; name another"):
-        device_of("cuda:7")
+    with pytest.raises(DeviceError, match=f"`--device {name}`: torch sees {count} CUDA"):
+        open_device(name)
 
 
-def test_cuda_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_open_device_present_gpu_returns_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_of("cuda") == torch.device("cuda")
-    assert device_of("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(InputError, match="`--device cuda:one`"):
-        device_of("cuda:one")
+    assert open_device("cuda") == torch.device("cuda")
+    assert open_device("cuda:1") == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [([], "cpu"), ([1, 5, 2], "cuda:1")])
+def test_open_device_auto_selects_gpu_with_most_free_memory(
+    free_bytes: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_bytes))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free_bytes[index], 10))
+    assert open_device("auto") == torch.device(expected)
+
+
+def test_check_writable_creates_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_writable_under_a_file_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_writable(tmp_path / "file")
+    with pytest.raises(InputError, match="file/run"):
+        check_writable(tmp_path / "file" / "run")
+
+
+def test_check_writable_read_only_filesystem_raises() -> None:
+    if not Path("/proc").is_dir():
+        pytest.skip("needs /proc")
+    with pytest.raises(InputError, match="/proc/run"):
+        check_writable(Path("/proc/run"))

@@ -15,16 +15,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_file_gets_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.bar() as tell:
+    with progress.progress_bar() as report:
         for step in range(40):
             clock[0] = 100.0 + step
-            tell(f"step {step}", step / 40)
+            report(f"step {step}", step / 40)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [" 38 %    15 s  step 15", " 75 %    30 s  step 30"]
 
 
 def test_short_work_says_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.bar() as tell:
-        tell("all of it", 0.5)
+    with progress.progress_bar() as report:
+        report("all of it", 0.5)
     assert capsys.readouterr().err == ""

@@ -53,22 +53,22 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure layers here, fit the hardware proxy to them, and judge it on others."""
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.codesign.profile import Measuring, device_held, device_here, profile_grid
     from sparseflow.codesign.proxy import Grid, fit, read_points
     from sparseflow.errors import InputError
 
-    chosen = device_of(device)
+    chosen = open_device(device)
     kinds = tuple(precision or ["float32"])
     grid = Grid.small(kinds) if chosen.type == "cpu" else Grid(precisions=kinds)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "points.parquet"
     how = Measuring(mode="graph" if chosen.type == "cuda" else "eager")
-    with bar() as tell:
+    with progress_bar() as progress:
         spec = device_held(file, chosen)
         if spec is None:
-            tell("what the device can do at best", 0.0)
+            progress("what the device can do at best", 0.0)
             watts = 65.0 if tdp_w is None and chosen.type == "cpu" else tdp_w
             spec = device_here(chosen, tdp_w=watts)
         elif tdp_w not in (None, spec.tdp_w):
@@ -77,11 +77,11 @@ def profile(
             )
         found = profile_grid(
             file, spec, points=points, grid=grid, device=chosen, how=how, seed=seed,
-            progress=lambda done, of: tell(f"layer {done} of {of}", done / of),
+            progress=lambda done, of: progress(f"layer {done} of {of}", done / of),
         )  # fmt: skip
         proxy = fit(
             found, environments=read_points(file).environments, seed=seed,
-            progress=lambda done, of: tell(f"fit {done} of {of}", done / of),
+            progress=lambda done, of: progress(f"fit {done} of {of}", done / of),
         )  # fmt: skip
     proxy.save(out / "proxy.safetensors")
     told = {"proxy": str(out / "proxy.safetensors"), "device": spec.to_dict()}
@@ -99,7 +99,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Decide chips, mapping, splits and places for a model, and draw them."""
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.codesign.decision import figures
     from sparseflow.codesign.hardware import Hardware
     from sparseflow.codesign.page import BOUNDS, write_page
@@ -108,13 +108,13 @@ def plan(
 
     settings = _settings(config, changes)
     steps = _steps(settings.task, model, seed)
-    with bar() as tell:
+    with progress_bar() as progress:
         hardware = Hardware(settings)
         layers, orders = steps.describe_layers(hardware.batch), Hardware.orders(steps)
         fine = settings.joint.use_fine_split
         decision = hardware.begin(layers)
         if search:
-            decision = hardware.polish(layers, decision, fine=fine, orders=orders, progress=tell)
+            decision = hardware.polish(layers, decision, fine=fine, orders=orders, progress=progress)
         decision, extra = hardware.concluded(layers, decision, fine=fine, orders=orders)
     out.mkdir(parents=True, exist_ok=True)
     saved = save_plan(out, hardware, layers, decision, extra=extra)
@@ -172,8 +172,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model together with its hardware, and the baselines beside it."""
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.codesign import compare as comparing
     from sparseflow.codesign.joint import MODES, Mode
     from sparseflow.codesign.page import page_of_run, write_comparison
@@ -182,11 +182,18 @@ def train(
     settings = _settings(config, changes)
     if mode not in (*MODES, "all"):
         raise InputError(f"`--mode {mode}` must be one of: {', '.join(MODES)}, all")
-    device_of(device)
+    open_device(device)
     modes: tuple[Mode, ...] = tuple(each for each in MODES if mode in (each, "all"))
-    with bar() as tell:
+    with progress_bar() as progress:
         found = comparing.compare(
-            settings, make_task, out, seeds=seeds, modes=modes, device=device, workers=workers, progress=tell
+            settings,
+            make_task,
+            out,
+            seeds=seeds,
+            modes=modes,
+            device=device,
+            workers=workers,
+            progress=progress,
         )
     command = _command(
         "train", config=config, set=changes, mode=mode, seeds=seeds, workers=workers, device=device,
@@ -222,7 +229,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the partitioned model: same logits, bytes as planned, undone whole; and replay a trace."""
-    from sparseflow.cli.options import device_of
+    from sparseflow.cli.options import open_device
     from sparseflow.codesign.joint import MODEL
     from sparseflow.codesign.saved import PLAN, load_plan
     from sparseflow.codesign.trace import TRACE, replay
@@ -251,7 +258,7 @@ def verify(
         steps = _steps(saved.hardware.settings.task, model, seed)
         told |= run(
             steps, saved.decision, _clips(steps, clips, seed), planned=saved.layers,
-            device=device_of(device), ranks=ranks,
+            device=open_device(device), ranks=ranks,
         )  # fmt: skip
     _tell(told, as_json)
 
@@ -330,11 +337,11 @@ def _assigned(source: Path, search: Search) -> dict[str, Any]:
 
 
 def _settings(config: str, changes: list[str] | None) -> Any:
-    from sparseflow.cli.options import changes_of
+    from sparseflow.cli.options import parse_overrides
     from sparseflow.codesign.settings import read_settings
     from sparseflow.pruning.settings import settings_of
 
-    found = read_settings(config, changes_of(changes, extra="codesign"))
+    found = read_settings(config, parse_overrides(changes, extra="codesign"))
     settings_of(found.task, "`task`")
     return found
 

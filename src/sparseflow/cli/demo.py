@@ -22,10 +22,10 @@ def demo(
     """Measure the shipped network on this machine, dense and optimised, and write a report."""
     from rich.console import Console
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.spiking.demo import run_demo
 
-    with bar() as progress:
+    with progress_bar() as progress:
         result = run_demo(
             out=out, batch=batch, rounds=rounds, compiled=compiled, cache=cache, progress=progress
         )

@@ -1,59 +1,164 @@
-"""Options that several commands have: settings that are changed, and the device to compute on."""
+"""Options that several commands share: one name, type and help text for each concept."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparseflow.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
     import torch
 
 
-def changes_of(changes: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
-    """What `--set name=value` says, by name.
-
-    Args:
-        changes: One text each.
-        extra: The extra that brings PyYAML, which reads values.
+def check_writable(path: Path) -> None:
+    """Check that a file or directory can be written at `path`, without creating it.
 
     Raises:
-        InputError: One is not a name and a value.
+        InputError: The nearest existing directory above `path` is not writable.
+    """
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    directory = parent.parent if parent == path.absolute() and parent.is_file() else parent
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write to `{path}`: {directory}: {error.strerror}") from error
+
+
+def _check_out_dir(path: Path | None) -> Path | None:
+    if path is not None:
+        if path.is_file():
+            raise InputError(f"`--out {path}` must be a directory and is a file")
+        check_writable(path)
+    return path
+
+
+def _check_out_file(path: Path | None) -> Path | None:
+    if path is not None:
+        if path.is_dir():
+            raise InputError(f"`--out {path}` must be a file and is a directory")
+        check_writable(path)
+    return path
+
+
+_DEVICE = typer.Option(
+    "--device", help="Device: cpu, cuda, cuda:N, or auto for the GPU with the most free memory."
+)
+_OUT_DIR = typer.Option(
+    "--out", metavar="DIR", callback=_check_out_dir, help="Output directory; an existing run is resumed."
+)
+_OUT_FILE = typer.Option("--out", metavar="FILE", callback=_check_out_file, help="Output file.")
+_SEED = typer.Option("--seed", min=0, help="Random seed.")
+_CONFIG = typer.Option("--config", metavar="NAME|FILE", help="Configuration: a YAML file or a shipped name.")
+_MODEL = typer.Option("--model", metavar="MODEL", help="Model: a file, a directory or a shipped name.")
+_BATCH_SIZE = typer.Option("--batch-size", min=1, help="Batch size.")
+
+DeviceOption = Annotated[str, _DEVICE]
+"""Device to compute on; the default is `cpu`."""
+InferredDeviceOption = Annotated[str | None, _DEVICE]
+"""As `DeviceOption`, where an input file or a kind of load implies the device; the default is None."""
+
+OutDirOption = Annotated[Path, _OUT_DIR]
+OptionalOutDirOption = Annotated[Path | None, _OUT_DIR]
+OutFileOption = Annotated[Path, _OUT_FILE]
+OptionalOutFileOption = Annotated[Path | None, _OUT_FILE]
+
+SeedOption = Annotated[int, _SEED]
+"""Random seed; the default is 0."""
+OptionalSeedOption = Annotated[int | None, _SEED]
+"""As `SeedOption`, where a configuration or a plan holds a seed; the default is None."""
+SeedsOption = Annotated[int, typer.Option("--seeds", min=1, help="Number of runs, with seeds from 0.")]
+
+ConfigOption = Annotated[str, _CONFIG]
+OptionalConfigOption = Annotated[str | None, _CONFIG]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, such as train.epochs=3. Repeatable."
+    ),
+]
+
+BudgetSOption = Annotated[float | None, typer.Option("--budget-s", min=0.0, help="Time budget, seconds.")]
+"""Wall-clock limit; None is unlimited."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
+WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Parallel processes.")]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="ADDRESS", help="Ray cluster to run on; auto is this machine's."),
+]
+
+BatchSizeOption = Annotated[int, _BATCH_SIZE]
+BatchSizesOption = Annotated[list[int] | None, _BATCH_SIZE]
+"""As `BatchSizeOption`, for commands that measure several batch sizes; repeatable."""
+
+RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Timing rounds.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Data type, such as float32.")]
+CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
+
+ModelOption = Annotated[str, _MODEL]
+OptionalModelOption = Annotated[Path | None, _MODEL]
+
+
+def parse_overrides(overrides: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
+    """Parse the values of `--set`.
+
+    Args:
+        overrides: Texts of the form `key=value`; values are YAML.
+        extra: The extra that provides PyYAML.
+
+    Returns:
+        Dotted key -> value.
+
+    Raises:
+        InputError: A text is not `key=value`, or its value is not YAML.
         MissingExtraError: PyYAML is missing.
     """
     from sparseflow.core.config import parse_yaml
-    from sparseflow.errors import InputError
 
-    found: dict[str, Any] = {}
-    for change in changes or []:
-        name, equals, value = change.partition("=")
-        if not equals or not name:
-            raise InputError(f"`--set {change}` must be a name and a value, such as train.epochs=3")
+    values: dict[str, Any] = {}
+    for override in overrides or []:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise InputError(f"`--set {override}` must be KEY=VALUE, such as train.epochs=3")
         try:
-            found[name] = parse_yaml(value, extra=extra)
+            values[key] = parse_yaml(value, extra=extra)
         except ValueError as error:
-            raise InputError(f"`--set {change}` has no value that YAML can read") from error
-    return found
+            raise InputError(f"`--set {override}`: the value is not YAML") from error
+    return values
 
 
-def device_of(name: str) -> torch.device:
-    """What `--device` names.
+def open_device(name: str) -> torch.device:
+    """Return the device that `--device` names.
+
+    Args:
+        name: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU with most free memory, else the CPU.
 
     Raises:
-        InputError: It is neither a CPU nor a CUDA device.
-        DeviceError: There is no such CUDA device here.
+        InputError: The name has another form.
+        DeviceError: torch sees no such CUDA device.
     """
     import torch
 
-    from sparseflow.errors import DeviceError, InputError
+    from sparseflow.core.device import select_device
 
+    if name == "auto":
+        return select_device(None)
     try:
-        found = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
+        device = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
     except RuntimeError:
-        found = None
-    if found is None:
-        raise InputError(f"`--device {name}` must be cpu or cuda, or a GPU by number: cuda:0")
+        device = None
+    if device is None:
+        raise InputError(f"`--device {name}` must be cpu, cuda, cuda:N or auto")
     count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        there = "no CUDA device" if not count else "1 CUDA device" if count == 1 else f"{count} CUDA devices"
-        raise DeviceError(f"`--device {name}`: torch sees {there} here; name another, or use cpu")
-    return found
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DeviceError(f"`--device {name}`: torch sees {count} CUDA devices; use another one or cpu")
+    return device

@@ -1,28 +1,32 @@
-"""Progress of long work on standard error, fed by callbacks of the form (what, fraction)."""
+"""Progress of long work on standard error, fed by callbacks of the form (message, fraction)."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressDisplay
 
-_LINE_S = 15.0
-"""Between two lines where standard error is no terminal."""
+from sparseflow.core.progress import Progress
+
+_LOG_INTERVAL_S = 15.0
+"""Time between two lines where standard error is no terminal."""
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[str, float], None]]:
-    """Show a bar while the body runs, or a line now and then where standard error goes to a file.
+def progress_bar() -> Iterator[Progress]:
+    """Show a progress bar while the body runs; log a line every 15 s if standard error is no terminal.
 
-    Yields what to call with the work's name and the fraction done.
+    Yields:
+        The callback that takes the current step and the fraction done.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines()
+        yield _make_line_logger()
         return
     columns = (
         BarColumn(),
@@ -30,23 +34,27 @@ def bar() -> Iterator[Callable[[str, float], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=1.0)
+    with ProgressDisplay(*columns, console=console, transient=True) as display:
+        task = display.add_task("starting", total=1.0)
 
-        def tell(what: str, fraction: float) -> None:
-            progress.update(task, description=what, completed=fraction)
+        def update(message: str, fraction: float) -> None:
+            display.update(task, description=message, completed=fraction)
 
-        yield tell
+        yield update
 
 
-def _lines() -> Callable[[str, float], None]:
-    begun = told = time.monotonic()
+def _make_line_logger() -> Progress:
+    start_s = last_line_s = time.monotonic()
 
-    def tell(what: str, fraction: float) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= _LINE_S:
-            told = now
-            print(f"{100 * fraction:3.0f} %  {now - begun:4.0f} s  {what}", file=sys.stderr, flush=True)
+    def update(message: str, fraction: float) -> None:
+        nonlocal last_line_s
+        current_s = time.monotonic()
+        if current_s - last_line_s >= _LOG_INTERVAL_S:
+            last_line_s = current_s
+            print(
+                f"{100 * fraction:3.0f} %  {current_s - start_s:4.0f} s  {message}",
+                file=sys.stderr,
+                flush=True,
+            )
 
-    return tell
+    return update

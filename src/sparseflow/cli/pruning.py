@@ -37,14 +37,14 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model; under torchrun, on several GPUs."""
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.pruning.train import MODEL
     from sparseflow.pruning.train import train as run
 
     settings = _settings(config, changes)
-    with bar() as tell:
-        trained = run(settings, out, device=device_of(device), progress=tell)
+    with progress_bar() as progress:
+        trained = run(settings, out, device=open_device(device), progress=progress)
     if trained.accuracy is None:
         return  # another process tells
     told = {
@@ -71,17 +71,17 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Judge a model on the test side of the data, by clips and by videos."""
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.pruning.datasets import data_of
     from sparseflow.pruning.evaluate import evaluate as judge
     from sparseflow.pruning.saved import load
 
-    settings, chosen = _settings(config, changes), device_of(device)
+    settings, chosen = _settings(config, changes), open_device(device)
     loaded = load(model)
-    with bar() as tell:
-        data = data_of(settings, progress=_of(tell, "counting frames"))
+    with progress_bar() as progress:
+        data = data_of(settings, progress=_of(progress, "counting frames"))
         if len(data.classes) != loaded.config.num_classes:
             raise InputError(
                 f"{model} tells {loaded.config.num_classes} classes apart, and the data of {config} has "
@@ -89,7 +89,7 @@ def evaluate(
             )
         found = judge(
             loaded, data.test, batch_size=settings.train.batch_size, workers=settings.train.workers,
-            device=chosen, progress=_of(tell, "judging clips"),
+            device=chosen, progress=_of(progress, "judging clips"),
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found.to_dict() | {"videos": len(found.right)}))
@@ -147,8 +147,8 @@ def profile(
     """Time a model dense, masked and compact against each other."""
     import torch
 
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.pruning import latency
     from sparseflow.pruning.profile import profile as measure
@@ -169,16 +169,16 @@ def profile(
         classes, channels = (8, 1) if settings.data.kind == "moving_digits" else (101, 3)
         torch.manual_seed(settings.train.seed)
         loaded = settings.make(classes, channels).eval()
-    chosen = device_of(device)
-    with bar() as tell:
+    chosen = open_device(device)
+    with progress_bar() as progress:
         found = measure(
             loaded, batch=batch, device=chosen, dtype=kinds[dtype], compiled=compiled, rounds=rounds,
-            progress=_of(tell, "timing"),
+            progress=_of(progress, "timing"),
         )  # fmt: skip
         cost = None
         if fit is not None:
             cost = latency.fit(
-                loaded, batch=batch, device=chosen, dtype=kinds[dtype], progress=_of(tell, "fitting")
+                loaded, batch=batch, device=chosen, dtype=kinds[dtype], progress=_of(progress, "fitting")
             )
             cost.save(fit)
     names = list(found.comparison.times_ms)
@@ -228,8 +228,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train AST and its rivals at equal kept tokens, and set accuracy against measured latency."""
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.pruning import compare as comparing
     from sparseflow.pruning.page import write_comparison
@@ -243,13 +243,13 @@ def compare(
             there = ", ".join(entry.name for entry in entries)
             raise InputError(f"`--only` names {', '.join(unknown)}; there are: {there}")
         entries = [entry for entry in entries if entry.name in names]
-    device_of(device)
-    with bar() as tell:
-        rows = comparing.compare(entries, out, seeds=seeds, device=device, workers=workers, progress=tell)
+    open_device(device)
+    with progress_bar() as progress:
+        rows = comparing.compare(entries, out, seeds=seeds, device=device, workers=workers, progress=progress)
         times = []
         if comparing.DENSE in {entry.name for entry in entries}:
             times = comparing.latencies(
-                entries, out, batch=batch, device=device, rounds=rounds, progress=_of(tell, "timing")
+                entries, out, batch=batch, device=device, rounds=rounds, progress=_of(progress, "timing")
             )
     chosen = {
         "--set": changes or [],
@@ -281,14 +281,14 @@ def compare(
 
 def _settings(config: str, changes: list[str] | None) -> Any:
     """The settings of a file, with what `--set` says."""
-    from sparseflow.cli.options import changes_of
+    from sparseflow.cli.options import parse_overrides
     from sparseflow.pruning.settings import read_settings
 
-    return read_settings(config, changes_of(changes, extra="pruning"))
+    return read_settings(config, parse_overrides(changes, extra="pruning"))
 
 
-def _of(tell: Callable[[str, float], None], what: str) -> Callable[[int, int], None]:
-    return lambda done, of: tell(f"{what}, {done} of {of}", done / of)
+def _of(progress: Callable[[str, float], None], what: str) -> Callable[[int, int], None]:
+    return lambda done, of: progress(f"{what}, {done} of {of}", done / of)
 
 
 def _echo_accuracy(told: dict[str, Any]) -> None:

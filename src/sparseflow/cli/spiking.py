@@ -81,19 +81,19 @@ def optimize(
     from rich.console import Console
 
     import sparseflow
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
 
     if policy not in ("measured", "static"):
         raise InputError(f"`--policy` (={policy}) must be measured or static")
     net, x = _prepare(model, weights, batch, steps, image, width, classes, gpu, cpu)
-    with bar() as tell:
+    with progress_bar() as progress:
         sparseflow.optimize(
             net,
             x,
             policy=policy,  # type: ignore[arg-type]
             cache=cache,
-            progress=lambda what, done, total: tell(f"measuring {what}", done / max(total, 1)),
+            progress=lambda what, done, total: progress(f"measuring {what}", done / max(total, 1)),
         )
     explanation = sparseflow.explain(net)
     if as_json:
@@ -191,7 +191,7 @@ def bench(
     from rich.markup import escape
     from rich.table import Table
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.core.run import Run
     from sparseflow.errors import InputError
     from sparseflow.spiking.bench import bench_grid
@@ -212,10 +212,10 @@ def bench(
     opened = (
         Run.open(resume) if resume else Run.start(out, "sparseflow spiking bench", settings, 0, device=place)
     )
-    with opened as run, bar() as tell:
+    with opened as run, progress_bar() as progress:
         results = bench_grid(
             cases, run, device=place, dtype=torch.float16 if half else None, rounds=rounds, compiled=compiled,
-            cache=cache, progress=tell,
+            cache=cache, progress=progress,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps({"run": str(run.path), "cases": results}, ensure_ascii=False))

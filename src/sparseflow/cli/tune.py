@@ -48,7 +48,7 @@ def tune(
     from rich.markup import escape
     from rich.table import Table
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.tuning.matrices import read_matrix
     from sparseflow.tuning.tuner import explore
@@ -64,10 +64,10 @@ def tune(
 
         prior = partial(scorer, load(net))
     given = read_matrix(matrix, dtype=np.dtype(dtype))
-    with bar() as tell:
+    with progress_bar() as progress:
         found = explore(
             operator, given, n_cols=n_cols, budget_s=budget, trials=trials, method=method, prior=prior,
-            threads=threads, seed=seed, folder=folder, cluster=cluster, machines=machines, progress=tell,
+            threads=threads, seed=seed, folder=folder, cluster=cluster, machines=machines, progress=progress,
         )  # fmt: skip
     if out is not None:
         found.kernel.save(out)

@@ -64,7 +64,7 @@ def collect(
 
     The same command goes on with a collection that was stopped, by whatever: no row is lost or repeated.
     """
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.tuning.collect import collect as gather
     from sparseflow.tuning.families import read_families
@@ -75,10 +75,10 @@ def collect(
         raise InputError("there is nothing to measure on; name .mtx files or folders, or give --synthetic")
     known = {} if families is None else read_families(families)
     wanted = _wanted(files, synthetic, seed, wanted_operators, dtype, known)
-    with bar() as tell:
+    with progress_bar() as progress:
         found = gather(
             wanted, out, schedules=schedules, budget_s=budget, seed=seed, threads=threads, cluster=cluster,
-            progress=tell,
+            progress=progress,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
@@ -117,15 +117,15 @@ def import_labels(
     as_json: Json = False,
 ) -> None:
     """Make a label set of what AutoSparse measured; lines that are no label are counted and listed."""
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.tuning import importing
     from sparseflow.tuning.families import read_families
 
     known = None if families is None else read_families(families)
-    with bar() as tell:
+    with progress_bar() as progress:
         found = importing.import_labels(
             file, out, operator=operator, n_cols=n_cols, matrix=matrix, matrices=matrices, families=known,
-            device=device, dtype=dtype, progress=tell,
+            device=device, dtype=dtype, progress=progress,
         )  # fmt: skip
     told = found.to_dict()
     if as_json:
@@ -172,7 +172,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train AutoSparse Net on labels; under torchrun, on several GPUs."""
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
     from sparseflow.tuning.labels import LabelSet
     from sparseflow.tuning.net import train as training
@@ -186,15 +186,15 @@ def train(
     wanted = training.TrainConfig.from_dict(settings)
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise InputError(f"`--device {device}` must be cpu or cuda")
-    with bar() as tell:
-        data = Dataset.of([LabelSet.open(each) for each in sets], progress=tell)
+    with progress_bar() as progress:
+        data = Dataset.of([LabelSet.open(each) for each in sets], progress=progress)
         if operators is not None:
             chosen = _names(operators)
             data = data.only(lambda task: task.operator in chosen)
         held = None
         if hold_out is not None:
             data, held = data.hold_out(each.strip() for each in hold_out.split(","))
-        trained = training.train(wanted, data, out, held_out=held, device=device, progress=tell)
+        trained = training.train(wanted, data, out, held_out=held, device=device, progress=progress)
     told = {
         "net": str(out / training.NET),
         "tasks": len(data.groups),
@@ -247,7 +247,7 @@ def evaluate(
     The page shows losses and scores and, with --search, what the model saves a search: time, convergence, and
     where the time goes.
     """
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.core.environment import collect_environment
     from sparseflow.core.files import write_atomic
     from sparseflow.errors import InputError
@@ -267,9 +267,9 @@ def evaluate(
     there = dict.fromkeys(task.operator for each in sets for task in LabelSet.open(each).tasks)
     chosen = [name for name in there if operators is None or name in _names(operators)]
     entries = [entry for maker in makers[models] for entry in maker(base, chosen)]
-    with bar() as tell:
+    with progress_bar() as progress:
         rows = study(
-            entries, sets, out, folds=folds, seeds=seeds, device=device, workers=workers, progress=tell
+            entries, sets, out, folds=folds, seeds=seeds, device=device, workers=workers, progress=progress
         )
         prior = None if net is None else partial(scorer, load(net))
         for path in search or []:
@@ -277,7 +277,7 @@ def evaluate(
             for operator, n_cols in _operators(problems):
                 compare_searches(
                     matrix_name(path), operator, matrix, out / SEARCHES, n_cols=n_cols, trials=trials,
-                    prior=prior, progress=tell,
+                    prior=prior, progress=progress,
                 )  # fmt: skip
     lines, circumstances = scores(rows), collect_environment(device)
     command = f"sparseflow tuning eval … --models {models} --folds {folds} --seeds {seeds}"

@@ -32,14 +32,14 @@ def demo(
     """Answer questions about images within budgets, by plans that are measured on this machine."""
     from sparseflow.adaptive.demo import run_demo
     from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
 
     quiet()
-    with bar() as tell:
+    with progress_bar() as progress:
         found = run_demo(
             model, out=out, questions=questions, budgets=budgets, archives=archives or (),
-            device=device_of(device), seed=seed, progress=tell,
+            device=open_device(device), seed=seed, progress=progress,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found.to_dict()))

@@ -25,13 +25,13 @@ def grid_vqa(
     from sparseflow.adaptive.grid_vqa.settings import read_settings
     from sparseflow.adaptive.grid_vqa.training import train
     from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import changes_of, device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device, parse_overrides
+    from sparseflow.cli.progress import progress_bar
 
-    settings = read_settings(config, changes_of(changes, extra="adaptive"))
+    settings = read_settings(config, parse_overrides(changes, extra="adaptive"))
     quiet()
-    with bar() as tell:
-        trained = train(settings, out, device=device_of(device), progress=tell)
+    with progress_bar() as progress:
+        trained = train(settings, out, device=open_device(device), progress=progress)
     if trained.report is None:
         return  # another process tells
     told = {"folder": str(trained.folder), **trained.report}
@@ -62,12 +62,12 @@ def importance(
     from sparseflow.adaptive.profile import weights_id
     from sparseflow.adaptive.questions import Questions
     from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
 
     quiet()
-    where, journal = device_of(device), out.with_suffix(".jsonl")
+    where, journal = open_device(device), out.with_suffix(".jsonl")
     if questions is None:
         task = GridVqa.open(model, device=where, archives=archives or ())
         score: Any = task.scorer(samples)
@@ -81,9 +81,9 @@ def importance(
     network = task.model
     geometry = adapter_of(network).geometry
     out.parent.mkdir(parents=True, exist_ok=True)
-    with bar() as tell:
+    with progress_bar() as progress:
         found = search(
-            score, geometry, beam=beam, journal=journal, model_id=weights_id(network), progress=tell
+            score, geometry, beam=beam, journal=journal, model_id=weights_id(network), progress=progress
         )
     found.write(out)
     if as_json:

@@ -93,13 +93,13 @@ def profile(
     from sparseflow.adaptive.profile import profile as measure
     from sparseflow.adaptive.profile.prompts import Prompts
     from sparseflow.cli.adaptive.base import example_of, opened
-    from sparseflow.cli.options import device_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import open_device
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.errors import InputError
 
     if way not in _LOADS:
         raise InputError(f"--runner {way!r} must be engine or eager")
-    where = device_of(device)
+    where = open_device(device)
     there = opened(model, where)
     place = _predictor_file(out, there.model, where)
     limit = max_tokens or min(there.context, MOST_TOKENS)
@@ -132,19 +132,19 @@ def profile(
     how: dict[str, Any] = {
         "buckets": lengths, "loads": loads or _LOADS[way], "repeats": repeats, "steps": steps, "seed": seed,
     }  # fmt: skip
-    with bar() as tell:
+    with progress_bar() as progress:
         share = 0.0
 
         def measured(what: str, done: float) -> None:
             nonlocal share
             share = done
-            tell(what, done)
+            progress(what, done)
 
         if way == "engine":
             with EngineRunner(
                 knobs, chosen, max_batch=max_batch, group=group,
                 mix=Mix(lengths=lengths, new_tokens=steps + 1),
-                progress=lambda done, of: tell(f"recorded {done} of {of}", share), **options,
+                progress=lambda done, of: progress(f"recorded {done} of {of}", share), **options,
             ) as runner:  # fmt: skip
                 sizes = batches or sorted({1, max_batch})
                 found = by_group(runner, space, out, batches=sizes, progress=measured, **how)

@@ -39,13 +39,15 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt within a budget."""
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
     inputs = there.prompt(prompt, image or []).inputs
     with attached:
-        with bar() as tell:
-            attached.warm(progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of), **inputs)
+        with progress_bar() as progress:
+            attached.warm(
+                progress=lambda done, of: progress(f"warmed {done} of {of} steps", done / of), **inputs
+            )
         found = attached.generate(
             latency_budget_ms=budget_ms, on_infeasible=on_infeasible,  # pyright: ignore[reportArgumentType]
             max_new_tokens=max_new_tokens, **inputs,
@@ -105,10 +107,10 @@ def serve(
     """Serve a model as OpenAI's API does, with `latency_budget_ms` as one more field of a request."""
     from sparseflow.adaptive.serve import serve as run
     from sparseflow.adaptive.serve import serve_replicas
-    from sparseflow.cli.options import device_of
+    from sparseflow.cli.options import open_device
     from sparseflow.errors import InputError
 
-    where = device_of(device)
+    where = open_device(device)
     make = functools.partial(
         app_of, model.resolve(), profile_file.resolve(), controller=_whole(controller), worth=_whole(worth),
         name=name or model.resolve().name, plans=plans, batch=batch, device=device,
@@ -140,7 +142,7 @@ def app_of(
     from sparseflow.adaptive.runtime.engine import Engine
     from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
     from sparseflow.cli.adaptive.base import MOST_TOKENS, example_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
 
     there, attached = _attached(model, profile_file, controller, worth, device)
     chooser = attached.chooser
@@ -164,10 +166,10 @@ def app_of(
         max_tokens=limit,
     )  # fmt: skip
     engine = Engine(attached.adapter, attached.knobs, plans=kept, max_batch=slots, max_tokens=limit)
-    with bar() as tell:
+    with progress_bar() as progress:
         engine.warm(
             None if there.sight is None else example_of(there).inputs,
-            progress=lambda done, of: tell(f"warmed {done} of {of} steps", done / of),
+            progress=lambda done, of: progress(f"warmed {done} of {of} steps", done / of),
         )
     backend = EngineBackend(engine, decider=deciding(chooser), forecast=forecast, stop=attached.stop)
     return create_app(Service(name, backend, prompts))
@@ -178,9 +180,9 @@ def _attached(
 ) -> tuple[Opened, Attached]:
     from sparseflow.adaptive.attached import attach
     from sparseflow.cli.adaptive.base import opened
-    from sparseflow.cli.options import device_of
+    from sparseflow.cli.options import open_device
 
-    there = opened(model, device_of(device))
+    there = opened(model, open_device(device))
     return there, attach(there.model, profile_file, controller, worth=worth)
 
 

@@ -48,16 +48,16 @@ def train(
     GPUs."""
     from sparseflow.adaptive.grpo_config import read_config
     from sparseflow.adaptive.study import train as run
-    from sparseflow.cli.options import changes_of
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.options import parse_overrides
+    from sparseflow.cli.progress import progress_bar
 
-    settings = read_config(config, changes_of(changes, extra="adaptive"))
+    settings = read_config(config, parse_overrides(changes, extra="adaptive"))
     asked = _asked(
         context, model, profile_file, out, questions, (samples, validation, test), budgets, attainment,
         archives, device,
     )  # fmt: skip
-    with bar() as tell:
-        found = run(asked, settings, seeds=seeds, progress=tell)
+    with progress_bar() as progress:
+        found = run(asked, settings, seeds=seeds, progress=progress)
     if found is not None:  # else another process tells
         _tell(found, out, as_json)
 
@@ -81,14 +81,14 @@ def evaluate(
 ) -> None:
     """Judge plans of a model, what chooses among them without training, and controllers if given."""
     from sparseflow.adaptive.study import evaluate as run
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
 
     asked = _asked(
         context, model, profile_file, out, questions, (samples, validation, test), budgets, attainment,
         archives, device,
     )  # fmt: skip
-    with bar() as tell:
-        found = run(asked, controllers=controller, progress=tell)
+    with progress_bar() as progress:
+        found = run(asked, controllers=controller, progress=progress)
     if found is not None:
         _tell(found, out, as_json)
 
@@ -134,12 +134,12 @@ def _asked(
 ) -> Asked:  # fmt: skip
     from sparseflow.adaptive.study import Asked, Counts
     from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import device_of
+    from sparseflow.cli.options import open_device
 
     quiet()
     train, validation, test = counts
     return Asked(
-        model=model, profile=profile_file, out=out, device=device_of(device),
+        model=model, profile=profile_file, out=out, device=open_device(device),
         counts=Counts(train=train, validation=validation, test=test), questions=questions, budgets=budgets,
         attainment=attainment, archives=archives or (), command=_command(context),
     )  # fmt: skip

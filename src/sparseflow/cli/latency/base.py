@@ -55,9 +55,9 @@ def shapes_of(given: list[str] | None) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def counting(tell: Callable[[str, float], None]) -> Callable[[str, int, int], None]:
-    """A bar's `tell` for what counts (what, done, in all)."""
-    return lambda what, done, total: tell(what, done / max(total, 1))
+def counting(progress: Callable[[str, float], None]) -> Callable[[str, int, int], None]:
+    """Adapt a progress callback to one that takes (message, done, total)."""
+    return lambda what, done, total: progress(what, done / max(total, 1))
 
 
 def clock(timestamp_s: float) -> str:

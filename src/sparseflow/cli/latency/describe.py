@@ -34,11 +34,11 @@ def export(
     from rich.markup import escape
     from rich.table import Table
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency import zoo
 
-    with bar() as tell:
-        results = zoo.export(config, out, provider=provider, progress=counting(tell))
+    with progress_bar() as progress:
+        results = zoo.export(config, out, provider=provider, progress=counting(progress))
     if as_json:
         typer.echo(json.dumps({"models": [result.to_dict() for result in results]}, ensure_ascii=False))
     else:
@@ -171,13 +171,13 @@ def extract(
     from rich.markup import escape
     from rich.table import Table
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency.extract import extract as take
 
-    with bar() as tell:
+    with progress_bar() as progress:
         results = take(
             target, out, provider=provider, check=check, only=kernel or (), shapes=shapes_of(shape),
-            seed=seed, progress=counting(tell),
+            seed=seed, progress=counting(progress),
         )  # fmt: skip
     nodes, matched = sum(r.nodes for r in results), sum(r.matched for r in results)
     good = sum(r.ok for r in results)

@@ -98,20 +98,20 @@ def stress(
     """
     import time
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.core.load import Stressor
 
     levels = level or [0.6]
     reached: list[dict[str, float]] = []
-    with Stressor(kind, levels[0], workers=workers, device=device) as load, bar() as tell:
+    with Stressor(kind, levels[0], workers=workers, device=device) as load, progress_bar() as progress:
         for number, asked in enumerate(levels):
             load.set_level(asked)
-            tell(f"{kind} {asked:g}: waiting until it is steady", number / len(levels))
+            progress(f"{kind} {asked:g}: waiting until it is steady", number / len(levels))
             load.wait_until_steady(timeout)
             begin = time.monotonic()
             while (passed := time.monotonic() - begin) < seconds:
                 share = (number + passed / seconds) / len(levels)
-                tell(
+                progress(
                     f"{kind} {asked:g}: achieved {load.measure_share():.3f}, duty {load.mean_duty():.3f}",
                     share,
                 )
@@ -148,17 +148,19 @@ def collect(
     """
     from rich.console import Console
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency.campaign import read_config
     from sparseflow.latency.collect import collect as gather
     from sparseflow.latency.fanout import fan_out
 
     settings = read_config(config)
-    with bar() as tell:
+    with progress_bar() as progress:
         if gpus is None and cluster is None and parts is None:
-            found = [gather(settings, out, progress=tell)]
+            found = [gather(settings, out, progress=progress)]
         else:
-            found = fan_out(settings, out, gpus=numbers_of(gpus), cluster=cluster, parts=parts, progress=tell)
+            found = fan_out(
+                settings, out, gpus=numbers_of(gpus), cluster=cluster, parts=parts, progress=progress
+            )
     if as_json:
         whole = [part.to_dict() for part in found]
         typer.echo(json.dumps(whole[0] if len(whole) == 1 else {"parts": whole}, ensure_ascii=False))

@@ -51,11 +51,11 @@ def train(
     """Learn a predictor of this device, and show how good it is on kernels and models held out."""
     from rich.console import Console
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency.train import train as learn
 
-    with bar() as tell:
-        predictor = learn(collections, kind=kind, mode=mode, seed=seed, progress=tell)
+    with progress_bar() as progress:
+        predictor = learn(collections, kind=kind, mode=mode, seed=seed, progress=progress)
     path = predictor.save(out)
     if as_json:
         record = {"path": str(path), **predictor.quality, "fingerprint": predictor.fingerprint.to_dict()}
@@ -207,17 +207,17 @@ def evaluate(
     """Run models and compare with what the predictor says, at rest and beside loads."""
     from rich.console import Console
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.core.environment import collect_environment
     from sparseflow.latency.evaluate import evaluate as judge
     from sparseflow.latency.predictor import Predictor
     from sparseflow.latency.report import write_report
 
     one = Predictor.load(predictor)
-    with bar() as tell:
+    with progress_bar() as progress:
         found = judge(
             models, one, levels=level or [0.0], stressor=stressor, rounds=rounds, seconds=seconds,
-            out=None if out is None else out / "measurements", gpu=gpu, seed=seed, progress=tell,
+            out=None if out is None else out / "measurements", gpu=gpu, seed=seed, progress=progress,
         )  # fmt: skip
     page = None
     if out is not None:
@@ -301,11 +301,11 @@ def quickstart(
     """
     from rich.console import Console
 
-    from sparseflow.cli.progress import bar
+    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency.quickstart import quickstart as go
 
-    with bar() as tell:
-        found = go(out, zoo_config=zoo, provider=provider, progress=tell)
+    with progress_bar() as progress:
+        found = go(out, zoo_config=zoo, provider=provider, progress=progress)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         return
