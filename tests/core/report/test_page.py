@@ -1,4 +1,4 @@
-"""The page: what it holds, what it escapes, and how a browser takes it."""
+"""Tests of report pages: content, escaping, and layout in a browser."""
 
 from __future__ import annotations
 
@@ -15,68 +15,109 @@ import pytest
 
 from sparseflow.core import report
 from sparseflow.core.environment import collect_environment
+from sparseflow.core.report import Page
 from sparseflow.errors import InputError
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))),
     None,
 )
 
 
-def page(**changes: Any) -> report.Report:
-    layers = [
-        f"layer{stage}.{block}.conv{part}" for stage in (1, 2, 3, 4) for block in (0, 1) for part in (1, 2)
-    ]
-    before = [3.0 + index % 5 for index in range(len(layers))]
-    after = [value / (1.0 + index % 3 / 2) for index, value in enumerate(before)]
-    table = report.Table(
-        title="Layers",
-        columns=(
-            report.Column(key="layer", title="Layer"),
-            report.Column(key="rate", title="Firing rate, %", digits=1),
-            report.Column(key="before", title="Before, ms", digits=2),
-            report.Column(key="after", title="After, ms", digits=2),
-            report.Column(key="why", title="Why"),
-        ),
-        rows=[
-            {
-                "layer": layer,
-                "rate": None if index == 3 else 2.0 + index,
-                "before": before[index],
-                "after": after[index],
-                "why": "a rather long reason why this backend was chosen for this layer",
-            }
-            for index, layer in enumerate(layers)
-        ],
+LAYERS = [f"layer{stage}.{block}.conv{part}" for stage in (1, 2, 3, 4) for block in (0, 1) for part in (1, 2)]
+BEFORE_MS = [3.0 + index % 5 for index in range(len(LAYERS))]
+AFTER_MS = [value / (1.0 + index % 3 / 2) for index, value in enumerate(BEFORE_MS)]
+ROWS = [
+    {
+        "layer": layer,
+        "rate": None if index == 3 else 2.0 + index,
+        "before": BEFORE_MS[index],
+        "after": AFTER_MS[index],
+        "why": "a rather long reason why this backend was chosen for this layer",
+    }
+    for index, layer in enumerate(LAYERS)
+]
+HEADINGS = {
+    "layer": "Layer",
+    "rate": "Firing rate, %",
+    "before": "Before, ms",
+    "after": "After, ms",
+    "why": "Why",
+}
+DIGITS = {"rate": 1, "before": 2, "after": 2}
+TITLE = "Spiking ResNet-18 <on> CIFAR-10 & a_long_word_that_would_widen_the_page_if_it_were_let_to"
+CREATED = datetime(2026, 11, 21, 9, 5, tzinfo=UTC)
+REPRODUCE = "sparseflow demo --seed 0 " + "--option value " * 30
+
+
+def build_page() -> Page:
+    page = Page(
+        TITLE,
+        "One sentence.",
+        environment=collect_environment("cpu", seed=0),
+        reproduce=REPRODUCE,
+        created=CREATED,
     )
-    given: dict[str, Any] = {
-        "title": "Spiking ResNet-18 <on> CIFAR-10 & a_long_word_that_would_widen_the_page_if_it_were_let_to",
-        "summary": "One sentence.",
-        "headlines": (
+    page.headline("1.47×", "End to end", note="1.44 to 1.50", tone="good")
+    page.headline("256 / 256", "Predictions identical")
+    page.section("Layer by layer", "<script>alert(1)</script>")
+    page.figure(report.plot_before_after("Time", LAYERS, BEFORE_MS, AFTER_MS, unit="ms"))
+    page.table("Layers", ROWS, columns=HEADINGS, digits=DIGITS)
+    page.section("Samples")
+    page.samples("All", {"dense": [1.0, 2.0], "ours": [0.5, 0.7]})
+    return page
+
+
+def render_table(rows: list[dict[str, Any]], **options: Any) -> str:
+    page = Page("P")
+    page.section("S")
+    page.table("T", rows, **options)
+    return page.render()
+
+
+def read_cells(text: str) -> list[str]:
+    return re.findall(r"<td[^>]*>([^<]*)</td>", text)
+
+
+def test_page_matches_nested_constructors() -> None:
+    page = build_page()
+    nested = report.Report(
+        title=TITLE,
+        summary="One sentence.",
+        headlines=(
             report.Headline(value="1.47×", label="End to end", note="1.44 to 1.50", tone="good"),
             report.Headline(value="256 / 256", label="Predictions identical"),
         ),
-        "sections": (
+        sections=(
             report.Section(
                 title="Layer by layer",
                 text=("<script>alert(1)</script>",),
-                items=(report.plot_before_after("Time", layers, before, after, unit="ms"), table),
+                items=(
+                    report.plot_before_after("Time", LAYERS, BEFORE_MS, AFTER_MS, unit="ms"),
+                    report.Table(
+                        title="Layers",
+                        columns=[
+                            report.Column(key=key, title=title, digits=DIGITS.get(key))
+                            for key, title in HEADINGS.items()
+                        ],
+                        rows=ROWS,
+                    ),
+                ),
             ),
             report.Section(
                 title="Samples",
                 items=(report.plot_samples("All", {"dense": [1.0, 2.0], "ours": [0.5, 0.7]}),),
             ),
         ),
-        "environment": collect_environment("cpu", seed=0),
-        "reproduce": "sparseflow demo --seed 0 " + "--option value " * 30,
-        "created": datetime(2026, 11, 21, 9, 5, tzinfo=UTC),
-        **changes,
-    }
-    return report.Report(**given)
+        environment=page.environment,
+        reproduce=REPRODUCE,
+        created=CREATED,
+    )
+    assert page.render() == nested.html()
 
 
-def test_the_page_holds_what_it_was_given() -> None:
-    text = page().html()
+def test_render_contains_every_part() -> None:
+    text = build_page().render()
     for part in (
         "1.47×",
         "256 / 256",
@@ -86,60 +127,70 @@ def test_the_page_holds_what_it_was_given() -> None:
     ):
         assert part in text
     assert text.count("<table>") == 1 and text.count("<svg") == 2
-    assert ">–</td>" in text, "what is missing shows as a dash"
+    assert ">–</td>" in text, "None is shown as a dash"
 
 
-def test_text_is_escaped() -> None:
-    text = page().html()
+def test_render_escapes_text() -> None:
+    text = build_page().render()
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
     assert "&lt;on&gt;" in text
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    text = page().html()
+def test_render_references_no_external_resource() -> None:
+    text = build_page().render()
     assert "://" not in text
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text)
     assert "@import" not in text and not re.search(r"url\((?!#)", text)
     assert "default-src 'none'" in text
 
 
-def test_ids_are_used_once() -> None:
-    ids = re.findall(r'\bid="([^"]+)"', page().html())
+def test_render_ids_are_unique() -> None:
+    ids = re.findall(r'\bid="([^"]+)"', build_page().render())
     assert len(ids) == len(set(ids))
 
 
-def test_a_bare_page_can_be_made(tmp_path: Path) -> None:
-    path = report.Report(title="Nothing yet").write(tmp_path / "report.html")
+def test_write_page_without_content(tmp_path: Path) -> None:
+    path = Page("Nothing yet").write(tmp_path / "report.html")
     assert "Nothing yet" in path.read_text(encoding="utf-8")
 
 
+def test_table_without_columns_uses_row_keys_as_headings() -> None:
+    text = render_table([{"model": "a", "time, ms": 1.5}, {"model": "b", "speedup": 2.0}])
+    assert re.findall(r'<th scope="col">([^<]*)</th>', text) == ["model", "time, ms", "speedup"]
+    assert read_cells(text) == ["a", "1.5", "–", "b", "–", "2"]
+
+
+def test_table_columns_select_and_order_keys() -> None:
+    text = render_table([{"a": 1, "b": 2, "c": 3}], columns={"c": "C", "a": "A"})
+    assert read_cells(text) == ["3", "1"]
+
+
 @pytest.mark.parametrize(
-    ("columns", "rows", "words"),
-    [
-        ((), [], "at least one column"),
-        ((report.Column(key="a", title="A"),), [{"a": 1, "b": 2}], "no column for: b"),
-    ],
+    ("rows", "columns", "value"),
+    [([], None, "T"), ([], {}, "T"), ([{"a": 1}], {"a": "A", "b": "B"}, "'b'")],
 )
-def test_a_table_must_show_what_it_holds(columns: Any, rows: Any, words: str) -> None:
-    section = report.Section(title="S", items=(report.Table(title="T", columns=columns, rows=rows),))
-    with pytest.raises(InputError, match=words):
-        page(sections=(section,)).html()
+def test_table_without_matching_columns_raises(rows: Any, columns: Any, value: str) -> None:
+    with pytest.raises(InputError, match=value):
+        render_table(rows, columns=columns)
 
 
-def test_numbers_are_shown_as_asked() -> None:
-    columns = (report.Column(key="a", title="A", digits=1), report.Column(key="b", title="B"))
+def test_table_before_first_section_raises() -> None:
+    with pytest.raises(InputError, match="'T'"):
+        Page("P").table("T", [{"a": 1}])
+
+
+def test_table_formats_numbers() -> None:
     rows = [{"a": 1.26, "b": 12345.678}, {"a": True, "b": 1234567}, {"a": float("inf"), "b": "x"}]
-    table = report.Table(title="T", columns=columns, rows=rows)
-    text = page(sections=(report.Section(title="S", items=(table,)),)).html()
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text)
-    assert cells == ["1.3", "1.23e+04", "yes", "1\u202f234\u202f567", "inf", "x"]
+    cells = ["1.3", "1.23e+04", "yes", "1\u202f234\u202f567", "inf", "x"]
+    assert read_cells(render_table(rows, digits={"a": 1})) == cells
+    assert read_cells(render_table(rows[:1], digits=2)) == ["1.26", "12345.68"]
 
 
 PROBE = """
-<!doctype html><meta charset="utf-8"><body><pre id="found">nothing</pre><script>
+<!doctype html><meta charset="utf-8"><body><pre id="result">none</pre><script>
 const page = {page};
-const found = {{errors: [], widths: {{}}}};
-function look(width) {{
+const result = {{errors: [], widths: {{}}}};
+function inspect(width) {{
   return new Promise((done) => {{
     const frame = document.createElement("iframe");
     frame.style.cssText = `width: ${{width}}px; height: 900px; border: 0`;
@@ -151,38 +202,38 @@ function look(width) {{
       const column = (index) => all(`tbody td:nth-child(${{index}})`).map((cell) => cell.textContent);
       const heads = inside.querySelectorAll("th button");
       heads[1].click();
-      const up = column(2);
+      const ascending = column(2);
       heads[1].click();
-      const down = column(2), sorted = inside.querySelectorAll("th")[1].getAttribute("aria-sort");
-      found.widths[width] = {{
+      const descending = column(2), order = inside.querySelectorAll("th")[1].getAttribute("aria-sort");
+      result.widths[width] = {{
         page: root.scrollWidth, view: root.clientWidth,
         tables: all("table").filter((table) => box(table).height > 100).length,
         figures: all("svg").filter((svg) => box(svg).height > 60 && box(svg).width > 300).length,
         ink: getComputedStyle(inside.querySelector("svg text")).fill,
-        up, down, sorted,
+        ascending, descending, order,
       }};
       done();
     }};
     document.body.append(frame);
   }});
 }}
-window.onerror = (message) => found.errors.push(message);
-Promise.all([400, 1400].map(look)).then(() => {{
-  document.getElementById("found").textContent = JSON.stringify(found);
+window.onerror = (message) => result.errors.push(message);
+Promise.all([400, 1400].map(inspect)).then(() => {{
+  document.getElementById("result").textContent = JSON.stringify(result);
 }});
 </script>
 """
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What headless Chromium says of the page, in frames 400 and 1400 pixels wide."""
+def browser_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Layout of the page in headless Chromium, in frames 400 and 1400 pixels wide."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed (on Debian: apt-get install chromium)")
     folder = tmp_path_factory.mktemp("page")
-    text = json.dumps(page().html()).replace("</", "<\\/")
+    text = json.dumps(build_page().render()).replace("</", "<\\/")
     (folder / "probe.html").write_text(PROBE.format(page=text), encoding="utf-8")
-    done = subprocess.run(
+    process = subprocess.run(
         [
             CHROMIUM,
             "--headless",
@@ -200,34 +251,34 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=120,
         check=True,
     )
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:]
-    result = json.loads(html.unescape(found.group(1)))
-    result["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    match = re.search(r'<pre id="result">(.*?)</pre>', process.stdout, re.DOTALL)
+    assert match is not None, process.stderr[-2000:]
+    result = json.loads(html.unescape(match.group(1)))
+    result["console"] = [line for line in process.stderr.splitlines() if "CONSOLE" in line]
     return result
 
 
-def test_a_browser_finds_nothing_to_complain_about(seen: dict[str, Any]) -> None:
-    assert seen["errors"] == [] and seen["console"] == []
+def test_page_in_browser_logs_no_error(browser_result: dict[str, Any]) -> None:
+    assert browser_result["errors"] == [] and browser_result["console"] == []
 
 
 @pytest.mark.parametrize("width", ["400", "1400"])
-def test_the_page_fits_narrow_and_wide_windows(seen: dict[str, Any], width: str) -> None:
-    found = seen["widths"][width]
-    assert found["page"] <= found["view"] <= int(width)
-    assert found["tables"] == 1 and found["figures"] == 2
+def test_page_fits_window(browser_result: dict[str, Any], width: str) -> None:
+    layout = browser_result["widths"][width]
+    assert layout["page"] <= layout["view"] <= int(width)
+    assert layout["tables"] == 1 and layout["figures"] == 2
 
 
-def test_figures_take_the_colours_of_the_page(seen: dict[str, Any]) -> None:
-    assert re.fullmatch(r"rgb\(\d+, \d+, \d+\)", seen["widths"]["1400"]["ink"])
-    assert seen["widths"]["1400"]["ink"] != "rgb(0, 0, 0)"
+def test_figures_use_theme_colors(browser_result: dict[str, Any]) -> None:
+    assert re.fullmatch(r"rgb\(\d+, \d+, \d+\)", browser_result["widths"]["1400"]["ink"])
+    assert browser_result["widths"]["1400"]["ink"] != "rgb(0, 0, 0)"
 
 
-def test_a_click_sorts_by_value_and_a_second_turns_it_round(seen: dict[str, Any]) -> None:
-    found = seen["widths"]["1400"]
-    up, down = found["up"], found["down"]
-    assert up[-1] == down[-1] == "–", "what is missing stands last"
+def test_click_on_heading_sorts_by_value(browser_result: dict[str, Any]) -> None:
+    layout = browser_result["widths"]["1400"]
+    up, down = layout["ascending"], layout["descending"]
+    assert up[-1] == down[-1] == "–", "missing values come last"
     numbers = [float(cell) for cell in up[:-1]]
     assert numbers == sorted(numbers) and numbers[0] < 10.0 <= numbers[-1]
     assert down[:-1] == up[-2::-1]
-    assert found["sorted"] == "descending"
+    assert layout["order"] == "descending"

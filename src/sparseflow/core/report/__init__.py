@@ -1,9 +1,7 @@
-"""A run's page: headline numbers, tables and figures in one HTML file that needs nothing else.
+"""Report pages: headline numbers, tables and figures in one self-contained HTML file.
 
-::
-
-    page = Report(title=..., headlines=(...), sections=(Section(title=..., items=(Table(...), figure)),), ...)
-    page.write(run.path / "report.html")
+`page` builds a page from rows, `figures` plots the kinds of figure that pages use, and `svg` converts a
+Matplotlib figure into SVG that follows the light or dark theme of the page.
 """
 
 from sparseflow.core.report.figures import (
@@ -14,13 +12,14 @@ from sparseflow.core.report.figures import (
     plot_samples,
     plot_stacked_bars,
 )
-from sparseflow.core.report.page import Column, Headline, Report, Section, Table
+from sparseflow.core.report.page import Column, Headline, Page, Report, Section, Table
 from sparseflow.core.report.svg import Figure, from_matplotlib
 
 __all__ = [
     "Column",
     "Figure",
     "Headline",
+    "Page",
     "Report",
     "Section",
     "Table",

@@ -1,12 +1,12 @@
 "use strict";
-// Sorting is the only thing that needs a script: without one the tables are simply tables.
+// Sort tables by a click on a heading; without scripts the tables are static.
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0];
   const rows = [...body.rows];
   [...table.tHead.rows[0].cells].forEach((head, column) => {
     const key = (row) => row.cells[column].dataset.key;
-    const given = rows.map(key).filter((text) => text !== "");
-    const numeric = given.length > 0 && given.every((text) => Number.isFinite(Number(text)));
+    const values = rows.map(key).filter((text) => text !== "");
+    const numeric = values.length > 0 && values.every((text) => Number.isFinite(Number(text)));
     if (numeric) for (const cell of [head, ...rows.map((row) => row.cells[column])]) cell.classList.add("number");
     const button = document.createElement("button");
     button.type = "button";
@@ -19,7 +19,7 @@ for (const table of document.querySelectorAll("table")) {
       const compare = (a, b) => (numeric ? Number(a) - Number(b) : a.localeCompare(b));
       const sorted = [...rows].sort((a, b) => {
         const x = key(a), y = key(b);
-        // What is missing stands last, whichever way the rest is sorted.
+        // Missing values come last in both orders.
         if (x === "" || y === "") return (x === "") - (y === "");
         return down ? compare(y, x) : compare(x, y);
       });

@@ -1,7 +1,7 @@
-"""The page itself: what it consists of, and its rendering.
+"""Build one HTML page from rows and figures.
 
-Everything that comes in is text and is escaped; only a figure's SVG, which `svg.py` made, goes in as it
-is. The page forbids itself every request (Content-Security-Policy), so it stays whole wherever it is sent.
+All text is escaped; only the SVG of a figure, which `svg.py` generates, is inserted as it is. The
+Content-Security-Policy of the page forbids every request, so the file works offline.
 """
 
 from __future__ import annotations
@@ -15,22 +15,149 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseflow.core.files import write_atomic
+from sparseflow.core.report.figures import plot_samples
 from sparseflow.core.report.svg import Figure
 from sparseflow.errors import InputError
 
 Tone = Literal["neutral", "good", "bad"]
 
 
+class Page:
+    """An HTML page that is built from top to bottom.
+
+    ::
+
+        page = Page("Sparse and dense inference", "The sparse network is 1.43x faster.")
+        page.headline("1.43×", "faster than dense", note="95 % interval 1.40 to 1.46", tone="good")
+        page.section("Layers", "Each time is the median of 200 samples.")
+        page.table("Time of each layer", [{"layer": "conv1", "time, ms": 1.2}], digits={"time, ms": 2})
+        page.write(out_dir / "report.html")
+
+    Args:
+        title: Heading of the page.
+        summary: One or two sentences that summarize the page.
+        environment: Measurement conditions, as `collect_environment` returns them. Nested mappings are
+            flattened; None values are left out.
+        reproduce: Command line that creates the page again.
+        created: Creation time; now by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        summary: str = "",
+        *,
+        environment: Mapping[str, Any] | None = None,
+        reproduce: str = "",
+        created: datetime | None = None,
+    ) -> None:
+        self.title = title
+        self.summary = summary
+        self.environment: Mapping[str, Any] = environment or {}
+        self.reproduce = reproduce
+        self.created = created or datetime.now(UTC)
+        self.headlines: list[Headline] = []
+        self.sections: list[Section] = []
+        self._items: list[Table | Figure] = []
+
+    def headline(self, value: str, label: str, *, note: str = "", tone: Tone = "neutral") -> None:
+        """Add a number to the top of the page.
+
+        Args:
+            value: Formatted number with its unit, such as `"1.43×"`.
+            label: Name of the number.
+            note: Line below it, such as the interval or the baseline.
+            tone: Color: whether the number is a good or a bad result.
+        """
+        self.headlines.append(Headline(value=value, label=label, note=note, tone=tone))
+
+    def section(self, title: str, *paragraphs: str) -> None:
+        """Start a section. Tables and figures that follow belong to it."""
+        self._items = []
+        self.sections.append(Section(title=title, text=paragraphs, items=self._items))
+
+    def table(
+        self,
+        title: str,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        columns: Mapping[str, str] | None = None,
+        digits: int | Mapping[str, int] | None = None,
+        caption: str = "",
+    ) -> None:
+        """Add a table that the reader can sort by any column.
+
+        Args:
+            title: Heading.
+            rows: One mapping per row; values are text, numbers, booleans or None (shown as a dash).
+            columns: Heading of each row key that is shown, left to right. By default all keys are shown in
+                the order of their first use, and a key is its own heading.
+            digits: Digits after the decimal point of floats: one number for all columns, or a number per
+                row key. Floats of other columns are shown with three significant digits.
+            caption: Sentence below the heading.
+
+        Raises:
+            InputError: The table has no column, no row has a key of `columns`, or there is no section yet.
+        """
+        if columns is None:
+            columns = {key: key for row in rows for key in row}
+        if not columns:
+            raise InputError(f"table {title!r} has no columns; pass rows or `columns`")
+        missing = [key for key in columns if rows and not any(key in row for row in rows)]
+        if missing:
+            raise InputError(f"table {title!r}: no row has the keys {missing}; rows have {list(rows[0])}")
+        self._add(
+            Table(
+                title=title,
+                columns=[
+                    Column(
+                        key=key,
+                        title=heading,
+                        digits=digits.get(key) if isinstance(digits, Mapping) else digits,
+                    )
+                    for key, heading in columns.items()
+                ],
+                rows=[{key: row.get(key) for key in columns} for row in rows],
+                caption=caption,
+            )
+        )
+
+    def figure(self, figure: Figure) -> None:
+        """Add a figure, as the `plot_*` functions return it.
+
+        Raises:
+            InputError: There is no section yet.
+        """
+        self._add(figure)
+
+    def samples(
+        self, title: str, times: Mapping[str, Sequence[float]], *, unit: str = "ms", caption: str = ""
+    ) -> None:
+        """Add a figure of all samples per candidate; see `plot_samples`.
+
+        Raises:
+            InputError: A candidate has no samples, or there is no section yet.
+        """
+        self._add(plot_samples(title, times, unit=unit, caption=caption))
+
+    def render(self) -> str:
+        """Render the page as HTML."""
+        return _render(self)
+
+    def write(self, path: Path) -> Path:
+        """Write the page to `path` atomically and return the path."""
+        write_atomic(path, self.render())
+        return path
+
+    def _add(self, item: Table | Figure) -> None:
+        if not self.sections:
+            raise InputError(f"{item.title!r} has no section; call `section` first")
+        self._items.append(item)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """One number that the reader must not miss.
-
-    Attributes:
-        value: As it is shown, with its unit: `"1.43×"`.
-        label: What it is.
-        note: A line below: the interval, the baseline.
-        tone: Whether it is good news.
-    """
+    """A number at the top of the page, already formatted with its unit."""
 
     value: str
     label: str
@@ -40,13 +167,7 @@ class Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        key: Name in the rows.
-        title: Heading, with the unit.
-        digits: Digits after the point for floats; None writes three significant ones.
-    """
+    """A table column; `digits` None shows three significant digits."""
 
     key: str
     title: str
@@ -55,14 +176,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table that the reader can sort by any column.
-
-    Attributes:
-        title: Its heading.
-        columns: Left to right.
-        rows: Mappings from column keys to text, numbers, booleans or None (shown as a dash).
-        caption: A sentence below it; may be empty.
-    """
+    """A sortable table; rows map column keys to values."""
 
     title: str
     columns: Sequence[Column]
@@ -72,7 +186,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading, some paragraphs, then tables and figures."""
+    """A heading followed by paragraphs, then by tables and figures."""
 
     title: str
     text: Sequence[str] = ()
@@ -81,18 +195,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One page.
-
-    Attributes:
-        title: What was done.
-        summary: One or two sentences that stand for the whole page.
-        headlines: Numbers at the top.
-        sections: The body.
-        environment: Circumstances, as `core.environment` writes them; nested mappings are flattened and
-            what is None is left out.
-        reproduce: The command line that makes this page again.
-        created: When; now, when left out.
-    """
+    """A page as nested constructors; use `Page` instead."""
 
     title: str
     summary: str = ""
@@ -103,37 +206,19 @@ class Report:
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def html(self) -> str:
-        """The whole page as one string.
+        """Render the page as HTML.
 
         Raises:
-            InputError: A row holds a key that its table has no column for, or a table has no column.
+            InputError: A row has a key without a column, or a table has no column.
         """
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-
-        jinja = Environment(
-            loader=PackageLoader("sparseflow.core.report", "."),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        jinja.filters["cell"] = _cell
-        jinja.filters["sort_key"] = _sort_key
-        jinja.tests["table"] = lambda item: isinstance(item, Table)
         for section in self.sections:
             for item in section.items:
                 if isinstance(item, Table):
                     _check(item)
-        folder = resources.files("sparseflow.core.report")
-        return jinja.get_template("page.html.j2").render(
-            page=self,
-            facts=_flatten(self.environment),
-            style=(folder / "page.css").read_text(encoding="utf-8"),
-            script=(folder / "page.js").read_text(encoding="utf-8"),
-        )
+        return _render(self)
 
     def write(self, path: Path) -> Path:
-        """Write the page to `path`, whole or not at all, and return the path."""
+        """Write the page to `path` atomically and return the path."""
         write_atomic(path, self.html())
         return path
 
@@ -147,8 +232,29 @@ def _check(table: Table) -> None:
         raise InputError(f"table {table.title!r} has no column for: {', '.join(unknown)}")
 
 
-def _cell(value: Any, digits: int | None) -> str:
-    """A value as it is shown."""
+def _render(page: Page | Report) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    jinja = Environment(
+        loader=PackageLoader("sparseflow.core.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    jinja.filters["cell"] = _format_cell
+    jinja.filters["sort_key"] = _format_sort_key
+    jinja.tests["table"] = lambda item: isinstance(item, Table)
+    package = resources.files("sparseflow.core.report")
+    return jinja.get_template("page.html.j2").render(
+        page=page,
+        facts=_flatten(page.environment),
+        style=(package / "page.css").read_text(encoding="utf-8"),
+        script=(package / "page.js").read_text(encoding="utf-8"),
+    )
+
+
+def _format_cell(value: Any, digits: int | None) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -162,8 +268,8 @@ def _cell(value: Any, digits: int | None) -> str:
     return str(value)
 
 
-def _sort_key(value: Any) -> str:
-    """What the page's script sorts by: numbers as numbers whatever their display."""
+def _format_sort_key(value: Any) -> str:
+    """Format a value for the sort script: numbers sort by value, not by their display."""
     if isinstance(value, bool):
         return str(int(value))
     return "" if value is None else str(value)
@@ -178,9 +284,9 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
         if isinstance(value, Mapping):
             rows += _flatten(value, f"{key}: ")
         elif isinstance(value, list | tuple):
-            rows.append((name, ", ".join(_cell(one, None) for one in value) or "–"))
+            rows.append((name, ", ".join(_format_cell(item, None) for item in value) or "–"))
         elif isinstance(value, int) and not isinstance(value, bool) and key.endswith("_bytes"):
             rows.append((name.removesuffix(" bytes"), f"{value / 2**30:.1f} GiB"))
         else:
-            rows.append((name, f"{value:.4g}" if isinstance(value, float) else _cell(value, None)))
+            rows.append((name, f"{value:.4g}" if isinstance(value, float) else _format_cell(value, None)))
     return rows
