@@ -66,9 +66,9 @@ def clips(steps: Steps, seed: int, batch: int = 2) -> Tensor:
 
 
 def scores(steps: Steps, samples: Tensor) -> Tensor:
-    state = steps.begin(samples)
-    for layer in range(len(steps.layers(1))):
-        state = steps.step(layer, state)
+    state = steps.initial_state(samples)
+    for layer in range(len(steps.describe_layers(1))):
+        state = steps.run_layer(layer, state)
     return state["logits"]
 
 
@@ -78,7 +78,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def planned(steps: Steps, seed: int, slots: int, batch: int = 2) -> tuple[list[int], RewritePlan, bool]:
     back = seed % 4 == 3
-    homes, plan = random_plan(steps.layers(batch), slots, seed=seed, back=back)
+    homes, plan = random_plan(steps.describe_layers(batch), slots, seed=seed, back=back)
     return homes, plan, back
 
 
@@ -99,7 +99,7 @@ def row(steps: Steps, seed: int) -> list[Any]:
         undone = undone and torch.equal(scores(steps, x), expected)
     local = LocalExecutor(steps, homes, plan)
     apart_local = apart(local.run([x])[0], expected)
-    same = dict(local.moved) == plan_bytes(steps.layers(2), homes, plan)
+    same = dict(local.moved) == plan_bytes(steps.describe_layers(2), homes, plan)
     parts = sum(len(split.sizes) for split in plan.splits)
     told = [float(f"{each:.3g}") for each in (apart(found, expected), apart_local)]
     return [seed, slots, back, len(plan.splits), parts, *told, undone, same]
@@ -127,7 +127,7 @@ def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[li
             expected = [scores(steps, clips(steps, each + batch)) for batch in range(4)]
         difference = max(apart(one, other) for one, other in zip(logits, expected, strict=True))
         moved = sum((Counter(told[at][1]) for told in ran), Counter())
-        planned_bytes = plan_bytes(steps.layers(2), homes, plan)
+        planned_bytes = plan_bytes(steps.describe_layers(2), homes, plan)
         same = dict(moved) == {pair: 4 * size for pair, size in planned_bytes.items()}
         rows.append([each, float(f"{difference:.3g}"), same])
     return rows

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.parallel import run_each
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import SparseFlowError
 from sparseflow.latency import zoo
 from sparseflow.latency.campaign import Config
@@ -80,7 +80,7 @@ def prepare(asked: argparse.Namespace) -> None:
     kept.write_text(asked.zoo.read_text(encoding="utf-8"), encoding="utf-8")
     cases = [case.name for case in zoo.load_config(kept).cases()]
     tasks = [(str(asked.work), case, asked.provider, asked.check) for case in cases]
-    for number, (_, row) in enumerate(run_each(prepare_one, tasks, workers=asked.jobs), start=1):
+    for number, (_, row) in enumerate(map_unordered(prepare_one, tasks, workers=asked.jobs), start=1):
         print(f"{number}/{len(cases)} {row}", flush=True)
 
 

@@ -23,8 +23,8 @@ from typing import Any
 from guided import summary
 
 from sparseflow.core.claims import record_command
-from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.files import write_atomic
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.tuning.net.judge import TOP
 from sparseflow.tuning.net.page import SCORES
 from sparseflow.tuning.net.study import BOOSTED, FULL, PRETRAINED, read_study
@@ -207,7 +207,7 @@ def gain(record: Fields, operator: str, k: int, model: str, rival: str) -> tuple
         statistics.mean(row[at] for row in mine[name]) - statistics.mean(row[at] for row in others[name])
         for name in mine
     ]
-    return statistics.mean(gains), *bootstrap(gains)
+    return statistics.mean(gains), *bootstrap_mean(gains)
 
 
 def studied(folder: Path) -> tuple[Fields, Path]:

@@ -25,14 +25,14 @@ from sparseflow.adaptive.policies import Controlled, LookupTable, SupervisedOnOr
 from sparseflow.adaptive.rewards import Reward
 from sparseflow.adaptive.stages import Stage1
 from sparseflow.adaptive.training import CONTROLLERS, Trained, train
-from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.core.training.history import read_history
-from sparseflow.core.training.ranks import Ranks
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.adaptive.synthetic import WIDTH, outcomes, reachable, space
 from tests.killed import ROOT, environment, run_script
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
 
 QUICK: dict[str, Any] = {
     "steps": 8, "warm_start": 4, "prompts": 8, "minibatches": 2, "reference_every": 3, "validate_every": 4,
@@ -54,7 +54,7 @@ def quick(folder: Path, progress: Any = None, **changes: Any) -> Trained:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(folder / CHECKPOINT, weights_only=True)
+    state = torch.load(folder / CHECKPOINT_FILE, weights_only=True)
     return state["run"]["controllers"]
 
 
@@ -149,7 +149,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(
         train(config(), outcomes(64, seed=5), tmp_path, held_out=held_out, model_id="m")
     with pytest.raises(InputError, match="other model_id"):
         train(config(), learnt, tmp_path, held_out=held_out, model_id="other")
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
         quick(tmp_path)
     with pytest.raises(InputError, match="is a file"):
@@ -232,7 +232,7 @@ def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
     ):
         quick(tmp_path, checkpoint_every=1)
     monkeypatch.undo()
-    kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"]
+    kept = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)["step"]
     assert 0 < kept < 12
     assert all(bool(each.isfinite().all()) for each in weights(tmp_path).values())
     steps: list[int] = []
@@ -249,7 +249,13 @@ def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
     samples, budgets, chance = alone._prompts()
     parts = []
     for rank in range(size):
-        mine = Joint(settings, learnt, None, "m", Ranks(rank=rank, size=size, device=torch.device("cpu")))
+        mine = Joint(
+            settings,
+            learnt,
+            None,
+            "m",
+            DistributedContext(rank=rank, world_size=size, device=torch.device("cpu")),
+        )
         parts.append(mine._prompts())
     # A minibatch of one is made of the same minibatch of all.
     for number in range(settings.minibatches):
@@ -259,7 +265,9 @@ def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
                 torch.cat(shared), whole.view(8, -1).chunk(settings.minibatches)[number]
             )
     with pytest.raises(InputError, match="times the 3 processes"):
-        Joint(settings, learnt, None, "m", Ranks(rank=0, size=3, device=torch.device("cpu")))
+        Joint(
+            settings, learnt, None, "m", DistributedContext(rank=0, world_size=3, device=torch.device("cpu"))
+        )
 
 
 RANK = """

@@ -180,7 +180,7 @@ def test_designs_are_in_the_order_of_modes_whichever_ended_first(
     def last_first(function: Any, items: Sequence[Any], **_: Any) -> Any:
         return ((at, function(items[at])) for at in reversed(range(len(items))))
 
-    monkeypatch.setattr(COMPARING, "run_each", last_first)
+    monkeypatch.setattr(COMPARING, "map_unordered", last_first)
     found = compare(quick(), make_toy, tmp_path, seeds=2)
     assert [[each.mode for each in designs] for designs in found.values()] == [["joint", *BASELINES]] * 2
 

@@ -220,7 +220,7 @@ def test_polishing_splits_where_that_pays() -> None:
     assert found is not None and found.rewrite_plan is not None
     (split,) = found.rewrite_plan.splits
     assert list(split.permutation) == list(orders(split.layer))  # the most important units at home
-    importance = Listed(layers).importance(split.layer)
+    importance = Listed(layers).unit_importance(split.layer)
     assert bool((importance[list(split.permutation)].diff() <= 0.0).all())
     assert objective(hw, layers, found) < objective(hw, layers, first)
     coarse = hw.remap(layers, found, fine=False)

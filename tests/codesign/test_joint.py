@@ -33,11 +33,11 @@ def test_a_run_leaves_its_trace_and_its_plan(tmp_path: Path) -> None:
     rows = rows_of(tmp_path)
     assert [row["kind"] for row in rows] == ["begin", *["epoch"] * 5, "end"]
     assert [row["epoch"] for row in rows[1:]] == [1, 2, 3, 4, 5, 5]
-    assert found.mode == "joint" and found.accuracy == task.accuracy() == rows[-1]["accuracy"]
+    assert found.mode == "joint" and found.accuracy == task.evaluate_accuracy() == rows[-1]["accuracy"]
     assert Decision.from_dict(rows[-1]["decision"]) == found.decision
     assert rows[-1]["priced"]["objective"] == found.priced.objective
     plan = load_plan(tmp_path / PLAN)
-    assert plan.decision == found.decision and tuple(plan.layers) == task.finished().layers(8)
+    assert plan.decision == found.decision and tuple(plan.layers) == task.export_model().describe_layers(8)
     assert plan.hardware.price(plan.layers, plan.decision) == found.priced
     (told,) = json.loads((tmp_path / PLAN).read_text())["designs"]
     assert told["mode"] == "joint" and told["energy_delay"] == found.priced.energy_delay
@@ -191,7 +191,7 @@ def test_layers_are_split_only_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_design_fits_the_model_that_was_trained(tmp_path: Path) -> None:
     # Units of split layers change from epoch to epoch.
     task, (found,) = trained(tmp_path, Toy(7), **PAYS, schedule={"most": 5.0, "epsilon": 0.9})
-    layers = task.finished().layers(8)
+    layers = task.export_model().describe_layers(8)
     assert [name for names in found.decision.segments for name in names] == [layer.name for layer in layers]
     check(layers, found.decision.rewrite_plan or RewritePlan(splits=()), found.decision.homes(layers))
 
@@ -206,7 +206,7 @@ def test_a_design_is_of_the_layers_that_are_left(
     gone_from: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     task, (found,) = trained(tmp_path, Toy(5, gone_from=gone_from), **changes)
-    layers = task.finished().layers(8)
+    layers = task.export_model().describe_layers(8)
     assert len(layers) == 4
     # What `verify` asks of a plan.
     assert [name for names in found.decision.segments for name in names] == [layer.name for layer in layers]
@@ -218,7 +218,7 @@ def test_a_model_that_outgrows_the_decision_gets_another(tmp_path: Path) -> None
     first = Decision.from_dict(rows_of(tmp_path)[1]["decision"])
     assert set(first.mapping) == {0}
     saved = load_plan(tmp_path / PLAN)
-    assert tuple(saved.layers) == task.finished().layers(8)
+    assert tuple(saved.layers) == task.export_model().describe_layers(8)
     assert saved.hardware.price(saved.layers, saved.decision) == found[0].priced
 
 

@@ -17,7 +17,7 @@ from sparseflow.codesign.joint import Designed, Mode
 from sparseflow.codesign.proxy import LayerHwProxy
 from sparseflow.codesign.saved import PLAN
 from sparseflow.codesign.trace import TRACE, Trace, replay
-from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.toys import PAYS, Toy, rows_of, trained
 from tests.killed import run_script
@@ -25,7 +25,7 @@ from tests.killed import run_script
 
 def same_run(one: tuple[Toy, list[Designed]], other: tuple[Toy, list[Designed]]) -> None:
     assert one[1] == other[1]
-    torch.testing.assert_close(one[0].state(), other[0].state(), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(one[0].state_dict(), other[0].state_dict(), rtol=0.0, atol=0.0)
 
 
 class Stopped(Exception):
@@ -95,7 +95,7 @@ def test_it_goes_on_after_any_checkpoint(
     unbroken: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stop_at(monkeypatch, joint.checkpoint, "write", count, after=after)
+    stop_at(monkeypatch, joint.checkpoint, "save", count, after=after)
     with pytest.raises(Stopped):
         trained(tmp_path, Toy(4), mode=mode, **PAYS)
     monkeypatch.undo()
@@ -133,7 +133,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", KILLS)
 def test_after_sigkill_it_goes_on_as_if_unbroken(mode: Mode, killed: Path, unbroken: dict[str, Any]) -> None:
     folder = killed / mode
-    assert (folder / CHECKPOINT).is_file() and not (folder / PLAN).exists()
+    assert (folder / CHECKPOINT_FILE).is_file() and not (folder / PLAN).exists()
     goes_on(folder, mode, unbroken)
 
 
@@ -159,7 +159,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_damage_is_told(tmp_path: Path) -> None:
     trained(tmp_path, Toy(2))
-    trace, checkpoint = (tmp_path / TRACE).read_bytes(), (tmp_path / CHECKPOINT).read_bytes()
+    trace, checkpoint = (tmp_path / TRACE).read_bytes(), (tmp_path / CHECKPOINT_FILE).read_bytes()
     lines = trace.splitlines(keepends=True)
     for content in (
         b"".join(lines[:2]),
@@ -175,10 +175,10 @@ def test_damage_is_told(tmp_path: Path) -> None:
         trained(tmp_path, Toy(2))
     (tmp_path / TRACE).write_bytes(trace)
     for content in (checkpoint[:-30], b"torn"):
-        (tmp_path / CHECKPOINT).write_bytes(content)
+        (tmp_path / CHECKPOINT_FILE).write_bytes(content)
         with pytest.raises(FileFormatError, match="checkpoint"):
             trained(tmp_path, Toy(2))
-    (tmp_path / CHECKPOINT).write_bytes(checkpoint)
+    (tmp_path / CHECKPOINT_FILE).write_bytes(checkpoint)
     assert trained(tmp_path, Toy(2))[1]
 
 

@@ -33,9 +33,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 def scores(steps: Steps, samples: Tensor) -> Tensor:
     with torch.no_grad():
-        state = steps.begin(samples)
-        for layer in range(len(steps.layers(1))):
-            state = steps.step(layer, state)
+        state = steps.initial_state(samples)
+        for layer in range(len(steps.describe_layers(1))):
+            state = steps.run_layer(layer, state)
         return state["logits"]
 
 
@@ -60,13 +60,13 @@ def test_logits_stay_and_weights_come_back(dtype: torch.dtype, seed: int, slots:
     model = awake(seed=seed, depth=6).to(dtype)
     steps, x = Steps(model), clips(model, seed=seed)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    modules = [steps.module(layer) for layer in range(14)]
+    modules = [steps.get_layer(layer) for layer in range(14)]
     expected = scores(steps, x)
-    _, plan = random_plan(steps.layers(2), slots, seed=seed, share=0.8)
+    _, plan = random_plan(steps.describe_layers(2), slots, seed=seed, share=0.8)
     rewrite = apply(steps, plan)
     assert plan.splits and set(rewrite.forms) == {split.layer for split in plan.splits}
     for layer, form in rewrite.forms.items():
-        assert steps.module(layer) is form and isinstance(form, Joined if layer in (0, 13) else Summed)
+        assert steps.get_layer(layer) is form and isinstance(form, Joined if layer in (0, 13) else Summed)
     assert apart(scores(steps, x), expected) <= TOLERANCE[dtype]
     with torch.no_grad():
         # Parts have weights of their own.
@@ -74,7 +74,7 @@ def test_logits_stay_and_weights_come_back(dtype: torch.dtype, seed: int, slots:
             for each in form.parameters():
                 each.zero_()
     rewrite.undo()
-    assert [steps.module(layer) for layer in range(14)] == modules
+    assert [steps.get_layer(layer) for layer in range(14)] == modules
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(scores(steps, x), expected)
@@ -87,7 +87,7 @@ def test_pruned_models(selector: str) -> None:
     x = clips(model)
     expected = scores(steps, x)
     for seed in range(4):
-        _, plan = random_plan(steps.layers(2), 3, seed=seed, share=1.0)
+        _, plan = random_plan(steps.describe_layers(2), 3, seed=seed, share=1.0)
         with apply(steps, plan):
             assert apart(scores(steps, x), expected) <= TOLERANCE[torch.float64]
         assert torch.equal(scores(steps, x), expected)
@@ -174,22 +174,22 @@ def test_rewriting_twice() -> None:
     steps = Steps(awake())
     plan = plan_of(a_split())
     rewrite = apply(steps, plan)
-    form = steps.module(1)
+    form = steps.get_layer(1)
     with pytest.raises(InputError, match="layer 1 is in its split form already"):
         apply(steps, plan_of(a_split(3), a_split(1)))
-    assert steps.module(1) is form and not isinstance(steps.module(3), Form)
+    assert steps.get_layer(1) is form and not isinstance(steps.get_layer(3), Form)
     rewrite.undo()
     with pytest.raises(InputError, match="undone before"):
         rewrite.undo()
     with apply(steps, plan) as again:
         again.undo()
     with apply(steps, plan) as again:
-        original = steps.module(1)
-        steps.replace(1, nn.Identity())
+        original = steps.get_layer(1)
+        steps.replace_layer(1, nn.Identity())
         with pytest.raises(InputError, match="layer 1 is not in the split form"):
             again.undo()
-        steps.replace(1, original)
-    assert not isinstance(steps.module(1), Form)
+        steps.replace_layer(1, original)
+    assert not isinstance(steps.get_layer(1), Form)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_layers_that_cannot_be_split() -> None:
 
 
 def nodes() -> tuple[LayerNode, ...]:
-    return Steps(awake()).layers(3)
+    return Steps(awake()).describe_layers(3)
 
 
 def test_bytes_between_slots() -> None:

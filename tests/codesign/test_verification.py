@@ -33,7 +33,7 @@ def made(*, seed: int = 0, pruned: bool = False, dtype: torch.dtype = torch.floa
 
 def planned(steps: Steps, *, seed: int = 0, slots: int = 3, share: float = 0.8, batch: int = 2) -> Decision:
     """A plan drawn at random, a segment for each layer."""
-    layers = steps.layers(batch)
+    layers = steps.describe_layers(batch)
     homes, plan = random_plan(layers, slots, seed=seed, share=share)
     return Decision(
         chips=("npu-m",) * slots, segments=tuple((layer.name,) for layer in layers), mapping=tuple(homes),
@@ -54,8 +54,8 @@ def test_a_plan_of_the_model_is_exact(dtype: torch.dtype, pruned: bool) -> None:
     found = verify(steps, decision, samples)
     assert set(found["error"]) == {"rewritten", "local"}
     assert all(0.0 <= error <= TOLERANCES[dtype] for error in found["error"].values())
-    homes = decision.homes(steps.layers(2))
-    wanted = sum(plan_bytes(steps.layers(2), homes, decision.rewrite_plan).values())
+    homes = decision.homes(steps.describe_layers(2))
+    wanted = sum(plan_bytes(steps.describe_layers(2), homes, decision.rewrite_plan).values())
     assert found["moved_bytes"] == {"planned": wanted, "local": wanted} and wanted > 0
     assert found["splits"] == len(decision.rewrite_plan.splits) and found["slots"] == 3
     # The model is left as it was.
@@ -213,9 +213,9 @@ def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
     verify(other, decision, samples)
     told = r"another model: blocks\.0\.perceptron has `flops` .* \(planned: .*`units` 64 \(planned: 32\)"
     with pytest.raises(InputError, match=told + r".*, and 3 other layers differ; name the model"):
-        verify(other, decision, samples, planned=steps.layers(8))
+        verify(other, decision, samples, planned=steps.describe_layers(8))
     # Batches of another size are no other model, and neither are other weights.
-    verify(made(seed=5), decision, samples, planned=steps.layers(8))
+    verify(made(seed=5), decision, samples, planned=steps.describe_layers(8))
 
 
 @pytest.mark.parametrize(
@@ -227,15 +227,15 @@ def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
 )  # fmt: skip
 def test_whatever_differs_is_named(other: Steps, field: str) -> None:
     with pytest.raises(InputError, match=rf"`{field}` \S+ \(planned: "):
-        check_model(other, made().layers(4))
+        check_model(other, made().describe_layers(4))
 
 
 def test_layers_that_are_missing_are_told() -> None:
     with pytest.raises(InputError, match="is of 10 layers and the model has 8"):
-        check_model(made(depth=3), made().layers(1))
+        check_model(made(depth=3), made().describe_layers(1))
     with pytest.raises(InputError, match="is of 0 layers"):
         check_model(made(), ())
     # Figures with gradients are figures.
     layers = [replace(layer, flops=torch.tensor(float(layer.flops), requires_grad=True))
-              for layer in made().layers(2)]  # fmt: skip
+              for layer in made().describe_layers(2)]  # fmt: skip
     check_model(made(), layers)

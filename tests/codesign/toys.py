@@ -62,10 +62,10 @@ class Listed:
     def __init__(self, layers: Sequence[LayerNode]) -> None:
         self._layers = tuple(layers)
 
-    def layers(self, batch: int) -> tuple[LayerNode, ...]:
+    def describe_layers(self, batch: int) -> tuple[LayerNode, ...]:
         return self._layers
 
-    def importance(self, layer: int) -> Tensor:
+    def unit_importance(self, layer: int) -> Tensor:
         return torch.arange(self._layers[layer].units).float().sin()
 
     def __getattr__(self, name: str) -> Any:
@@ -107,14 +107,14 @@ class Toy:
     def __exit__(self, *_: object) -> None: ...
 
     def train_epoch(
-        self, extra: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
+        self, extra_loss: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
     ) -> Mapping[str, float]:
         loss = torch.zeros(())
         for step in range(3):
             self._optimizer.zero_grad()
             loss = 0.05 * (self.gates - 3.0).square().sum()
-            if extra is not None:
-                more = extra()
+            if extra_loss is not None:
+                more = extra_loss()
                 self.pulls.append(float(more.detach()))
                 loss = loss + more.to(loss)
             loss.backward()
@@ -122,10 +122,10 @@ class Toy:
             if progress is not None:
                 progress(f"epoch {self.done + 1}", (step + 1) / 3)
         self.done += 1
-        self.pulled.append(extra is not None)
+        self.pulled.append(extra_loss is not None)
         return {"loss": float(loss.detach())}
 
-    def accuracy(self) -> float:
+    def evaluate_accuracy(self) -> float:
         if self._accuracies:
             return self._accuracies[self.done - 1]
         return float(torch.sigmoid(self.gates.detach()).mean())
@@ -133,7 +133,7 @@ class Toy:
     def save(self, path: Path) -> None:
         path.write_bytes(b"")
 
-    def soft_layers(self, batch: int) -> list[LayerNode]:
+    def differentiable_layers(self, batch: int) -> list[LayerNode]:
         found, open_ = list(self._layers), torch.sigmoid(self.gates)
         for gate, at in enumerate(GATED):
             share = 0.1 + 0.9 * open_[gate]
@@ -142,7 +142,7 @@ class Toy:
             )
         return found
 
-    def finished(self) -> Any:
+    def export_model(self) -> Any:
         found = list(self._layers)
         for gate, at in enumerate(GATED):
             units = found[at].units
@@ -155,13 +155,13 @@ class Toy:
             found = [replace(layer, memory_bytes=layer.memory_bytes * 100) for layer in found]
         return Listed([replace(layer, id=at) for at, layer in enumerate(found)])
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "gates": self.gates.detach().clone(), "optimizer": self._optimizer.state_dict(),
             "done": self.done, "pulled": list(self.pulled), "pulls": list(self.pulls),
         }  # fmt: skip
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             self.gates.copy_(state["gates"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -181,11 +181,14 @@ class Sized(Toy):
         super().__init__(len(sizes_mb) - 1, accuracies=accuracies or [0.5] * len(sizes_mb))
         self._sizes_mb, self._largest_mb = sizes_mb, largest_mb
 
-    def soft_layers(self, batch: int) -> list[LayerNode]:
-        return [replace(each, memory_bytes=self._largest_mb * 10**6) for each in super().soft_layers(batch)]
+    def differentiable_layers(self, batch: int) -> list[LayerNode]:
+        return [
+            replace(each, memory_bytes=self._largest_mb * 10**6)
+            for each in super().differentiable_layers(batch)
+        ]
 
-    def finished(self) -> Any:
-        size, layers = self._sizes_mb[self.done] * 10**6, super().finished().layers(8)
+    def export_model(self) -> Any:
+        size, layers = self._sizes_mb[self.done] * 10**6, super().export_model().describe_layers(8)
         return Listed([replace(layer, memory_bytes=size) for layer in layers])
 
 

@@ -19,7 +19,7 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ceilings, "_best_ms", two_ms)
     before = torch.get_float32_matmul_precision()
-    found = ceilings.ceilings("cpu")
+    found = ceilings.measure_ceilings("cpu")
     assert found.flops_per_s == {"float32": 2 * 1024**3 / 2e-3, "bfloat16": 2 * 1024**3 / 2e-3}
     assert found.bytes_per_s == 2 * (256 << 20) / 2e-3
     assert calls == [torch.device("cpu")] * 3
@@ -28,6 +28,6 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_has_more_data_types() -> None:
-    found = ceilings.ceilings("cuda")
+    found = ceilings.measure_ceilings("cuda")
     assert set(found.flops_per_s) == {"float32", "tf32", "float16", "bfloat16"}
     assert found.flops_per_s["float16"] > found.flops_per_s["float32"] > found.bytes_per_s > 0

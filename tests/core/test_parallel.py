@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparseflow.core import extras, parallel
-from sparseflow.core.parallel import run_each
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import DeviceError, InputError, MissingExtraError
 
 
@@ -28,13 +28,13 @@ def leave_a_trace(item: Path) -> None:
 
 
 def test_one_worker_calls_here_and_in_order() -> None:
-    found = list(run_each(square_and_process, [3, 1, 2]))
+    found = list(map_unordered(square_and_process, [3, 1, 2]))
     assert found == [(0, (9, os.getpid())), (1, (1, os.getpid())), (2, (4, os.getpid()))]
 
 
 def test_one_worker_calls_only_when_asked_for_the_next() -> None:
     called: list[int] = []
-    results = run_each(called.append, [1, 2, 3])
+    results = map_unordered(called.append, [1, 2, 3])
     assert next(results) == (0, None) and called == [1]
     results.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert called == [1]
@@ -42,11 +42,11 @@ def test_one_worker_calls_only_when_asked_for_the_next() -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_no_items_give_no_results(workers: int) -> None:
-    assert list(run_each(square_and_process, [], workers=workers)) == []
+    assert list(map_unordered(square_and_process, [], workers=workers)) == []
 
 
 def test_processes_give_each_result_with_the_place_of_its_item() -> None:
-    found = dict(run_each(square_and_process, [5, 1, 4, 4], workers=2))
+    found = dict(map_unordered(square_and_process, [5, 1, 4, 4], workers=2))
     assert {place: square for place, (square, _) in found.items()} == {0: 25, 1: 1, 2: 16, 3: 16}
     processes = {process for _, process in found.values()}
     assert os.getpid() not in processes and len(processes) <= 2
@@ -55,12 +55,12 @@ def test_processes_give_each_result_with_the_place_of_its_item() -> None:
 def test_an_error_comes_out_and_what_has_not_begun_is_dropped(tmp_path: Path) -> None:
     items = [tmp_path / "refused", *(tmp_path / str(number) for number in range(100))]
     with pytest.raises(FileNotFoundError, match="refused is not there"):
-        list(run_each(leave_a_trace, items, workers=2))
+        list(map_unordered(leave_a_trace, items, workers=2))
     assert len(list(tmp_path.iterdir())) < 100
 
 
 def test_an_error_of_the_only_worker_comes_out_after_what_came_before(tmp_path: Path) -> None:
-    results = run_each(leave_a_trace, [tmp_path / "first", tmp_path / "refused", tmp_path / "last"])
+    results = map_unordered(leave_a_trace, [tmp_path / "first", tmp_path / "refused", tmp_path / "last"])
     assert next(results) == (0, None)
     with pytest.raises(FileNotFoundError, match="refused is not there"):
         next(results)
@@ -70,13 +70,13 @@ def test_an_error_of_the_only_worker_comes_out_after_what_came_before(tmp_path: 
 @pytest.mark.parametrize("workers", [0, -1])
 def test_workers_must_be_positive(workers: int) -> None:
     with pytest.raises(InputError, match=rf"`workers` \(={workers}\) must be at least 1"):
-        list(run_each(square_and_process, [1], workers=workers))
+        list(map_unordered(square_and_process, [1], workers=workers))
 
 
 def test_a_cluster_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"`ray`.*pip install 'sparseflow\[distributed\]'"):
-        list(run_each(square_and_process, [1], cluster="auto"))
+        list(map_unordered(square_and_process, [1], cluster="auto"))
 
 
 class TaskError(Exception):
@@ -88,7 +88,7 @@ class TaskError(Exception):
 
 
 class PretendedRay:
-    """What `run_each` uses of Ray, in this process; the call made last ends first."""
+    """What `map_unordered` uses of Ray, in this process; the call made last ends first."""
 
     exceptions = SimpleNamespace(RayTaskError=TaskError)
 
@@ -142,7 +142,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> PretendedRay:
 
 
 def test_a_cluster_gives_each_result_with_its_place_and_is_left(ray: PretendedRay) -> None:
-    found = list(run_each(abs, [-1, 2, -3], cluster="10.0.0.1:6379", cpus_each=4.0, gpus_each=1.0))
+    found = list(
+        map_unordered(abs, [-1, 2, -3], cluster="10.0.0.1:6379", cpus_per_task=4.0, gpus_per_task=1.0)
+    )
     assert found == [(2, 3), (1, 2), (0, 1)]
     assert ray.address == "10.0.0.1:6379"
     assert (ray.options["num_cpus"], ray.options["num_gpus"], ray.options["max_retries"]) == (4.0, 1.0, 0)
@@ -151,16 +153,16 @@ def test_a_cluster_gives_each_result_with_its_place_and_is_left(ray: PretendedRa
 
 def test_a_cluster_that_was_joined_before_is_not_left(ray: PretendedRay) -> None:
     ray.running = True
-    assert dict(run_each(abs, [-1, 2], cluster="auto")) == {0: 1, 1: 2}
+    assert dict(map_unordered(abs, [-1, 2], cluster="auto")) == {0: 1, 1: 2}
     assert ray.stopped == 0
 
 
 def test_workers_are_not_looked_at_with_a_cluster(ray: PretendedRay) -> None:
-    assert list(run_each(abs, [-1], cluster="auto", workers=0)) == [(0, 1)]
+    assert list(map_unordered(abs, [-1], cluster="auto", workers=0)) == [(0, 1)]
 
 
 def test_an_error_on_a_cluster_comes_out_as_itself_and_the_rest_is_cancelled(ray: PretendedRay) -> None:
-    results = run_each(len, ["abc", "ab", 5, "a"], cluster="auto")  # type: ignore[list-item]
+    results = map_unordered(len, ["abc", "ab", 5, "a"], cluster="auto")  # type: ignore[list-item]
     assert next(results) == (3, 1)
     with pytest.raises(TypeError, match="has no len"):
         next(results)
@@ -175,10 +177,10 @@ def test_whatever_ends_it_on_a_cluster_the_rest_is_cancelled(ray: PretendedRay) 
 
     ray.running = True
     with pytest.raises(SystemError, match="the machine is gone"):
-        list(run_each(lost, [1, 2, 3, 4], cluster="auto"))
+        list(map_unordered(lost, [1, 2, 3, 4], cluster="auto"))
     assert ray.cancelled == [1, 2]
     ray.cancelled.clear()
-    results = run_each(lost, [1, 2, 4], cluster="auto")
+    results = map_unordered(lost, [1, 2, 4], cluster="auto")
     assert next(results) == (2, 4)
     results.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert ray.cancelled == [1, 2]
@@ -188,4 +190,4 @@ def test_whatever_ends_it_on_a_cluster_the_rest_is_cancelled(ray: PretendedRay) 
 def test_no_cluster_at_the_address_is_told(refusal: Exception, ray: PretendedRay) -> None:
     ray.refusal = refusal
     with pytest.raises(DeviceError, match=r"no Ray cluster at '10\.0\.0\.9:1': nobody"):
-        list(run_each(abs, [1], cluster="10.0.0.9:1"))
+        list(map_unordered(abs, [1], cluster="10.0.0.9:1"))

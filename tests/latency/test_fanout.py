@@ -53,7 +53,7 @@ def test_each_gpu_gets_a_part(config: Config, tmp_path: Path, monkeypatch: pytes
         asked.append((part.gpu, folder))
         return Collected(path=folder, rows=1, added=1, failed=0, items=1, drift=None, levels=())
 
-    monkeypatch.setattr(fanout, "run_each", here)
+    monkeypatch.setattr(fanout, "map_unordered", here)
     monkeypatch.setattr(fanout, "collect", measured)
     on_gpus = config.model_copy(update={"provider": "cuda"})
     found = fan_out(on_gpus, tmp_path, gpus=[0, 3])
@@ -77,7 +77,7 @@ def test_rows_are_told_while_parts_are_measured(
             yield place, function(item)
             assert place or enough.wait(60.0)
 
-    monkeypatch.setattr(fanout, "run_each", here)
+    monkeypatch.setattr(fanout, "map_unordered", here)
     monkeypatch.setattr(fanout, "_EVERY_S", 0.01)
     monkeypatch.setattr(
         fanout, "collect", lambda part, folder: collect(part, folder, instruments=FakeBench(part))

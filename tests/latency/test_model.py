@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("onnx")
 pytest.importorskip("xgboost")
 
-from sparseflow.core.costmodel import metrics
+from sparseflow.core import metrics
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.kernels import Kernel
 from sparseflow.latency.model import KINDS, RATIO, KernelModel

@@ -15,7 +15,7 @@ from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.blocks import Attention, Block, Perceptron
 from sparseflow.pruning.config import BY_HEADS, SELECTORS
 from sparseflow.pruning.flops import flops
-from sparseflow.pruning.steps import Steps, soft_layers
+from sparseflow.pruning.steps import Steps, differentiable_layers
 from tests.pruning.models import awake, clips, far, tiny
 
 STAGES = ({0: 0.8, 1: 0.5, 3: 0.3}, {1: 1.0, 2: 0.5}, {3: 0.25})
@@ -45,9 +45,9 @@ def made(
 def states(steps: Steps, samples: Tensor) -> list[dict[str, Tensor]]:
     """The state before the first layer, and after each."""
     with torch.no_grad():
-        found = [steps.begin(samples)]
-        for layer in range(len(steps.layers(len(samples)))):
-            found.append(steps.step(layer, found[-1]))
+        found = [steps.initial_state(samples)]
+        for layer in range(len(steps.describe_layers(len(samples)))):
+            found.append(steps.run_layer(layer, found[-1]))
     return found
 
 
@@ -72,7 +72,7 @@ def test_they_do_what_the_model_does(
     found = states(steps, x)
     with torch.no_grad():
         assert torch.equal(found[-1]["logits"], model(x))
-    layers = steps.layers(3)
+    layers = steps.describe_layers(3)
     assert [size(state.values()) for state in found] == [
         layers[0].traffic_in_bytes, *(layer.traffic_out_bytes for layer in layers)
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_they_do_what_the_model_does(
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_half_precision(selector: str, dtype: torch.dtype) -> None:
     model = made(selector, grains=False).to(dtype)
-    found, layers = states(Steps(model), clips(model)), Steps(model).layers(2)
+    found, layers = states(Steps(model), clips(model)), Steps(model).describe_layers(2)
     with torch.no_grad():
         assert torch.equal(found[-1]["logits"], model(clips(model)))
     assert [size(state.values()) for state in found[1:]] == [layer.traffic_out_bytes for layer in layers]
@@ -114,13 +114,13 @@ def test_nothing_goes_on_that_is_not_needed(selector: str, pool: str) -> None:
             broken[name] = state[name].flip(1)
             with torch.no_grad():
                 for layer in range(at, len(found) - 1):
-                    broken = steps.step(layer, broken)
+                    broken = steps.run_layer(layer, broken)
             assert not torch.equal(broken["logits"], found[-1]["logits"]), (at, name)
 
 
 def test_layers_are_named_and_told() -> None:
     model = made("ast", stages={1: 0.5}, grains=False, merge=True)
-    layers = Steps(model).layers(2)
+    layers = Steps(model).describe_layers(2)
     assert [layer.name for layer in layers] == [
         "embed", *(f"blocks.{at}.{half}" for at in range(4) for half in ("attention", "perceptron")), "head"
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def test_layers_are_named_and_told() -> None:
 
 def test_the_figures_of_one_layer() -> None:
     model, b, n, c, m = made(None), 3, 64, 16, 32
-    attention, perceptron = Steps(model).layers(b)[1:3]
+    attention, perceptron = Steps(model).describe_layers(b)[1:3]
     weights = 3 * c * (c + 1) + c * (c + 1) + 2 * c
     assert attention.weight_bytes == 4 * weights
     assert attention.flops == b * (2 * n * c * 4 * c + 4 * n * n * c)
@@ -155,14 +155,14 @@ def test_stages_of_removed_blocks_are_done_by_the_next_layer() -> None:
     with torch.no_grad():
         model.gates.logits["block"].copy_(torch.tensor([-5.0, -5.0, 5.0, -5.0]))
     cut = compact(model)
-    layers, found = Steps(cut).layers(2), states(Steps(cut), clips(cut))
+    layers, found = Steps(cut).describe_layers(2), states(Steps(cut), clips(cut))
     assert [layer.name for layer in layers] == ["embed", "blocks.2.attention", "blocks.2.perceptron", "head"]
     assert [layer.seq_len for layer in layers] == [64, 32, 32, 19]
     with torch.no_grad():
         assert torch.equal(found[-1]["logits"], cut(clips(cut)))
         model.gates.logits["block"].fill_(-5.0)
     none = compact(model)
-    assert [layer.name for layer in Steps(none).layers(1)] == ["embed", "head"]
+    assert [layer.name for layer in Steps(none).describe_layers(1)] == ["embed", "head"]
     with torch.no_grad():
         assert torch.equal(states(Steps(none), clips(none))[-1]["logits"], none(clips(none)))
 
@@ -198,15 +198,15 @@ def test_several_dtypes() -> None:
 @pytest.mark.parametrize("batch", [0, -1, 1.0, True])
 def test_batches(batch: Any) -> None:
     with pytest.raises(InputError, match="batch"):
-        Steps(tiny()).layers(batch)
+        Steps(tiny()).describe_layers(batch)
 
 
 @pytest.mark.parametrize("selector", [None, *SELECTORS])
 def test_splits_move_what_they_say(selector: str | None) -> None:
     model = made(selector, pool="cls", merge=True)
     steps = Steps(model)
-    for layer in steps.layers(3):
-        module, seen = steps.module(layer.id), []
+    for layer in steps.describe_layers(3):
+        module, seen = steps.get_layer(layer.id), []
         looks = selector in BY_HEADS and layer.name in ("blocks.0.attention", "blocks.1.attention",
                                                         "blocks.3.attention")  # fmt: skip
         if not layer.splittable:
@@ -239,12 +239,13 @@ def test_parts_add_up(dtype: torch.dtype, biased: bool) -> None:
     given = (x, bias) if biased else (x,)
     with torch.no_grad():
         parts = [
-            attention.part(torch.tensor(units), bias=not at) for at, units in enumerate([[2], [3, 0, 1]])
+            attention.slice_units(torch.tensor(units), bias=not at)
+            for at, units in enumerate([[2], [3, 0, 1]])
         ]
         assert [part.heads for part in parts] == [1, 3] and parts[1].proj.bias is None
         assert far(parts[0](*given) + parts[1](*given), attention(*given)) <= 100 * torch.finfo(dtype).eps
         order = torch.randperm(32, generator=g)
-        others = [perceptron.part(order[:5], bias=True), perceptron.part(order[5:], bias=False)]
+        others = [perceptron.slice_units(order[:5], bias=True), perceptron.slice_units(order[5:], bias=False)]
         assert others[1].down.bias is None and others[0].up.out_features == 5
         assert far(others[0](x) + others[1](x), perceptron(x)) <= 100 * torch.finfo(dtype).eps
 
@@ -253,7 +254,7 @@ def test_a_part_is_a_copy() -> None:
     block: Any = made(None).blocks[0]
     for module in (block.attention, block.perceptron):
         whole = [each.clone() for each in module.parameters()]
-        part = module.part(torch.tensor([1, 0]), bias=True)
+        part = module.slice_units(torch.tensor([1, 0]), bias=True)
         assert not part.training and all(each.dtype == torch.float32 for each in part.parameters())
         with torch.no_grad():
             for each in part.parameters():
@@ -265,13 +266,13 @@ def test_importance() -> None:
     model = made(None).double()
     steps, block = Steps(model), model.blocks[2]
     assert isinstance(block, Block) and block.attention is not None and block.perceptron is not None
-    heads, channels = steps.importance(5), steps.importance(6)
+    heads, channels = steps.unit_importance(5), steps.unit_importance(6)
     values, out = block.attention.qkv.weight[32:].view(4, 4, 16), block.attention.proj.weight.view(16, 4, 4)
     for at in range(4):
         assert heads[at].item() == pytest.approx((out[:, at] @ values[at]).norm().item())
     assert channels[7] == block.perceptron.up.weight[7].norm() * block.perceptron.down.weight[:, 7].norm()
-    assert [len(steps.importance(layer)) for layer in (0, 5, 6, 9)] == [16, 4, 32, 5]
-    assert not any(steps.importance(layer).requires_grad for layer in range(10))
+    assert [len(steps.unit_importance(layer)) for layer in (0, 5, 6, 9)] == [16, 4, 32, 5]
+    assert not any(steps.unit_importance(layer).requires_grad for layer in range(10))
 
 
 @pytest.mark.parametrize("selector", [None, *SELECTORS])
@@ -279,20 +280,20 @@ def test_importance() -> None:
 def test_each_layer_alone(selector: str | None, pool: str) -> None:
     model = made(selector, pool=pool, merge=True)
     steps, x = Steps(model), clips(model)
-    found, layers = states(steps, x), steps.layers(2)
+    found, layers = states(steps, x), steps.describe_layers(2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for at, layer in enumerate(layers):
-        alone = steps.only([at], "cpu")
+        alone = steps.select_layers([at], "cpu")
         assert size(alone.model.parameters()) == layer.weight_bytes
         with torch.no_grad():
-            after = alone.step(at, alone.begin(x) if at == 0 else found[at])
+            after = alone.run_layer(at, alone.initial_state(x) if at == 0 else found[at])
             for each in alone.model.parameters():
                 each.zero_()
         assert set(after) == set(found[at + 1])
         assert all(torch.equal(after[name], value) for name, value in found[at + 1].items())
-        assert alone.layers(2) == layers
+        assert alone.describe_layers(2) == layers
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    none = steps.only([], "cpu").model
+    none = steps.select_layers([], "cpu").model
     assert not list(none.parameters()) and not list(none.buffers())
 
 
@@ -310,11 +311,11 @@ def test_another_module_in_its_place() -> None:
     x = clips(steps.model)
     expected = states(steps, x)[-1]["logits"]
     for layer in range(10):
-        module = steps.module(layer)
-        steps.replace(layer, Around(module) if layer != 3 else module)
-        assert (steps.module(layer) is module) == (layer == 3)
+        module = steps.get_layer(layer)
+        steps.replace_layer(layer, Around(module) if layer != 3 else module)
+        assert (steps.get_layer(layer) is module) == (layer == 3)
     assert torch.equal(states(steps, x)[-1]["logits"], expected)
-    assert steps.layers(1)[2].units == 32
+    assert steps.describe_layers(1)[2].units == 32
 
 
 GATED: dict[str, Any] = {
@@ -335,7 +336,7 @@ def gated(block: list[float], head: Tensor, channel: Tensor) -> VideoViT:
 
 def test_soft_layers_of_open_gates() -> None:
     model = gated([1.0] * 4, torch.ones(4, 4), torch.ones(4, 32))
-    hard, soft = Steps(compact(model)).layers(3), soft_layers(model, 3)
+    hard, soft = Steps(compact(model)).describe_layers(3), differentiable_layers(model, 3)
     assert len(hard) == len(soft)
     for one, other in zip(hard, soft, strict=True):
         assert isinstance(other.flops, Tensor) and other.flops.shape == () == other.bytes.shape  # pyright: ignore
@@ -350,8 +351,8 @@ def test_soft_layers_of_closed_gates() -> None:
     head, channel = (torch.rand(4, count, generator=g).round() for count in (4, 32))
     head[:, 0] = channel[:, 0] = 1.0
     model = gated([1.0, 1.0, 0.0, 1.0], head, channel)
-    hard = {layer.name: layer for layer in Steps(compact(model)).layers(2)}
-    soft = {layer.name: layer for layer in soft_layers(model, 2)}
+    hard = {layer.name: layer for layer in Steps(compact(model)).describe_layers(2)}
+    soft = {layer.name: layer for layer in differentiable_layers(model, 2)}
     assert set(soft) - set(hard) == {"blocks.2.attention", "blocks.2.perceptron"}
     for name, layer in soft.items():
         one = hard.get(name)
@@ -369,7 +370,7 @@ def total(layers: tuple[LayerNode, ...]) -> Tensor:
 def test_gradients_go_to_the_gates() -> None:
     model = awake(GATED).double()
     assert model.gates is not None
-    total(soft_layers(model, 2)).backward()
+    total(differentiable_layers(model, 2)).backward()
     for name, logits in model.gates.logits.items():
         assert logits.grad is not None and (logits.grad > 0.0).all(), name
         at = (1,) * logits.ndim
@@ -377,20 +378,20 @@ def test_gradients_go_to_the_gates() -> None:
             sides = []
             for step in (0.1, -0.1):
                 logits[at] += step
-                sides.append(total(soft_layers(model, 2)).item())
+                sides.append(total(differentiable_layers(model, 2)).item())
                 logits[at] -= step
         assert logits.grad[at].item() == pytest.approx((sides[0] - sides[1]) / 0.2, rel=0.02), name
 
 
 def test_soft_layers_without_gates() -> None:
     model = tiny({"stages": {1: 0.5}})
-    soft, hard = soft_layers(model, 1), Steps(compact(model)).layers(1)
+    soft, hard = differentiable_layers(model, 1), Steps(compact(model)).describe_layers(1)
     assert [plain(layer.flops) for layer in soft] == [plain(layer.flops) for layer in hard]
 
 
 def test_every_way_to_embed() -> None:
     for position, tubelet in product(("factored", "joint"), (1, 2)):
         model = awake(position=position, tubelet_size=tubelet, pool="cls")
-        layers = Steps(model).layers(1)
+        layers = Steps(model).describe_layers(1)
         assert sum(layer.weight_bytes for layer in layers) == size(model.parameters())
         assert sum(plain(layer.flops) for layer in layers) == flops(model)["total"]

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sklearn")
 
 from sparseflow.core.training import checkpoint
-from sparseflow.core.training.task import Task
+from sparseflow.core.training.epoch_trainer import EpochTrainer
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning import compact
 from sparseflow.pruning.datasets import data_of
@@ -32,8 +32,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_it_is_a_task() -> None:
     with VideoTask(quick()) as task:
-        found: Task = task
-        assert found.epochs == 2 and 0.0 <= found.accuracy() <= 1.0
+        found: EpochTrainer = task
+        assert found.epochs == 2 and 0.0 <= found.evaluate_accuracy() <= 1.0
 
 
 def test_epochs_are_those_of_a_training_of_its_own(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_epochs_are_those_of_a_training_of_its_own(tmp_path: Path) -> None:
     with VideoTask(quick()) as task:
         numbers = [task.train_epoch(progress=lambda *one: said.append(one)) for _ in range(2)]
         assert_same(dict(task.model.state_dict()), dict(alone.model.state_dict()))
-        assert alone.accuracy is not None and task.accuracy() == alone.accuracy.video_top1
+        assert alone.accuracy is not None and task.evaluate_accuracy() == alone.accuracy.video_top1
     assert {"loss", "task", "right", "L_AST", "rate"} <= set(numbers[0])
     assert [share for _, share in said] == pytest.approx([step / 6 for step in range(1, 7)] * 2)
     assert said[0][0].startswith("epoch 1 of 2, loss ") and said[-1][0].startswith("epoch 2 of 2")
@@ -66,7 +66,7 @@ def test_one_more_term_reaches_the_gates() -> None:
         with VideoTask(quick(train={"epochs": 1, "gate_rate": 100.0})) as task:
 
             def extra(task: VideoTask = task, weight: float = weight) -> torch.Tensor:
-                layers = task.soft_layers(2)
+                layers = task.differentiable_layers(2)
                 flops = torch.stack([torch.as_tensor(layer.flops) for layer in layers]).sum()
                 calls.append(float(flops.detach()))
                 return weight * flops.double() / calls[0]
@@ -90,37 +90,50 @@ def test_gates_are_hard_from_where_they_are_asked_to_be() -> None:
 def test_a_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with VideoTask(quick()) as task:
         task.train_epoch()
-        checkpoint.write(tmp_path, {"task": task.state(), "of": {}})
-        task.accuracy()
+        checkpoint.save(tmp_path, {"task": task.state_dict(), "fingerprint": {}})
+        task.evaluate_accuracy()
         task.train_epoch(lambda: 0.1 * task.model.head.weight.square().sum())
-        wanted = weights(task), task.accuracy(), task.soft_layers(3), task.finished().layers(3)
-    state = checkpoint.read(tmp_path, {})
+        wanted = (
+            weights(task),
+            task.evaluate_accuracy(),
+            task.differentiable_layers(3),
+            task.export_model().describe_layers(3),
+        )
+    state = checkpoint.load(tmp_path, {})
     assert state is not None  # tensors, numbers, texts, lists and dictionaries only
     with VideoTask(quick()) as other:
-        other.restore(state["task"])
+        other.load_state_dict(state["task"])
         other.train_epoch(lambda: 0.1 * other.model.head.weight.square().sum())
         assert_same(weights(other), wanted[0])
-        assert other.accuracy() == wanted[1] and other.finished().layers(3) == wanted[3]
-        assert [layer.flops for layer in other.soft_layers(3)] == [layer.flops for layer in wanted[2]]
+        assert other.evaluate_accuracy() == wanted[1] and other.export_model().describe_layers(3) == wanted[3]
+        assert [layer.flops for layer in other.differentiable_layers(3)] == [
+            layer.flops for layer in wanted[2]
+        ]
 
 
 def test_a_state_of_the_end_can_be_asked_without_training() -> None:
     with VideoTask(quick()) as task:
         for _ in range(2):
             task.train_epoch()
-        state, accuracy, layers = task.state(), task.accuracy(), task.finished().layers(2)
+        state, accuracy, layers = (
+            task.state_dict(),
+            task.evaluate_accuracy(),
+            task.export_model().describe_layers(2),
+        )
         state = {name: each.copy() if isinstance(each, dict) else each for name, each in state.items()}
     with VideoTask(quick()) as other:
-        other.restore(state)
-        assert other.finished().layers(2) == layers  # before anything else has put it in evaluation mode
-        assert other.accuracy() == accuracy
+        other.load_state_dict(state)
+        assert (
+            other.export_model().describe_layers(2) == layers
+        )  # before anything else has put it in evaluation mode
+        assert other.evaluate_accuracy() == accuracy
 
 
 def test_what_is_finished_is_a_copy_that_computes_the_same() -> None:
     with VideoTask(quick()) as task:
         task.train_epoch()
         before = weights(task)
-        found = task.finished()
+        found = task.export_model()
         assert isinstance(found, Steps) and found.model.compacted and found.model.gates is None
         with torch.no_grad():
             for parameter in found.model.parameters():
@@ -133,26 +146,26 @@ def test_what_is_saved_is_what_is_finished(tmp_path: Path) -> None:
     with VideoTask(quick()) as task:
         task.train_epoch()
         task.save(tmp_path / "model.safetensors")
-        found, wanted = load(tmp_path / "model.safetensors"), task.finished().model
+        found, wanted = load(tmp_path / "model.safetensors"), task.export_model().model
     assert_same(dict(found.state_dict()), dict(wanted.state_dict()))
-    assert list(Steps(found.eval()).layers(2)) == list(Steps(wanted).layers(2))
+    assert list(Steps(found.eval()).describe_layers(2)) == list(Steps(wanted).describe_layers(2))
 
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_layers_are_for_batches_of_the_size_asked_for(batch: int) -> None:
     with VideoTask(quick()) as task:
-        soft, hard = task.soft_layers(batch), task.finished().layers(batch)
+        soft, hard = task.differentiable_layers(batch), task.export_model().describe_layers(batch)
         assert {layer.batch for layer in (*soft, *hard)} == {batch}
         assert [layer.name for layer in soft][:2] == ["embed", "blocks.0.attention"]
         assert all(isinstance(layer.flops, torch.Tensor) and layer.flops.ndim == 0 for layer in soft)
-        assert list(hard) == list(Steps(compact(task.model)).layers(batch))
+        assert list(hard) == list(Steps(compact(task.model)).describe_layers(batch))
 
 
 def test_a_dense_model_is_a_task_too() -> None:
     with VideoTask(quick(mode="dense", train={"epochs": 1})) as task:
         task.train_epoch(lambda: torch.zeros(()))
-        assert [layer.flops for layer in task.finished().layers(2)] == [
-            pytest.approx(float(torch.as_tensor(layer.flops))) for layer in task.soft_layers(2)
+        assert [layer.flops for layer in task.export_model().describe_layers(2)] == [
+            pytest.approx(float(torch.as_tensor(layer.flops))) for layer in task.differentiable_layers(2)
         ]
 
 
@@ -203,7 +216,7 @@ def test_settings_that_cannot_be_used_leave_the_generator_alone() -> None:
         VideoTask(quick(train={"batch_size": 64}))
     torch.manual_seed(8)
     with pytest.raises(InputError, match="batch"):
-        VideoTask(quick()).soft_layers(0)
+        VideoTask(quick()).differentiable_layers(0)
     drawn = torch.rand(1)
     torch.manual_seed(8)
     assert torch.equal(drawn, torch.rand(1))

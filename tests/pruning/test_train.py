@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("sklearn")
 
-from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.pruning.datasets import data_of
@@ -76,7 +76,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(tmp_path: 
     assert again.accuracy.to_dict() == first.accuracy.to_dict() and again.stats == first.stats
     with pytest.raises(InputError, match=r"of another training, with other train\.rate"):
         train(quick(train={"rate": 0.1}), tmp_path)
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
         train(quick(), tmp_path)
     with pytest.raises(InputError, match="is a file"):

@@ -24,7 +24,7 @@ from sparseflow.adaptive.environment import Environment, Outcomes, draw_budgets
 from sparseflow.adaptive.grpo import advantages, centred, grpo_loss
 from sparseflow.adaptive.grpo_config import GrpoConfig
 from sparseflow.adaptive.imitation import Imitation
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError, RunError
 
 _FIT = 1024
@@ -78,12 +78,17 @@ class Joint:
     """
 
     def __init__(
-        self, config: GrpoConfig, environment: Environment, costs: Costs | None, model_id: str, mine: Ranks
+        self,
+        config: GrpoConfig,
+        environment: Environment,
+        costs: Costs | None,
+        model_id: str,
+        mine: DistributedContext,
     ) -> None:
-        if config.prompts % (config.minibatches * mine.size):
+        if config.prompts % (config.minibatches * mine.world_size):
             raise InputError(
                 f"`prompts` (={config.prompts}) must be divisible by `minibatches` (={config.minibatches}) "
-                f"times the {mine.size} processes"
+                f"times the {mine.world_size} processes"
             )
         self.config, self._environment, self._costs, self._mine = config, environment, costs, mine
         self._span = config.budgets_ms or environment.span_ms()
@@ -202,7 +207,9 @@ class Joint:
         budgets = random.random(config.prompts)
         chance = random.random((config.prompts, config.group, 5))
         # Each minibatch is shared out, so that any number of processes makes the same updates.
-        order = np.arange(config.prompts).reshape(config.minibatches, mine.size, -1)[:, mine.rank].ravel()
+        order = (
+            np.arange(config.prompts).reshape(config.minibatches, mine.world_size, -1)[:, mine.rank].ravel()
+        )
         return (
             torch.from_numpy(samples[order]),
             draw_budgets(self._span, torch.from_numpy(budgets[order])),
@@ -215,7 +222,7 @@ class Joint:
         rate = self.config.rate_at(self.step, self.config.warm_start)
         loss = self._imitation.loss(self.controllers, samples, budgets.float())
         norm = self._update(loss, rate)
-        return {"imitation": float(self._mine.mean(loss)), "gradient": norm, "rate": rate}
+        return {"imitation": float(self._mine.all_reduce_mean(loss)), "gradient": norm, "rate": rate}
 
     def _reinforce(self) -> dict[str, float]:
         config = self.config
@@ -236,7 +243,10 @@ class Joint:
                 norms.append(self._update(loss.total, rate))
                 for name, value in zip(told, (loss.policy, loss.kl, loss.entropy, loss.clipped), strict=True):
                     told[name].append(value)
-        numbers |= {name: float(self._mine.mean(torch.stack(values).mean())) for name, values in told.items()}
+        numbers |= {
+            name: float(self._mine.all_reduce_mean(torch.stack(values).mean()))
+            for name, values in told.items()
+        }
         self.multiplier.update(1.0 - numbers["attainment"])
         return numbers | {"gradient": max(norms), "multiplier": self.multiplier.value, "rate": rate}
 
@@ -260,7 +270,7 @@ class Joint:
         many = budgets.repeat_interleave(config.group)
         worth = config.reward(right, latency_ms, many, self.multiplier.value)
         rewards = worth.view(-1, config.group).to(device)
-        variance = self._mine.mean(centred(rewards).square().mean())
+        variance = self._mine.all_reduce_mean(centred(rewards).square().mean())
         rollout = Rollout(
             language=language, budget_ms=budgets.to(device), token=chosen.token,
             allowed=None if allowed is None else allowed.to(device), action=chosen.action,
@@ -274,7 +284,9 @@ class Joint:
             "reward": rewards.mean().cpu(), "accuracy": right.mean(),
             "attainment": (latency_ms <= many).float().mean(),
         }  # fmt: skip
-        return rollout, {name: float(self._mine.mean(value.to(device))) for name, value in each.items()}
+        return rollout, {
+            name: float(self._mine.all_reduce_mean(value.to(device))) for name, value in each.items()
+        }
 
     def _weigh(self, controllers: Controllers, part: Rollout) -> Choice:
         return controllers.choose(
@@ -288,9 +300,9 @@ class Joint:
             group["lr"] = rate
         self._optimizer.zero_grad()
         loss.backward()
-        self._mine.average(self.controllers.parameters())
+        self._mine.average_gradients(self.controllers.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(self.controllers.parameters(), self.config.max_norm))
-        value = float(self._mine.mean(loss))
+        value = float(self._mine.all_reduce_mean(loss))
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise RunError(
                 f"its loss is {value}, the norm of its gradient {norm}; lower `rate` (={self.config.rate})"

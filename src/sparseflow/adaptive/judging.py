@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseflow.adaptive.budget import checked
 from sparseflow.adaptive.environment import Outcomes
 from sparseflow.adaptive.policies import Oracle, Policy, WithMargin, in_time
-from sparseflow.core.costmodel.ranking import bootstrap
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
 
 MARGINS = tuple(round(1.2 - 0.05 * step, 2) for step in range(17))
@@ -192,5 +192,5 @@ def _tried(policy: Policy, outcomes: Outcomes, budgets_ms: Tensor) -> dict[str, 
 
 
 def _estimate(values: Tensor, images: Sequence[int]) -> Estimate:
-    low, high = bootstrap(values.double().numpy(), images)
+    low, high = bootstrap_mean(values.double().numpy(), images)
     return Estimate(mean=float(values.double().mean()), low=low, high=high)

@@ -16,8 +16,8 @@ from sparseflow.adaptive.environment import Environment
 from sparseflow.adaptive.grpo_config import GrpoConfig
 from sparseflow.adaptive.joint import Joint
 from sparseflow.core.training import checkpoint
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.core.training.history import History
-from sparseflow.core.training.ranks import ranks
 from sparseflow.errors import InputError
 
 Progress = Callable[[str, float], None]
@@ -88,7 +88,7 @@ def train(
     if held_out.space != environment.space or held_out.width != environment.width:
         raise InputError("`held_out` is of another model or has other plans than `environment`")
     root.mkdir(parents=True, exist_ok=True)
-    with ranks(device) as mine:
+    with init_distributed(device) as mine:
         run = Joint(config, environment, costs, model_id, mine)
         asked = {name: value for name, value in asdict(config).items() if name != "checkpoint_every"}
         seen = {"environment": environment.identity(), "held_out": held_out.identity()}
@@ -96,8 +96,8 @@ def train(
         best = _Best(root / CONTROLLERS if mine.rank == 0 else None)
         history = History(root) if mine.rank == 0 else None
         try:
-            state = checkpoint.read(root, of)
-            mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            state = checkpoint.load(root, of)
+            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state["run"])
                 best.restore(state["best"], run)
@@ -107,16 +107,16 @@ def train(
                 numbers = run.advance()
                 last = run.step == config.all_steps
                 if history is not None:
-                    history.write(run.step, "train", numbers)
+                    history.log(run.step, "train", numbers)
                     if last or run.step % config.validate_every == 0:
                         best.look(run, history, held_out)
                     if last or run.step % config.checkpoint_every == 0:
                         history.sync()
-                        kept = {"step": run.step, "run": run.state(), "best": best.state(), "of": of}
-                        checkpoint.write(root, kept)
+                        kept = {"step": run.step, "run": run.state(), "best": best.state(), "fingerprint": of}
+                        checkpoint.save(root, kept)
                 if progress is not None and mine.rank == 0:
                     progress(_told(run.step, numbers), run.step / config.all_steps)
-            mine.wait()
+            mine.barrier()
             controllers = Controllers.load(root / CONTROLLERS, model_id=model_id, device=mine.device)
         finally:
             if history is not None:
@@ -135,7 +135,7 @@ class _Best:
 
     def look(self, run: Joint, history: History, held_out: Environment) -> None:
         numbers = run.validate(held_out)
-        history.write(run.step, "held_out", numbers)
+        history.log(run.step, "held_out", numbers)
         # Of equal ones the later: it has seen more.
         if not self.numbers or numbers["score"] >= self.numbers["score"]:
             self.step, self.numbers = run.step, numbers

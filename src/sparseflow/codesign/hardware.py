@@ -344,7 +344,7 @@ class Hardware:
     @staticmethod
     def orders(model: LayeredModel) -> Orders:
         """Units of a model's layers, the most important first."""
-        return lambda layer: model.importance(layer).argsort(descending=True).tolist()
+        return lambda layer: model.unit_importance(layer).argsort(descending=True).tolist()
 
     def _worth(self, layers: Sequence[LayerNode], decision: Decision) -> float:
         """The objective; infinite where the decision does not fit."""

@@ -49,7 +49,7 @@ def layer_times(
     """
     if passes < 1 or warmup < 0:
         raise InputError(f"`passes` (={passes}) must be at least 1, `warmup` (={warmup}) 0")
-    target, count = torch.device(device), len(model.layers(len(samples)))
+    target, count = torch.device(device), len(model.describe_layers(len(samples)))
     wait: Callable[[], None] = (
         (lambda: torch.cuda.synchronize(target)) if target.type == "cuda" else (lambda: None)
     )
@@ -58,10 +58,10 @@ def layer_times(
         for each in range(warmup + passes):
             if not behind or each == 0:
                 wait()
-            state = model.begin(samples)
+            state = model.initial_state(samples)
             points = [_now(target)]
             for layer in range(count):
-                state = model.step(layer, state)
+                state = model.run_layer(layer, state)
                 points.append(_now(target))
             found.append(points)
     wait()

@@ -27,9 +27,9 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 def whole(model: LayeredModel, samples: Tensor) -> Tensor:
     """Logits of a model that is run layer by layer, on one device."""
     with torch.no_grad():
-        state = model.begin(samples)
-        for layer in model.layers(len(samples)):
-            state = model.step(layer.id, state)
+        state = model.initial_state(samples)
+        for layer in model.describe_layers(len(samples)):
+            state = model.run_layer(layer.id, state)
     return state["logits"]
 
 
@@ -49,7 +49,7 @@ def check_model(model: LayeredModel, planned: Sequence[LayerNode]) -> None:
     Raises:
         InputError: It is another one; says what differs.
     """
-    there = model.layers(planned[0].batch if planned else 1)
+    there = model.describe_layers(planned[0].batch if planned else 1)
     if len(there) != len(planned):
         raise InputError(f"the plan is of {len(planned)} layers and the model has {len(there)}")
     wrong = [
@@ -102,7 +102,7 @@ def verify(
         RunError: Logits differ by more than rounding, other bytes were moved than planned, or undoing the
             rewrite left something behind.
     """
-    layers = model.layers(len(samples))
+    layers = model.describe_layers(len(samples))
     names, there = decision.names, [layer.name for layer in layers]
     if names != there:
         differ = ", ".join(sorted({*names} ^ {*there})[:3]) or "the order"
@@ -116,10 +116,10 @@ def verify(
     due = plan_bytes(layers, homes, plan)
     wanted = whole(model, samples)
     errors, moved = {}, {"planned": sum(due.values())}
-    before = [copy.deepcopy(model.module(layer.id).state_dict()) for layer in layers if layer.splittable]
+    before = [copy.deepcopy(model.get_layer(layer.id).state_dict()) for layer in layers if layer.splittable]
     with apply(model, plan or RewritePlan(splits=())):
         errors["rewritten"] = error_of(whole(model, samples), wanted)
-    after = [model.module(layer.id).state_dict() for layer in layers if layer.splittable]
+    after = [model.get_layer(layer.id).state_dict() for layer in layers if layer.splittable]
     same = all(
         torch.equal(one[name], other[name]) for one, other in zip(before, after, strict=True) for name in one
     )

@@ -76,7 +76,7 @@ class LayerNode:
 class Splittable(Protocol):
     """A module whose output is a sum over units (heads, hidden channels)."""
 
-    def part(self, units: Tensor, *, bias: bool) -> nn.Module:
+    def slice_units(self, units: Tensor, *, bias: bool) -> nn.Module:
         """A module of the same call with some units only; the outputs of parts add up to the whole's.
 
         Args:
@@ -89,30 +89,30 @@ class Splittable(Protocol):
 class LayeredModel(Protocol):
     """A model that lists its layers and runs them one by one, in evaluation mode."""
 
-    def layers(self, batch: int) -> Sequence[LayerNode]:
+    def describe_layers(self, batch: int) -> Sequence[LayerNode]:
         """Its layers, in order, for batches of this size."""
         ...
 
-    def begin(self, samples: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
         """The state before the first layer."""
         ...
 
-    def step(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run_layer(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state after a layer; after the last one it is `{"logits": ...}`."""
         ...
 
-    def module(self, layer: int) -> nn.Module:
+    def get_layer(self, layer: int) -> nn.Module:
         """What a split of it replaces: `Splittable`, or an `nn.Linear` whose columns are shared out."""
         ...
 
-    def importance(self, layer: int) -> Tensor:
+    def unit_importance(self, layer: int) -> Tensor:
         """How much each unit of a layer that can be split counts, [units]; larger is more."""
         ...
 
-    def replace(self, layer: int, module: nn.Module) -> None:
+    def replace_layer(self, layer: int, module: nn.Module) -> None:
         """Put another module of the same call in its place."""
         ...
 
-    def only(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
+    def select_layers(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
         """A copy that holds what these layers need, on a device, and can run no others."""
         ...

@@ -1,6 +1,6 @@
 """The same function over many items: here, in processes of this machine, or on a Ray cluster.
 
-What is measured must not share its device, so `cpus_each` says how much of a machine one call takes; on a
+What is measured must not share its device, so `cpus_per_task` says how much of a machine one call takes; on a
 cluster a call that takes a whole machine gets it for itself.
 """
 
@@ -18,14 +18,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def run_each(
+def map_unordered(
     function: Callable[[Item], Result],
     items: Sequence[Item],
     *,
     workers: int = 1,
     cluster: str | None = None,
-    cpus_each: float = 1.0,
-    gpus_each: float = 0.0,
+    cpus_per_task: float = 1.0,
+    gpus_per_task: float = 0.0,
 ) -> Iterator[tuple[int, Result]]:
     """Call `function` with each item; gives (place of the item, result) as they come in.
 
@@ -35,8 +35,8 @@ def run_each(
         workers: Processes of this machine; 1 calls it here, one item after the other. Not looked at with
             `cluster`.
         cluster: Address of a Ray cluster, `"auto"` for the one that this machine belongs to.
-        cpus_each: CPUs that a call takes of its machine, on a cluster.
-        gpus_each: GPUs that a call takes of its machine, on a cluster.
+        cpus_per_task: CPUs that a call takes of its machine, on a cluster.
+        gpus_per_task: GPUs that a call takes of its machine, on a cluster.
 
     Raises:
         InputError: `workers` is looked at and not positive.
@@ -47,7 +47,7 @@ def run_each(
     if workers < 1 and cluster is None:
         raise InputError(f"`workers` (={workers}) must be at least 1")
     if cluster is not None:
-        yield from _on_ray(function, items, cluster, cpus_each, gpus_each)
+        yield from _on_ray(function, items, cluster, cpus_per_task, gpus_per_task)
     elif workers == 1 or len(items) < 2:
         for place, item in enumerate(items):
             yield place, function(item)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-from sparseflow.core.costmodel import metrics
+from sparseflow.core import metrics
 from sparseflow.errors import InputError, RunError
 from sparseflow.latency import descriptions
 from sparseflow.latency.campaign import Config, Telemetry
@@ -99,8 +99,8 @@ class Evaluation:
                     "level": level,
                     "models": len(here),
                     "mape": metrics.mape(predicted, measured),
-                    "within_10": metrics.within(predicted, measured),
-                    "intervals": metrics.covered(
+                    "within_10": metrics.fraction_within(predicted, measured),
+                    "intervals": metrics.interval_coverage(
                         [r.low_ms for r in here], [r.high_ms for r in here], measured
                     ),
                     "slowdown": _mean([r.measured_ms / q.measured_ms for r, q in both]),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sparseflow.core.parallel import run_each
+from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, SparseFlowError
 from sparseflow.latency.campaign import MODEL_OP, Config, Item, find_items, pick_reference
 from sparseflow.latency.collect import Collected, collect, rows_of
@@ -63,13 +63,13 @@ def fan_out(
     ]
     with _watched([folder for _, folder in tasks], progress):
         found = dict(
-            run_each(
+            map_unordered(
                 _collect_part,
                 tasks,
                 workers=max(len(gpus), 1),
                 cluster=cluster,
-                cpus_each=_CPUS_OF_A_PART,
-                gpus_each=1.0 if config.provider == "cuda" else 0.0,
+                cpus_per_task=_CPUS_OF_A_PART,
+                gpus_per_task=1.0 if config.provider == "cuda" else 0.0,
             )
         )
     return [found[place] for place in sorted(found)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from sparseflow.core.costmodel.intervals import Interval
+from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.errors import InputError
 from sparseflow.latency.compose import QUEUE, Composition
 from sparseflow.latency.dataset import Dataset, Loaded
@@ -16,7 +16,7 @@ from sparseflow.latency.overlap import SUM
 from sparseflow.latency.predictor import Predictor
 from sparseflow.latency.sharing import PRINCIPAL, Observed, Sharing
 
-UNJUDGED = Interval(low=0.5, high=2.0, coverage=0.9, samples=0)
+UNJUDGED = ConformalInterval(low=0.5, high=2.0, coverage=0.9, samples=0)
 """The interval of a predictor that nothing was held out for."""
 
 

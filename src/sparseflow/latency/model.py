@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.core.costmodel.space import FeatureSpace
-from sparseflow.core.costmodel.trees import BOOSTED, FOREST, Trees
+from sparseflow.core.costmodel.feature_encoder import FeatureEncoder
+from sparseflow.core.costmodel.trees import BOOSTED, FOREST, TreeEnsemble
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.features import features
 from sparseflow.latency.kernels import Kernel
@@ -39,8 +39,8 @@ class KernelModel:
 
     kind: str
     roofline: Roofline
-    space: FeatureSpace
-    trees: Trees
+    space: FeatureEncoder
+    trees: TreeEnsemble
     nothing: frozenset[str] = frozenset()
 
     @classmethod
@@ -78,11 +78,13 @@ class KernelModel:
         kernels, latency_ms = [kernels[n] for n in working], [latency_ms[n] for n in working]
         bound = roofline or Roofline.fit(kernels, latency_ms)
         rows = [features(kernel) for kernel in kernels]
-        space = FeatureSpace.of(rows)
+        space = FeatureEncoder.fit(rows)
         target = np.log(np.asarray(latency_ms, dtype=np.float64))
         if kind == RATIO:
             target -= np.log([bound.floor_ms(kernel) for kernel in kernels])
-        trees = Trees.fit(space.matrix(rows), target, FOREST if kind == FOREST else BOOSTED, seed=seed)
+        trees = TreeEnsemble.fit(
+            space.transform(rows), target, FOREST if kind == FOREST else BOOSTED, seed=seed
+        )
         return cls(kind=kind, roofline=bound, space=space, trees=trees, nothing=frozenset(nothing))
 
     def predict(self, kernels: Sequence[Kernel]) -> list[float]:
@@ -91,7 +93,7 @@ class KernelModel:
 
         if not kernels:
             return []
-        found = np.exp(self.trees.predict(self.space.matrix([features(k) for k in kernels])).astype(float))
+        found = np.exp(self.trees.predict(self.space.transform([features(k) for k in kernels])).astype(float))
         if self.kind == RATIO:
             found = [
                 max(ratio, 1.0) * self.roofline.floor_ms(k) for k, ratio in zip(kernels, found, strict=True)
@@ -135,8 +137,8 @@ class KernelModel:
             model = cls(
                 kind=str(record["kind"]),
                 roofline=Roofline.from_dict(record["roofline"]),
-                space=FeatureSpace.from_dict(record["space"]),
-                trees=Trees.from_dict(record["trees"]),
+                space=FeatureEncoder.from_dict(record["space"]),
+                trees=TreeEnsemble.from_dict(record["trees"]),
                 nothing=frozenset(map(str, record["nothing"])),
             )
         except (KeyError, TypeError) as error:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.costmodel.intervals import Interval
+from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.compose import QUEUE, Composition
@@ -120,9 +120,9 @@ class Predictor:
     composition: Composition
     issue: Issue | None
     sharing: Sharing
-    kernel_interval: Interval
-    rest_interval: Interval
-    loaded_interval: Interval
+    kernel_interval: ConformalInterval
+    rest_interval: ConformalInterval
+    loaded_interval: ConformalInterval
     quality: Mapping[str, Any]
 
     def kernels_ms(self, kernels: Mapping[str, Kernel]) -> dict[str, tuple[float, float, float, str]]:
@@ -131,7 +131,7 @@ class Predictor:
         for name, (ms, source) in self.model.alone(kernels, self.known_ms).items():
             low, high = ms, ms
             if source == LEARNED:
-                low, high = self.kernel_interval.around(ms)
+                low, high = self.kernel_interval.bounds(ms)
             elif source == ROOFLINE:
                 _, low, high = self.model.roofline.guess_ms(kernels[name])
             found[name] = (ms, low, high, source)
@@ -264,9 +264,9 @@ class Predictor:
                 composition=Composition.from_dict(record["composition"]),
                 issue=None if record["issue"] is None else Issue.from_dict(record["issue"]),
                 sharing=Sharing.from_dict(record["sharing"]),
-                kernel_interval=Interval.from_dict(record["kernel_interval"]),
-                rest_interval=Interval.from_dict(record["rest_interval"]),
-                loaded_interval=Interval.from_dict(record["loaded_interval"]),
+                kernel_interval=ConformalInterval.from_dict(record["kernel_interval"]),
+                rest_interval=ConformalInterval.from_dict(record["rest_interval"]),
+                loaded_interval=ConformalInterval.from_dict(record["loaded_interval"]),
                 quality=dict(record["quality"]),
             )
             if found.composition.mode == QUEUE and found.issue is None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.core.costmodel import metrics
-from sparseflow.core.costmodel.intervals import Interval
-from sparseflow.core.costmodel.splits import Fold, grouped_folds, leave_one_out, random_folds
+from sparseflow.core import metrics
+from sparseflow.core.costmodel.intervals import ConformalInterval
+from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold, split_leave_one_group_out
 from sparseflow.latency.dataset import Dataset, Loaded
 from sparseflow.latency.learn import alone_ms, learn
 from sparseflow.latency.model import KernelModel
@@ -58,21 +58,21 @@ def scores(judged: Sequence[Judged]) -> dict[str, float]:
     predicted, measured = [j.predicted_ms for j in judged], [j.measured_ms for j in judged]
     return {
         "mape": metrics.mape(predicted, measured),
-        "within_10": metrics.within(predicted, measured),
+        "within_10": metrics.fraction_within(predicted, measured),
         "count": len(judged),
     }
 
 
-def interval(judged: Sequence[Judged]) -> Interval:
+def interval(judged: Sequence[Judged]) -> ConformalInterval:
     """The interval that these errors make."""
-    return Interval.fit([j.predicted_ms for j in judged], [j.measured_ms for j in judged])
+    return ConformalInterval.fit([j.predicted_ms for j in judged], [j.measured_ms for j in judged])
 
 
 def coverage(judged: Sequence[Judged]) -> float:
     """Share within intervals that are made without the judged one's own network."""
     holds: list[bool] = []
-    for _, (learned, held) in leave_one_out([family(j.name) for j in judged]):
-        around = interval([judged[n] for n in learned]).around
+    for _, (learned, held) in split_leave_one_group_out([family(j.name) for j in judged]):
+        around = interval([judged[n] for n in learned]).bounds
         for one in (judged[n] for n in held):
             low, high = around(one.predicted_ms)
             holds.append(low <= one.measured_ms <= high)
@@ -82,7 +82,7 @@ def coverage(judged: Sequence[Judged]) -> float:
 def kernels_by_kernel(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
     """Each kernel judged by a regressor that saw none of its measurements."""
     names = data.working_ids()
-    return _cross(data, names, grouped_folds(names, min(FOLDS, len(names)), seed), kind, seed)
+    return _cross(data, names, split_group_k_fold(names, min(FOLDS, len(names)), seed), kind, seed)
 
 
 def kernels_by_network(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
@@ -104,7 +104,7 @@ def kernels_leaky(data: Dataset, kind: str, seed: int = 0) -> list[Judged]:
     """Kernels judged by a regressor that saw other visits to them: what not to do."""
     visits = [(name, ms) for name in data.working_ids() for ms in data.visits_ms[name]]
     judged: list[Judged] = []
-    for learned, held in random_folds(len(visits), FOLDS, seed):
+    for learned, held in split_k_fold(len(visits), FOLDS, seed):
         model = KernelModel.fit(
             [data.kernels[visits[n][0]] for n in learned], [visits[n][1] for n in learned], kind, seed=seed
         )

@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return self._split(x)[1].mean(1)
 
     @torch.no_grad()
-    def part(self, units: Tensor, *, bias: bool) -> Attention:
+    def slice_units(self, units: Tensor, *, bias: bool) -> Attention:
         """Some heads only, with weights of their own; see `core.layers.Splittable`.
 
         Args:
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         return found.train(self.training)
 
     @torch.no_grad()
-    def importance(self) -> Tensor:
+    def unit_importance(self) -> Tensor:
         """The norm of what each head makes of a token, its values' weights times its output's, [heads]."""
         dim, size = self.proj.out_features, self.head_dim
         values = self.qkv.weight.view(3, self.heads, size, -1)[2]
@@ -155,7 +155,7 @@ class Perceptron(nn.Module):
         return self.dropout(self.down(self.dropout(hidden)))
 
     @torch.no_grad()
-    def part(self, units: Tensor, *, bias: bool) -> Perceptron:
+    def slice_units(self, units: Tensor, *, bias: bool) -> Perceptron:
         """Some hidden channels only, with weights of their own; see `core.layers.Splittable`.
 
         Args:
@@ -173,7 +173,7 @@ class Perceptron(nn.Module):
         return found.train(self.training)
 
     @torch.no_grad()
-    def importance(self) -> Tensor:
+    def unit_importance(self) -> Tensor:
         """The norm of each channel's weights in, times that of those out, [channels]."""
         return self.up.weight.norm(dim=1) * self.down.weight.norm(dim=0)
 

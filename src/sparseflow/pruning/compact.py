@@ -56,14 +56,14 @@ def _cut(block: Block, gates: dict[str, Tensor]) -> None:
 
 def _cut_heads(whole: Attention, gate: Tensor) -> Attention:
     kept = gate.nonzero()[:, 0]
-    found = whole.part(kept, bias=True)
+    found = whole.slice_units(kept, bias=True)
     found.proj.weight.unflatten(1, (-1, whole.head_dim)).mul_(gate[kept][:, None])
     return found
 
 
 def _cut_channels(whole: Perceptron, gate: Tensor) -> Perceptron:
     kept = gate.nonzero()[:, 0]
-    found = whole.part(kept, bias=True)
+    found = whole.slice_units(kept, bias=True)
     found.down.weight.mul_(gate[kept])
     return found
 

@@ -46,7 +46,7 @@ def write_page(folder: Path | str, environment: Mapping[str, Any] | None = None)
     )
     closed = {name: smooth_curve(train, key) for name, key in _CLOSED.items()}
     figures: list[Figure] = [
-        plot_curves("Loss in training", {"loss": smooth_curve(train, "loss"), "task": smooth_curve(train, "task")},
+        plot_curves("Loss in training", {name: smooth_curve(train, name) for name in ("loss", "task")},
                x="step", y="loss"),
         plot_curves("Accuracy", {"training clips": smooth_curve(train, "right"),
                             "test videos": ([float(row["step"]) for row in test],

@@ -48,7 +48,7 @@ class Steps:
         self.model = model
         self._costs = Costs(model)
 
-    def layers(self, batch: int) -> tuple[LayerNode, ...]:
+    def describe_layers(self, batch: int) -> tuple[LayerNode, ...]:
         """Layers, in order, for batches of this size.
 
         Raises:
@@ -56,7 +56,7 @@ class Steps:
         """
         return self._costs.nodes(batch)
 
-    def begin(self, samples: Tensor) -> dict[str, Tensor]:
+    def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
         """The state before the first layer.
 
         Raises:
@@ -64,7 +64,7 @@ class Steps:
         """
         return {"samples": self.model.checked(samples)}
 
-    def step(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run_layer(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state after a layer."""
         model, this = self.model, self._costs.layers[layer]
         if this.kind == "embed":
@@ -97,20 +97,20 @@ class Steps:
             x=x, front=before.front, place=place, bias=state.get("bias"), size=state.get("size")
         )  # fmt: skip
 
-    def module(self, layer: int) -> nn.Module:
+    def get_layer(self, layer: int) -> nn.Module:
         """What a split replaces: attention, a perceptron, or the linear layer of patches or classes."""
         owner, name = self._where(layer)
         return getattr(owner, name)
 
-    def importance(self, layer: int) -> Tensor:
+    def unit_importance(self, layer: int) -> Tensor:
         """How much each head, channel or column counts, by its weights, [units]; larger is more."""
-        module = self.module(layer)
+        module = self.get_layer(layer)
         if isinstance(module, Attention | Perceptron):
-            return module.importance()
+            return module.unit_importance()
         assert isinstance(module, nn.Linear), "the layer is split"
         return module.weight.detach().norm(dim=1)
 
-    def replace(self, layer: int, module: nn.Module) -> None:
+    def replace_layer(self, layer: int, module: nn.Module) -> None:
         """Put another module of the same call in its place."""
         owner, name = self._where(layer)
         setattr(owner, name, module)
@@ -120,7 +120,7 @@ class Steps:
         owner = self.model if this.block is None else self.model.blocks[this.block.at]
         return owner, _MODULES[this.kind]
 
-    def only(self, layers: Sequence[int], device: torch.device | str) -> Steps:
+    def select_layers(self, layers: Sequence[int], device: torch.device | str) -> Steps:
         """A copy that holds what these layers need, on a device, and can run no others."""
         kept = {id(each) for layer in layers for each in held_by(self.model, self._costs.layers[layer])}
         every = (each for layer in self._costs.layers for each in held_by(self.model, layer))
@@ -131,7 +131,7 @@ class Steps:
         return found
 
 
-def soft_layers(model: VideoViT, batch: int) -> tuple[LayerNode, ...]:
+def differentiable_layers(model: VideoViT, batch: int) -> tuple[LayerNode, ...]:
     """Layers of a model that is being trained, as they would be if it were compact, and its gates widths.
 
     Args:

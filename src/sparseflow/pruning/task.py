@@ -1,4 +1,4 @@
-"""A training of a VideoViT as a task that others drive: see `core.training.task`."""
+"""A training of a VideoViT as a task that others drive: see `core.training.epoch_trainer`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.training.ranks import ranks
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.pruning.compact import compact
 from sparseflow.pruning.datasets import Data, data_of
 from sparseflow.pruning.saved import save
 from sparseflow.pruning.settings import Settings
-from sparseflow.pruning.steps import Steps, soft_layers
+from sparseflow.pruning.steps import Steps, differentiable_layers
 from sparseflow.pruning.training import Training
 from sparseflow.pruning.video_vit import VideoViT
 
@@ -43,8 +43,8 @@ class VideoTask:
     ) -> None:
         self.epochs = settings.train.epochs
         self._open = ExitStack()
-        mine = self._open.enter_context(ranks(device))
-        self._open.enter_context(torch.random.fork_rng(devices=mine.cuda))
+        mine = self._open.enter_context(init_distributed(device))
+        self._open.enter_context(torch.random.fork_rng(devices=mine.cuda_devices))
         self._run = Training(settings, data_of(settings) if data is None else data, None, mine)
 
     def __enter__(self) -> VideoTask:
@@ -60,14 +60,14 @@ class VideoTask:
 
     def train_epoch(
         self,
-        extra: Callable[[], Tensor] | None = None,
+        extra_loss: Callable[[], Tensor] | None = None,
         progress: Callable[[str, float], None] | None = None,
     ) -> Mapping[str, float]:
         """Train for one epoch more; means over its steps."""
         run, rows = self._run, []
         epoch = run.step // run.epoch_steps
         for batch in run.clips(epoch):
-            numbers = run.advance(batch, None if extra is None else lambda _: extra())
+            numbers = run.advance(batch, None if extra_loss is None else lambda _: extra_loss())
             rows.append(numbers)
             if progress is not None:
                 progress(f"epoch {epoch + 1} of {self.epochs}, loss {numbers['loss']:.4f}",
@@ -75,15 +75,15 @@ class VideoTask:
         names = rows[-1] if rows else {}
         return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
-    def accuracy(self) -> float:
+    def evaluate_accuracy(self) -> float:
         """Share of test videos that are right."""
         return self._run.judge().video_top1
 
-    def soft_layers(self, batch: int) -> Sequence[LayerNode]:
+    def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
         """Layers, whose figures follow the gates."""
-        return soft_layers(self.model, batch)
+        return differentiable_layers(self.model, batch)
 
-    def finished(self) -> Steps:
+    def export_model(self) -> Steps:
         """The compact model."""
         return Steps(compact(self.model))
 
@@ -91,10 +91,10 @@ class VideoTask:
         """Write the compact model; `saved.load` reads it."""
         save(compact(self.model), path)
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` takes."""
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
         return self._run.state()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._run.restore(state)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError, RunError
 from sparseflow.pruning.datasets import Batch, Data, batches
 from sparseflow.pruning.evaluate import Accuracy, evaluate
@@ -37,7 +37,9 @@ class Training:
         InputError: An epoch is shorter than a step, or `cost` is of another kind of model.
     """
 
-    def __init__(self, settings: Settings, data: Data, cost: LatencyModel | None, mine: Ranks) -> None:
+    def __init__(
+        self, settings: Settings, data: Data, cost: LatencyModel | None, mine: DistributedContext
+    ) -> None:
         self.settings, self.data, self._cost, self._mine = settings, data, cost, mine
         told = settings.train
         with torch.random.fork_rng(devices=[]):
@@ -46,7 +48,7 @@ class Training:
         self.model.to(mine.device)
         if cost is not None:
             cost.predict(self.model)  # which refuses another kind of model
-        whole = told.batch_size * mine.size
+        whole = told.batch_size * mine.world_size
         self.epoch_steps = data.epoch_clips // whole
         if self.epoch_steps < 1:
             raise InputError(f"an epoch has {data.epoch_clips} clips, fewer than a step's {whole}")
@@ -91,8 +93,10 @@ class Training:
         """What is left of an epoch, a batch of this process at a time."""
         told = self.settings.train
         self.data.set_epoch(epoch)
-        places = self.data.order(epoch, told.seed)[: self.epoch_steps * told.batch_size * self._mine.size]
-        mine = places.reshape(self.epoch_steps, self._mine.size, told.batch_size)[:, self._mine.rank]
+        places = self.data.order(epoch, told.seed)[
+            : self.epoch_steps * told.batch_size * self._mine.world_size
+        ]
+        mine = places.reshape(self.epoch_steps, self._mine.world_size, told.batch_size)[:, self._mine.rank]
         left = mine[self.step - epoch * self.epoch_steps :]
         return batches(
             self.data.train, left.reshape(-1), told.batch_size, workers=told.workers, device=self._mine.device
@@ -137,13 +141,13 @@ class Training:
             loss = loss + more.to(loss)
         self._scaler.scale(loss).backward()
         # Averaged first: where one process' gradients overflowed, all of them leave the step out.
-        self._mine.average(self.model.parameters())
+        self._mine.average_gradients(self.model.parameters())
         self._scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), told.clip)
         right = (logits.argmax(1) == batch["label"]).float().mean()
         stats = {name: each.detach() for name, each in info["ast_stats"].items()}
         found = {
-            "loss": self._mine.mean(loss),
+            "loss": self._mine.all_reduce_mean(loss),
             "task": task.detach(),
             "right": right,
             "gradient": norm,

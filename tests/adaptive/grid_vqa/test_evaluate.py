@@ -15,7 +15,7 @@ from sparseflow.adaptive.grid_vqa.learning import Learning
 from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.adaptive.knobs import Knobs
 from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.core.training.ranks import ranks
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.errors import InputError, PlanError
 from tests.adaptive.grid_vqa.little import bank, quick
 
@@ -41,7 +41,7 @@ def model() -> torch.nn.Module:
             )
         }
     )
-    with ranks("cpu") as mine:
+    with init_distributed("cpu") as mine:
         run = Learning(settings, Data(settings, bank=bank()), mine)
         for _ in range(run.steps):
             run.advance()

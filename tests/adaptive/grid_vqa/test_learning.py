@@ -17,11 +17,11 @@ from sparseflow.adaptive.grid_vqa.learning import Learning, draw_plan
 from sparseflow.adaptive.grid_vqa.settings import StageSettings
 from sparseflow.adaptive.grid_vqa.stack import steps_of
 from sparseflow.adaptive.plan import TIERS, Geometry, Tier
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import RunError
 from tests.adaptive.grid_vqa.little import bank, quick
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
 
 
 def learning(**changes: Any) -> Learning:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.grid_vqa.report import REPORT
 from sparseflow.adaptive.grid_vqa.training import MODEL, SETTINGS, train
-from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank, quick
@@ -66,7 +66,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(unbroken: 
 
 
 def test_other_questions_are_judged_anew(unbroken: Path, tmp_path: Path) -> None:
-    for name in (CHECKPOINT, REPORT, SETTINGS):
+    for name in (CHECKPOINT_FILE, REPORT, SETTINGS):
         (tmp_path / name).write_bytes((unbroken / name).read_bytes())
     trained = train(quick(test_samples=7, test_shares={"left": 1.0}), tmp_path, bank=bank())
     assert trained.report is not None
@@ -74,7 +74,7 @@ def test_other_questions_are_judged_anew(unbroken: Path, tmp_path: Path) -> None
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
         train(quick(), tmp_path, bank=bank())
 

@@ -22,13 +22,13 @@ from sparseflow.adaptive.questions.task import Questions
 from sparseflow.adaptive.study.answers import answers
 from sparseflow.adaptive.study.tables import tables
 from sparseflow.adaptive.task import Counts, Split
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError, ModelError
 from tests.adaptive import tiny
 from tests.adaptive.questions import folders
 
 EXACT = torch.float64
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 

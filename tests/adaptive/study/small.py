@@ -17,7 +17,7 @@ from sparseflow.adaptive.plan import Plan, PlanSpace
 from sparseflow.adaptive.profile import About, Profile, Visit, model_id, weights_id
 from sparseflow.adaptive.profile.about import device_facts
 from sparseflow.adaptive.study import Asked, Counts
-from sparseflow.core.training.ranks import ranks
+from sparseflow.core.training.distributed import init_distributed
 from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
 from tests.adaptive.grid_vqa.little import bank, quick
 
@@ -35,7 +35,7 @@ CONFIG = GrpoConfig(
 
 def model_folder(folder: Path) -> Path:
     """Train a model for a second, and write it."""
-    with ranks("cpu") as mine:
+    with init_distributed("cpu") as mine:
         run = Learning(SETTINGS, Data(SETTINGS, bank=bank()), mine)
         for _ in range(run.steps):
             run.advance()

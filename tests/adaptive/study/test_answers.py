@@ -18,12 +18,12 @@ from sparseflow.adaptive.grid_vqa.task import GridVqa
 from sparseflow.adaptive.plan import PlanSpace
 from sparseflow.adaptive.study.answers import answers
 from sparseflow.adaptive.task import Split
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
 from tests.adaptive.study import small
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
 DATA = Data(small.SETTINGS, bank=bank())
 
 

@@ -95,9 +95,9 @@ def test_a_contest(profile: Profile, tmp_path: Path) -> None:
     seed = tmp_path / "controllers" / "seed-0"
     seed.mkdir(parents=True)
     history = History(seed)
-    history.write(0, "held_out", {"accuracy": 0.2, "attainment": 0.9})
-    history.write(1, "train", {"multiplier": 1.0})
-    history.write(1, "held_out", {"accuracy": 0.3, "attainment": 1.0})
+    history.log(0, "held_out", {"accuracy": 0.2, "attainment": 0.9})
+    history.log(1, "train", {"multiplier": 1.0})
+    history.log(1, "held_out", {"accuracy": 0.3, "attainment": 1.0})
     history.close()
     read = text(write_page(tmp_path, tmp_path / "page.html"))
     for name in (

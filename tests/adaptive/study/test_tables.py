@@ -20,12 +20,12 @@ from sparseflow.adaptive.profile import Profile
 from sparseflow.adaptive.study import tables as room
 from sparseflow.adaptive.study.tables import FOLDER, LATENCIES, Tables, dtype_of, tables
 from sparseflow.adaptive.task import Counts
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
 from tests.adaptive.study import small
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
 DATA = Data(small.SETTINGS, bank=bank())
 
 

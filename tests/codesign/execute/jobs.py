@@ -37,7 +37,7 @@ def batches(steps: Steps, count: int = 6, size: int = 2) -> list[Tensor]:
 
 
 def planned(case: int, slots: int) -> tuple[list[int], Any]:
-    return random_plan(made(case).layers(2), slots, seed=case, back=case % 2 == 1)
+    return random_plan(made(case).describe_layers(2), slots, seed=case, back=case % 2 == 1)
 
 
 def run_all(device: torch.device, *, slots: int, cases: int) -> list[Ran]:
@@ -81,7 +81,7 @@ def broken(device: torch.device, *, how: str) -> None:
         if how == "died" and mine == 1:
             os._exit(7)
         if how == "layer" and mine == 1:
-            executor._model.replace(8, torch.nn.Linear(3, 3).double())
+            executor._model.replace_layer(8, torch.nn.Linear(3, 3).double())
         executor.run(batches(steps))
 
 

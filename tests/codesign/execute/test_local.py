@@ -27,13 +27,13 @@ def test_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
     batches = [clips(model, 3, seed=seed) for seed in range(2)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for seed in range(2):
-        homes, plan = random_plan(steps.layers(3), slots, seed=seed, back=back)
+        homes, plan = random_plan(steps.describe_layers(3), slots, seed=seed, back=back)
         executor = LocalExecutor(steps, homes, plan)
         found = executor.run(batches)
         with torch.no_grad():
             for x, logits in zip(batches, found, strict=True):
                 assert apart(logits, model(x)) <= TOLERANCE[dtype]
-        planned = plan_bytes(steps.layers(3), homes, plan)
+        planned = plan_bytes(steps.describe_layers(3), homes, plan)
         assert dict(executor.moved) == {pair: 2 * size for pair, size in planned.items()}
         assert executor.batches == 2 and planned
     after = model.state_dict()
@@ -48,11 +48,11 @@ def test_pruned_models(selector: str, pool: str) -> None:
     steps = Steps(compact(awake(ast, pool=pool, depth=6)).double())
     x = clips(steps.model)
     for seed in range(3):
-        homes, plan = random_plan(steps.layers(2), 3, seed=seed, share=0.7, back=seed == 2)
+        homes, plan = random_plan(steps.describe_layers(2), 3, seed=seed, share=0.7, back=seed == 2)
         executor = LocalExecutor(steps, homes, plan)
         with torch.no_grad():
             assert apart(executor.run([x])[0], steps.model(x)) <= TOLERANCE[torch.float64]
-        assert dict(executor.moved) == plan_bytes(steps.layers(2), homes, plan)
+        assert dict(executor.moved) == plan_bytes(steps.describe_layers(2), homes, plan)
 
 
 def test_one_slot_moves_nothing_and_changes_nothing() -> None:
@@ -74,8 +74,8 @@ def test_slots_without_a_device() -> None:
 def test_every_slot_on_a_gpu() -> None:
     model = awake(depth=6).double()
     steps, x = Steps(model), clips(model)
-    homes, plan = random_plan(steps.layers(2), 3, seed=1)
+    homes, plan = random_plan(steps.describe_layers(2), 3, seed=1)
     executor = LocalExecutor(steps, homes, plan, devices=["cuda:0", "cpu", "cuda:0"])
     with torch.no_grad():
         assert apart(executor.run([x])[0].cpu(), model(x)) <= TOLERANCE[torch.float64]
-    assert dict(executor.moved) == plan_bytes(steps.layers(2), homes, plan)
+    assert dict(executor.moved) == plan_bytes(steps.describe_layers(2), homes, plan)

@@ -27,10 +27,10 @@ def size(module: nn.Module) -> int:
 def holds(steps: Steps, homes: list[int], plan: RewritePlan) -> list[int]:
     """Bytes of each slot's weights: of its layers, and of those that are split of its part."""
     found = Counter[int]()
-    for layer, home in zip(steps.layers(2), homes, strict=True):
+    for layer, home in zip(steps.describe_layers(2), homes, strict=True):
         found[home] += layer.weight_bytes
     for split in plan.splits:
-        module = steps.module(split.layer)
+        module = steps.get_layer(split.layer)
         found[split.slots[0]] -= size(module)
         for slot, part in zip(split.slots, split_form(module, split).parts, strict=True):
             found[slot] += size(part)
@@ -53,7 +53,7 @@ def check(ran: list[list[jobs.Ran]], slots: int, cases: int, timer: str = "perf_
                 assert apart(logits, whole) <= TOLERANCE[whole.dtype]
                 assert apart(logits, same) <= TOLERANCE[whole.dtype]
         moved = sum((Counter(each["moved"]) for each in mine), Counter())
-        planned = plan_bytes(steps.layers(2), homes, plan)
+        planned = plan_bytes(steps.describe_layers(2), homes, plan)
         assert dict(moved) == {pair: 6 * size for pair, size in planned.items()}
         assert [each["held"] for each in mine] == holds(steps, homes, plan)
     measured = [jobs.measured(each[0]) for each in ran]
@@ -63,7 +63,7 @@ def check(ran: list[list[jobs.Ran]], slots: int, cases: int, timer: str = "perf_
     assert min(*first.latency_ms, *first.period_ms) > 0.0 and first.token_ms >= 0.0
     assert first.timer == timer and first.warmup == 2
     homes, plan = jobs.planned(0, slots)
-    assert first.moved_bytes == plan_bytes(jobs.made(0).layers(2), homes, plan)
+    assert first.moved_bytes == plan_bytes(jobs.made(0).describe_layers(2), homes, plan)
 
 
 def test_two_processes() -> None:

@@ -16,7 +16,7 @@ from sparseflow.pruning.steps import Steps
 from tests.codesign.test_rewrite import a_split
 from tests.pruning.models import awake
 
-LAYERS = Steps(awake(depth=5)).layers(1)
+LAYERS = Steps(awake(depth=5)).describe_layers(1)
 
 
 def made(seed: int, *, back: bool) -> Schedule:

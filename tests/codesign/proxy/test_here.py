@@ -40,7 +40,7 @@ def test_where_nothing_counts_there_is_no_power() -> None:
 
 def test_ceilings_make_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Ceilings(flops_per_s={"float32": 1e11, "bfloat16": 2e11}, bytes_per_s=1e10)
-    monkeypatch.setattr(module, "ceilings", lambda device: told)
+    monkeypatch.setattr(module, "measure_ceilings", lambda device: told)
     found = device_here("cpu", tdp_w=65.0)
     assert (found.peak_flops, found.peak_bw, found.tdp_w, found.idle_w) == (2e11, 1e10, 65.0, 0.0)
     assert found.rate("float32") == 1e11 and found.cores is not None and found.mem_gb > 0.0

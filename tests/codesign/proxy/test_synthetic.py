@@ -50,7 +50,7 @@ def test_a_video_transformer_counts_the_same_way() -> None:
     model = VideoViT(
         32, 2, 10, embed_dim=64, depth=1, num_heads=2, mlp_ratio=3, patch_size=8, position="joint"
     )
-    layers = Steps(model.eval()).layers(4)
+    layers = Steps(model.eval()).describe_layers(4)
     assert len(layers) == 4
     kinds = {"embed": (8, 0), "attention": (2, 32), "mlp": (192, 0), "head": (10, 0)}
     for theirs in layers:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparseflow.core import metrics
 from sparseflow.core.costmodel import ranking
 from sparseflow.errors import InputError
 
@@ -76,18 +77,18 @@ def test_pairs_of_equal_latency_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_interval_holds_the_mean_and_widens_with_fewer_groups() -> None:
     values = np.random.default_rng(0).normal(0.5, 0.1, 64)
-    low, high = ranking.bootstrap(values)
+    low, high = metrics.bootstrap_mean(values)
     assert low < values.mean() < high
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 8, rel=0.1)
-    wide = ranking.bootstrap(values, [at // 8 for at in range(64)])
+    wide = metrics.bootstrap_mean(values, [at // 8 for at in range(64)])
     assert wide != (low, high)
-    assert ranking.bootstrap(values, seed=1) != (low, high) == ranking.bootstrap(values)
+    assert metrics.bootstrap_mean(values, seed=1) != (low, high) == metrics.bootstrap_mean(values)
 
 
 def test_values_of_one_group_are_drawn_together() -> None:
-    low, high = ranking.bootstrap([0.0, 0.0, 1.0, 1.0], list("aabb"))
+    low, high = metrics.bootstrap_mean([0.0, 0.0, 1.0, 1.0], list("aabb"))
     assert (low, high) == (0.0, 1.0)
-    assert ranking.bootstrap([0.2, 0.4], ["a", "a"]) == pytest.approx((0.3, 0.3))
+    assert metrics.bootstrap_mean([0.2, 0.4], ["a", "a"]) == pytest.approx((0.3, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +100,9 @@ def test_values_of_one_group_are_drawn_together() -> None:
         (lambda: ranking.top_k_score([1.0], [np.inf], 1), "leave out what did not run"),
         (lambda: ranking.top_k_score([1.0], [1.0], 0), r"`k` \(=0\)"),
         (lambda: ranking.pair_accuracy([1.0], [0.0]), "above 0"),
-        (lambda: ranking.bootstrap([]), "at least one"),
-        (lambda: ranking.bootstrap([1.0], ["a", "b"]), "a group for each"),
-        (lambda: ranking.bootstrap([1.0], coverage=1.0), "between 0 and 1"),
+        (lambda: metrics.bootstrap_mean([]), "at least one"),
+        (lambda: metrics.bootstrap_mean([1.0], ["a", "b"]), "2 groups"),
+        (lambda: metrics.bootstrap_mean([1.0], confidence=1.0), "between 0 and 1"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(call, message: str) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from sparseflow.core.training import history as module
-from sparseflow.core.training.history import FILE, History, read_history
+from sparseflow.core.training.history import HISTORY_FILE, History, read_history
 from sparseflow.errors import FileFormatError, RunError
 
 
@@ -29,8 +29,8 @@ def test_a_step_that_is_done_again_is_not_written_again(tmp_path: Path) -> None:
     for steps in ((1, 2, 3), (2, 3, 4)):
         history = History(tmp_path)
         for step in steps:
-            history.write(step, "train", {"loss": 1.0 / step})
-        history.write(3, "held_out", {"top1": 0.5})
+            history.log(step, "train", {"loss": 1.0 / step})
+        history.log(3, "held_out", {"top1": 0.5})
         history.close()
     rows = list(read_history(tmp_path))
     assert [(row["step"], row["kind"]) for row in rows] == [
@@ -65,7 +65,7 @@ def test_with_tensorboard_scalars_are_written_there(tmp_path: Path, monkeypatch:
     board.SummaryWriter = Writer  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     history = History(tmp_path)
-    history.write(7, "train", {"loss": 0.25, "rate": 1e-3})
+    history.log(7, "train", {"loss": 0.25, "rate": 1e-3})
     history.close()
     opened = ("open", str(tmp_path / "tensorboard"))
     assert calls == [opened, ("train/loss", 0.25, 7), ("train/rate", 1e-3, 7), ("close",)]
@@ -77,8 +77,8 @@ def test_one_writer_at_a_time_and_damage_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="being written by another process"):
         History(tmp_path)
     history.close()
-    (tmp_path / FILE).write_text("no row\n")
+    (tmp_path / HISTORY_FILE).write_text("no row\n")
     with pytest.raises(FileFormatError, match="line 1"):
         History(tmp_path)
-    (tmp_path / FILE).unlink()
+    (tmp_path / HISTORY_FILE).unlink()
     History(tmp_path).close()

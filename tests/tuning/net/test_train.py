@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseflow.core.training.checkpoint import FILE as CHECKPOINT
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.tuning.net import room
@@ -78,7 +78,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(tmp_path: 
         train(replace(QUICK, rate=1.0), data, tmp_path)
     with pytest.raises(InputError, match="with other labels, tasks"):
         train(QUICK, data.hold_out(["f0"])[0], tmp_path)
-    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
         train(QUICK, data, tmp_path)
     with pytest.raises(InputError, match="is a file"):

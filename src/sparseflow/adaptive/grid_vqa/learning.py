@@ -32,7 +32,7 @@ from sparseflow.adaptive.grid_vqa.questions import SMALL
 from sparseflow.adaptive.grid_vqa.settings import Settings, StageSettings
 from sparseflow.adaptive.grid_vqa.stack import Stack, steps_of
 from sparseflow.adaptive.plan import TIERS, Geometry, Plan, Tier
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import RunError
 
 _PLANS = 3
@@ -54,7 +54,7 @@ class Learning:
         average: A running average of it, which is judged and kept.
     """
 
-    def __init__(self, settings: Settings, data: Data, mine: Ranks) -> None:
+    def __init__(self, settings: Settings, data: Data, mine: DistributedContext) -> None:
         self.settings, self.data, self._mine = settings, data, mine
         told = settings.train
         with torch.random.fork_rng(devices=[]):
@@ -71,7 +71,7 @@ class Learning:
         self.model, self.naming = model.to(mine.device), naming.to(mine.device)
         self.grounding = grounding.to(mine.device)
         self.average = copy.deepcopy(self.model)
-        self.stack = Stack(self.model, compiled=told.compile and bool(mine.cuda))
+        self.stack = Stack(self.model, compiled=told.compile and bool(mine.cuda_devices))
         self.geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
         self.full = self.geometry.full()
         self.steps, self.step = told.vision_steps + told.steps, 0
@@ -134,9 +134,9 @@ class Learning:
             *(self._vision if self._sees(self.step) else ()),
             *(() if isinstance(batch, Named) else self._text),
         ]
-        self._mine.average(learning)
+        self._mine.average_gradients(learning)
         found["gradient"] = nn.utils.clip_grad_norm_(learning, told.clip)
-        found["loss"] = self._mine.mean(found["loss"])
+        found["loss"] = self._mine.all_reduce_mean(found["loss"])
         # The CPU draws the next batch while a GPU computes; only then is it waited for.
         if self.step + 1 < self.steps:
             self._ahead = (self.step + 1, self._draw(self.step + 1))

@@ -23,7 +23,7 @@ from sparseflow.adaptive.predictor.table import Table
 from sparseflow.adaptive.predictor.terms import terms
 from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.profile.visits import Visit
-from sparseflow.core.costmodel.splits import grouped_folds
+from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.errors import InputError
 
 FOLDS = 5
@@ -117,7 +117,7 @@ def calibrate(profile: Profile, *, folds: int, seed: int) -> Calibrated:
     phases = _columns(profile, visits)
     whole = _fit(phases, np.arange(len(visits)), loads, profile)
     found = np.empty((len(phases), len(visits)))
-    for learnt, judged in grouped_folds(groups, folds, seed):
+    for learnt, judged in split_group_k_fold(groups, folds, seed):
         rows = np.array(judged)
         tables = _fit(phases, np.array(learnt), loads, profile)
         for times, table, phase in zip(found, (tables.prefill, *tables.steps), phases, strict=True):

@@ -17,9 +17,8 @@ from sparseflow.adaptive.predictor.calibrating import FOLDS, calibrate
 from sparseflow.adaptive.predictor.model import LEVEL, Predictor
 from sparseflow.adaptive.profile.saved import Profile
 from sparseflow.adaptive.profile.visits import Visit
-from sparseflow.core.costmodel.metrics import mape
-from sparseflow.core.costmodel.ranking import bootstrap
-from sparseflow.core.costmodel.splits import grouped_folds
+from sparseflow.core.costmodel.splits import split_group_k_fold
+from sparseflow.core.metrics import bootstrap_mean, mape
 
 QUANTILES = (0.75, 0.9, 0.95, 0.98, 0.99)
 """Those that are promised, beside the median."""
@@ -83,7 +82,7 @@ def unseen(
         InputError: The profile has too few plans or lengths; see `enough`.
     """
     visits = profile.timed
-    for learnt, judged in grouped_folds([_group(visit) for visit in visits], FOLDS, seed):
+    for learnt, judged in split_group_k_fold([_group(visit) for visit in visits], FOLDS, seed):
         found = calibrate(replace(profile, visits=tuple(visits[at] for at in learnt)), folds=FOLDS, seed=seed)
         yield (
             judged,
@@ -110,7 +109,7 @@ def check(profile: Profile, *, seed: int = 0) -> Checked:
     groups = [_group(visit) for visit in visits]
     observed = []
     for promised, met in within.items():
-        low, high = bootstrap(met, groups)
+        low, high = bootstrap_mean(met, groups)
         observed.append(Observed(promised=promised, share=float(met.mean()), low=low, high=high))
     cells = _cells(visits, measured, medians)
     return Checked(

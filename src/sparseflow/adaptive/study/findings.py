@@ -16,8 +16,8 @@ from sparseflow.adaptive.study.contest import Contest, verdict
 from sparseflow.adaptive.study.latencies import Latencies, Size, latencies
 from sparseflow.adaptive.study.tables import Tables
 from sparseflow.adaptive.worth import Worth, pareto
-from sparseflow.core.costmodel.ranking import bootstrap
 from sparseflow.core.files import write_atomic
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import FileFormatError, InputError
 
 FILE = "judged.json"
@@ -42,7 +42,7 @@ def of_contest(
     for row in told["plans"]:
         if row["front"]:
             right = test.correct[:, row["number"]]
-            row["low"], row["high"] = bootstrap(right.numpy(), test.groups)
+            row["low"], row["high"] = bootstrap_mean(right.numpy(), test.groups)
             row["by_kind"] = {kind: float(right[which].mean()) for kind, which in tables.kinds.items()}
     samples = {name: len(getattr(tables, name)) for name in ("train", "validation", "test")}
     return {

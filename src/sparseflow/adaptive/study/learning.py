@@ -12,7 +12,7 @@ from sparseflow.adaptive.grpo_config import GrpoConfig
 from sparseflow.adaptive.study.tables import Tables
 from sparseflow.adaptive.training import CONTROLLERS, train
 from sparseflow.core.files import write_atomic
-from sparseflow.core.training.ranks import Ranks
+from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError
 
 Progress = Callable[[str, float], None]
@@ -43,7 +43,7 @@ def learn(
     *,
     seeds: int,
     model_id: str,
-    mine: Ranks,
+    mine: DistributedContext,
     progress: Progress | None = None,
 ) -> Learnt:
     """Train, or go on where an earlier call in the same folder was stopped.

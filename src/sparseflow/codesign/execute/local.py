@@ -43,23 +43,25 @@ class LocalExecutor:
         *,
         devices: Devices = "cpu",
     ) -> None:
-        self.schedule = schedule(model.layers(1), homes, plan)
+        self.schedule = schedule(model.describe_layers(1), homes, plan)
         self.moved: Counter[tuple[int, int]] = Counter()
         self.batches = 0
         device = self._device = _each(devices, self.schedule.slots)
         self._models = {
-            home: model.only([layer for layer, slot in enumerate(homes) if slot == home], device[home])
+            home: model.select_layers(
+                [layer for layer, slot in enumerate(homes) if slot == home], device[home]
+            )
             for home in sorted(set(homes))
         }
         for split in () if plan is None else plan.splits:
             home = split.slots[0]
-            form = split_form(model.module(split.layer), split)
+            form = split_form(model.get_layer(split.layer), split)
             others = at_home(form)
             asks = [
                 self._ask(home, slot, part.to(device[slot]))
                 for slot, part in zip(split.slots[1:], others, strict=True)
             ]
-            self._models[home].replace(split.layer, Spread(form.to(device[home]), asks))
+            self._models[home].replace_layer(split.layer, Spread(form.to(device[home]), asks))
 
     def _ask(self, home: int, slot: int, part: nn.Module) -> Ask:
         def ask(given: Given) -> Callable[[], Tensor]:
@@ -81,11 +83,11 @@ class LocalExecutor:
                 for task in self.schedule.tasks:
                     home = task.home
                     if task.layer == 0:
-                        state = self._models[home].begin(samples.to(self._device[home]))
+                        state = self._models[home].initial_state(samples.to(self._device[home]))
                     if task.source is not None:
                         source = task.source
                         state = {name: self._move(each, source, home) for name, each in state.items()}
-                    state = self._models[home].step(task.layer, state)
+                    state = self._models[home].run_layer(task.layer, state)
                 found.append(state["logits"])
                 self.batches += 1
         return found

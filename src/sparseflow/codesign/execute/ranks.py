@@ -82,7 +82,7 @@ class RankExecutor:
         device: torch.device | str = "cpu",
         timeout_s: float = 120.0,
     ) -> None:
-        self.schedule = schedule(model.layers(1), homes, plan)
+        self.schedule = schedule(model.describe_layers(1), homes, plan)
         slots, tasks = self.schedule.slots, self.schedule.tasks
         if not distributed.is_initialized():
             raise InputError("processes have not been joined: run this within `joined`, or by `launch`")
@@ -100,16 +100,16 @@ class RankExecutor:
         self._shape: torch.Size | None = None
         self._links = self._connect()
         mine = [task.layer for task in tasks if task.home == self.slot]
-        self._model = model.only(mine, self.device)
+        self._model = model.select_layers(mine, self.device)
         self._parts: dict[int, nn.Module] = {}
         for split in () if plan is None else plan.splits:
             if self.slot not in split.slots:
                 continue
-            form = split_form(model.module(split.layer), split)
+            form = split_form(model.get_layer(split.layer), split)
             others = dict(zip(split.slots[1:], at_home(form), strict=True))
             if self.slot == split.slots[0]:
                 asks = [self._ask(split.layer, slot) for slot in split.slots[1:]]
-                self._model.replace(split.layer, Spread(form.to(self.device), asks))
+                self._model.replace_layer(split.layer, Spread(form.to(self.device), asks))
             else:
                 self._parts[split.layer] = others[self.slot].to(self.device)
 
@@ -188,12 +188,12 @@ class RankExecutor:
                     self._serve(task)
                     continue
                 if task.layer == 0:
-                    states[batch] = self._model.begin(batches[batch].to(self.device))
+                    states[batch] = self._model.initial_state(batches[batch].to(self.device))
                 elif task.source is not None:
                     link = self._links[LinkName("state", task.source, self.slot, task.layer - 1)]
                     came = link.receive(0)
                     states[batch] = {name: each for name, each in came.items() if each is not None}
-                state = self._model.step(task.layer, states.pop(batch))
+                state = self._model.run_layer(task.layer, states.pop(batch))
                 if task.target is not None:
                     link = self._links[LinkName("state", self.slot, task.target, task.layer)]
                     self.moved[self.slot, task.target] += link.send(0, state)

@@ -19,7 +19,7 @@ from sparseflow.codesign.proxy.proxy import LayerHwProxy
 from sparseflow.codesign.proxy.roofline import fit_roofline
 from sparseflow.codesign.proxy.scores import median_error, spearman
 from sparseflow.codesign.proxy.work import Work
-from sparseflow.core.costmodel.splits import grouped_folds
+from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -184,7 +184,7 @@ def judge(
     measured = _checked(points)
     training = training or Training()
     found = {name: np.zeros(len(measured)) for name in ("lat_ms", "roofline_ms", "mem_mb", "power_w")}
-    parts = grouped_folds([point.configuration for point in measured], folds, seed)
+    parts = split_group_k_fold([point.configuration for point in measured], folds, seed)
     for number, (learnt, held) in enumerate(parts):
         proxy = _fitted([measured[at] for at in learnt], training, seed)
         bare = replace(proxy, model=None)

@@ -18,7 +18,7 @@ COVERAGE = 0.90
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class ConformalInterval:
     """Factors to multiply a prediction with.
 
     Attributes:
@@ -36,7 +36,7 @@ class Interval:
     @classmethod
     def fit(
         cls, predicted: Sequence[float], measured: Sequence[float], coverage: float = COVERAGE
-    ) -> Interval:
+    ) -> ConformalInterval:
         """From held-out samples: below `low` and above `high` lies half of the rest each.
 
         Few samples give the largest errors seen, and cannot promise more than
@@ -64,7 +64,7 @@ class Interval:
             samples=count,
         )
 
-    def around(self, predicted: float) -> tuple[float, float]:
+    def bounds(self, predicted: float) -> tuple[float, float]:
         """The interval of one prediction, in its unit."""
         return predicted * self.low, predicted * self.high
 
@@ -73,7 +73,7 @@ class Interval:
         return {"low": self.low, "high": self.high, "coverage": self.coverage, "samples": self.samples}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Interval:
+    def from_dict(cls, record: Mapping[str, Any]) -> ConformalInterval:
         """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
             found = cls(

@@ -7,7 +7,6 @@ So a model that cannot tell candidates apart gets what a random pick gets, and n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from sparseflow.errors import InputError
@@ -85,56 +84,6 @@ def pair_accuracy(scores: ArrayLike, latency_ms: ArrayLike) -> float:
         pairs += int(differ.sum())
         right += ((mine > theirs) & differ).sum() + 0.5 * ((mine == theirs) & differ).sum()
     return right / pairs if pairs else 0.5
-
-
-def bootstrap(
-    values: ArrayLike,
-    groups: Sequence[Hashable] | None = None,
-    *,
-    coverage: float = COVERAGE,
-    draws: int = _DRAWS,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Percentile interval of the mean of `values`, from groups drawn with replacement (Efron 1979).
-
-    Values of one group, such as tasks of one matrix, are drawn together, because they know of each other.
-
-    Args:
-        values: (n,), one for each task.
-        groups: Group of each value; by default each is one of its own.
-        coverage: Share of the draws whose mean lies within.
-        draws: How often groups are drawn.
-        seed: What they are drawn from.
-
-    Returns:
-        The interval's ends; with one group only, both are the mean.
-
-    Raises:
-        InputError: There are no values, one is not finite, the lengths differ, or a number is out of range.
-    """
-    import numpy as np
-
-    found = np.asarray(values, dtype=float).ravel()
-    names = range(len(found)) if groups is None else groups
-    if not len(found) or len(names) != len(found) or not np.isfinite(found).all():
-        raise InputError(
-            f"{len(found)} values of {len(names)} groups: finite values, at least one, and a group for each "
-            "are needed"
-        )
-    if not 0.0 < coverage < 1.0 or draws < 1:
-        raise InputError(f"`coverage` (={coverage}) must lie between 0 and 1, and `draws` (={draws}) above 0")
-    number = {name: at for at, name in enumerate(dict.fromkeys(names))}
-    member = np.array([number[name] for name in names])
-    sums = np.bincount(member, weights=found)
-    counts = np.bincount(member)
-    random = np.random.default_rng(seed)
-    means = np.empty(draws)
-    step = max(_BLOCK // len(sums), 1)
-    for begin in range(0, draws, step):
-        drawn = random.integers(len(sums), size=(min(step, draws - begin), len(sums)))
-        means[begin : begin + step] = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = np.quantile(means, [(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
-    return float(low), float(high)
 
 
 def _first_of(count: int, picked: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Dividing samples into those to learn from and those to be judged by.
 
 Samples of one group never stand on both sides: rows of one kernel, or kernels of one model, know each other's
-answer. `random_folds` ignores groups and is there to show what that would pretend.
+answer. `split_k_fold` ignores groups and is there to show what that would pretend.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Fold = tuple[list[int], list[int]]
 """Indices to learn from, indices to be judged by."""
 
 
-def random_folds(count: int, folds: int, seed: int = 0) -> Iterator[Fold]:
+def split_k_fold(count: int, folds: int, seed: int = 0) -> Iterator[Fold]:
     """`folds` parts of `count` samples, whatever group they are of.
 
     Raises:
         InputError: There are fewer samples than folds, or fewer than two folds.
     """
-    yield from grouped_folds(range(count), folds, seed)
+    yield from split_group_k_fold(range(count), folds, seed)
 
 
-def grouped_folds(groups: Sequence[Hashable], folds: int, seed: int = 0) -> Iterator[Fold]:
+def split_group_k_fold(groups: Sequence[Hashable], folds: int, seed: int = 0) -> Iterator[Fold]:
     """Parts of about equally many groups.
 
     Args:
@@ -44,7 +44,7 @@ def grouped_folds(groups: Sequence[Hashable], folds: int, seed: int = 0) -> Iter
         yield _fold([part[group] == number for group in groups])
 
 
-def leave_one_out(groups: Sequence[Hashable]) -> Iterator[tuple[Hashable, Fold]]:
+def split_leave_one_group_out(groups: Sequence[Hashable]) -> Iterator[tuple[Hashable, Fold]]:
     """Each group once as what is judged.
 
     Raises:

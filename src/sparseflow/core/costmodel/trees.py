@@ -31,8 +31,8 @@ _ROUNDS = {BOOSTED: 500, FOREST: 1}
 
 
 @dataclass(frozen=True)
-class Trees:
-    """A fitted ensemble. Make one with `Trees.fit`.
+class TreeEnsemble:
+    """A fitted ensemble. Make one with `TreeEnsemble.fit`.
 
     Attributes:
         kind: `"xgboost"` or `"random_forest"`.
@@ -46,7 +46,7 @@ class Trees:
     @classmethod
     def fit(
         cls, x: np.ndarray, y: np.ndarray, kind: str = BOOSTED, *, seed: int = 0, threads: int = 1
-    ) -> Trees:
+    ) -> TreeEnsemble:
         """Fit by least squares; the same ensemble for the same arguments.
 
         Args:
@@ -85,7 +85,7 @@ class Trees:
         return {"kind": self.kind, "columns": self.columns, "model": base64.b64encode(packed).decode()}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Trees:
+    def from_dict(cls, record: Mapping[str, Any]) -> TreeEnsemble:
         """Read back what `to_dict` gave.
 
         Raises:

@@ -14,10 +14,10 @@ import torch
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
 
-FILE = "checkpoint.pt"
+CHECKPOINT_FILE = "checkpoint.pt"
 
 
-def write(folder: Path, state: Mapping[str, Any]) -> None:
+def save(folder: Path, state: Mapping[str, Any]) -> None:
     """Replace the folder's checkpoint.
 
     Args:
@@ -29,10 +29,10 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
     """
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    write_atomic(folder / FILE, buffer.getvalue())
+    write_atomic(folder / CHECKPOINT_FILE, buffer.getvalue())
 
 
-def read(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
+def load(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
     """The folder's checkpoint, on the CPU; None where there is none.
 
     Args:
@@ -43,14 +43,14 @@ def read(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
         InputError: It is of something else.
         FileFormatError: It is damaged.
     """
-    path = folder / FILE
+    path = folder / CHECKPOINT_FILE
     if not path.exists():
         return None
     try:
         if not zipfile.is_zipfile(path):  # which torch would else take for one of its old formats
             raise ValueError("not an archive as torch writes them")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        found = state["of"]
+        found = state["fingerprint"]
     except (
         pickle.UnpicklingError,
         RuntimeError,

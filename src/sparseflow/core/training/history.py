@@ -10,7 +10,7 @@ from typing import Any
 
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 
-FILE = "losses.jsonl"
+HISTORY_FILE = "losses.jsonl"
 _BOARD = "tensorboard"
 _POINTS = 200
 """Points of a curve."""
@@ -33,10 +33,10 @@ class History:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._writer = JsonLinesWriter(folder / FILE)
+        self._writer = JsonLinesWriter(folder / HISTORY_FILE)
         self._board: Any = None
         try:
-            rows = read_json_lines(folder / FILE)
+            rows = read_json_lines(folder / HISTORY_FILE)
             # A step that is done again after a stop gives the same: what is written stays.
             self._written = {(row.get("step"), row.get("kind")) for row in rows}
             board = _tensorboard()
@@ -46,7 +46,7 @@ class History:
             self._writer.close()
             raise
 
-    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
         """Add what a step gave. Raises RunError where the disk is full."""
         if (step, kind) in self._written:
             return
@@ -73,10 +73,10 @@ def read_history(folder: Path | str) -> Iterator[dict[str, Any]]:
     Raises:
         FileFormatError: A line is damaged.
     """
-    yield from read_json_lines(Path(folder) / FILE)
+    yield from read_json_lines(Path(folder) / HISTORY_FILE)
 
 
-def smoothed(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+def smooth_curve(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
     """A number of a history as a curve: steps, and means of neighbours, as many as a curve has points.
 
     Args:
@@ -95,6 +95,6 @@ def _tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        _LOG.info("tensorboard is not installed: losses are written to %s only", FILE)
+        _LOG.info("tensorboard is not installed: losses are written to %s only", HISTORY_FILE)
         return None
     return SummaryWriter

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparseflow.core.costmodel.splits import leave_one_out
-from sparseflow.core.costmodel.trees import Trees
+from sparseflow.core.costmodel.splits import split_leave_one_group_out
+from sparseflow.core.costmodel.trees import TreeEnsemble
 from sparseflow.errors import InputError
 from sparseflow.tuning.net.dataset import Dataset, Group
 from sparseflow.tuning.net.encode import FIELDS, TokenTable
@@ -36,7 +36,7 @@ class Boosted:
     """
 
     slots: np.ndarray
-    trees: Trees
+    trees: TreeEnsemble
 
     @classmethod
     def fit(
@@ -69,7 +69,7 @@ class Boosted:
         slots = np.unique(_slots(table)[used[used > 0]])
         x = np.concatenate([_vectors(part.ids, table, slots) for part in parts])
         y = np.concatenate([part.labels for part in parts])
-        return cls(slots=slots, trees=Trees.fit(x, y, seed=seed, threads=threads))
+        return cls(slots=slots, trees=TreeEnsemble.fit(x, y, seed=seed, threads=threads))
 
     def score(self, group: Group, table: TokenTable) -> np.ndarray:
         """Expected labels of a group's schedules, float32, (n,)."""
@@ -101,7 +101,7 @@ def judge_baseline(
     for operator in dict.fromkeys(group.task.operator for group in data.groups):
         groups = [group for group in data.groups if group.task.operator == operator]
         families = [group.task.family for group in groups]
-        for family, (learnt, held) in leave_one_out(families):
+        for family, (learnt, held) in split_leave_one_group_out(families):
             if progress is not None:
                 progress(f"{operator} without {family}", len(found) / len(data.groups))
             trees = Boosted.fit([groups[at] for at in learnt], table, most=most, seed=seed, threads=threads)

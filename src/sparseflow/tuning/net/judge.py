@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.core.costmodel.ranking import bootstrap, pair_accuracy, random_top_k_score, top_k_score
+from sparseflow.core.costmodel.ranking import pair_accuracy, random_top_k_score, top_k_score
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
 from sparseflow.tuning.net.dataset import Dataset, Group
 from sparseflow.tuning.net.model import AutoSparseNet
@@ -91,7 +92,7 @@ def summary(judged: Sequence[Judged], *, seed: int = 0) -> dict[str, Any]:
     matrices = [one.matrix for one in judged]
 
     def told(values: list[float], random: float) -> dict[str, float]:
-        low, high = bootstrap(values, matrices, seed=seed)
+        low, high = bootstrap_mean(values, matrices, seed=seed)
         return {"mean": float(np.mean(values)), "low": low, "high": high, "random": random}
 
     return {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparseflow.core.training import checkpoint
+from sparseflow.core.training.distributed import DistributedContext, init_distributed
 from sparseflow.core.training.history import History
-from sparseflow.core.training.ranks import Ranks, ranks
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.net.dataset import Batch, Dataset, Sampling
 from sparseflow.tuning.net.judge import Judged, by_net, judge, summary
@@ -168,35 +168,39 @@ def train(
     if root.exists() and not root.is_dir():
         raise InputError(f"`folder` (={root}) is a file; name a folder")
     root.mkdir(parents=True, exist_ok=True)
-    with ranks(device) as mine, torch.random.fork_rng(devices=mine.cuda):
+    with init_distributed(device) as mine, torch.random.fork_rng(devices=mine.cuda_devices):
         run = _Training(config, data, held_out, mine)
-        of = config.to_dict() | {"tasks": len(data.groups), "labels": data.schedules, "processes": mine.size}
+        of = config.to_dict() | {
+            "tasks": len(data.groups),
+            "labels": data.schedules,
+            "processes": mine.world_size,
+        }
         history = History(root) if mine.rank == 0 else None
         try:
-            state = checkpoint.read(root, of)
-            mine.check_alike("the step that they stand at", -1 if state is None else state["step"])
+            state = checkpoint.load(root, of)
+            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state)
             while run.step < config.steps:
                 numbers = run.advance()
                 if history is not None:
-                    history.write(run.step, "train", numbers)
+                    history.log(run.step, "train", numbers)
                 last = run.step == config.steps
                 looks = held_out is not None and (last or run.step % config.validate_every == 0)
                 if looks and history is not None:
-                    history.write(run.step, "held_out", run.validate())
+                    history.log(run.step, "held_out", run.validate())
                 if last or run.step % config.checkpoint_every == 0:
                     run.agree()
                     if history is not None:
                         history.sync()
-                        checkpoint.write(root, run.state() | {"of": of})
+                        checkpoint.save(root, run.state() | {"fingerprint": of})
                 if progress is not None:
                     progress(f"step {run.step}, loss {numbers['loss']:.4f}", run.step / config.steps)
             judged: tuple[Judged, ...] = ()
             if history is not None:
                 save(run.net, root / NET)
                 judged = run.judge()
-            mine.wait()
+            mine.barrier()
         finally:
             if history is not None:
                 history.close()
@@ -206,7 +210,9 @@ def train(
 class _Training:
     """A network, its optimizer and how far they are."""
 
-    def __init__(self, config: TrainConfig, data: Dataset, held_out: Dataset | None, mine: Ranks) -> None:
+    def __init__(
+        self, config: TrainConfig, data: Dataset, held_out: Dataset | None, mine: DistributedContext
+    ) -> None:
         self.config, self.data, self._held_out, self._mine = config, data, held_out, mine
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -246,7 +252,9 @@ class _Training:
     def agree(self) -> None:
         """What did not fit in one process is made smaller in all."""
         most = 1 << 62
-        found = self._mine.least([self.room.limits.get(digest, most) for digest in self.data.patterns])
+        found = self._mine.all_reduce_min(
+            [self.room.limits.get(digest, most) for digest in self.data.patterns]
+        )
         self.room.take(
             {digest: limit for digest, limit in zip(self.data.patterns, found, strict=True) if limit < most}
         )
@@ -260,8 +268,8 @@ class _Training:
         rate = self.config.rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._mine.mean(self._gradients(batch))
-        self._mine.average(self.net.parameters())
+        loss = self._mine.all_reduce_mean(self._gradients(batch))
+        self._mine.average_gradients(self.net.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.config.clip)
         self.step += 1
         numbers = {"loss": float(loss), "rate": rate, "gradient": float(norm)}

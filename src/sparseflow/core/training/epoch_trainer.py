@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparseflow.core.layers import LayeredModel, LayerNode
 
 
-class Task(Protocol):
+class EpochTrainer(Protocol):
     """A model that is being trained, which can list its layers.
 
     Attributes:
@@ -23,12 +23,12 @@ class Task(Protocol):
     epochs: int
 
     def train_epoch(
-        self, extra: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
+        self, extra_loss: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
     ) -> Mapping[str, float]:
         """Train for one epoch more.
 
         Args:
-            extra: One more term of the loss, of each step.
+            extra_loss: One more term of the loss, of each step.
             progress: Called with (what was done, fraction of the epoch).
 
         Returns:
@@ -36,15 +36,15 @@ class Task(Protocol):
         """
         ...
 
-    def accuracy(self) -> float:
+    def evaluate_accuracy(self) -> float:
         """On data that is not trained on, from 0 to 1, as the model will be used."""
         ...
 
-    def soft_layers(self, batch: int) -> Sequence[LayerNode]:
+    def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
         """Layers, for batches of this size, with figures that have gradients to what makes them so large."""
         ...
 
-    def finished(self) -> LayeredModel:
+    def export_model(self) -> LayeredModel:
         """The model as it will be used, real sparsity and all; a copy."""
         ...
 
@@ -52,10 +52,10 @@ class Task(Protocol):
         """Write the model as it will be used to a file of safetensors."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` takes: tensors, numbers, texts, lists and dictionaries of these."""
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: tensors, numbers, texts, lists and dictionaries of these."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         ...

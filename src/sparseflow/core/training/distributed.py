@@ -24,27 +24,27 @@ _PATIENCE = datetime.timedelta(hours=12)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class DistributedContext:
     """This process among those that train together.
 
     Attributes:
         rank: Its number; the first, 0, writes files.
-        size: How many there are.
+        world_size: How many there are.
         device: What it computes on.
     """
 
     rank: int
-    size: int
+    world_size: int
     device: torch.device
 
     @property
-    def cuda(self) -> list[torch.device]:
+    def cuda_devices(self) -> list[torch.device]:
         """Its GPU, if it computes on one."""
         return [self.device] if self.device.type == "cuda" else []
 
-    def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients over all processes; without one it counts as 0."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
         every = list(parameters)
         for each in every:
@@ -53,48 +53,48 @@ class Ranks:
         gradients = [each.grad for each in every if each.grad is not None]
         flat = torch.cat([each.flatten() for each in gradients])
         distributed.all_reduce(flat)
-        flat /= self.size
+        flat /= self.world_size
         for each, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             each.copy_(mean.view_as(each))
 
-    def mean(self, value: Tensor) -> Tensor:
+    def all_reduce_mean(self, value: Tensor) -> Tensor:
         """The mean of a scalar over all processes."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value.detach()
         total = value.detach().clone()
         distributed.all_reduce(total)
-        return total / self.size
+        return total / self.world_size
 
-    def least(self, values: list[int]) -> list[int]:
+    def all_reduce_min(self, values: list[int]) -> list[int]:
         """Number by number, the least that any process has."""
-        if self.size == 1 or not values:
+        if self.world_size == 1 or not values:
             return values
         found = torch.tensor(values, device=self.device)
         distributed.all_reduce(found, distributed.ReduceOp.MIN)
         return found.tolist()
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes have come here."""
-        if self.size > 1:
+        if self.world_size > 1:
             distributed.barrier()
 
-    def check_alike(self, what: str, value: int) -> None:
+    def check_equal(self, what: str, value: int) -> None:
         """Raises RunError where processes differ in what they should agree on."""
-        low, high = self.least([value, -value])
+        low, high = self.all_reduce_min([value, -value])
         if low != -high:
             raise RunError(
                 f"processes differ in {what}: {low} to {-high}; they must share one folder and data"
             )
 
 
-def in_turn(device: str, number: int) -> str:
+def round_robin_device(device: str, number: int) -> str:
     """The device of one of many trainings at the same time: `"cuda"` is every GPU in its turn."""
     several = device == "cuda" and torch.cuda.device_count() > 1
     return f"cuda:{number % torch.cuda.device_count()}" if several else device
 
 
 @contextmanager
-def ranks(device: torch.device | str) -> Iterator[Ranks]:
+def init_distributed(device: torch.device | str) -> Iterator[DistributedContext]:
     """This process among those that torchrun started; alone where none did.
 
     Args:
@@ -105,7 +105,7 @@ def ranks(device: torch.device | str) -> Iterator[Ranks]:
     if wanted.type == "cuda" and wanted.index is not None:
         torch.cuda.set_device(wanted)
     if size == 1:
-        yield Ranks(rank=0, size=1, device=wanted)
+        yield DistributedContext(rank=0, world_size=1, device=wanted)
         return
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -114,7 +114,9 @@ def ranks(device: torch.device | str) -> Iterator[Ranks]:
     if own:
         distributed.init_process_group("nccl" if wanted.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
-        yield Ranks(rank=distributed.get_rank(), size=distributed.get_world_size(), device=wanted)
+        yield DistributedContext(
+            rank=distributed.get_rank(), world_size=distributed.get_world_size(), device=wanted
+        )
     finally:
         if own:
             distributed.destroy_process_group()

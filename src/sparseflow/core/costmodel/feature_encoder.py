@@ -15,7 +15,7 @@ Features = Mapping[str, float | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureSpace:
+class FeatureEncoder:
     """Columns of a matrix of features.
 
     Attributes:
@@ -28,7 +28,7 @@ class FeatureSpace:
     categories: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, rows: Sequence[Features]) -> FeatureSpace:
+    def fit(cls, rows: Sequence[Features]) -> FeatureEncoder:
         """The space that holds `rows`.
 
         Raises:
@@ -58,7 +58,7 @@ class FeatureSpace:
         told = (f"{name}={value}" for name, values in self.categories.items() for value in values)
         return (*self.numbers, *told)
 
-    def matrix(self, rows: Sequence[Features]) -> np.ndarray:
+    def transform(self, rows: Sequence[Features]) -> np.ndarray:
         """`rows` as float32, (rows, columns).
 
         Raises:
@@ -89,7 +89,7 @@ class FeatureSpace:
         }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> FeatureSpace:
+    def from_dict(cls, record: Mapping[str, Any]) -> FeatureEncoder:
         """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
             numbers, categories = record["numbers"], record["categories"]

@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseflow.core.training.ranks import ranks
+from sparseflow.core.training.distributed import init_distributed
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_alone_nothing_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with ranks("cpu") as mine:
-        assert (mine.rank, mine.size, mine.device) == (0, 1, torch.device("cpu"))
+    with init_distributed("cpu") as mine:
+        assert (mine.rank, mine.world_size, mine.device) == (0, 1, torch.device("cpu"))
         weight = torch.nn.Parameter(torch.ones(2))
-        mine.average([weight])
+        mine.average_gradients([weight])
         assert weight.grad is None
-        assert mine.mean(torch.tensor(3.0, requires_grad=True)).item() == 3.0
-        assert mine.least([4, 2]) == [4, 2]
-        mine.check_alike("anything", 1)
+        assert mine.all_reduce_mean(torch.tensor(3.0, requires_grad=True)).item() == 3.0
+        assert mine.all_reduce_min([4, 2]) == [4, 2]
+        mine.check_equal("anything", 1)
 
 
 TWO = """
@@ -33,22 +33,22 @@ import sys
 from pathlib import Path
 import torch
 from sparseflow.errors import RunError
-from sparseflow.core.training.ranks import ranks
+from sparseflow.core.training.distributed import init_distributed
 from sparseflow.tuning.net.train import train
 from tests.tuning.net.labels import made_up
 from tests.tuning.net.test_train import QUICK
 
-with ranks("cpu") as mine:
+with init_distributed("cpu") as mine:
     weights = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))]
     weights[0].grad = torch.full((2,), 2.0 + mine.rank)
     if mine.rank:
         weights[1].grad = torch.ones(3)
-    mine.average(weights)
+    mine.average_gradients(weights)
     assert weights[0].grad.tolist() == [2.5, 2.5] and weights[1].grad.tolist() == [0.5, 0.5, 0.5]
-    assert mine.mean(torch.tensor(float(mine.rank))) == 0.5
-    assert mine.least([mine.rank, -mine.rank]) == [0, -1]
+    assert mine.all_reduce_mean(torch.tensor(float(mine.rank))) == 0.5
+    assert mine.all_reduce_min([mine.rank, -mine.rank]) == [0, -1]
     try:
-        mine.check_alike("the rank", mine.rank)
+        mine.check_equal("the rank", mine.rank)
     except RunError as error:
         assert "differ in the rank: 0 to 1" in str(error)
     else:
