@@ -270,7 +270,9 @@ def test_an_engine_is_profiled_under_load_and_tells_what_it_records(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[str, float]] = []
-    monkeypatch.setattr("sparseflow.cli.progress.progress_bar", lambda: nullcontext(lambda *it: shown.append(it)))
+    monkeypatch.setattr(
+        "sparseflow.cli.progress.progress_bar", lambda: nullcontext(lambda *it: shown.append(it))
+    )
 
     def measure(runner: Any, space: Any, out: Path, *, progress: Any, **how: Any) -> Any:
         runner._progress(1, 3)

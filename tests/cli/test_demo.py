@@ -34,7 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_script_gets_one_object_at_the_end(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["demo", "--json", "--out", str(tiny), "--batch", "3", "--rounds", "4", "--no-compiled"]
+    arguments = ["demo", "--json", "--out", str(tiny), "--batch-size", "3", "--rounds", "4", "--no-compile"]
     assert run(arguments) == 0
     out = capsys.readouterr().out
     found = json.loads(out)
@@ -53,7 +53,8 @@ def test_a_script_gets_one_object_at_the_end(tiny: Path, capsys: pytest.CaptureF
 
 def test_a_reader_gets_a_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        run(["demo", "--out", str(tiny), "--batch", "3", "--rounds", "4", "--no-compiled", "--no-cache"]) == 0
+        run(["demo", "--out", str(tiny), "--batch-size", "3", "--rounds", "4", "--no-compile", "--no-cache"])
+        == 0
     )
     out = capsys.readouterr().out.replace("\n", " ")
     for part in ("layer", "firing", "zero blocks", "backend", "conv1", "accuracy on 6 images", "end to end"):
@@ -64,7 +65,14 @@ def test_a_reader_gets_a_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--batch", "0"], ["--batch", "257"], ["--batch", "x"], ["--rounds", "3"], ["--nonsense"], ["surplus"]],
+    [
+        ["--batch-size", "0"],
+        ["--batch-size", "257"],
+        ["--batch-size", "x"],
+        ["--rounds", "3"],
+        ["--nonsense"],
+        ["surplus"],
+    ],
 )
 def test_bad_usage_is_two(arguments: list[str], tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--out", str(tiny), *arguments]) == 2

@@ -33,8 +33,12 @@ def command(monkeypatch: pytest.MonkeyPatch):
         app.command("inner")(function)
         module.function, module.app = function, app  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setitem(sys.modules, "probe_module", module)
-        monkeypatch.setitem(root.LAZY, "probe", root.Lazy(target="probe_module:function", help="Probe."))
-        monkeypatch.setitem(root.LAZY, "wing", root.Lazy(target="probe_module:app", help="A wing."))
+        monkeypatch.setitem(
+            root.COMMANDS, "probe", root.LazyCommand(target="probe_module:function", help="Probe.")
+        )
+        monkeypatch.setitem(
+            root.COMMANDS, "wing", root.LazyCommand(target="probe_module:app", help="A wing.")
+        )
 
     return register
 
@@ -47,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name in root.LAZY:
+    for name in root.COMMANDS:
         assert f" {name} " in shown
 
 

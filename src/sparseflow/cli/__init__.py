@@ -1,4 +1,4 @@
-"""The command `sparseflow`: one thin module a wing, and no logic."""
+"""The `sparseflow` command: one thin module for each wing, without logic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the installed command."""
+    """Run the installed command `sparseflow`."""
     from sparseflow.cli.root import run
 
     sys.exit(run(sys.argv[1:]))

@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparseflow.cli.options import JsonOption
+from sparseflow.cli.output import emit, make_table
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
-) -> None:
-    """Show what hardware and packages are here, what works and what to do about the rest."""
-    from sparseflow.core.doctor import Check, diagnose
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-    found = diagnose()
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
-        return
-
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    devices = Table(title="Devices", title_justify="left")
-    for heading in ("device", "name", "memory", "cores", "can"):
-        devices.add_column(heading)
-    for info in found.devices:
-        able = f"compute {info.compute_capability}" if info.compute_capability else " ".join(info.flags)
-        place = info.kind if info.index is None else f"{info.kind}:{info.index}"
-        devices.add_row(place, info.name, f"{info.memory_bytes / 2**30:.0f} GiB", str(info.cores), able)
-    console.print(devices)
+    from sparseflow.core.doctor import Check
 
-    def show(title: str, checks: tuple[Check, ...]) -> None:
-        table = Table(title=title, title_justify="left")
-        for heading in ("", "what", "found", "to do"):
-            table.add_column(heading)
-        for check in checks:
-            table.add_row(
-                "[green]ok[/]" if check.ok else "[yellow]no[/]", check.name, check.detail, check.fix
-            )
-        console.print(table)
 
-    show("Backends", found.backends)
-    show("Extras", found.extras)
+def doctor(
+    extra: Annotated[
+        str | None, typer.Option("--extra", help="Exit with 1 if this extra is not installed, e.g. adaptive.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show available hardware, packages and backends, and how to fix what is missing."""
+    from sparseflow.core.doctor import diagnose
+    from sparseflow.errors import InputError
+
+    diagnosis = diagnose()
+    installed = {check.name: check.ok for check in diagnosis.extras}
+    if extra is not None and extra not in installed:
+        raise InputError(f"`--extra {extra}` must be one of: {', '.join(installed)}")
+    rows = []
+    for info in diagnosis.devices:
+        name = info.kind if info.index is None else f"{info.kind}:{info.index}"
+        features = f"compute {info.compute_capability}" if info.compute_capability else " ".join(info.flags)
+        rows.append((name, info.name, f"{info.memory_bytes / 2**30:.0f} GiB", str(info.cores), features))
+    emit(
+        diagnosis.to_json(),
+        as_json,
+        make_table(("device", "name", "memory", "cores", "features"), rows, title="Devices"),
+        _check_table("Backends", diagnosis.backends),
+        _check_table("Extras", diagnosis.extras),
+    )
+    if extra is not None and not installed[extra]:
+        raise typer.Exit(1)
+
+
+def _check_table(title: str, checks: Iterable[Check]) -> Table:
+    rows = [("ok" if check.ok else "missing", check.name, check.detail, check.fix) for check in checks]
+    return make_table(("status", "name", "details", "fix"), rows, title=title)

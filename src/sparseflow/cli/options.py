@@ -101,6 +101,11 @@ BatchSizesOption = Annotated[list[int] | None, _BATCH_SIZE]
 """As `BatchSizeOption`, for commands that measure several batch sizes; repeatable."""
 
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Timing rounds.")]
+PairedRoundsOption = Annotated[int, typer.Option("--rounds", min=4, help="Timing rounds.")]
+"""As `RoundsOption`, for paired comparisons, whose intervals need at least four rounds."""
+CompileOption = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="Compile the dense models with torch.compile.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Data type, such as float32.")]
 CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
 

@@ -1,7 +1,7 @@
-"""The root of the command line: options that every command shares, the list of wings, and what errors become.
+"""The root command: global options, lazily imported subcommands and exit codes.
 
-A wing's module is imported when one of its commands runs, so that `sparseflow --help` stays quick. To add a
-wing, write `sparseflow/cli/<wing>.py` with a `typer.Typer` named `app` and name it in `LAZY`.
+A wing's module is imported when one of its commands runs, which keeps `sparseflow --help` fast. To add a
+wing, write `sparseflow/cli/<wing>.py` with a `typer.Typer` named `app` and add it to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -23,74 +23,74 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lazy:
-    """A command, or a group of them, that is imported when it runs.
+class LazyCommand:
+    """A command or command group that is imported when it runs.
 
     Attributes:
         target: `"module:name"` of a `typer.Typer` or of a function.
-        help: The line that `sparseflow --help` shows for it.
+        help: Summary that `sparseflow --help` shows.
     """
 
     target: str
     help: str
 
 
-LAZY = {
-    "adaptive": Lazy(
+COMMANDS = {
+    "adaptive": LazyCommand(
         target="sparseflow.cli.adaptive:app",
-        help="Adaptive: a multimodal mixture of experts that keeps latency budgets.",
+        help="Adaptive inference: keep latency budgets with a mixture-of-experts model.",
     ),
-    "codesign": Lazy(
+    "codesign": LazyCommand(
         target="sparseflow.cli.codesign:app",
-        help="Co-design: choose chips, partition a model over them, and run it.",
+        help="Co-design: choose chips, partition a model over them and run it.",
     ),
-    "demo": Lazy(
+    "demo": LazyCommand(
         target="sparseflow.cli.demo:demo",
-        help="Measure the shipped network on this machine, dense and optimised, and write a report.",
+        help="Benchmark the shipped spiking network on this machine, dense and optimized.",
     ),
-    "doctor": Lazy(
+    "doctor": LazyCommand(
         target="sparseflow.cli.doctor:doctor",
-        help="Show what hardware and packages are here, what works and what to do about the rest.",
+        help="Show available hardware, packages and backends, and how to fix what is missing.",
     ),
-    "latency": Lazy(
+    "latency": LazyCommand(
         target="sparseflow.cli.latency:app",
-        help="Latency: what an ONNX model takes on a loaded device.",
+        help="Latency: predict the latency of ONNX models on idle and loaded devices.",
     ),
-    "pruning": Lazy(
+    "pruning": LazyCommand(
         target="sparseflow.cli.pruning:app",
-        help="Pruning: a video transformer that drops what says little.",
+        help="Pruning: token, head and channel pruning for video transformers.",
     ),
-    "spiking": Lazy(
+    "spiking": LazyCommand(
         target="sparseflow.cli.spiking:app",
-        help="Spiking networks: skip what does not fire.",
+        help="Spiking networks: faster inference by skipping zero activations.",
     ),
-    "tune": Lazy(
+    "tune": LazyCommand(
         target="sparseflow.cli.tune:tune",
-        help="Tuning: the fastest kernel for a sparse matrix.",
+        help="Find the fastest kernel for a sparse matrix; short for `tuning tune`.",
     ),
-    "tuning": Lazy(
+    "tuning": LazyCommand(
         target="sparseflow.cli.tuning:app",
-        help="Tuning: labels for a cost model of sparse kernels.",
+        help="Tuning: autotune sparse kernels and train cost models for them.",
     ),
 }
 
 
 class LazyGroup(TyperGroup):
-    """Shows every command of `LAZY` from its line of help, and imports the one that is called."""
+    """Lists the commands of `COMMANDS` without importing them; imports the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(LAZY)
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.commands and cmd_name in LAZY:
-            stand_in = typer.Typer(add_completion=False)
-            stand_in.command(name=cmd_name, help=LAZY[cmd_name].help)(_nothing)
-            return typer.main.get_command(stand_in)
+        if cmd_name not in self.commands and cmd_name in COMMANDS:
+            placeholder = typer.Typer(add_completion=False)
+            placeholder.command(name=cmd_name, help=COMMANDS[cmd_name].help)(_do_nothing)
+            return typer.main.get_command(placeholder)
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in LAZY and args[0] not in self.commands:
-            self.add_command(_load(args[0]), args[0])
+        if args and args[0] in COMMANDS and args[0] not in self.commands:
+            self.add_command(_import_command(args[0]), args[0])
         return super().resolve_command(ctx, args)
 
 
@@ -104,8 +104,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"sparseflow {__version__}")
         raise typer.Exit()
 
@@ -114,7 +114,7 @@ def _show_version(asked: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details to standard error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
@@ -125,57 +125,60 @@ def root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and give its exit code.
+    """Run one command line.
 
-    0 is success. 2 is bad usage, bad input or a missing extra; 1 a job that failed; 130 an interrupt.
-    Messages go to standard error. With `--json` among the arguments an error is also one JSON object on
+    Messages go to standard error. With `--json` among the arguments, an error is also one JSON object on
     standard output: `{"error": {"type": ..., "message": ...}}`.
 
     Args:
-        arguments: What follows `sparseflow` on the command line.
+        arguments: Arguments after `sparseflow` on the command line.
+
+    Returns:
+        Exit code: 0 for success, 1 for a failed job, 2 for bad usage, bad input or a missing extra, 130 for
+        an interrupt.
     """
     as_json = "--json" in arguments
     try:
         command = typer.main.get_command(app)
         code = command.main(args=list(arguments), prog_name="sparseflow", standalone_mode=False)
-        # Typer turns a KeyboardInterrupt into this code, without a word.
+        # Typer turns a KeyboardInterrupt into this code and prints nothing.
         if code == EXIT_INTERRUPTED:
-            return _report("Interrupted", "stopped from the keyboard", EXIT_INTERRUPTED, as_json)
+            return _report_error("Interrupted", "stopped by the user", EXIT_INTERRUPTED, as_json)
         return code if isinstance(code, int) else 0
     except typer.Abort:
-        return _report("Aborted", "nothing was done", EXIT_FAILED, as_json)
+        return _report_error("Aborted", "nothing was changed", EXIT_FAILED, as_json)
     except SparseFlowError as error:
         usage = isinstance(error, InputError | MissingExtraError)
-        return _report(type(error).__name__, str(error), EXIT_USAGE if usage else EXIT_FAILED, as_json)
+        return _report_error(type(error).__name__, str(error), EXIT_USAGE if usage else EXIT_FAILED, as_json)
     except Exception as error:
-        # Typer's own usage errors are told by the message that they would print.
+        # Usage errors of Typer format their own message.
         message = getattr(error, "format_message", None)
         if message is not None:
-            # Without a command the help has been shown, and the message is empty.
-            return _report("UsageError", message() or "no command was given", EXIT_USAGE, as_json)
+            # Without a command Typer has shown the help, and its message is empty.
+            return _report_error("UsageError", message() or "no command was given", EXIT_USAGE, as_json)
         traceback.print_exc()
-        return _report(type(error).__name__, str(error) or "no message", EXIT_FAILED, as_json)
+        return _report_error(type(error).__name__, str(error) or "no message", EXIT_FAILED, as_json)
 
 
-def _report(kind: str, message: str, code: int, as_json: bool) -> int:
+def _report_error(kind: str, message: str, code: int, as_json: bool) -> int:
     typer.secho(f"sparseflow: {message}", err=True, fg=typer.colors.RED)
     if as_json:
         typer.echo(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False))
     return code
 
 
-def _load(name: str) -> Any:
-    module, _, attribute = LAZY[name].target.partition(":")
-    found = getattr(import_module(module), attribute)
-    # Under a root of its own, since a Typer that is itself the root grows options for shell completion.
-    holder = typer.Typer(add_completion=False)
-    if isinstance(found, typer.Typer):
-        holder.add_typer(found, name=name)
-        holder.callback()(_nothing)
-        return typer.main.get_group(holder).commands[name]
-    holder.command(name=name)(found)
-    return typer.main.get_command(holder)
+def _import_command(name: str) -> Any:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    target = getattr(import_module(module), attribute)
+    # Typer adds options for shell completion to its root, so the command gets a root without them.
+    parent = typer.Typer(add_completion=False)
+    if isinstance(target, typer.Typer):
+        parent.add_typer(target, name=name)
+        parent.callback()(_do_nothing)
+        return typer.main.get_group(parent).commands[name]
+    parent.command(name=name)(target)
+    return typer.main.get_command(parent)
 
 
-def _nothing() -> None:
-    """Does nothing, where Typer wants a function and there is nothing to do."""
+def _do_nothing() -> None:
+    """Placeholder where Typer requires a function."""

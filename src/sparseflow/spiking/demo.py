@@ -17,12 +17,15 @@ import torch
 
 from sparseflow.core import timing
 from sparseflow.core.run import Run
+from sparseflow.errors import InputError
 from sparseflow.spiking import zoo
 from sparseflow.spiking.baselines import Forward, dense_forms, from_rest
 from sparseflow.spiking.bench import OPTIMISED, in_turn, warmed
 from sparseflow.spiking.explain import Explanation, explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.optimize import optimize
+
+MAX_BATCH_SIZE = 256
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the demo that is over."""
@@ -98,8 +101,11 @@ def run_demo(
         progress: Told what is being done.
 
     Raises:
+        InputError: `batch` is out of range.
         MissingExtraError: A package of the `spiking` extra is missing.
     """
+    if not 1 <= batch <= MAX_BATCH_SIZE:
+        raise InputError(f"`batch` (={batch}) must be in [1, {MAX_BATCH_SIZE}]")
     settings = {"network": network, "batch": batch, "rounds": rounds, "compiled": compiled}
     with Run.start(out, "sparseflow demo", settings, seed=0) as run:
         progress("loading the network and the images", 0.0)
