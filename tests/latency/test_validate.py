@@ -164,7 +164,7 @@ def test_intervals_are_judged_on_networks_that_they_were_not_made_from() -> None
     assert validate.coverage(like) == 1.0
     # The network that is off lies outside the intervals of the others, which its own errors would widen.
     assert validate.coverage(like + cases("c", 1.5)) == pytest.approx(2 / 3)
-    ends = validate.interval(like + cases("c", 1.5)).around(2.0)
+    ends = validate.interval(like + cases("c", 1.5)).bounds(2.0)
     assert ends == pytest.approx((2.0, 3.0))
     with pytest.raises(InputError, match="at least two"):
         validate.coverage(cases("a", 1.0))
