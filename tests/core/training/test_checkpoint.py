@@ -26,7 +26,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_another_training_is_told_by_what_differs(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"fingerprint": OF, "step": 2})
-    with pytest.raises(InputError, match=r"with other net\.width, seed; name another folder"):
+    with pytest.raises(InputError, match=r"net\.width, seed"):
         checkpoint.load(tmp_path, OF | {"net": {"width": 16}, "seed": 1})
 
 

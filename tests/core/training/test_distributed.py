@@ -34,8 +34,8 @@ from pathlib import Path
 import torch
 from sparseflow.errors import RunError
 from sparseflow.core.training.distributed import init_distributed
-from sparseflow.tuning.net.train import train
-from tests.tuning.net.labels import made_up
+from sparseflow.tuning.model.training import train
+from tests.tuning.synthetic_labels import made_up
 from tests.tuning.net.test_train import QUICK
 
 with init_distributed("cpu") as mine:

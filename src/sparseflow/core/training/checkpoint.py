@@ -1,4 +1,4 @@
-"""Where a training stands, in one file, so that it goes on after it was stopped."""
+"""Checkpoint file of a training."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from sparseflow.errors import FileFormatError, InputError
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
-def save(folder: Path, state: Mapping[str, Any]) -> None:
-    """Replace the folder's checkpoint.
+def save(out_dir: Path, state: Mapping[str, Any]) -> None:
+    """Write the checkpoint of a directory, replacing the previous one atomically.
 
     Args:
-        folder: Must exist.
-        state: Tensors, numbers, texts, lists and dictionaries of these; `"of"` says what it is a state of.
+        out_dir: Existing directory.
+        state: Tensors, numbers, strings, lists and dicts of these. `state["fingerprint"]` identifies the
+            training.
 
     Raises:
-        OSError: The file cannot be written; the one before is still there.
+        OSError: The file cannot be written; the previous checkpoint is kept.
     """
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    write_atomic(folder / CHECKPOINT_FILE, buffer.getvalue())
+    write_atomic(out_dir / CHECKPOINT_FILE, buffer.getvalue())
 
 
-def load(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The folder's checkpoint, on the CPU; None where there is none.
+def load(out_dir: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the checkpoint of a directory onto the CPU; None if there is none.
 
     Args:
-        folder: Where to look.
-        of: What it must be a state of.
+        out_dir: Directory of the training.
+        fingerprint: Expected `state["fingerprint"]`.
 
     Raises:
-        InputError: It is of something else.
-        FileFormatError: It is damaged.
+        InputError: The checkpoint has another fingerprint; the message names the settings that differ.
+        FileFormatError: The file is damaged.
     """
-    path = folder / CHECKPOINT_FILE
+    path = out_dir / CHECKPOINT_FILE
     if not path.exists():
         return None
     try:
-        if not zipfile.is_zipfile(path):  # which torch would else take for one of its old formats
-            raise ValueError("not an archive as torch writes them")
+        # torch.load would treat other files as one of its legacy formats.
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not a PyTorch zip archive")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        found = state["fingerprint"]
+        saved = state["fingerprint"]
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -60,22 +62,21 @@ def load(folder: Path, of: Mapping[str, Any]) -> dict[str, Any] | None:
         ValueError,
         OSError,
     ) as error:
-        text = next(iter(str(error).splitlines()), repr(error))
-        raise FileFormatError(f"{path} is not a checkpoint that can be read: {text}; remove it") from error
-    if found != of:
-        one, other = dict(_flat(found)), dict(_flat(of))
-        differ = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise FileFormatError(f"{path} is not a readable checkpoint ({reason}); remove it") from error
+    if saved != fingerprint:
+        old, new = dict(_flatten(saved)), dict(_flatten(fingerprint))
+        differing = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
         raise InputError(
-            f"{path} is of another training, with other {', '.join(differ)}; name another folder, or remove "
-            "this one"
+            f"{path} belongs to a training with different settings: {', '.join(differing)}; choose another "
+            "directory, or remove this one"
         )
     return state
 
 
-def _flat(of: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted names."""
-    for name, value in of.items():
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value

@@ -1,9 +1,8 @@
-"""Training by several processes: each draws its own batches, and gradients are averaged.
+"""Data-parallel training with torch.distributed.
 
-torchrun starts the processes and tells them of each other by environment variables. Gradients are
-averaged in one piece after the backward pass, not by `DistributedDataParallel` during it: a process whose
-batch did not fit into memory can then try again while the others wait, and our networks are too small for
-overlap to matter.
+torchrun starts the processes and describes them in environment variables. Gradients are averaged in one
+all-reduce after the backward pass, not by `DistributedDataParallel` during it: a process whose batch does not
+fit into memory can then retry while the others wait, and our networks are too small to gain from overlap.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from torch import Tensor, distributed
 
 from sparseflow.errors import RunError
 
-_PATIENCE = datetime.timedelta(hours=12)
-"""That processes wait for the first one, which judges and writes alone."""
+# Other ranks wait for rank 0 while it evaluates and writes files.
+_TIMEOUT = datetime.timedelta(hours=12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedContext:
-    """This process among those that train together.
+    """Rank and device of this process, and the collectives that trainings use.
 
     Attributes:
-        rank: Its number; the first, 0, writes files.
-        world_size: How many there are.
-        device: What it computes on.
+        rank: Rank of this process; rank 0 writes files.
+        world_size: Number of processes.
+        device: Device that this process computes on.
     """
 
     rank: int
@@ -39,26 +38,27 @@ class DistributedContext:
 
     @property
     def cuda_devices(self) -> list[torch.device]:
-        """Its GPU, if it computes on one."""
+        """The GPU of this process, as the list that `torch.random.fork_rng` takes; empty on a CPU."""
         return [self.device] if self.device.type == "cuda" else []
 
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Average the gradients over all processes; without one it counts as 0."""
+        """Average gradients over all processes in place; a missing gradient counts as 0."""
         if self.world_size == 1:
             return
-        every = list(parameters)
-        for each in every:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-        gradients = [each.grad for each in every if each.grad is not None]
-        flat = torch.cat([each.flatten() for each in gradients])
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         distributed.all_reduce(flat)
         flat /= self.world_size
-        for each, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            each.copy_(mean.view_as(each))
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     def all_reduce_mean(self, value: Tensor) -> Tensor:
-        """The mean of a scalar over all processes."""
+        """Mean of a scalar tensor over all processes, detached."""
         if self.world_size == 1:
             return value.detach()
         total = value.detach().clone()
@@ -66,57 +66,58 @@ class DistributedContext:
         return total / self.world_size
 
     def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Number by number, the least that any process has."""
+        """Elementwise minimum over all processes."""
         if self.world_size == 1 or not values:
             return values
-        found = torch.tensor(values, device=self.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MIN)
-        return found.tolist()
+        minimum = torch.tensor(values, device=self.device)
+        distributed.all_reduce(minimum, distributed.ReduceOp.MIN)
+        return minimum.tolist()
 
     def barrier(self) -> None:
-        """Until all processes have come here."""
+        """Wait until all processes reach this call."""
         if self.world_size > 1:
             distributed.barrier()
 
-    def check_equal(self, what: str, value: int) -> None:
-        """Raises RunError where processes differ in what they should agree on."""
+    def check_equal(self, name: str, value: int) -> None:
+        """Raise RunError if `value`, described by `name`, differs between processes."""
         low, high = self.all_reduce_min([value, -value])
         if low != -high:
             raise RunError(
-                f"processes differ in {what}: {low} to {-high}; they must share one folder and data"
+                f"processes differ in {name}: {low} to {-high}; they must share one directory and data"
             )
 
 
-def round_robin_device(device: str, number: int) -> str:
-    """The device of one of many trainings at the same time: `"cuda"` is every GPU in its turn."""
-    several = device == "cuda" and torch.cuda.device_count() > 1
-    return f"cuda:{number % torch.cuda.device_count()}" if several else device
+def round_robin_device(device: str, index: int) -> str:
+    """Device of the `index`-th of several concurrent trainings; `"cuda"` cycles through all GPUs."""
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        return f"cuda:{index % torch.cuda.device_count()}"
+    return device
 
 
 @contextmanager
 def init_distributed(device: torch.device | str) -> Iterator[DistributedContext]:
-    """This process among those that torchrun started; alone where none did.
+    """Join the process group that torchrun describes; without torchrun, a group of one process.
 
     Args:
-        device: What to compute on; `"cuda"` stands for each process' own GPU.
+        device: Device to compute on; `"cuda"` under torchrun is the GPU of the local rank.
     """
-    wanted = torch.device(device)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if wanted.type == "cuda" and wanted.index is not None:
-        torch.cuda.set_device(wanted)
-    if size == 1:
-        yield DistributedContext(rank=0, world_size=1, device=wanted)
+    target = torch.device(device)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if target.type == "cuda" and target.index is not None:
+        torch.cuda.set_device(target)
+    if world_size == 1:
+        yield DistributedContext(rank=0, world_size=1, device=target)
         return
-    if wanted.type == "cuda" and wanted.index is None:
-        wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(wanted)
-    own = not distributed.is_initialized()
-    if own:
-        distributed.init_process_group("nccl" if wanted.type == "cuda" else "gloo", timeout=_PATIENCE)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(target)
+    owns_group = not distributed.is_initialized()
+    if owns_group:
+        distributed.init_process_group("nccl" if target.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         yield DistributedContext(
-            rank=distributed.get_rank(), world_size=distributed.get_world_size(), device=wanted
+            rank=distributed.get_rank(), world_size=distributed.get_world_size(), device=target
         )
     finally:
-        if own:
+        if owns_group:
             distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A training that someone else drives: epochs one at a time, with one more term in its loss."""
+"""Protocol of a training that an outer loop drives one epoch at a time, with an additional loss term."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseflow.core.layers import LayeredModel, LayerNode
+    from sparseflow.core.progress import Progress
 
 
 class EpochTrainer(Protocol):
-    """A model that is being trained, which can list its layers.
+    """A model in training whose layers can be listed.
 
     Attributes:
-        epochs: Epochs that there are.
+        epochs: Number of epochs of the full training.
     """
 
     epochs: int
 
     def train_epoch(
-        self, extra_loss: Callable[[], Tensor] | None, progress: Callable[[str, float], None] | None = None
+        self, extra_loss: Callable[[], Tensor] | None, progress: Progress | None = None
     ) -> Mapping[str, float]:
-        """Train for one epoch more.
+        """Train for one more epoch.
 
         Args:
-            extra_loss: One more term of the loss, of each step.
-            progress: Called with (what was done, fraction of the epoch).
+            extra_loss: Scalar that is added to the loss of each step.
+            progress: Called with the fraction of the epoch.
 
         Returns:
-            Means over the epoch's steps, such as `"loss"`.
+            Means of the metrics over the epoch's steps, such as `"loss"`.
         """
         ...
 
     def evaluate_accuracy(self) -> float:
-        """On data that is not trained on, from 0 to 1, as the model will be used."""
+        """Accuracy on held-out data, from 0 to 1, of the model as it will be deployed."""
         ...
 
     def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Layers, for batches of this size, with figures that have gradients to what makes them so large."""
+        """Layers for batches of `batch` samples, whose FLOPs and bytes are differentiable in the gates."""
         ...
 
     def export_model(self) -> LayeredModel:
-        """The model as it will be used, real sparsity and all; a copy."""
+        """A copy of the model as it will be deployed, with its sparsity applied."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write the model as it will be used to a file of safetensors."""
+        """Write the exported model to a safetensors file."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: tensors, numbers, texts, lists and dictionaries of these."""
+        """Training state: tensors, numbers, strings, lists and dicts of these."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore what `state_dict` returned."""
         ...

@@ -1,4 +1,4 @@
-"""The numbers of a training as they come: JSON lines always, TensorBoard where it is installed."""
+"""Metrics of a training over its steps: JSON lines, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -11,90 +11,92 @@ from typing import Any
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 
 HISTORY_FILE = "losses.jsonl"
-_BOARD = "tensorboard"
-_POINTS = 200
-"""Points of a curve."""
+_TENSORBOARD_DIR = "tensorboard"
+_MAX_CURVE_POINTS = 200
 
 _LOG = logging.getLogger(__name__)
 
 
 class History:
-    """Rows of a training in its folder, each step's once, however often it was stopped and went on.
+    """Writer of a training's metrics. A resumed training does not write a step twice.
 
-    Every row has `"step"`, counted from 1, and `"kind"`, such as `"train"` or `"held_out"`; the rest are
-    numbers, under the names that the training gives them.
+    Every row has `"step"`, counted from 1, `"kind"`, such as `"train"` or `"held_out"`, and the metrics.
 
     Args:
-        folder: Where to write.
+        out_dir: Directory of the training; locked until `close`.
 
     Raises:
-        RunError: Another process writes into the folder.
+        RunError: Another process writes into the directory.
         FileFormatError: A line of an earlier run is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = JsonLinesWriter(folder / HISTORY_FILE)
-        self._board: Any = None
+    def __init__(self, out_dir: Path) -> None:
+        self._writer = JsonLinesWriter(out_dir / HISTORY_FILE)
+        self._tensorboard: Any = None
         try:
-            rows = read_json_lines(folder / HISTORY_FILE)
-            # A step that is done again after a stop gives the same: what is written stays.
-            self._written = {(row.get("step"), row.get("kind")) for row in rows}
-            board = _tensorboard()
-            if board is not None:
-                self._board = board(str(folder / _BOARD))
+            rows = read_json_lines(out_dir / HISTORY_FILE)
+            # A step that is repeated after a stop gives the same metrics: the existing row stays.
+            self._logged = {(row.get("step"), row.get("kind")) for row in rows}
+            make_writer = _load_tensorboard()
+            if make_writer is not None:
+                self._tensorboard = make_writer(str(out_dir / _TENSORBOARD_DIR))
         except BaseException:
             self._writer.close()
             raise
 
-    def log(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        """Add what a step gave. Raises RunError where the disk is full."""
-        if (step, kind) in self._written:
+    def log(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step. Raises RunError if the disk is full."""
+        if (step, kind) in self._logged:
             return
-        self._written.add((step, kind))
-        self._writer.write({"step": step, "kind": kind, **numbers})
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._logged.add((step, kind))
+        self._writer.write({"step": step, "kind": kind, **metrics})
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Flush the rows to disk, so that they survive a power failure."""
         self._writer.sync()
 
     def close(self) -> None:
+        """Flush and close the files and release the directory."""
         self._writer.sync()
         self._writer.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
-def read_history(folder: Path | str) -> Iterator[dict[str, Any]]:
-    """The rows that a training wrote so far.
+def read_history(out_dir: Path | str) -> Iterator[dict[str, Any]]:
+    """Yield the rows that a training has written.
 
     Raises:
         FileFormatError: A line is damaged.
     """
-    yield from read_json_lines(Path(folder) / HISTORY_FILE)
+    yield from read_json_lines(Path(out_dir) / HISTORY_FILE)
 
 
-def smooth_curve(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """A number of a history as a curve: steps, and means of neighbours, as many as a curve has points.
+def smooth_curve(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Average a metric over neighboring steps, for a plot with at most 200 points.
 
     Args:
-        rows: Of one kind.
-        key: Name of the number; rows without it are left out.
+        rows: Rows of one kind.
+        name: Name of the metric; rows without it are skipped.
+
+    Returns:
+        Last step of each average, and the averages.
     """
-    there = [(float(row["step"]), float(row[key])) for row in rows if key in row]
-    size = max(1, -(-len(there) // _POINTS))
-    parts = [there[first : first + size] for first in range(0, len(there), size)]
-    return [part[-1][0] for part in parts], [sum(value for _, value in part) / len(part) for part in parts]
+    points = [(float(row["step"]), float(row[name])) for row in rows if name in row]
+    size = max(1, -(-len(points) // _MAX_CURVE_POINTS))
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    return [bin_[-1][0] for bin_ in bins], [sum(value for _, value in bin_) / len(bin_) for bin_ in bins]
 
 
 @cache
-def _tensorboard() -> Any:
-    """TensorBoard's writer; None, said once, where it is not installed."""
+def _load_tensorboard() -> Any:
+    """TensorBoard's `SummaryWriter`; None, logged once, if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        _LOG.info("tensorboard is not installed: losses are written to %s only", HISTORY_FILE)
+        _LOG.info("tensorboard is not installed: metrics are written to %s only", HISTORY_FILE)
         return None
     return SummaryWriter
