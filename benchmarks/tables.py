@@ -1,115 +1,94 @@
-"""Write the tables of README.md and docs/ from `results/`, between their markers.
+"""Generate the tables of README.md and docs/ from `results/`.
 
-    python benchmarks/tables.py            write them
-    python benchmarks/tables.py --check    write nothing; exit 1 when one is not up to date
+::
 
-A table stands between `<!-- table:<wing> -->` and `<!-- /table -->`. Whatever is typed there is replaced.
-`<!-- table:<wing> targets -->` lists only the claims that had a target, `<!-- table:wings -->` how many each
-wing had and met, and `<!-- table:ids <id> <id> ... -->` the claims of these ids, of any wing, in this order.
+    python benchmarks/tables.py            write the tables
+    python benchmarks/tables.py --check    write nothing; exit with 1 if a table is out of date
+
+A table stands between `<!-- table:<wing> -->` and `<!-- /table -->`; the text between the markers is replaced.
+`<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the targets of
+each wing, and `<!-- table:ids <id> <id> ... -->` lists the named claims in this order.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from sparseflow.core import claims
+from benchmarks.claims import RESULTS, WINGS, Claim, check_claim, load_claims
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, SparseFlowError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 _BLOCK = re.compile(
-    r"(<!-- table:(?P<what>[a-z]+)(?P<words>(?:\s[a-z0-9/-]+)*)\s-->\n)(?P<body>.*?)(?P<end><!-- /table -->)",
+    r"(<!-- table:(?P<name>[a-z]+)(?P<words>(?:\s[a-z0-9/-]+)*)\s-->\n)(?P<body>.*?)(?P<end><!-- /table -->)",
     re.DOTALL,
 )
 _OPENING = re.compile(r"<!-- table:")
 
 
-def pages(root: Path) -> list[Path]:
-    """The files that may hold tables."""
+def list_pages(root: Path) -> list[Path]:
+    """List the files that may contain tables."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
-def render(text: str, results: Path) -> str:
-    """`text` with every table written anew.
+def render_tables(text: str, results: Path) -> str:
+    """Replace every table in `text`.
 
     Raises:
-        FileFormatError: A marker is not closed or names no wing, or the claims cannot be used.
+        FileFormatError: A marker is not closed or unknown, or the claims cannot be read.
     """
 
-    def fill(found: re.Match[str]) -> str:
-        what, words = found["what"], found["words"].split()
-        if what == "wings" and not words:
-            lines = wings(results)
-        elif what == "ids" and words:
-            lines = chosen(words, results)
+    def replace(match: re.Match[str]) -> str:
+        name, words = match["name"], match["words"].split()
+        if name == "wings" and not words:
+            lines = format_wing_table(results)
+        elif name == "ids" and words:
+            lines = format_selected_claims(words, results)
         elif words in ([], ["targets"]):
-            lines = table(what, results, targets=bool(words))
+            lines = format_claim_table(name, results, targets=bool(words))
         else:
-            raise FileFormatError(f"`{found[1].strip()}` is no table that is known here")
-        return f"{found[1]}{lines}{found['end']}"
+            raise FileFormatError(f"unknown table: `{match[1].strip()}`")
+        return f"{match[1]}{lines}{match['end']}"
 
     if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
-        raise FileFormatError("every `<!-- table:wing -->` must be followed by a `<!-- /table -->`")
-    return _BLOCK.sub(fill, text)
+        raise FileFormatError("every `<!-- table:... -->` must be followed by `<!-- /table -->`")
+    return _BLOCK.sub(replace, text)
 
 
-def table(wing: str, results: Path, *, targets: bool = False) -> str:
-    """The Markdown table of one wing's claims, or of those with a target."""
-    rows = [claim for claim in _claims(wing, results) if claim.target is not None or not targets]
-    if not rows:
+def format_claim_table(wing: str, results: Path, *, targets: bool = False) -> str:
+    """Format the claims of a wing, or only those with a target, as a Markdown table."""
+    claims = [claim for claim in _load_checked(wing, results) if claim.target is not None or not targets]
+    if not claims:
         return "\nNothing has been measured yet.\n\n"
-    source = f"Samples, commands and circumstances: `results/{wing}/claims.json`."
-    return "\n".join(["", *_lines(rows), "", source, "", ""])
+    source = f"Samples, commands and conditions: `results/{wing}/claims.json`."
+    return "\n".join(["", *_format_rows(claims), "", source, "", ""])
 
 
-def chosen(ids: list[str], results: Path) -> str:
-    """The Markdown table of some claims."""
-    found = {claim.id: claim for wing in claims.WINGS for claim in _claims(wing, results)}
-    missing = [each for each in ids if each not in found]
+def format_selected_claims(ids: Sequence[str], results: Path) -> str:
+    """Format the claims with the given ids as a Markdown table."""
+    claims = {claim.id: claim for wing in WINGS for claim in _load_checked(wing, results)}
+    missing = [id for id in ids if id not in claims]
     if missing:
-        raise FileFormatError(f"no claims are called {', '.join(missing)}")
-    return "\n".join(["", *_lines([found[each] for each in ids]), "", ""])
+        raise FileFormatError(f"no claims with the ids {', '.join(missing)}")
+    return "\n".join(["", *_format_rows([claims[id] for id in ids]), "", ""])
 
 
-def wings(results: Path) -> str:
-    """The Markdown table of how many targets each wing had and met."""
+def format_wing_table(results: Path) -> str:
+    """Format the number of targets and met targets of each wing as a Markdown table."""
     lines = ["| | targets | met | not met |", "| --- | ---: | ---: | ---: |"]
-    for wing in claims.WINGS:
-        met = [claim.met for claim in _claims(wing, results) if claim.target is not None]
+    for wing in WINGS:
+        met = [claim.met for claim in _load_checked(wing, results) if claim.target is not None]
         counts = f"{len(met)} | {sum(met)} | {len(met) - sum(met)}" if met else "– | – | –"
         lines.append(f"| [{wing}](docs/{wing}.md) | {counts} |")
     return "\n".join(["", *lines, "", ""])
 
 
-def _claims(wing: str, results: Path) -> list[claims.Claim]:
-    if wing not in claims.WINGS:
-        raise FileFormatError(f"`<!-- table:{wing} -->` must name one of: {', '.join(claims.WINGS)}")
-    found = claims.load(results / wing / "claims.json")
-    for claim in found:
-        claims.check_samples(claim, results)
-    return found
-
-
-def _lines(rows: list[claims.Claim]) -> list[str]:
-    lines = ["| | measured | target | against | on |", "| --- | ---: | ---: | --- | --- |"]
-    for claim in rows:
-        met = "" if claim.target is None else " ✓" if claim.met else " ✗ not met"
-        cells = (
-            claim.claim,
-            f"**{shown(claim.value)}**{unit(claim.unit)}",
-            f"{claim.target or '–'}{met}",
-            claim.baseline or "–",
-            claim.device,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return lines
-
-
-def shown(value: bool | float | str) -> str:
-    """A value as a reader wants it: at most four significant digits, no exponent for what fits without."""
+def format_value(value: bool | float | str) -> str:
+    """Format a value with at most four significant digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
@@ -119,21 +98,45 @@ def shown(value: bool | float | str) -> str:
     return f"{value:.4g}"
 
 
-def unit(name: str) -> str:
-    """The unit as it follows a number: `1.4x`, but `3.2 ms`."""
-    return name if name in ("x", "×", "") else f" {name}"
+def format_unit(unit: str) -> str:
+    """Format a unit as it follows a number: `1.4x`, but `3.2 ms`."""
+    return unit if unit in ("x", "×", "") else f" {unit}"
 
 
-def main(arguments: list[str]) -> int:
-    check = arguments == ["--check"]
+def _load_checked(wing: str, results: Path) -> list[Claim]:
+    if wing not in WINGS:
+        raise FileFormatError(f"`<!-- table:{wing} -->` must name one of: {', '.join(WINGS)}")
+    claims = load_claims(results / wing / "claims.json")
+    for claim in claims:
+        check_claim(claim, results)
+    return claims
+
+
+def _format_rows(claims: Sequence[Claim]) -> list[str]:
+    lines = ["| | measured | target | against | on |", "| --- | ---: | ---: | --- | --- |"]
+    for claim in claims:
+        status = "" if claim.target is None else " ✓" if claim.met else " ✗ not met"
+        cells = (
+            claim.claim,
+            f"**{format_value(claim.value)}**{format_unit(claim.unit)}",
+            f"{claim.target or '–'}{status}",
+            claim.baseline or "–",
+            claim.device,
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    check = list(arguments) == ["--check"]
     if arguments and not check:
         print(__doc__, file=sys.stderr)
         return 2
     stale = []
-    for page in pages(ROOT):
+    for page in list_pages(ROOT):
         before = page.read_text(encoding="utf-8")
         try:
-            after = render(before, ROOT / "results")
+            after = render_tables(before, RESULTS)
         except SparseFlowError as error:
             print(f"{page.relative_to(ROOT)}: {error}", file=sys.stderr)
             return 2
@@ -142,7 +145,7 @@ def main(arguments: list[str]) -> int:
             if not check:
                 write_atomic(page, after)
     if stale:
-        print(("not up to date, run `make tables`: " if check else "written: ") + ", ".join(stale))
+        print(("out of date, run `make tables`: " if check else "written: ") + ", ".join(stale))
     return 1 if stale and check else 0
 
 

@@ -2,7 +2,7 @@ r"""Recorded steps and prompts against the model's own forward: the same tokens,
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/adaptive/decode.py --out results/adaptive/decode-cpu.json
     python benchmarks/adaptive/decode.py --device cuda --out results/adaptive/decode-cuda.json
 
@@ -30,7 +30,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.adaptive.adapters import Adapter, adapter_of
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.runtime.cache import SlotCache
-from sparseflow.adaptive.runtime.fused import TOLERANCE, Fused
-from sparseflow.adaptive.runtime.graphs import Graphs
-from sparseflow.adaptive.runtime.prefill import Prefill
-from sparseflow.adaptive.runtime.steps import Steps, decode_plan
+from sparseflow.adaptive.engine.cache import SlotCache
+from sparseflow.adaptive.engine.decode import Steps, decode_plan
+from sparseflow.adaptive.engine.graphs import Graphs
+from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, Fused
+from sparseflow.adaptive.engine.prefill.prefill import Prefill
+from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.space import Plan
 from sparseflow.core.ceilings import measure_ceilings
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import get_version
@@ -390,6 +391,31 @@ def plans_of(adapter: Adapter) -> tuple[Plan, Plan]:
     return geometry.full(images=False), Plan(tier=None, insertion_position=1, top_k=few, blocks=kept)
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: recorded decode steps against transformers."""
+    for step in record["steps"]:
+        own, recorded = (step["samples_ms"][name] for name in ("own", "recorded"))
+        blocks = step["plan"].count(".") + 1
+        top_k = next(part for part in step["plan"].split("-") if part.startswith("k"))[1:]
+        yield Claim(
+            id=f"adaptive/6-step-{blocks}-k{top_k}-b{step['batch']}",
+            claim=f"Decode step of OLMoE-1B-7B's geometry in CUDA graphs: {blocks} blocks, {top_k} experts, "
+            f"batch {step['batch']}, against transformers.",
+            value=round(statistics.median(a / b for a, b in zip(own, recorded, strict=True)), 2),
+            unit="x",
+            target=">= 4" if step["batch"] == 1 else None,
+            baseline="transformers, eager",
+            command="python benchmarks/adaptive/decode.py --device cuda",
+            details={
+                "dtype": record["settings"]["dtype"],
+                "recorded_ms": round(statistics.median(recorded), 3),
+                "transformers_ms": round(statistics.median(own), 3),
+                "floor_ms": round(step["floor_ms"], 3),
+                "transformers_experts": step["experts"],
+            },
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -464,6 +490,8 @@ def main() -> int:
         record["failed"] = f"{wrong} checks went wrong"
     if asked.out is not None:
         write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+        if not wrong:
+            record_claims(make_claims(record), record, asked.out)
     return int(bool(wrong))
 
 

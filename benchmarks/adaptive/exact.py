@@ -24,7 +24,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import PlanError
@@ -224,6 +225,50 @@ def good(found: dict[str, Any]) -> bool:
     return exact and all(found["detached"].values()) and found["block_0_refused"]
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: exactness of plans on random models."""
+    command = "python benchmarks/adaptive/exact.py --out results/adaptive/exact.json"
+    cases, columns = record["cases"], record["columns"]
+    rows = [dict(zip(columns, row, strict=True)) for case in cases for row in case["samples"]]
+    yield Claim(
+        id="adaptive/1-logits",
+        claim="Largest relative difference between the float64 logits of a plan with a cache and without "
+        "one, or of a rebuilt model.",
+        value=max(max(row["cached"], row["rebuilt"]) for row in rows),
+        unit="relative",
+        target="<= 1e-10",
+        baseline="the model without a cache",
+        command=command,
+        details={"plans": len(rows), "families": ", ".join(sorted({case["family"] for case in cases}))},
+    )
+    yield Claim(
+        id="adaptive/1-calls",
+        claim=f"Plans of {len(rows)} whose tokens, executed block calls and expert assignments match the "
+        "plan.",
+        value=sum(row["generated"] and row["attention"] and row["experts"] for row in rows),
+        unit="plans",
+        target=f">= {len(rows)}",
+        command=command,
+    )
+    yield Claim(
+        id="adaptive/1-refusals",
+        claim=f"Plans of {len(rows)} for which a plan change within a request or a skipped block 0 raises a "
+        "typed error.",
+        value=sum(row["refused"] for row in rows) * all(case["block_0_refused"] for case in cases),
+        unit="plans",
+        target=f">= {len(rows)}",
+        command=command,
+    )
+    yield Claim(
+        id="adaptive/1-detached",
+        claim=f"Models of {len(cases)} that are bit-identical after `detach`.",
+        value=sum(all(case["detached"].values()) for case in cases),
+        unit="models",
+        target=f">= {len(cases)}",
+        command=command,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=tuple(tiny.FAMILIES), default=list(tiny.FAMILIES))
@@ -259,6 +304,7 @@ def main() -> int:
     }  # fmt: skip
     if asked.out is not None:
         write_atomic(asked.out, json.dumps(record) + "\n")
+        record_claims(make_claims(record), record, asked.out)
     return 0 if all(good(found) for found in cases) else 1
 
 

@@ -3,7 +3,7 @@ as many.
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/adaptive/load.py FOLDER --profile predictor.json --device cuda --requests 5000 \
         --out results/adaptive/load.json
     python benchmarks/adaptive/load.py FOLDER --profile predictor.json --http --requests 500 --out http.json
@@ -33,7 +33,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from http.client import HTTPConnection
@@ -44,11 +44,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from models import content_of, ends_per_s, listening, settled, write_table
 
+from benchmarks.claims import Claim, device_suffix, record_claims
+from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.runtime.engine import Engine
-from sparseflow.adaptive.serve.backend import Prompt
-from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted
-from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.prompts.messages import Prompt, Refusal
+from sparseflow.adaptive.serve.engine_backend import EngineBackend, Predicted
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.cli.adaptive.requests import app_of
 from sparseflow.core.environment import collect_environment
@@ -129,8 +129,8 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
 
     words = service.prompts.tokenizer
     if (asked.model / SETTINGS).is_file():
+        from sparseflow.adaptive.grid_vqa.config import settings_of
         from sparseflow.adaptive.grid_vqa.dataset import Data
-        from sparseflow.adaptive.grid_vqa.settings import settings_of
         from sparseflow.adaptive.grid_vqa.task import placed
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
@@ -478,6 +478,52 @@ def by_http(
         return asyncio.run(measured(asked, service, predictor, over_http(url)))
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: budgets under load and after a load step."""
+    command = "make -C benchmarks/adaptive figures, which makes load.json"
+    steady = record["steady"]
+    min_budget_ms, median_budget_ms, max_budget_ms = steady["budget_ms"]
+    yield Claim(
+        id=f"adaptive/4-attainment{device_suffix(record)}",
+        claim=f"Accepted requests within their budget at {100.0 * record['settings']['load']:.0f} % of "
+        f"capacity, of {steady['requests']} Poisson requests.",
+        value=round(100.0 * steady["attainment"]["share"], 2),
+        unit="%",
+        target=">= 99",
+        command=command,
+        details={
+            "min_budget_ms": round(min_budget_ms, 1),
+            "median_budget_ms": round(median_budget_ms, 1),
+            "max_budget_ms": round(max_budget_ms, 1),
+            "requests_per_s": round(steady["requests_per_s"], 1),
+            "utilization": round(steady["utilisation"], 4),
+            "p50_ms": round(steady["p50_ms"], 2),
+            "attainment_of_all": round(steady["attainment_of_all"]["share"], 4),
+            "infeasible_share": round(steady["infeasible_share"], 4),
+            "shed_share": round(steady["shed_share"], 4),
+        },
+    )
+    step = record.get("step")
+    if step is None:
+        return
+    recovery_s, refusals = step["recovery"]["back_after_s"], step["recovery"]["refused_rightly"]
+    yield Claim(
+        id=f"adaptive/4-step{device_suffix(record)}",
+        claim=f"Time until 99 % of accepted requests keep their budget again after a "
+        f"{record['settings']['step']:g}x load step.",
+        value=round(recovery_s, 2),
+        unit="s",
+        target="<= 5, or shed with correct errors",
+        met=recovery_s <= RECOVERY_S or refusals["share"] == 1.0,
+        command=command,
+        details={
+            "shed_share": round(step["shed_share"], 4),
+            "attainment_of_all": round(step["attainment_of_all"]["share"], 4),
+            **({"refusals_with_retry_time": round(refusals["share"], 4)} if refusals["of"] else {}),
+        },
+    )
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -532,6 +578,7 @@ def main(given: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     write_samples(asked.out.with_suffix(".parquet"), sent)
     write_atomic(asked.out, json.dumps(finite(record), allow_nan=False) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     return 0
 
 

@@ -2,7 +2,7 @@ r"""What deciding adds to a request (line 6): the same plan, decided about or gi
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/adaptive/overhead.py --out results/adaptive/overhead-cpu.json
     python benchmarks/adaptive/overhead.py --device cuda --geometry olmoe-1b-7b \
         --out results/adaptive/overhead-cuda.json
@@ -27,7 +27,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,17 @@ import numpy as np
 import torch
 from models import built, most_tokens, options, room, settled, within
 
-from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.decide import Chooser
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from benchmarks.claims import Claim, device_suffix, record_claims
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.engine.requests.request import Decider, Finished, Request
+from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.policy.selector import Chooser
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.profile import EngineRunner, Mix, by_group, spread
-from sparseflow.adaptive.profile.others import Given, whole
-from sparseflow.adaptive.profile.prompts import Prompts
-from sparseflow.adaptive.runtime.engine import Engine
-from sparseflow.adaptive.runtime.requests import Decider, Finished, Request
+from sparseflow.adaptive.profile.background_traffic import Given, whole
+from sparseflow.adaptive.profile.random_prompts import Prompts
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -154,6 +155,38 @@ def alone(asked: argparse.Namespace, chooser: Chooser, plan: Plan, prompts: Prom
     return {"median_us": {name: float(np.median(each)) for name, each in marks.items()}, "samples_us": marks}
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: overhead of deciding."""
+    worst = max(record["cases"], key=lambda case: case["overhead"][0])
+    middle, low, high = (100.0 * value for value in worst["overhead"])
+    settings, host_us = record["settings"], record["host"]["median_us"]
+    # A run without a model folder uses random weights of a named geometry.
+    geometry = None if settings["model"] else settings["geometry"]
+    command = "make -C benchmarks/adaptive figures, which makes overhead.json"
+    if geometry:
+        command = (
+            f"python benchmarks/adaptive/overhead.py --geometry {geometry} --new-tokens "
+            f"{settings['new_tokens']} --plans {settings['plans']} --pairs {settings['pairs']}"
+        )
+    yield Claim(
+        id=f"adaptive/6-deciding{f'-{geometry}' if geometry else ''}{device_suffix(record)}",
+        claim=f"Median latency that predictor and controllers add to a request of {settings['new_tokens']} "
+        f"tokens ({geometry or 'Grid-VQA'}), worst of {len(record['cases'])} plans.",
+        value=round(middle, 2),
+        unit="%",
+        target="< 1",
+        baseline="the same plan, given",
+        command=command,
+        details={
+            "low": round(low, 2),
+            "high": round(high, 2),
+            "p50_ms": round(worst["p50_ms"], 3),
+            "difference_without_deciding": round(100.0 * worst["chance"][0], 2),
+            "host_us": round(host_us["first"] + host_us["second"], 1),
+        },
+    )
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -217,6 +250,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "unrecorded": unrecorded,
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     return 0
 
 

@@ -27,13 +27,13 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from sparseflow.adaptive.data import IMPORTANCE, WORTH
+from sparseflow.adaptive.grid_vqa.config import Settings
 from sparseflow.adaptive.grid_vqa.images import SPLITS, Bank, bank_of, pictures
 from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
-from sparseflow.adaptive.grid_vqa.settings import Settings
-from sparseflow.adaptive.importance import Importance
 from sparseflow.adaptive.profile import weights_id
-from sparseflow.adaptive.shipped import IMPORTANCE, WORTH
-from sparseflow.adaptive.worth import Worth
+from sparseflow.adaptive.profile.importance import Importance
+from sparseflow.adaptive.profile.plan_quality import Worth
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 

@@ -2,7 +2,7 @@ r"""How well latencies are predicted, of plans and lengths that were not profile
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/adaptive/predictor.py --out results/adaptive/predictor-cpu.json --threads 1
     python benchmarks/adaptive/predictor.py --device cuda --geometry olmoe-1b-7b --plans 45 --steps 12 \
         --buckets 32 128 512 --lengths 64 200 400 --out results/adaptive/predictor-cuda.json \
@@ -40,8 +40,9 @@ import numpy as np
 import torch
 from models import built, most_tokens, options, room, settled, within, write_table
 
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from benchmarks.claims import Claim, device_suffix, record_claims
+from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.predictor import Ask, Predictor
 from sparseflow.adaptive.profile import (
     Background,
@@ -247,6 +248,45 @@ def speed(predictor: Predictor, ask: Ask) -> dict[str, float]:
     return {name: measure(call, repeats=200).median_ms for name, call in work.items()}
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: predictions of requests that were not profiled."""
+    command = "make -C benchmarks/adaptive figures, which makes predictor.json"
+    for row, boosting in zip(record["loads"], record["boosting"], strict=True):
+        load = "idle" if not row["load"] else f"load-{round(100 * row['load'])}"
+        condition = "idle" if not row["load"] else f"at {100.0 * row['load']:.0f} % load"
+        yield Claim(
+            id=f"adaptive/3-p50-{load}{device_suffix(record)}",
+            claim=f"Mean error of predicted median latencies, {condition}, for plans and lengths that were "
+            "not profiled.",
+            value=round(100.0 * row["mape"], 2),
+            unit="%",
+            target="< 5",
+            baseline=f"gradient boosting: {100.0 * boosting['mape']:.1f} %",
+            command=command,
+            details={
+                "requests": row["requests"],
+                "online_mape": round(row["learning_mape"], 4),
+                "repeatability": round(row["halves_differ"], 4),
+            },
+        )
+        coverage = round(100.0 * row["learning_coverage"], 2)
+        yield Claim(
+            id=f"adaptive/3-p99-{load}{device_suffix(record)}",
+            claim=f"Requests below their predicted p99 with online correction, {condition}.",
+            value=coverage,
+            unit="%",
+            target="98.5 to 99.5",
+            met=98.5 <= coverage <= 99.5,
+            baseline=f"gradient boosting: {100.0 * boosting['coverage']:.1f} %",
+            command=command,
+            details={
+                "requests": row["requests"],
+                "offline_coverage": round(row["coverage"], 4),
+                "p99_over_p50": round(row["learning_margin"], 3),
+            },
+        )
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -354,6 +394,7 @@ def main(given: Sequence[str] | None = None) -> int:
     }
     write_samples(asked.out.with_suffix(".parquet"), rows)
     write_atomic(asked.out, json.dumps(record) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     print(f"{len(found.timed)} visits of {len(known)} plans; {took}")
     for row, rival in zip(rows, rivals, strict=True):
         print(

@@ -2,8 +2,8 @@ r"""OpenAI's own client against the server (line 7): each answer must be what it
 
 ::
 
-    PYTHONPATH=src python benchmarks/adaptive/server.py --out results/adaptive/server.json
-    PYTHONPATH=src python benchmarks/adaptive/server.py FOLDER --device cuda --out server.json
+    PYTHONPATH=src:. python benchmarks/adaptive/server.py --out results/adaptive/server.json
+    PYTHONPATH=src:. python benchmarks/adaptive/server.py FOLDER --device cuda --out server.json
 
 A server of this process, with its engine, its batches and HTTP, answers some clients at once: half of the
 requests with an image (Grid-VQA's canvases), half of them streamed, plans, lengths and numbers of tokens by
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,21 +31,21 @@ import numpy as np
 import torch
 from models import content_of, listening, settled
 
-from sparseflow.adaptive.attached import Attached, attach
-from sparseflow.adaptive.folder import open_folder
+from benchmarks.claims import Claim, record_claims
+from sparseflow.adaptive.api import Attached, attach
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.engine.requests.request import Finished
+from sparseflow.adaptive.grid_vqa.config import Settings, read_settings
 from sparseflow.adaptive.grid_vqa.dataset import Data
 from sparseflow.adaptive.grid_vqa.model import build, load, save
-from sparseflow.adaptive.grid_vqa.settings import Settings, read_settings
-from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.adaptive.profile.choosing import spread
-from sparseflow.adaptive.profile.others import Given
-from sparseflow.adaptive.runtime.engine import Engine
-from sparseflow.adaptive.runtime.requests import Finished
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.profile.background_traffic import Given
+from sparseflow.adaptive.profile.collect import spread
+from sparseflow.adaptive.prompts.images import decode
+from sparseflow.adaptive.prompts.messages import ImagePart, Limits, Message, Prompt
+from sparseflow.adaptive.prompts.model_folder import open_folder
 from sparseflow.adaptive.serve import EngineBackend, Prompts, Service, create_app
-from sparseflow.adaptive.serve.backend import Event, Job, Prompt, Tokens
-from sparseflow.adaptive.serve.images import decode
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.serve.schema import ImagePart, Message
+from sparseflow.adaptive.serve.backend import Event, Job, Tokens
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -155,6 +155,28 @@ def alone(attached: Attached, prompts: Prompts, asked: dict[str, Any], plan: Pla
     return [token for token in found.new_tokens[0].tolist() if token not in attached.stop]
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: answers of the server to OpenAI's client."""
+    count = len(record["samples"])
+    yield Claim(
+        id="adaptive/7-openai-client",
+        claim=f"Answers of {count} to concurrent requests of OpenAI's client that equal, token by token, a "
+        "separate run of each request.",
+        value=record["equal"],
+        unit="answers",
+        target=f">= {count}",
+        baseline="each request alone, by the model's own forward",
+        command="python benchmarks/adaptive/server.py --out results/adaptive/server.json",
+        details={
+            "dtype": "float64",
+            "streamed": record["streamed"],
+            "with_image": record["with_image"],
+            "max_concurrent_requests": record["most_at_once"],
+            "max_concurrent_plans": record["most_plans"],
+        },
+    )
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,6 +200,7 @@ def main(given: Sequence[str] | None = None) -> int:
             made(folder, read_settings("digits", {"model.depth": asked.depth}), asked.seed)
         record = measured(asked, folder)
     write_atomic(asked.out, json.dumps(record, allow_nan=False) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     print(
         f"{record['equal']} of {len(record['samples'])} answers are what their requests get alone "
         f"({record['streamed']} streamed, {record['with_image']} with an image, {record['texts']} texts); up "

@@ -2,7 +2,7 @@ r"""What plans of a trained model take that no other beats (line 2): alone, and 
 
 ::
 
-    PYTHONPATH=src python benchmarks/adaptive/spans.py FOLDER --study runs/study --device cuda \
+    PYTHONPATH=src:. python benchmarks/adaptive/spans.py FOLDER --study runs/study --device cuda \
         --out results/adaptive/spans.json
 
 The study of the model says how good each plan is, and which to look at: those that no other beats by what
@@ -35,15 +35,16 @@ from typing import Any
 import numpy as np
 from models import built, ends_per_s, most_tokens, options, settled
 
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.profile.others import Given, whole
-from sparseflow.adaptive.profile.prompts import Prompts
-from sparseflow.adaptive.runtime.engine import Engine
-from sparseflow.adaptive.runtime.handle import Handle
-from sparseflow.adaptive.runtime.requests import Request
-from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.worth import pareto
+from benchmarks.claims import Claim, device_suffix, record_claims
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.engine.requests.handle import Handle
+from sparseflow.adaptive.engine.requests.request import Request
+from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.profile.background_traffic import Given, whole
+from sparseflow.adaptive.profile.plan_quality import pareto
+from sparseflow.adaptive.profile.random_prompts import Prompts
+from sparseflow.adaptive.study import results
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -127,6 +128,53 @@ def told(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, 
     return {"quantile": share, "pareto": front, "span": front[-1]["ms"] / front[0]["ms"]}
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: latency span of Pareto plans."""
+    suffix = device_suffix(record)
+    command = "make -C benchmarks/adaptive figures, which makes spans.json"
+    for slug, key, load in (
+        ("span", "alone", "sequential requests"),
+        ("span-at-rate", "at_rate_p95", "Poisson requests at one rate (p95)"),
+    ):
+        front = record[key]["pareto"]
+        fastest, slowest = front[0], front[-1]
+        yield Claim(
+            id=f"adaptive/2-{slug}{suffix}",
+            claim=f"Latency of the slowest over the fastest of {len(front)} Pareto plans, {load}.",
+            value=round(record[key]["span"], 3),
+            unit="x",
+            target=">= 2",
+            command=command,
+            details={
+                "fastest_ms": round(fastest["ms"], 3),
+                "fastest_accuracy": round(fastest["accuracy"], 4),
+                "slowest_ms": round(slowest["ms"], 3),
+                "slowest_accuracy": round(slowest["accuracy"], 4),
+                **(
+                    {
+                        "rate_per_s": round(record["rate_per_s"], 1),
+                        "load": record["settings"]["load"],
+                        "median_span": round(record["at_rate"]["span"], 3),
+                    }
+                    if key == "at_rate_p95"
+                    else {}
+                ),
+            },
+        )
+    yield Claim(
+        id=f"adaptive/2-plans{suffix}",
+        claim=f"Pareto-optimal plans in accuracy and latency, of {len(record['plans'])} measured plans.",
+        value=len(record["alone"]["pareto"]),
+        unit="plans",
+        target=">= 6",
+        command=command,
+        details={
+            "plans_at_rate": len(record["at_rate"]["pareto"]),
+            "questions": record["samples"]["test"],
+        },
+    )
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -143,7 +191,7 @@ def main(given: Sequence[str] | None = None) -> int:
             f"--model is needed, --alone and --requests are at least {_TURNS}, --load is above 0 and below 1"
         )
     settings = settled(asked)
-    found = findings.read(asked.study)
+    found = results.read(asked.study)
     rows = chosen(found, asked.plans)
     adapter, example = built(asked)
     knobs, generator = Knobs(adapter), np.random.default_rng(asked.seed)
@@ -186,6 +234,7 @@ def main(given: Sequence[str] | None = None) -> int:
         **{name: told(kept, *of) for name, of in TOLD.items()}, "plans": kept,
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     print(f"{rate:.0f} requests a second; of {len(plans)} plans")
     for name in TOLD:
         front = record[name]["pareto"]

@@ -2,7 +2,7 @@ r"""Throughput of a video transformer dense, with soft and hard masks, and compa
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/pruning/throughput.py --device cuda --dtype bfloat16 --batch 32 --compile \
         --out results/pruning/throughput-cuda.json
     python benchmarks/pruning/throughput.py --batch 1 --rounds 7 --threads 2 \
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import compare
@@ -84,6 +87,78 @@ def record(found: Profile) -> dict[str, Any]:
     }
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: compacted against dense model."""
+    settings = record["settings"]
+    device = record["environment"]["device"]["kind"]
+    flags = [f"--{name} {settings[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
+    flags += ["--compile"] if settings["compile"] else []
+    flags += [f"--threads {settings['threads']}"] if settings["threads"] else []
+    command = (
+        f"python benchmarks/pruning/throughput.py {' '.join(flags)} --rivals {' '.join(settings['rivals'])} "
+        f"--out results/pruning/throughput-{device}.json"
+    )
+    baseline = "the dense model"
+    speedup, gflops = record["speedup"], record["gflops"]
+    yield Claim(
+        id=f"pruning/1-compact-{device}",
+        claim=f"Throughput of a compacted video transformer with {settings['keep']:.0%} of the tokens over "
+        f"the dense model, batch {settings['batch']}.",
+        value=round(speedup["compact"]["median"], 3),
+        unit="x",
+        target=">= 1.8" if device == "cuda" else ">= 1.6",
+        baseline=baseline,
+        command=command,
+        details={
+            "low": round(speedup["compact"]["low"], 3),
+            "high": round(speedup["compact"]["high"], 3),
+            "dtype": settings["dtype"],
+            "compiled": bool(record["compiled"]),
+            "blocks": settings["depth"],
+            "width": settings["dim"],
+            "clip": f"{settings['frames']}x{settings['size']}x{settings['size']}",
+            "first_pruned_block": settings["stage"],
+            "gflops": round(gflops["compact"], 1),
+            "flop_reduction": round(gflops["dense"] / gflops["compact"], 3),
+            **{
+                f"speedup_{name.removeprefix('compact, ')}": round(interval["median"], 3)
+                for name, interval in speedup.items()
+                if name.startswith("compact, ")
+            },
+        },
+    )
+    yield Claim(
+        id=f"pruning/1-masks-{device}",
+        claim="Throughput of the same model with soft token masks, which remove no tokens, over the dense "
+        "model.",
+        value=round(speedup["soft masks"]["median"], 3),
+        unit="x",
+        baseline=baseline,
+        command=command,
+        details={"hard_masks": round(speedup["hard masks"]["median"], 3)},
+    )
+    share = record["score"]["share"]
+    details: dict[str, float] = {}
+    claim = "Time of the token score as a share of the dense forward pass."
+    if device == "cuda":
+        # Timed alone on an idle GPU, the score is dominated by kernel launches.
+        names = ("compact", "compact, uniform", "dense")
+        compact, uniform, dense = (record["times_ms"][name] for name in names)
+        claim = "Time that the token score adds over uniform selection as a share of the dense forward pass."
+        details = {"share_alone": round(share, 4)}
+        share = statistics.median((c - u) / d for c, u, d in zip(compact, uniform, dense, strict=True))
+    yield Claim(
+        id=f"pruning/1-score-{device}",
+        claim=claim,
+        value=round(100.0 * share, 2),
+        unit="%",
+        target="< 3",
+        baseline=baseline,
+        command=command,
+        details=details,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -137,6 +212,7 @@ def main() -> int:
     print(f"score: {told['score']['share']:.2%} of the dense forward; compact differs by {found.error:.1e}")
     if asked.out:
         write_atomic(asked.out, json.dumps(told) + "\n")
+        record_claims(make_claims(told), told, asked.out)
     return int(wrong)
 
 

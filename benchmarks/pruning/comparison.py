@@ -1,0 +1,88 @@
+"""Claims of the comparison that `sparseflow pruning compare` writes.
+
+::
+
+    python -m benchmarks.claims record benchmarks/pruning/comparison.py results/pruning/comparison.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.claims import Claim
+from sparseflow.pruning.data.moving_digits import MovingDigits
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: AST against other selectors and against itself without parts."""
+    models = {model["model"]: model for model in record["models"]}
+    dense, ast = models["dense"], models["ast"]
+    yield make_difference(
+        record,
+        ast,
+        dense,
+        "over_dense",
+        claim="Accuracy of AST on moving digits minus that of the dense model, mean of {seeds} seeds.",
+        target=">= -0.5",
+        baseline="the dense model",
+        slug="ast-dense",
+    )
+    for name, model in models.items():
+        slug = "-".join(name.replace(",", "").split())
+        if name == "one frame":
+            chance = 1.0 / len(MovingDigits.classes)
+            yield Claim(
+                id=f"pruning/2-{slug}",
+                claim="Accuracy on clips that repeat their first frame, against chance.",
+                value=round(100.0 * model["accuracy"], 2),
+                unit="points",
+                target="chance",
+                met=model["accuracy_low"] <= chance <= model["accuracy_high"],
+                command=record["command"],
+                details={
+                    "low": round(100.0 * model["accuracy_low"], 2),
+                    "high": round(100.0 * model["accuracy_high"], 2),
+                    "chance": 100.0 * chance,
+                },
+            )
+        elif name not in ("dense", "ast"):
+            yield make_difference(
+                record,
+                model,
+                ast,
+                "over_ast",
+                claim=f"Accuracy of '{name}' minus that of AST at the same number of tokens, mean of "
+                "{seeds} seeds.",
+                baseline="AST2.0-lite v2",
+                slug=slug,
+            )
+
+
+def make_difference(
+    record: dict[str, Any],
+    model: dict[str, Any],
+    other: dict[str, Any],
+    key: str,
+    *,
+    claim: str,
+    baseline: str,
+    slug: str,
+    target: str | None = None,
+) -> Claim:
+    """Make the claim of the accuracy difference `model[key]` of a model over another one."""
+    return Claim(
+        id=f"pruning/2-{slug}",
+        claim=claim.format(seeds=model["seeds"]),
+        value=round(100.0 * model[key], 2),
+        unit="points",
+        target=target,
+        baseline=baseline,
+        command=record["command"],
+        details={
+            "low": round(100.0 * model[f"{key}_low"], 2),
+            "high": round(100.0 * model[f"{key}_high"], 2),
+            "accuracy": round(model["accuracy"], 4),
+            "accuracy_baseline": round(other["accuracy"], 4),
+        },
+    )
