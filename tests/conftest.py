@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds a folder locked does not wait; for tests that hold the lock themselves all the time."""
-    monkeypatch.setattr(journal, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(journal, "_LOCK_TIMEOUT_S", 0.0)
 
 
 @pytest.fixture

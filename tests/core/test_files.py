@@ -1,41 +1,142 @@
-"""Atomic writing."""
+"""Atomic writes, bounded JSON, Parquet."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparseflow.core import files
+from sparseflow.core.files import parse_json, read_json, read_parquet, write_atomic, write_json, write_parquet
+from sparseflow.errors import FileFormatError, InputError
 
 
-def test_text_and_bytes_are_written(tmp_path: Path) -> None:
-    files.write_atomic(tmp_path / "a", "naïve\n")
-    files.write_atomic(tmp_path / "a", b"\x00\x01")
+def test_write_atomic_replaces_text_and_bytes(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", "naïve\n")
+    write_atomic(tmp_path / "a", b"\x00\x01")
     assert (tmp_path / "a").read_bytes() == b"\x00\x01"
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_written_file_has_the_usual_permissions(tmp_path: Path) -> None:
+def test_write_atomic_file_has_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "usual").touch()
-    files.write_atomic(tmp_path / "ours", "x")
+    write_atomic(tmp_path / "ours", "x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.write_atomic(tmp_path / "a", "old")
+def test_write_atomic_failure_leaves_only_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_atomic(tmp_path / "a", "old")
 
-    def full(_: int) -> None:
+    def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        files.write_atomic(tmp_path / "a", "new")
+        write_atomic(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+def test_write_atomic_into_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        files.write_atomic(tmp_path / "no" / "a", "x")
+        write_atomic(tmp_path / "no" / "a", "x")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab[]{}\"\\é"), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(JSON)
+def test_parse_json_reads_what_json_writes(content: Any) -> None:
+    for text in (json.dumps(content), json.dumps(content, ensure_ascii=False, indent=1)):
+        assert parse_json(text) == parse_json(text.encode()) == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "NaN", "[-Infinity]", "1e999", "[-1E+0400]", "9" * 400 + ".0", '{"a": 1, "a": 2}', "{", "[1,]",
+     "1 2", "'a'",
+     "[" * 65 + "]" * 65, "[" * 200_000, '{"a":' * 100 + "1" + "}" * 100, '"' + '\\"' * 1000, "9" * 5000],
+)  # fmt: skip
+def test_parse_json_refuses_invalid_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\xef\xbb\xbf1", "1".encode("utf-16")])
+def test_parse_json_refuses_other_encodings(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(data)
+
+
+def test_parse_json_counts_only_real_brackets_as_nesting() -> None:
+    assert parse_json(json.dumps(["[{" * 100, '"[' * 100])) == ["[{" * 100, '"[' * 100]
+    assert len(parse_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000
+    assert parse_json("1e300") == 1e300 and parse_json("[1e-400]") == [0.0]
+    assert parse_json("[[1]]", max_depth=2) == [[1]]
+    with pytest.raises(ValueError, match="2"):
+        parse_json("[[[1]]]", max_depth=2)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=40) | st.text('[]{}",:\\0123eE+-.ntf', max_size=40).map(str.encode))
+def test_parse_json_accepts_only_what_json_accepts(data: bytes) -> None:
+    try:
+        value = parse_json(data)
+    except ValueError:
+        return
+    assert json.loads(data) == value
+
+
+def test_read_json_of_a_large_or_missing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(InputError, match=r"a\.json"):
+        read_json(path)
+    write_json(path, {"a": "é" * 10})
+    assert read_json(path) == {"a": "é" * 10}
+    with pytest.raises(FileFormatError, match="8"):
+        read_json(path, max_bytes=8)
+    path.write_text("{")
+    with pytest.raises(FileFormatError, match=r"a\.json"):
+        read_json(path)
+    with pytest.raises(InputError):
+        read_json(tmp_path)
+
+
+def test_write_json_refuses_nan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", [float("nan")])
+    assert os.listdir(tmp_path) == []
+
+
+def test_parquet_round_trip_keeps_rows_and_metadata(tmp_path: Path) -> None:
+    table = pa.table({"t": [0.1, 0.2], "name": ["a", None]}).replace_schema_metadata({"k": "v"})
+    encoding = {"t": "BYTE_STREAM_SPLIT"}
+    write_parquet(tmp_path / "a.parquet", table, use_dictionary=["name"], column_encoding=encoding)
+    read = read_parquet(tmp_path / "a.parquet")
+    assert read.equals(table) and read.schema.metadata[b"k"] == b"v"
+
+
+def test_read_parquet_of_a_damaged_or_missing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    with pytest.raises(InputError, match=r"a\.parquet"):
+        read_parquet(path)
+    write_parquet(path, pa.table({"a": list(range(1000))}), use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[200] ^= 0xFF
+    for damaged in (content[:-4], b"", content):
+        path.write_bytes(damaged)
+        with pytest.raises(FileFormatError, match=r"a\.parquet"):
+            read_parquet(path)

@@ -1,21 +1,39 @@
-"""Files on disk: whole ones or none, and where what is remembered lies."""
+"""Reading and writing whole files: atomic writes, bounded JSON, Parquet tables, the cache directory."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparseflow.errors import FileFormatError, InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_JSON_BYTES = 256 * 2**20
+MAX_JSON_DEPTH = 64
+
+# The closing quote is optional so that an unterminated string costs linear time; the parser refuses it later.
+_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_OVERFLOW = re.compile(rb"[eE]\+?0*[1-9]\d\d|\d{300}")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` to `path` through a temporary file beside it, synced and then renamed.
+    """Replace a file through a temporary file in the same directory, synced and then renamed.
 
     Args:
-        path: Where the file shall stand. Its folder must exist.
-        data: The whole content; text is encoded as UTF-8.
+        path: File to write. Its directory must exist.
+        data: Full content; text is encoded as UTF-8.
 
     Raises:
-        OSError: The folder is missing or cannot be written. `path` is then what it was before.
+        OSError: The directory is missing or not writable. `path` then keeps its previous content.
     """
     content = data.encode() if isinstance(data, str) else data
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -25,8 +43,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes the file private; a result is meant to be read like any other file.
-        temporary.chmod(0o666 & ~_umask())
+        # mkstemp creates a private file; results must be readable like any other file.
+        temporary.chmod(0o666 & ~_read_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -34,29 +52,172 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     sync_dir(path.parent)
 
 
-def get_cache_dir() -> Path:
-    """Where what can be made again is kept: `$SPARSEFLOW_CACHE`, else `sparseflow` in `$XDG_CACHE_HOME`.
+def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
+    """Write a JSON file atomically. Its directory must exist.
 
-    Without either it is `~/.cache/sparseflow`. It may not be there yet.
+    Raises:
+        ValueError: `content` contains NaN or infinity.
+        TypeError: `content` contains something that JSON cannot represent.
+        OSError: The file cannot be written.
     """
-    own = os.environ.get("SPARSEFLOW_CACHE")
-    if own:
-        return Path(own)
+    write_atomic(path, json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Read a JSON file that may come from an untrusted source.
+
+    Args:
+        path: File to read.
+        max_bytes: Largest accepted file.
+        max_depth: Deepest accepted nesting of arrays and objects.
+
+    Raises:
+        InputError: The file does not exist or cannot be read.
+        FileFormatError: The file is too large or `parse_json` refuses its content.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file} does not exist")
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise FileFormatError(f"{file} exceeds the limit of {max_bytes} bytes")
+    try:
+        return parse_json(data, max_depth=max_depth)
+    except ValueError as error:
+        raise FileFormatError(f"{file} is not valid JSON: {error}") from error
+
+
+def parse_json(data: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Parse JSON strictly: UTF-8, finite numbers, no duplicate keys, bounded nesting.
+
+    Raises:
+        ValueError: `data` violates one of these rules.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    plain = _JSON_STRING.sub(b"", raw)
+    if plain.count(b"[") + plain.count(b"{") > max_depth and _measure_depth(plain) > max_depth:
+        raise ValueError(f"nesting is deeper than {max_depth} levels")
+    # Parsing floats in Python is slow, so it is done only if a literal could overflow to infinity.
+    parse_float = _parse_finite if _OVERFLOW.search(plain) else None
+    try:
+        return json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_build_object,
+            parse_constant=_refuse_constant,
+            parse_float=parse_float,
+        )
+    except RecursionError as error:
+        raise ValueError("nesting is too deep") from error
+
+
+def write_parquet(
+    path: Path,
+    table: pa.Table,
+    *,
+    use_dictionary: bool | Sequence[str] = True,
+    column_encoding: Mapping[str, str] | None = None,
+) -> None:
+    """Write a table as Parquet atomically, with zstd compression and page checksums.
+
+    Args:
+        path: File to write. Its directory must exist.
+        table: Rows and schema metadata.
+        use_dictionary: Whether to dictionary-encode, or the columns to encode so.
+        column_encoding: Column -> Parquet encoding, for columns without a dictionary.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    dictionary: Any = use_dictionary if isinstance(use_dictionary, bool) else list(use_dictionary)
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        use_dictionary=dictionary,
+        column_encoding=dict(column_encoding) if column_encoding else None,
+        write_page_checksum=True,
+    )
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def read_parquet(path: Path | str) -> pa.Table:
+    """Read a Parquet file and verify its page checksums.
+
+    Raises:
+        InputError: The file does not exist.
+        FileFormatError: The file is not Parquet or is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file} does not exist")
+    try:
+        return pq.read_table(file, page_checksum_verification=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise FileFormatError(f"{file} is not a readable Parquet file: {error}") from error
+
+
+def get_cache_dir() -> Path:
+    """Return the directory for reproducible files; it may not exist yet.
+
+    `$SPARSEFLOW_CACHE` if set, otherwise `sparseflow` in `$XDG_CACHE_HOME` or in `~/.cache`.
+    """
+    configured = os.environ.get("SPARSEFLOW_CACHE")
+    if configured:
+        return Path(configured)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sparseflow"
 
 
-def sync_dir(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_dir(path: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     # The only portable way to read it is to set it.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def _measure_depth(plain: bytes) -> int:
+    """Return the deepest nesting of JSON text without its strings."""
+    codes = np.frombuffer(plain, np.uint8)
+    opening = (codes == ord("[")) | (codes == ord("{"))
+    closing = (codes == ord("]")) | (codes == ord("}"))
+    return int(np.cumsum(opening.astype(np.int32) - closing.astype(np.int32)).max(initial=0))
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"duplicate key {duplicate!r}")
+    return content
+
+
+def _parse_finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:40]} is out of range")
+    return value
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")

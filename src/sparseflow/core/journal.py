@@ -1,4 +1,16 @@
-"""Files of JSON lines that survive the death of their writer."""
+"""Append-only JSON-lines journals that survive the death of their writer.
+
+The first line is an optional header, an `Artifact` that says what the rows belong to. Every other line is a
+row. Opening an existing journal resumes it: rows are validated, a torn last line is cut off, and a header
+that differs from the given one is refused::
+
+    with Journal(path, TrialRow, header=TrialHeader(threads=8), key=lambda row: row.schedule) as journal:
+        for schedule in schedules:
+            if schedule not in journal:
+                journal.append(measure(schedule))
+
+An appended row survives the death of the process at once and a power cut after the next sync.
+"""
 
 from __future__ import annotations
 
@@ -6,107 +18,248 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
-from sparseflow.errors import FileFormatError, RunError
+from pydantic import TypeAdapter, ValidationError
+
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.config import describe_validation_error
+from sparseflow.core.files import parse_json
+from sparseflow.errors import FileFormatError, InputError, RunError
 
 SYNC_ROWS = 64
 
-_PATIENCE_S = 2.0
-"""That a lock is waited for: what a killed writer just started holds it until it runs its own program."""
+_LOCK_TIMEOUT_S = 2.0
+"""A killed writer can hold the lock this long: a child process inherits it until it executes its program."""
+
+Row = TypeVar("Row")
+Header = TypeVar("Header", bound=Artifact)
+
+
+class Journal(Generic[Row]):
+    """A journal that is open for appending; a context manager that syncs and closes.
+
+    Args:
+        path: File; created if it does not exist. Its directory must exist and is locked until `close`.
+        row_type: Type of rows: a pydantic model, a dataclass, `TypeAdapter(A | B)` for several kinds of rows,
+            or `dict` for unchecked objects.
+        header: What the rows belong to; None for a journal without a header line.
+        key: Unique key of a row; None allows duplicates and disables `in`.
+        sync_rows: Rows between two syncs to disk.
+
+    Attributes:
+        path: File.
+        rows: All rows, in the order appended.
+
+    Raises:
+        InputError: The header differs from the journal's; the message names the fields.
+        FileFormatError: The file is foreign or of another version, a row is invalid, or a key is duplicated.
+        RunError: Another process writes into the directory.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        row_type: type[Row] | TypeAdapter[Row],
+        *,
+        header: Artifact | None = None,
+        key: Callable[[Row], Hashable] | None = None,
+        sync_rows: int = SYNC_ROWS,
+    ) -> None:
+        self.path = Path(path)
+        self.rows: list[Row] = []
+        self._adapter = _make_adapter(row_type)
+        self._header, self._key = header, key
+        self._keys: set[Hashable] = set()
+        self._writer: JsonLinesWriter | None = JsonLinesWriter(self.path, sync_rows=sync_rows)
+        try:
+            header_type = None if header is None else type(header)
+            found, self.rows = _parse_lines(self.path, self._adapter, header_type)
+            if header is not None:
+                if found is None:
+                    self._writer.write(header.to_dict())
+                else:
+                    _check_same_header(self.path, found, header)
+            for number, row in enumerate(self.rows, start=1 + (header is not None)):
+                if not self._add_key(row):
+                    raise FileFormatError(f"{self.path}, line {number}: duplicate key; remove the line")
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def append(self, row: Row) -> None:
+        """Append a row.
+
+        Raises:
+            InputError: The row's key exists already, or a value cannot be stored as JSON.
+            RunError: The journal is closed, or the disk is full; the file then ends after the previous row.
+        """
+        if self._writer is None:
+            raise RunError(f"{self.path} is closed; open it again to append rows")
+        if self._key is not None and self._key(row) in self._keys:
+            raise InputError(f"{self.path} already contains a row with the key {self._key(row)!r}")
+        try:
+            record: Any = row if isinstance(row, dict) else self._adapter.dump_python(row, mode="json")
+            self._writer.write(record)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{self.path}: a row must contain finite JSON values: {error}") from error
+        self._add_key(row)
+        self.rows.append(row)
+
+    def truncate(self, num_rows: int) -> None:
+        """Remove all rows after the first `num_rows`.
+
+        Raises:
+            FileFormatError: The journal has fewer rows.
+        """
+        assert self._writer is not None
+        if num_rows > len(self.rows):
+            raise FileFormatError(f"{self.path}: expected at least {num_rows} rows, got {len(self.rows)}")
+        self._writer.truncate(num_rows + (self._header is not None))
+        del self.rows[num_rows:]
+        self._keys = set() if self._key is None else {self._key(row) for row in self.rows}
+
+    def sync(self) -> None:
+        """Make all appended rows survive a power cut."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def close(self, *, delete: bool = False) -> None:
+        """Sync and close the file, and unlock its directory. Closing twice changes nothing.
+
+        Args:
+            delete: Whether to delete the file, for journals whose rows are now in another file.
+        """
+        if self._writer is None:
+            return
+        try:
+            if delete:
+                self.path.unlink()
+            else:
+                self._writer.sync()
+        finally:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add_key(self, row: Row) -> bool:
+        """Add the row's key, if rows have keys; return whether it is new."""
+        if self._key is None:
+            return True
+        key = self._key(row)
+        is_new = key not in self._keys
+        self._keys.add(key)
+        return is_new
+
+
+def read_journal(
+    path: Path | str,
+    row_type: type[Row] | TypeAdapter[Row],
+    *,
+    header_type: type[Header] | None = None,
+) -> tuple[Header | None, list[Row]]:
+    """Read a journal without locking it.
+
+    Args:
+        path: File. A torn last line is ignored.
+        row_type: As in `Journal`.
+        header_type: Type of the header; None for a journal without a header line.
+
+    Returns:
+        The header and all rows; None and no rows if the file does not exist or is empty.
+
+    Raises:
+        FileFormatError: The file is foreign or of another version, or a row is invalid.
+    """
+    return _parse_lines(Path(path), _make_adapter(row_type), header_type)
 
 
 class JsonLinesWriter:
-    """The open end of a file of JSON lines: whole lines only, by one process only.
+    """Appends whole lines to a file of JSON lines and locks its directory until `close`.
 
-    Opening it cuts off a line that was torn when an earlier writer died. When `write` returns, the line has
-    reached the kernel and so survives the death of this process; it reaches the disk at the next `sync`.
+    Opening the file cuts off a line that was torn when an earlier writer died. A written line survives the
+    death of this process at once and a power cut after the next `sync`.
 
     Args:
-        path: The file; made when absent. Its folder is locked until `close`.
+        path: File; created if it does not exist.
+        sync_rows: Rows between two syncs.
 
     Raises:
-        RunError: Another process holds the folder.
+        RunError: Another process holds the lock.
     """
 
-    def __init__(self, path: Path) -> None:
-        # The kernel drops the lock with its process, so a killed run can be taken up at once.
-        self._folder = os.open(path.parent, os.O_RDONLY)
+    def __init__(self, path: Path, *, sync_rows: int = SYNC_ROWS) -> None:
+        # The kernel releases the lock with its process, so a killed writer does not block the next one.
+        self._directory = os.open(path.parent, os.O_RDONLY)
         try:
-            _lock(self._folder)
+            _lock(self._directory)
         except OSError as error:
-            os.close(self._folder)
-            raise RunError(
-                f"{path.parent} is being written by another process; wait for it or stop it"
-            ) from error
-        self._path = path
+            os.close(self._directory)
+            raise RunError(f"another process writes into {path.parent}; wait for it or stop it") from error
+        self._path, self._sync_rows = path, sync_rows
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._unsynced = 0
-        self._length = _whole_lines(self._path)
+        self._length = self._path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._file, self._length)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add one row.
+        """Append one row.
 
         Raises:
-            RunError: The disk took no more; the file then ends after the row before.
+            RunError: The disk is full; the file then ends after the previous row.
         """
         line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        left = memoryview(line)
+        remaining = memoryview(line)
         try:
-            while left:
-                left = left[os.write(self._file, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
         except OSError as error:
-            # A full disk takes half a line; the next one must not be glued to it.
+            # A full disk can take half a line; the next row must start on a new line.
             os.ftruncate(self._file, self._length)
-            raise RunError(f"{self._path} could not be written: {error.strerror}") from error
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
         self._length += len(line)
         self._unsynced += 1
-        if self._unsynced >= SYNC_ROWS:
+        if self._unsynced >= self._sync_rows:
             self.sync()
 
-    def truncate(self, num_rows: int) -> None:
-        """Cut off what comes after the first `num_rows` rows."""
-        lines = self._path.read_bytes().split(b"\n")[:num_rows]
+    def truncate(self, num_lines: int) -> None:
+        """Remove all lines after the first `num_lines`."""
+        lines = self._path.read_bytes().split(b"\n")[:num_lines]
         self._length = sum(len(line) + 1 for line in lines)
         os.ftruncate(self._file, self._length)
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Make all written lines survive a power cut."""
         os.fsync(self._file)
         self._unsynced = 0
 
     def close(self) -> None:
-        """Let go of the file and of its folder."""
+        """Close the file and unlock its directory."""
         os.close(self._file)
-        os.close(self._folder)
-
-
-def _lock(folder: int) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(0.02)
-        else:
-            return
-
-
-def _whole_lines(path: Path) -> int:
-    """Bytes up to and with the last newline; what follows it was torn when its writer died."""
-    return path.read_bytes().rfind(b"\n") + 1
+        os.close(self._directory)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole row of a file of JSON lines; a torn last line is not one, and no file is no rows.
+    """Read all whole lines; a torn last line is ignored, and a missing file has no lines.
 
     Raises:
-        FileFormatError: A whole line is not a JSON object.
+        FileFormatError: A line is not a JSON object.
     """
     try:
         content = path.read_bytes()
@@ -115,10 +268,65 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
-            raise FileFormatError(f"{path}, line {number}, is not a row: {error}") from error
+            raise FileFormatError(f"{path}, line {number}: {error}; remove the line") from error
         if not isinstance(row, dict):
-            raise FileFormatError(f"{path}, line {number}, must be an object, not {type(row).__name__}")
+            raise FileFormatError(
+                f"{path}, line {number}: expected an object, got {type(row).__name__}; remove the line"
+            )
         rows.append(row)
     return rows
+
+
+def _make_adapter(row_type: type[Row] | TypeAdapter[Row]) -> TypeAdapter[Row]:
+    return row_type if isinstance(row_type, TypeAdapter) else TypeAdapter(row_type)
+
+
+def _parse_lines(
+    path: Path, adapter: TypeAdapter[Row], header_type: type[Header] | None
+) -> tuple[Header | None, list[Row]]:
+    records = read_json_lines(path)
+    header = None
+    if header_type is not None and records:
+        header = header_type.from_dict(records[0], f"{path}, line 1")
+        records = records[1:]
+    rows: list[Row] = []
+    for number, record in enumerate(records, start=1 + (header is not None)):
+        try:
+            rows.append(adapter.validate_python(record))
+        except ValidationError as error:
+            problem = describe_validation_error(error)
+            raise FileFormatError(f"{path}, line {number}: {problem}; remove the line") from error
+    return header, rows
+
+
+def _check_same_header(path: Path, existing: Artifact, requested: Artifact) -> None:
+    before, now = existing.to_dict(), requested.to_dict()
+    differences = [
+        f"{name} (={_shorten(before.get(name))}, now {_shorten(now.get(name))})"
+        for name in now
+        if before.get(name) != now.get(name)
+    ]
+    if differences:
+        raise InputError(
+            f"{path} was written with other settings: {', '.join(differences)}; use another file or directory"
+        )
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _lock(directory: int) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
