@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -47,22 +48,30 @@ def logits_tolerance(dtype: str, *, split: bool) -> float:
     """
     import torch
 
-    from sparseflow.codesign.verification import TOLERANCES
+    from sparseflow.codesign.execution.verification import TOLERANCES
 
     return TOLERANCES[getattr(torch, dtype)] if split else 0.0
 
 
-def ended(asked: argparse.Namespace, record: dict[str, Any], wrong: Sequence[str]) -> int:
-    """Keep a record where that was asked for; the status to end with.
+def ended(
+    asked: argparse.Namespace,
+    record: dict[str, Any],
+    wrong: Sequence[str],
+    make_claims: Callable[[dict[str, Any]], Iterable[Claim]],
+) -> int:
+    """Write the record to `--out`, merge its claims and return the exit status.
 
     Args:
-        asked: The options.
-        record: To be kept.
-        wrong: What is not as it must be, in words.
+        asked: Parsed options.
+        record: Record of the benchmark.
+        wrong: Failed checks, in words; a record with failed checks supports no claims.
+        make_claims: Makes the claims of the record.
     """
     if wrong:
         record = record | {"failed": "; ".join(wrong)}
         print(f"failed: {record['failed']}")
     if asked.out:
         write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+        if not wrong:
+            record_claims(make_claims(record), record, asked.out)
     return int(bool(wrong))

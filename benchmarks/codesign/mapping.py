@@ -2,7 +2,7 @@ r"""Mapping segments to slots: is it the optimum or how near to it, does memory 
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/codesign/mapping.py --out results/codesign/mapping-cpu.json
 
 Four parts, on random problems (`synthetic`):
@@ -25,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from exhaustive import exhaust
 from frame import begun, ended, options
 
-from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound, synthetic
-from sparseflow.codesign.mapping.reference import exhaust
+from benchmarks.claims import Claim
+from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 SAME = 1e-9
@@ -39,8 +40,9 @@ SAME = 1e-9
 
 FIRST = """
 import time; begin = time.perf_counter()
-from sparseflow.codesign.mapping import MappingSolver, synthetic
-MappingSolver().solve_mapping(synthetic(14, 8, seed=0))
+from sparseflow.codesign.mapping import MappingSolver
+from random_problem import random_problem
+MappingSolver().solve_mapping(random_problem(14, 8, seed=0))
 print(time.perf_counter() - begin)
 """
 
@@ -74,7 +76,7 @@ def optimum(asked: argparse.Namespace) -> dict[str, Any]:
         segments, slots = (12, 4) if number % 10 == 0 else (4 + number % 9, 2 + number % 3)
         seed, skips, slack = asked.seed + number, 0.5 * (number % 2), (1.0, 1.1, 1.3, 2.0)[number % 4]
         traffic = (0.1, 0.5, 1.5)[number // 4 % 3]
-        problem = synthetic(segments, slots, seed=seed, skips=skips, slack=slack, traffic=traffic)
+        problem = random_problem(segments, slots, seed=seed, skips=skips, slack=slack, traffic=traffic)
         goals = [Goal(mode=mode) for mode in MODES]
         for goal, (best, _) in zip(goals, exhaust(problem, goals), strict=True):
             found, seconds = timed(MappingSolver(mode=goal.mode), problem)
@@ -114,7 +116,7 @@ def large(asked: argparse.Namespace) -> dict[str, Any]:
     for number in range(asked.large):
         seed, mode = asked.seed + 1000 + number, MODES[number % 2]
         skips, slack = 0.4 * (number // 2 % 2), (1.1, 1.5, 3.0)[number % 3]
-        problem = synthetic(24, 8, seed=seed, skips=skips, slack=slack)
+        problem = random_problem(24, 8, seed=seed, skips=skips, slack=slack)
         found, seconds = timed(MappingSolver(mode=mode), problem)
         solver = MappingSolver(mode=mode, time_limit_s=asked.seconds, workers=asked.workers)
         alone, _ = timed(solver, problem, strategy="cpsat")
@@ -149,7 +151,7 @@ def memory(asked: argparse.Namespace) -> dict[str, Any]:
         seed, mode = asked.seed + 2000 + number, MODES[number % 2]
         segments, slots = 2 + number % 19, 1 + number % 8
         slack, skips = (1.0, 1.02, 1.1, 1.5)[number // 8 % 4], (0.0, 0.5)[number // 2 % 2]
-        problem = synthetic(segments, slots, seed=seed, skips=skips, slack=slack, refused=0.1)
+        problem = random_problem(segments, slots, seed=seed, skips=skips, slack=slack, refused=0.1)
         strategy = ("auto", "local")[number // 4 % 2]
         found, seconds = timed(MappingSolver(mode=mode, strategy=strategy, seed=number), problem)
         goal = Goal(mode=mode)
@@ -170,7 +172,7 @@ def coarse(asked: argparse.Namespace) -> dict[str, Any]:
     for segments in (12, 13, 14):
         for slots in (4, 6, 8):
             for mode in MODES:
-                problem = synthetic(segments, slots, seed=asked.seed + segments * slots, slack=1.5)
+                problem = random_problem(segments, slots, seed=asked.seed + segments * slots, slack=1.5)
                 times = [timed(MappingSolver(mode=mode), problem) for _ in range(asked.repeats)]
                 found = times[0][0]
                 samples.append([segments, slots, mode, found.gap, [seconds * 1e3 for _, seconds in times]])
@@ -196,6 +198,58 @@ def coarse(asked: argparse.Namespace) -> dict[str, Any]:
     return {"columns": columns, "samples": samples, "slowest_median_ms": max(medians), "first": first}
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: mapping quality and time."""
+    command = "python benchmarks/codesign/mapping.py --out results/codesign/mapping.json"
+    exact, large, memory, coarse = (record[name] for name in ("optimum", "large", "memory", "coarse"))
+    yield Claim(
+        id="codesign/3-optimum",
+        claim=f"Mappings of {exact['of']} that equal the exhaustive optimum, up to 12 segments on 4 slots.",
+        value=exact["right"],
+        unit="instances",
+        target=f">= {exact['of']}",
+        baseline="all mappings, one by one",
+        command=command,
+    )
+    yield Claim(
+        id="codesign/3-large",
+        claim="Excess of the mapping of 24 segments on 8 slots over the best CP-SAT solution, worst of "
+        f"{len(large['samples'])} instances.",
+        value=round(100.0 * large["worst_excess"], 2),
+        unit="%",
+        target="<= 5",
+        baseline="OR-tools CP-SAT",
+        command=command,
+        details={"cp_sat_seconds": record["settings"]["seconds"]},
+    )
+    yield Claim(
+        id="codesign/3-large-time",
+        claim="Time of the slowest mapping of 24 segments on 8 slots.",
+        value=round(large["slowest_ms"] / 1e3, 3),
+        unit="s",
+        target="<= 1",
+        command=command,
+    )
+    yield Claim(
+        id="codesign/3-memory",
+        claim=f"Mappings of {len(memory['samples'])} that exceed the memory of a slot.",
+        value=memory["violations"],
+        unit="violations",
+        target="<= 0",
+        command=command,
+    )
+    yield Claim(
+        id="codesign/3-coarse",
+        claim="Median time of a mapping of 12 to 14 segments on 4 to 8 slots, slowest of "
+        f"{len(coarse['samples'])} problems.",
+        value=round(coarse["slowest_median_ms"], 1),
+        unit="ms",
+        target="< 50",
+        command=command,
+        details={"repeats": record["settings"]["repeats"]},
+    )
+
+
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--optimum", type=int, default=100, help="problems, each in both modes")
@@ -205,7 +259,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="for CP-SAT")
     parser.add_argument("--workers", type=int, default=2, help="threads of CP-SAT")
     asked = parser.parse_args()
-    MappingSolver().solve_mapping(synthetic(3, 2, seed=0))
+    MappingSolver().solve_mapping(random_problem(3, 2, seed=0))
     told = begun(asked)
     for part in (coarse, optimum, memory, large):
         told[part.__name__] = part(asked)
@@ -214,7 +268,7 @@ def main() -> int:
         "mappings that break a slot's memory": told["memory"]["violations"],
         "bounds above a mapping": told["memory"]["bounds_too_high"],
     }
-    return ended(asked, told, [f"{count} {what}" for what, count in missed.items() if count])
+    return ended(asked, told, [f"{count} {what}" for what, count in missed.items() if count], make_claims)
 
 
 if __name__ == "__main__":

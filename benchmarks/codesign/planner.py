@@ -2,7 +2,7 @@ r"""Layers are split where that pays and only there (line 2), and what a coarse 
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/codesign/planner.py --instances 200 --threads 1 --out results/codesign/planner.json
 
 Transformers by their figures, on chips of the shipped library. First two cases whose answer is plain: a model
@@ -15,7 +15,7 @@ the planner says it considered is kept, with what it would have gained; of the f
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -24,14 +24,15 @@ import numpy as np
 import torch
 from frame import begun, ended, options
 
-from sparseflow.codesign.chips import ChipType, Link, read_library
+from benchmarks.claims import Claim
+from sparseflow.codesign.hardware.chips import ChipType, Link, read_library
+from sparseflow.codesign.hardware.network import Network
+from sparseflow.codesign.hardware.proxy import LayerConfig, LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver, Mode
-from sparseflow.codesign.network import Network
-from sparseflow.codesign.objective import evaluate, feasible
-from sparseflow.codesign.partition import PartitionPlanner, Plan, table_of
-from sparseflow.codesign.proxy import LayerConfig, LayerHwProxy
-from sparseflow.codesign.rewrite import plan_bytes
-from sparseflow.codesign.splits import PartitionConfig
+from sparseflow.codesign.partition.objective import evaluate, feasible
+from sparseflow.codesign.partition.planner import PartitionPlanner, Plan, table_of
+from sparseflow.codesign.partition.split_search import PartitionConfig
+from sparseflow.codesign.workload.splits import plan_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.timing import Samples, measure
 
@@ -240,6 +241,45 @@ def report(rows: list[list[Any]]) -> None:
         print(f"{what} takes {median(values):.1f} ms (median of {len(values)}), {max(values):.1f} at most")
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: split plans against coarse plans."""
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["instances"]]
+    command = f"python benchmarks/codesign/planner.py --instances {len(rows)}"
+    baseline = "the coarse plan"
+    yield Claim(
+        id="codesign/2-never-worse",
+        claim=f"Random instances of {len(rows)} whose plan has a worse objective than the coarse plan.",
+        value=sum(row["objective"] > row["coarse objective"] for row in rows),
+        unit="instances",
+        target="<= 0",
+        baseline=baseline,
+        command=command,
+        details={
+            "instances_with_splits": sum(bool(row["split"]) for row in rows),
+            "evaluated_splits": sum(row["tried"] for row in rows),
+        },
+    )
+    for slug, name, title, target in (
+        ("slow", "slow link", "a slow link", "<= 0"),
+        ("fast", "fast link, giant perceptron", "a fast link and a very large MLP", ">= 1"),
+    ):
+        row = dict(zip(record["columns"], record["plain"][name], strict=True))
+        yield Claim(
+            id=f"codesign/2-{slug}",
+            claim=f"Layers that the planner splits with {title}.",
+            value=int(row["split"]),
+            unit="layers",
+            target=target,
+            baseline=baseline,
+            command=command,
+            details={
+                "coarse_objective": row["coarse objective"],
+                "objective": row["objective"],
+                "evaluated_splits": row["tried"],
+            },
+        )
+
+
 def main() -> int:
     parser = options(__doc__, seed="the first random instance")
     parser.add_argument("--instances", type=int, default=200, help="random ones")
@@ -273,7 +313,7 @@ def main() -> int:
     told["instances"] = rows
     if rows:
         report(rows)
-    return ended(asked, told, wrong)
+    return ended(asked, told, wrong, make_claims)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ r"""How well the hardware proxy predicts layers that it has not seen.
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/codesign/proxy.py --device cuda --points 720 --out results/codesign/proxy-cuda.json \
         --keep results/codesign/proxy-cuda.parquet
     python benchmarks/codesign/proxy.py --device cpu --points 150 --threads 1 --tdp-w 65 \
@@ -21,16 +21,25 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from frame import begun, ended, options
 
-from sparseflow.codesign.chips import read_library
-from sparseflow.codesign.profile import Measuring, profile_grid
-from sparseflow.codesign.proxy import DeviceSpec, Grid, Point, device_here, fit, judge, read_points
-from sparseflow.codesign.proxy.scores import median_error
+from benchmarks.claims import Claim
+from sparseflow.codesign.hardware.chips import read_library
+from sparseflow.codesign.hardware.proxy import (
+    DeviceSpec,
+    Grid,
+    Point,
+    device_here,
+    judge,
+    read_points,
+)
+from sparseflow.codesign.hardware.proxy.profiling import Measuring, profile_grid
+from sparseflow.core.metrics import median_error
 from sparseflow.core.timing import measure
 
 TARGETS = {"median_error": 0.10, "spearman": 0.95}
@@ -76,6 +85,44 @@ def table_ms(asked: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
     chips = read_library().chips
     devices = [spec, *(chips[at % len(chips)] for at in range(DEVICES - 1))]
     return measure(lambda: proxy.table(layers, devices), repeats=50).median_ms
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: hardware proxy on held-out layers."""
+    scores, settings = record["held_out"], record["settings"]
+    command = (
+        f"python benchmarks/codesign/proxy.py --device {settings['device']} --points {settings['points']}"
+    )
+    details = {"layers": scores["configurations"], "precisions": ", ".join(record["precisions"])}
+    error, roofline_error = 100.0 * scores["median_error"], 100.0 * scores["roofline_median_error"]
+    yield Claim(
+        id="codesign/5-error",
+        claim=f"Median error of the proxy's latency on {scores['configurations']} held-out layers.",
+        value=round(error, 2),
+        unit="%",
+        target="<= 10",
+        command=command,
+        details=details,
+    )
+    yield Claim(
+        id="codesign/5-roofline",
+        claim="Median error of the proxy over that of a roofline that is fitted to the same points.",
+        value=round(error / roofline_error, 3),
+        unit="x",
+        target="< 1",
+        baseline="a fitted roofline",
+        command=command,
+        details=details | {"roofline_error_percent": round(roofline_error, 2)},
+    )
+    yield Claim(
+        id="codesign/5-rank",
+        claim="Spearman rank correlation of predicted and measured latency on held-out layers.",
+        value=round(scores["spearman"], 4),
+        target=">= 0.95",
+        baseline="a fitted roofline",
+        command=command,
+        details=details | {"roofline": round(scores["roofline_spearman"], 4)},
+    )
 
 
 def main() -> int:
@@ -135,7 +182,7 @@ def main() -> int:
             )
     print(f"measured once more: median difference {told.get('retest_error', math.nan):.1%}")
     print(f"table of {LAYERS} x {DEVICES}: {record['table_ms']:.2f} ms; {told['took']}")
-    return ended(asked, record, [])
+    return ended(asked, record, [], make_claims)
 
 
 if __name__ == "__main__":

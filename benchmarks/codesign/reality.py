@@ -2,7 +2,7 @@ r"""A pruned video transformer on several devices, a process each: plans against
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/codesign/reality.py --device cuda --slots 2 --dtype bfloat16 \
         --out results/codesign/reality-2.json
 
@@ -19,26 +19,27 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from frame import begun, ended, logits_tolerance, options
+from layer_times import layer_times
+from link_probe import probe
 from torch import nn
 
-from sparseflow.codesign.execute import Measured, RankExecutor, launch
-from sparseflow.codesign.execute.probe import probe
+from benchmarks.claims import Claim
+from sparseflow.codesign.execution import Measured, RankExecutor, launch
+from sparseflow.codesign.execution.verification import error_of, whole
+from sparseflow.codesign.hardware.network import Network
+from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver
-from sparseflow.codesign.network import Network
-from sparseflow.codesign.objective import Costs, Mode, PartCosts, evaluate
-from sparseflow.codesign.partition import PartitionPlanner, Plan
-from sparseflow.codesign.passes import layer_times
-from sparseflow.codesign.proxy import LayerHwProxy
-from sparseflow.codesign.splits import PartitionConfig
-from sparseflow.codesign.timeline import play
-from sparseflow.codesign.verification import error_of, whole
+from sparseflow.codesign.partition.objective import Costs, Mode, PartCosts, evaluate
+from sparseflow.codesign.partition.planner import PartitionPlanner, Plan
+from sparseflow.codesign.partition.split_search import PartitionConfig
+from sparseflow.codesign.report.timeline import play
 from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LayerNode, Splittable
 from sparseflow.core.timing import measure
@@ -196,6 +197,47 @@ def _parts(plan: Plan) -> list[int]:
     return [slot for split, _ in plan.splits.values() for slot in split.slots]
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: plans against their execution on several devices."""
+    settings = record["settings"]
+    slots, batch = settings["slots"], settings["batch"]
+    command = (
+        f"python benchmarks/codesign/reality.py --device {settings['device']} --slots {slots} --dtype "
+        f"{settings['dtype']} --batch {batch}"
+    )
+    for case in record["cases"]:
+        splits = f", {len(case['splits'])} split layers" if case["splits"] else ""
+        # A plan with split layers optimizes the latency of a single batch.
+        for quantity in ("latency",) if case["splits"] else ("latency", "period"):
+            yield Claim(
+                id=f"codesign/6-{case['case']}-{quantity}-{slots}-b{batch}",
+                claim=f"Error of the predicted {quantity} of a pruned ViT-B on {slots} devices, batch {batch}"
+                f"{splits}.",
+                value=round(100.0 * case["error"][quantity], 1),
+                unit="%",
+                target="<= 15",
+                baseline="measured",
+                command=command,
+                details={
+                    "predicted_ms": round(case["predicted_ms"][quantity], 3),
+                    "measured_ms": round(case["measured_ms"][quantity], 3),
+                    "one_device_ms": round(record["one_device_ms"]["measured"], 3),
+                },
+            )
+        tolerance = logits_tolerance(settings["dtype"], split=bool(case["splits"]))
+        yield Claim(
+            id=f"codesign/6-{case['case']}-logits-{slots}-b{batch}",
+            claim=f"Largest relative difference of logits from the unpartitioned model on {slots} devices, "
+            f"{settings['dtype']}, batch {batch}{splits}.",
+            value=case["logits_error"],
+            unit="relative",
+            target=f"<= {tolerance:g}",
+            baseline="the unpartitioned model",
+            command=command,
+            details={"moved_bytes": case["moved_bytes"], "planned_bytes": case["planned_bytes"]},
+        )
+
+
 def main() -> int:
     parser = options(__doc__, seed="weights and clips")
     parser.add_argument("--device", default="cpu")
@@ -271,7 +313,7 @@ def main() -> int:
             wrong.append(f"{each['case']}: other bytes were moved than planned")
         if each["logits_error"] > logits_tolerance(asked.dtype, split=bool(each["splits"])):
             wrong.append(f"{each['case']}: logits differ by {each['logits_error']:.1e}")
-    return ended(asked, record, wrong)
+    return ended(asked, record, wrong, make_claims)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ r"""Rewritten models against the original, over random plans: logits, weights, b
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/codesign/rewrite.py --threads 1 --out results/codesign/rewrite.json
 
 Plans put the layers of a twelve-block VideoViT, dense and compact, on two to four slots and split about half
@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from frame import begun, ended, options
+from random_plan import random_plan
 from torch import Tensor
 
-from sparseflow.codesign.execute import LocalExecutor, RankExecutor, launch
-from sparseflow.codesign.random_plan import random_plan
-from sparseflow.codesign.rewrite import RewritePlan, apply, plan_bytes
+from benchmarks.claims import Claim
+from sparseflow.codesign.execution import LocalExecutor, RankExecutor, launch
+from sparseflow.codesign.execution.rewrite import apply
+from sparseflow.codesign.workload.splits import RewritePlan, plan_bytes
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.steps import Steps
 
@@ -133,6 +135,57 @@ def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[li
     return rows
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: exactness of rewritten models."""
+    command = "python benchmarks/codesign/rewrite.py --out results/codesign/rewrite.json"
+
+    def read_rows(part: str, columns: str, dtype: str | None = None) -> list[dict[str, Any]]:
+        return [
+            dict(zip(record[columns], row, strict=True))
+            for case in record[part]
+            if dtype in (None, case["dtype"])
+            for row in case["samples"]
+        ]
+
+    for dtype, tolerance in record["tolerance"].items():
+        local, ranks = read_rows("cases", "columns", dtype), read_rows("ranks", "rank_columns", dtype)
+        yield Claim(
+            id=f"codesign/1-exact-{dtype}",
+            claim=f"Largest relative difference of logits between {len(local)} random {dtype} plans and the "
+            "unpartitioned model.",
+            value=max(
+                *(max(row["difference"], row["local difference"]) for row in local),
+                *(row["difference"] for row in ranks),
+            ),
+            unit="relative",
+            target=f"<= {tolerance:g}",
+            command=command,
+            details={
+                "split_layers": sum(row["splits"] for row in local),
+                "parts": sum(row["parts"] for row in local),
+                "plans_with_one_process_per_chip": len(ranks),
+            },
+        )
+    local, ranks = read_rows("cases", "columns"), read_rows("ranks", "rank_columns")
+    yield Claim(
+        id="codesign/1-undo",
+        claim=f"Plans of {len(local)} whose undo restores weights and logits bit-identically.",
+        value=sum(row["undone"] for row in local),
+        unit="plans",
+        target=f">= {len(local)}",
+        command=command,
+    )
+    rows = [*local, *ranks]
+    yield Claim(
+        id="codesign/1-bytes",
+        claim=f"Plans of {len(rows)} whose executors move exactly the planned bytes between all slots.",
+        value=sum(row["bytes"] for row in rows),
+        unit="plans",
+        target=f">= {len(rows)}",
+        command=command,
+    )
+
+
 def main() -> int:
     parser = options(__doc__, seed="weights")
     parser.add_argument("--plans", type=int, default=200, help="of each model and dtype")
@@ -171,7 +224,7 @@ def main() -> int:
             told["ranks"].append({"processes": slots, "dtype": dtype, "samples": rows})
             if worst > limit or same < len(rows):
                 wrong.append(f"{slots} processes, {dtype}")
-    return ended(asked, told, [f"{each}: out of limits" for each in wrong])
+    return ended(asked, told, [f"{each}: out of limits" for each in wrong], make_claims)
 
 
 if __name__ == "__main__":
