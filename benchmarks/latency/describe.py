@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/latency/describe.py --out results/latency/describe-cpu.json
     python benchmarks/latency/describe.py --out part.json --models resnet18 --shapes 16x224 --check 1x224
     python benchmarks/latency/describe.py --out results/latency/describe-cuda.json --provider cuda
@@ -29,6 +29,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import pyarrow.parquet as pq
 import torch
 from onnx import numpy_helper
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import SparseFlowError
@@ -193,6 +195,35 @@ def summarise(record: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
     }
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: kernel identities and extraction."""
+    summary = record["summary"]
+    kind = "cuda" if "cuda" in record["provider"].lower() else "cpu"
+    command = f"python benchmarks/latency/describe.py --provider {kind}"
+    if record["rows"]:
+        yield Claim(
+            id=f"latency/1-{kind}-identities",
+            claim=f"Different kernels that share an id, of {summary['kernels']} kernels in "
+            f"{summary['models']} models at {summary['shapes']} shapes.",
+            value=summary["collisions"],
+            unit="collisions",
+            target="== 0",
+            command=command,
+            details={"graphs": len(record["rows"])},
+        )
+    if record["checks"]:
+        yield Claim(
+            id=f"latency/1-{kind}-extraction",
+            claim=f"Optimized nodes of {summary['checked_nodes']} whose standalone output matches the tensor "
+            "in the graph to 1e-4.",
+            value=round(100.0 * summary["matched_nodes"] / summary["checked_nodes"], 2),
+            unit="%",
+            target=">= 100",
+            command=command,
+            details={"largest_relative_error": summary["largest_relative_error"]},
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -259,6 +290,7 @@ def main() -> int:
                     record["summary"] = summarise(record, pairs)
                     write_atomic(asked.out, json.dumps(record, indent=1, sort_keys=True) + "\n")
     record["summary"] = whole = summarise(record, pairs)
+    record_claims(make_claims(record), record, asked.out)
     print(json.dumps(whole, indent=1))
     good = (
         not whole["collisions"] and whole["matched_nodes"] == whole["checked_nodes"] and not whole["failed"]

@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/latency/judge.py runs/study/collections/* --out results/latency/judged-cpu.json
 
 Every number comes with the predictions and measurements that it is from. *at_rest* and *beside_loads* judge
@@ -19,10 +19,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.latency import dataset, validate
@@ -129,6 +131,107 @@ def levels(data: Dataset, kind: str) -> list[dict[str, Any]]:
     return found
 
 
+MAX_ERROR_PERCENT = {"cpu": 8.0, "cuda": 5.0}
+"""Target of the mean error on networks that were held out, by kind of device."""
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: errors on held-out networks and kernels, idle and under load."""
+    kind, networks = record["fingerprint"]["kind"], len(record["networks"])
+    common = {
+        "device": record["fingerprint"]["name"],
+        "command": "python benchmarks/latency/judge.py COLLECTIONS --out results/latency/judged-"
+        + ("cpu.json" if kind == "cpu" else "h200.json"),
+    }
+    for key, slug, part in (
+        ("at_rest", "rest", "the network and its own kernels held out"),
+        ("at_rest_strict", "rest-strict", "the network and all of its kernels held out"),
+    ):
+        scores, strict = record[key]["scores"], key == "at_rest_strict"
+        models = f"{scores['count']} idle models of {networks} networks, {part}"
+        yield Claim(
+            id=f"latency/3-{kind}-{slug}",
+            claim=f"Mean latency error of {models}.",
+            value=round(100.0 * scores["mape"], 2),
+            unit="%",
+            target=None if strict else f"<= {MAX_ERROR_PERCENT[kind]:g}",
+            **common,
+        )
+        yield Claim(
+            id=f"latency/3-{kind}-{slug}-within-10",
+            claim=f"Latency predictions within 10 %, of {models}.",
+            value=round(100.0 * scores["within_10"], 2),
+            unit="%",
+            target=None if strict else ">= 90",
+            **common,
+        )
+    scores = record["kernels"][record["kind"]]["by_kernel"]
+    yield Claim(
+        id=f"latency/3-{kind}-kernels",
+        claim=f"Mean error of the kernel regressor `{record['kind']}` on {scores['count']} held-out kernels.",
+        value=round(100.0 * scores["mape"], 2),
+        unit="%",
+        target="<= 15",
+        details={"mape_with_leaky_split": round(record["kernels"][record["kind"]]["leaky"]["mape"], 4)},
+        **common,
+    )
+    if "levels" in record:
+        yield from make_load_claims(record, kind, common)
+
+
+def make_load_claims(record: dict[str, Any], kind: str, common: dict[str, str]) -> Iterator[Claim]:
+    """Yield the claims about models under load."""
+    yield Claim(
+        id=f"latency/4-{kind}-achieved",
+        claim="Largest difference between achieved and requested load.",
+        value=round(100.0 * max(row["largest_miss"] for row in record["achieved"]), 2),
+        unit="points",
+        target="<= 5",
+        **common,
+    )
+    slowdowns = [1.0, *(row["slowdown"] for row in record["slowdowns"])]
+    yield Claim(
+        id=f"latency/4-{kind}-monotone",
+        claim="Mean slowdown of models, idle and at each load, grows with the load.",
+        value=" → ".join(f"{slowdown:.2f}" for slowdown in slowdowns),
+        unit="x",
+        target="growing",
+        met=all(a < b for a, b in pairwise(slowdowns)),
+        **common,
+    )
+    error, blind = record["beside_loads"]["scores"]["mape"], record["beside_loads_blind"]["mape"]
+    yield Claim(
+        id=f"latency/4-{kind}-blind",
+        claim="Mean error under load without the load as an input over that with it, networks held out.",
+        value=round(blind / error, 2),
+        unit="x",
+        target=">= 2",
+        details={"mape_without_load": round(blind, 4), "mape_with_load": round(error, 4)},
+        **common,
+    )
+    for row in record["levels"]:
+        yield Claim(
+            id=f"latency/4-{kind}-level-{round(100 * row['level'])}",
+            claim=f"Mean error of a model's slowdown at load {row['level']:g}, predicted without measurements "
+            "at that load.",
+            value=round(100.0 * row["error"], 2),
+            unit="%",
+            target="<= 10",
+            **common,
+        )
+    coverage = round(100.0 * record["intervals"], 2)
+    yield Claim(
+        id=f"latency/4-{kind}-intervals",
+        claim="Latencies of models, idle and under load, within 90 % intervals that come from other "
+        "networks.",
+        value=coverage,
+        unit="%",
+        target="85 to 95",
+        met=85.0 <= coverage <= 95.0,
+        **common,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -152,6 +255,7 @@ def main() -> int:
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(asked.out, json.dumps(record, sort_keys=True) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     print(f"{asked.out}: {asked.out.stat().st_size / 1e3:.0f} kB")
     return 0
 
