@@ -212,8 +212,8 @@ def make_load_claims(record: dict[str, Any], kind: str, common: dict[str, str]) 
     for row in record["levels"]:
         yield Claim(
             id=f"latency/4-{kind}-level-{round(100 * row['level'])}",
-            claim=f"Mean error of a model's slowdown at load {row['level']:g}, predicted without measurements "
-            "at that load.",
+            claim=f"Mean error of a model's slowdown at load {row['level']:g}, predicted without "
+            "measurements at that load.",
             value=round(100.0 * row["error"], 2),
             unit="%",
             target="<= 10",

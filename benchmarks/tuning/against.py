@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/against.py matrices/*.mtx.gz --mkl libmkl_rt.so.3 --out runs/against.jsonl
 
 Every matrix is tuned for each of `--problems`, and the winner is then timed in turn with each baseline, pair
@@ -18,25 +18,26 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mkl import mkl_job
 
+from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import RunError
-from sparseflow.tuning.evaluate import TOLERANCE, job_of
-from sparseflow.tuning.kernel import CompiledKernel, LibraryKernel
-from sparseflow.tuning.matrices import Coo, matrix_name, read_matrix
-from sparseflow.tuning.operators import operator
-from sparseflow.tuning.presets import presets
-from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.program import build
-from sparseflow.tuning.runner import Job, Measured, measure
-from sparseflow.tuning.tuner import explore
+from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
+from sparseflow.tuning.codegen.program import build
+from sparseflow.tuning.measure.evaluator import TOLERANCE, job_of
+from sparseflow.tuning.measure.runner import Job, Measured, measure
+from sparseflow.tuning.schedule.matrices import Coo, matrix_name, read_matrix
+from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.presets import presets
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.search.session import explore
 
 REGISTERS = {"spmm": ("tiled_csr",), "spmv": ("csr", "csr_gathered")}
 """Operator -> the presets that keep a row's sums in registers."""
@@ -160,6 +161,52 @@ def compare(name: str, matrix: Coo, label: str, asked: argparse.Namespace) -> di
         "seconds": found.seconds,
         "against": against,
     }
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: tuned kernels against the baselines.
+
+    A record of JSON lines is copied to `results/tuning`, with the name of its operators.
+    """
+    settings = record["settings"]
+    for operator_name in sorted({row["problem"].partition(":")[0] for row in record["rows"]}):
+        rows = [row for row in record["rows"] if row["problem"].partition(":")[0] == operator_name]
+        conditions = {
+            "device": record["environment"]["device"]["name"],
+            "command": "python benchmarks/tuning/against.py MATRICES --mkl libmkl_rt.so --out RUN",
+            "samples": write_samples(f"tuning/against-{operator_name}.json", record | {"rows": rows}),
+        }
+        for key, baseline, target in (
+            ("mkl", "Intel MKL", 1.2),
+            ("scipy", "scipy", 2.5),
+            ("registers", "CSR with sums in registers", 1.1),
+        ):
+            ratios = [row["against"][key]["ratio"] for row in rows]
+            yield Claim(
+                id=f"tuning/3-{operator_name}-{key}",
+                claim=f"Speedup of tuned {operator_name} over {baseline}, geometric mean of {len(rows)} cases "
+                f"of {len({row['matrix'] for row in rows})} real matrices.",
+                value=round(statistics.geometric_mean(ratios), 2),
+                unit="x",
+                target=f">= {target:g}",
+                baseline=baseline,
+                details={
+                    "min": round(min(ratios), 2),
+                    "max": round(max(ratios), 2),
+                    "threads": settings["threads"],
+                    "budget_s": settings["budget"],
+                },
+                **conditions,
+            )
+        yield Claim(
+            id=f"tuning/3-{operator_name}-floor",
+            claim=f"Speedup of tuned {operator_name} over the best of three baselines, worst of {len(rows)} "
+            "cases.",
+            value=round(min(min(other["ratio"] for other in row["against"].values()) for row in rows), 3),
+            unit="x",
+            target=">= 0.97",
+            **conditions,
+        )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/embed.py --threads 2 --out results/tuning/embed-cpu.json
     python benchmarks/tuning/embed.py --device cuda --out results/tuning/embed-cuda.json
 
@@ -19,12 +19,14 @@ import multiprocessing
 import re
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -75,8 +77,8 @@ def embed(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
 
     import torch
 
-    from sparseflow.tuning.net.coarsen import coarsen
-    from sparseflow.tuning.net.pattern import PatternConfig, PatternNet
+    from sparseflow.tuning.model.net.coarsen import coarsen
+    from sparseflow.tuning.model.net.pattern_net import PatternConfig, PatternNet
 
     torch.set_num_threads(threads)
     config = PatternConfig()
@@ -108,6 +110,34 @@ def embed(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: time and memory of embedding a pattern."""
+    device = record["environment"]["device"]["kind"]
+    cuda = device == "cuda"
+    command = f"python benchmarks/tuning/embed.py --device {device} --out results/tuning/embed-{device}.json"
+    place = "a GPU" if cuda else f"{record['threads']} CPU threads"
+    yield Claim(
+        id=f"tuning/6-embed-{device}",
+        claim=f"Time to coarsen and embed a pattern of {record['nnz']:,} elements on {place}, slowest of "
+        f"{len(record['seconds'])} runs including the first.",
+        value=round(max(record["seconds"]), 3),
+        unit="s",
+        target="< 1" if cuda else "< 30",
+        command=command,
+    )
+    used_bytes = record["cuda_peak_bytes"] if cuda else record["peak_bytes_beyond_input"]
+    yield Claim(
+        id=f"tuning/6-memory-{device}",
+        claim="Peak GPU memory of embedding the pattern."
+        if cuda
+        else "Peak memory of embedding the pattern in addition to its coordinates.",
+        value=round(used_bytes / 1e9, 2),
+        unit="GB",
+        target="< 2",
+        command=command,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,6 +161,7 @@ def main() -> int:
         print(f"{record['cuda_peak_bytes'] / 1e9:.2f} GB on the GPU")
     if asked.out:
         write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, asked.out)
     return 0
 
 

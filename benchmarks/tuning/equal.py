@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/equal.py --out results/tuning/equal.json
 
 Matrices are small, since what is asked is whether the code is right; their shapes are odd on purpose, so that
@@ -15,23 +15,25 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.evaluate import TOLERANCE, job_of
-from sparseflow.tuning.matrices import Coo, as_coo
-from sparseflow.tuning.operators import OPERATORS
-from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.program import build
-from sparseflow.tuning.runner import measure
-from sparseflow.tuning.space import Space
+from sparseflow.tuning.codegen.program import build
+from sparseflow.tuning.measure.evaluator import TOLERANCE, job_of
+from sparseflow.tuning.measure.runner import measure
+from sparseflow.tuning.schedule.matrices import Coo, as_coo
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.space import Space
 
 RTOL = {dtype.name: largest for dtype, largest in TOLERANCE.items()}
 """Largest error, relative to the largest result."""
@@ -106,6 +108,24 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: random schedules against scipy."""
+    for name, summary in record["summary"].items():
+        count = summary["drawn"]
+        yield Claim(
+            id=f"tuning/2-{name}",
+            claim=f"Random {name} schedules of {count} that run and match scipy.",
+            value=round(100.0 * summary["outcomes"].get("equal", 0) / count, 2),
+            unit="%",
+            target=">= 100",
+            command="python benchmarks/tuning/equal.py --out results/tuning/equal.json",
+            details={
+                "distinct": summary["distinct"],
+                "largest_float32_error": summary["largest_error"]["float32"],
+            },
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,6 +160,7 @@ def main() -> int:
     }
     record = {"environment": collect_environment("cpu"), "rtol": RTOL, "summary": summary, "schedules": kept}
     write_atomic(asked.out, json.dumps(record) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     print(json.dumps(summary, indent=1))
     return 0
 

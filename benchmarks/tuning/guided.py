@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/guided.py matrices/*.mtx.gz --out runs/guided/guided.jsonl
 
 For every matrix and problem there is one search of `--long` schedules without a model, and then for each
@@ -24,7 +24,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,21 @@ from typing import Any
 import numpy as np
 from against import checker, slower
 
+from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import RunError
-from sparseflow.tuning.evaluate import Trial, job_of
-from sparseflow.tuning.matrices import matrix_name, read_matrix
-from sparseflow.tuning.net.saved import load
-from sparseflow.tuning.net.scoring import scorer
-from sparseflow.tuning.operators import operator
-from sparseflow.tuning.presets import presets
-from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.program import build
-from sparseflow.tuning.schedule import Schedule
-from sparseflow.tuning.search import GUIDED
-from sparseflow.tuning.tuner import Tuned, explore
+from sparseflow.tuning.codegen.program import build
+from sparseflow.tuning.measure.evaluator import Trial, job_of
+from sparseflow.tuning.model.net.pretrained import load
+from sparseflow.tuning.model.net.scoring import scorer
+from sparseflow.tuning.schedule.matrices import matrix_name, read_matrix
+from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.presets import presets
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.search.guided import GUIDED
+from sparseflow.tuning.search.session import Tuned, explore
 
 WITHIN = 1.05
 """As fast as the long search: at most this many times its winner's time."""
@@ -111,6 +112,56 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return told
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: short guided searches against a long search.
+
+    A record of JSON lines is copied to `results/tuning/guided.json`.
+    """
+    rows, settings = record["rows"], record["settings"]
+    samples = write_samples("tuning/guided.json", record)
+    long = {(row["matrix"], row["problem"]): row for row in rows if not row["seed"]}
+    summaries = {(line["method"], line["operator"]): line for line in summary(rows)}
+    for (method, operator_name), line in summaries.items():
+        if not method.startswith(GUIDED):
+            continue
+        unguided = summaries.get((method.removeprefix(GUIDED), operator_name))
+        guided = [
+            row
+            for row in rows
+            if row["seed"] and (row["method"], row["problem"].partition(":")[0]) == (method, operator_name)
+        ]
+        share = max(
+            row["measurements"] / long[row["matrix"], row["problem"]]["measurements"] for row in guided
+        )
+        if share > 0.1:
+            raise RunError(f"{method} took {share:.1%} of the measurements of the long search, more than 10%")
+        yield Claim(
+            id=f"tuning/4-{operator_name}-{method}",
+            claim=f"Time of the {operator_name} schedule from {method} search over that of a search of "
+            f"{settings['long']} schedules, median of {line['problems']} matrices.",
+            value=round(line["median"], 3),
+            unit="x",
+            target="<= 1.05",
+            baseline=f"{settings['long_method']} search, {settings['long']} schedules",
+            command="python benchmarks/tuning/guided.py MATRICES --out RUN",
+            samples=samples,
+            details={
+                "max_share_of_measurements": round(share, 4),
+                "seeds": len({row["seed"] for row in guided}),
+                "matrices_within_5_percent": line["within"],
+                "worst": round(line["worst"], 3),
+                **(
+                    {
+                        "without_model": round(unguided["median"], 3),
+                        "searches_without_model": unguided["searches"],
+                    }
+                    if unguided
+                    else {}
+                ),
+            },
+        )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/lines.py labels/spmm.tsv.gz labels/spmv.tsv.gz --out results/tuning/lines.json
 
 A label file has the columns matrix, schedule and latency_ms, tab separated; its name holds its operator.
@@ -16,14 +16,16 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError
-from sparseflow.tuning.operators import OPERATORS
-from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.schedule import Schedule
 
 PARSED = 10_000
 """Schedules whose parsing is timed at once."""
@@ -75,6 +77,34 @@ def read(path: Path) -> dict[str, Any]:
     }
 
 
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: schedules that are parsed and written."""
+    files = record["files"]
+    rows = sum(file["rows"] for file in files)
+    command = "python benchmarks/tuning/lines.py LABELS --out results/tuning/lines.json"
+    problems = Counter[str]()
+    for file in files:
+        problems.update(file["problems"])
+    yield Claim(
+        id="tuning/1-lines",
+        claim=f"Rows of {rows} AutoSparse labels that round-trip byte for byte or are rejected for a named "
+        "reason.",
+        value=sum(file["byte_for_byte"] + sum(file["refused"].values()) for file in files),
+        unit="rows",
+        target=f">= {rows}",
+        command=command,
+        details={"runnable": sum(file["runnable"] for file in files), **problems},
+    )
+    yield Claim(
+        id="tuning/1-speed",
+        claim="Shortest time to parse 10,000 schedules, slower of the label files.",
+        value=round(max(min(file["seconds"]) * 10_000 / file["parsed"] for file in files), 3),
+        unit="s",
+        target="< 1",
+        command=command,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,6 +117,7 @@ def main() -> int:
     for found in record["files"]:
         print({key: value for key, value in found.items() if key != "seconds"}, min(found["seconds"]))
     write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+    record_claims(make_claims(record), record, asked.out)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    export PYTHONPATH=src
+    export PYTHONPATH=src:.
     python benchmarks/tuning/score.py --threads 2 --out results/tuning/score-cpu.json
     python benchmarks/tuning/score.py --device cuda --out results/tuning/score-cuda.json
 
@@ -15,25 +15,47 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.tuning.matrices import Coo
-from sparseflow.tuning.net.encode import Encoder
-from sparseflow.tuning.net.model import AutoSparseNet
-from sparseflow.tuning.net.saved import load
-from sparseflow.tuning.net.scoring import embedded, score_ids
-from sparseflow.tuning.operators import operator
-from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.schedule import Schedule
-from sparseflow.tuning.space import Space
-from sparseflow.tuning.synthetic import draw
+from sparseflow.tuning.measure.synthetic import draw
+from sparseflow.tuning.model.net.network import AutoSparseNet
+from sparseflow.tuning.model.net.pretrained import load
+from sparseflow.tuning.model.net.scoring import embedded, score_ids
+from sparseflow.tuning.model.net.tokenizer import Encoder
+from sparseflow.tuning.schedule.matrices import Coo
+from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.schedule.space import Space
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: time to score schedules."""
+    device = record["environment"]["device"]["kind"]
+    cuda = device == "cuda"
+    seconds = round(statistics.median(record["seconds"]), 4)
+    yield Claim(
+        id=f"tuning/6-score-{device}",
+        claim=f"Median time to score {record['schedules']:,} {record['operator']} schedules with a network "
+        f"of {record['parameters']:,} weights, {'without' if cuda else 'including'} encoding.",
+        value=seconds if cuda else round(seconds + record["encode_seconds"], 3),
+        unit="s",
+        target="< 0.05" if cuda else "< 2",
+        command=f"python benchmarks/tuning/score.py --device {device} --out "
+        f"results/tuning/score-{device}.json",
+        details={"runs": len(record["seconds"]), "encode_s": round(record["encode_seconds"], 3)},
+    )
 
 
 def main() -> int:
@@ -95,6 +117,7 @@ def main() -> int:
     )
     if asked.out:
         write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, asked.out)
     return 0
 
 
