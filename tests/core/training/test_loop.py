@@ -8,67 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from sparseflow.core.training import checkpoint
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
-from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.core.training.history import read_history
 from sparseflow.core.training.loop import SETTINGS_FILE, fit
-from sparseflow.core.training.optimizer import check_finite
 from sparseflow.errors import FileFormatError, InputError, RunError
-
-
-class Regression:
-    """Linear regression on random data; `stop_after` raises KeyboardInterrupt in the following step."""
-
-    def __init__(
-        self, context: DistributedContext, *, num_steps: int = 6, seed: int = 0, stop_after: int | None = None
-    ) -> None:
-        self.num_steps, self.seed, self.step, self.device = num_steps, seed, 0, context.device
-        self._stop_after = stop_after
-        torch.manual_seed(seed)
-        self.model = torch.nn.Linear(3, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.evaluated: list[int] = []
-
-    @property
-    def fingerprint(self) -> Mapping[str, Any]:
-        return {"num_steps": self.num_steps, "data": {"seed": self.seed}}
-
-    def train_step(self) -> Mapping[str, float]:
-        if self.step == self._stop_after:
-            raise KeyboardInterrupt
-        x = torch.from_numpy(np.random.default_rng([self.seed, self.step]).normal(size=(8, 3))).float()
-        self.optimizer.zero_grad()
-        loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
-        check_finite({"loss": float(loss.detach())}, step=self.step + 1)
-        loss.backward()
-        self.optimizer.step()
-        self.step += 1
-        return {"loss": float(loss.detach())}
-
-    def evaluate(self) -> Mapping[str, float] | None:
-        self.evaluated.append(self.step)
-        return {"norm": float(self.model.weight.detach().norm())} if self.step != 2 else None
-
-    def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        return f"step {self.step}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()
-        }  # fmt: skip
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def finish(self, out_dir: Path) -> None:
-        torch.save(self.model.state_dict(), out_dir / "model.pt")
+from tests.core.training.regression import Regression
 
 
 def read_rows(out_dir: Path) -> list[tuple[int, str]]:

@@ -28,8 +28,8 @@ def lr_factor(step: int, num_steps: int, *, warmup: float, cooldown: float | Non
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if cooldown is None:
-        fraction = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-        return 0.5 * (1.0 + math.cos(math.pi * fraction))
+        decay_steps = max(1, num_steps - warmup_steps)
+        return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / decay_steps))
     return min(1.0, (1.0 - step / num_steps) / max(1e-9, cooldown))
 
 
