@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 
 from sparseflow.adaptive import serve
-from sparseflow.adaptive.grid_vqa.words import Vocabulary
+from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
 from sparseflow.adaptive.predictor import Predictor
 from sparseflow.adaptive.profile import Profile
 from sparseflow.cli.root import run

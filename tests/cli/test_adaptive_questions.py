@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.importance import Importance
-from sparseflow.adaptive.worth import Worth
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.profile.importance import Importance
+from sparseflow.adaptive.profile.plan_quality import Worth
 from sparseflow.cli.root import run
 from tests.adaptive.questions import folders
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from sparseflow.adaptive.study.findings import read
+from sparseflow.adaptive.study.results import read
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import QUICK
 from tests.adaptive.study import small

@@ -17,8 +17,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("numba")
 
 from sparseflow.cli.root import run
-from sparseflow.codesign.proxy import LayerHwProxy
-from sparseflow.codesign.saved import load_plan
+from sparseflow.codesign.design.saved_plan import load_plan
+from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.pruning import save
 from sparseflow.pruning.settings import settings_of
 from tests.codesign.toys import QUICK
@@ -123,17 +123,17 @@ def test_a_plan_that_is_placed_anew_stays_where_it_is(
 def test_a_layout_is_searched_as_it_is_told(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseflow.codesign import places
+    from sparseflow.codesign.design import placement
 
     asked: list[Any] = []
-    original = places.assign
+    original = placement.assign
 
     def asking(*args: Any, **named: Any) -> Any:
         asked.append({name: named[name] for name in ("method", "restarts", "seconds", "seed")})
         return original(*args, **named)
 
     assert run(["codesign", "plan", "--config", config, "--no-search", "--out", "plan"]) == 0
-    monkeypatch.setattr(places, "assign", asking)
+    monkeypatch.setattr(placement, "assign", asking)
     command = ["codesign", "layout", "plan/plan.json", "--method", "tabu", "--restarts", "3",
                "--seconds", "60.0", "--seed", "5"]  # fmt: skip
     assert run(command) == 0
@@ -302,10 +302,10 @@ def test_quadratic_assignments(config: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_profile(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Of few points there is little to learn; a name for the module is taken by the function in it.
-    fitting = importlib.import_module("sparseflow.codesign.proxy.fit")
+    fitting = importlib.import_module("sparseflow.codesign.hardware.proxy.fitting")
     few = partial(fitting.Training, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
     monkeypatch.setattr(fitting, "Training", few)
-    monkeypatch.setattr("sparseflow.codesign.proxy.roofline._STEPS", 60)
+    monkeypatch.setattr("sparseflow.codesign.hardware.proxy.analytic._STEPS", 60)
     command = ["codesign", "profile", "--out", "profile", "--points", "8"]
     assert run([*command, "--json"]) == 0
     found = told(capsys)

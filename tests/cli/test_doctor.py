@@ -1,15 +1,17 @@
-"""`sparseflow doctor`, for a reader and for a script."""
+"""`sparseflow doctor`: text output, JSON output and exit codes."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from sparseflow.cli.root import run
+from sparseflow.core import doctor
 
 
-def test_a_reader_gets_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_text_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor"]) == 0
     out, err = capsys.readouterr()
     for part in ("Devices", "Backends", "Extras", "cpu", "Triton", "spiking"):
@@ -17,8 +19,23 @@ def test_a_reader_gets_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_a_script_gets_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"sparseflow", "python", "devices", "extras", "backends"}
-    assert all(set(check) == {"name", "ok", "detail", "fix"} for check in found["extras"] + found["backends"])
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"sparseflow", "python", "devices", "extras", "backends"}
+    assert all(
+        set(check) == {"name", "ok", "detail", "fix"} for check in result["extras"] + result["backends"]
+    )
+
+
+def test_doctor_extra_exit_code_follows_installation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosis = doctor.diagnose()
+    for ok, code in ((True, 0), (False, 1)):
+        extras = tuple(replace(check, ok=ok) for check in diagnosis.extras)
+        monkeypatch.setattr(doctor, "diagnose", lambda extras=extras: replace(diagnosis, extras=extras))
+        assert run(["doctor", "--extra", "adaptive", "--json"]) == code
+        assert "devices" in json.loads(capsys.readouterr().out)
+    assert run(["doctor", "--extra", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err

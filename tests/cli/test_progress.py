@@ -1,4 +1,4 @@
-"""Progress where nobody watches: lines in a log in place of a bar."""
+"""Progress without a terminal: log lines instead of a bar."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from sparseflow.cli import progress
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
+    time_s = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: time_s[0])
+    return time_s
 
 
-def test_a_file_gets_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_terminal_logs_every_15_s(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     with progress.progress_bar() as report:
         for step in range(40):
             clock[0] = 100.0 + step
@@ -24,7 +26,7 @@ def test_a_file_gets_a_line_now_and_then(clock: list[float], capsys: pytest.Capt
     assert err.splitlines() == [" 38 %    15 s  step 15", " 75 %    30 s  step 30"]
 
 
-def test_short_work_says_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_short_work_logs_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with progress.progress_bar() as report:
-        report("all of it", 0.5)
+        report("step", 0.5)
     assert capsys.readouterr().err == ""

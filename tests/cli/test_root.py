@@ -1,4 +1,4 @@
-"""The root of the command line: exit codes, where messages go, and what is imported when."""
+"""The root command: exit codes, output streams and lazy imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparseflow.errors import (
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch):
-    """Registers a function as the command `probe`, and an app around it as the group `wing`."""
+    """Register a function as the command `probe`, and in the group `wing` as `inner`."""
 
     def register(function) -> None:
         module = ModuleType("probe_module")
@@ -43,7 +43,7 @@ def command(monkeypatch: pytest.MonkeyPatch):
     return register
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["--version"]) == 0
     assert capsys.readouterr().out == f"sparseflow {__version__}\n"
 
@@ -55,7 +55,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {name} " in shown
 
 
-def test_a_command_and_a_group_run_with_their_arguments(command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_and_group_receive_arguments(command, capsys: pytest.CaptureFixture[str]) -> None:
     def probe(count: int, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
         typer.echo(f"{count} {as_json}")
 
@@ -72,13 +72,13 @@ def test_a_command_and_a_group_run_with_their_arguments(command, capsys: pytest.
         (SampleError("wrong shape"), 2),
         (FileFormatError("torn"), 2),
         (MissingExtraError("numba", "spiking"), 2),
-        (DeviceError("GPU 9 was asked for"), 1),
-        (RunError("gave up"), 1),
+        (DeviceError("GPU 9 is absent"), 1),
+        (RunError("timed out"), 1),
         (typer.Abort(), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_an_error_becomes_its_exit_code_and_one_object(
+def test_run_error_returns_exit_code_and_prints_json(
     command, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
 ) -> None:
     def probe(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
@@ -90,13 +90,11 @@ def test_an_error_becomes_its_exit_code_and_one_object(
     assert out == "" and str(error) in err and "Traceback" not in err
     assert root.run(["probe", "--json"]) == code
     out, err = capsys.readouterr()
-    told = json.loads(out)["error"]
-    assert set(told) == {"type", "message"} and str(error) in told["message"] and str(error) in err
+    record = json.loads(out)["error"]
+    assert set(record) == {"type", "message"} and str(error) in record["message"] and str(error) in err
 
 
-def test_an_error_that_nobody_foresaw_keeps_its_traceback(
-    command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_unexpected_error_prints_traceback(command, capsys: pytest.CaptureFixture[str]) -> None:
     def probe(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
         raise ZeroDivisionError("oops")
 
@@ -108,17 +106,17 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "surplus"], []])
-def test_bad_usage_is_two(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_run_bad_usage_returns_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert root.run(arguments) == 2
     assert "sparseflow: " in capsys.readouterr().err
 
 
-def test_bad_usage_can_be_read_by_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_bad_usage_with_json_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["nonsense", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
 
 
-def test_an_exit_code_of_its_own_is_kept(command) -> None:
+def test_run_keeps_exit_code_of_command(command) -> None:
     def probe() -> None:
         raise typer.Exit(7)
 
@@ -126,18 +124,18 @@ def test_an_exit_code_of_its_own_is_kept(command) -> None:
     assert root.run(["probe"]) == 7
 
 
-def test_help_imports_no_wing_and_nothing_heavy() -> None:
+def test_help_imports_no_wing_and_no_heavy_package() -> None:
     script = (
         "import sys; from sparseflow.cli.root import run; code = run(['--help']); "
         "heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'sparseflow.cli.spiking'} & set(sys.modules); "
         "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr == "[]\n"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stderr == "[]\n"
 
 
-def test_the_command_can_be_run_as_a_module() -> None:
-    done = subprocess.run(
+def test_module_runs_as_command() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "sparseflow", "nonsense"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and done.stderr == "sparseflow: No such command 'nonsense'.\n"
+    assert process.returncode == 2 and "'nonsense'" in process.stderr

@@ -1,4 +1,4 @@
-"""`sparseflow tune`, for readers and for scripts."""
+"""`sparseflow tune`: text output, JSON output and errors."""
 
 from __future__ import annotations
 
@@ -24,38 +24,45 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_a_kernel_is_found_shown_and_saved(
+def test_tune_writes_kernel_and_resumes_trials(
     matrix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, folder = tmp_path / "kernel.sfk", tmp_path / "trials"
-    command = ["tune", "spmm", matrix, "--n-cols", "8", "--trials", "2", "--threads", "1"]
-    assert run([*command, "--out", str(out), "--folder", str(folder)]) == 0
+    out = tmp_path / "run"
+    command = ["tune", "spmm", matrix, "--n-cols", "8", "--trials", "2", "--threads", "1", "--out", str(out)]
+    assert run(command) == 0
     shown = capsys.readouterr().out
-    assert "tuned" in shown and "tiled_csr" in shown and "library" in shown and str(out) in shown
-    kernel = tuning.load(out)
+    kernel_file = out / "kernel.sfk"
+    assert all(word in shown for word in ("tuned", "tiled_csr", "library", str(kernel_file)))
+    kernel = tuning.load(kernel_file)
     dense = np.arange(24, dtype=np.float32).reshape(3, 8)
     a = np.array([[0, 5, 0], [1, 0, 2], [0, 0, 0], [0, 0, -1]], np.float32)
     assert np.allclose(kernel(dense), a @ dense)
-    assert run([*command, "--folder", str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["trials"]) == 5 and told["speedup"] >= 1.0
-    assert set(told["baselines"]) == {"csr", "tiled_csr", "bcsr4x1", "library"}
+    assert run([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["trials"]) == 5 and result["speedup"] >= 1.0 and result["kernel"] == str(kernel_file)
+    assert set(result["baselines"]) == {"csr", "tiled_csr", "bcsr4x1", "library"}
+
+
+def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tuning", "tune", "spmv", matrix, "--trials", "0", "--threads", "1", "--json"]
+    assert run(command) == 0
+    assert json.loads(capsys.readouterr().out)["kernel"] is None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "value"),
     [
-        (["spmm"], "needs `n_cols`"),
-        (["spmv", "--n-cols", "3"], "takes a vector"),
+        (["spmm"], "`n_cols`"),
+        (["spmv", "--n-cols", "3"], "3"),
         (["matmul"], "matmul"),
-        (["spmv", "--method", "guess"], "choose one of: random"),
-        (["spmv", "--dtype", "float16"], "must be float32 or float64"),
-        (["spmv", "--budget", "0"], "must be above 0"),
-        (["spmv", "--out", "/nowhere/k.sfk"], "no folder /nowhere"),
+        (["spmv", "--method", "guess"], "guess"),
+        (["spmv", "--dtype", "float16"], "'float16'"),
+        (["spmv", "--budget-s", "0"], "`budget_s` (=0"),
+        (["spmv", "--out", "/proc/run"], "/proc/run"),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    arguments: list[str], said: str, matrix: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_exit_with_2_and_show_the_value(
+    arguments: list[str], value: str, matrix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["tune", arguments[0], matrix, *arguments[1:]]) == 2
-    assert said in capsys.readouterr().err
+    assert value in capsys.readouterr().err

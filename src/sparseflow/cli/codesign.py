@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sparseflow.codesign.places import Search
+    from sparseflow.codesign.design.placement import Search
     from sparseflow.pruning.settings import MovingDigitsSettings, UCF101Settings
     from sparseflow.pruning.steps import Steps
 
@@ -55,8 +55,8 @@ def profile(
     """Measure layers here, fit the hardware proxy to them, and judge it on others."""
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
-    from sparseflow.codesign.profile import Measuring, device_held, device_here, profile_grid
-    from sparseflow.codesign.proxy import Grid, fit, read_points
+    from sparseflow.codesign.hardware.proxy import Grid, fit, read_points
+    from sparseflow.codesign.hardware.proxy.profiling import Measuring, device_held, device_here, profile_grid
     from sparseflow.errors import InputError
 
     chosen = open_device(device)
@@ -100,10 +100,10 @@ def plan(
 ) -> None:
     """Decide chips, mapping, splits and places for a model, and draw them."""
     from sparseflow.cli.progress import progress_bar
-    from sparseflow.codesign.decision import figures
-    from sparseflow.codesign.hardware import Hardware
-    from sparseflow.codesign.page import BOUNDS, write_page
-    from sparseflow.codesign.saved import save_plan
+    from sparseflow.codesign.design.decision import figures
+    from sparseflow.codesign.design.hardware import Hardware
+    from sparseflow.codesign.design.saved_plan import save_plan
+    from sparseflow.codesign.report.page import BOUNDS, write_page
     from sparseflow.core.environment import collect_environment
 
     settings = _settings(config, changes)
@@ -147,7 +147,7 @@ def layout(
     as_json: Json = False,
 ) -> None:
     """Place a plan's chips on the wafer anew, or solve a quadratic assignment."""
-    from sparseflow.codesign.places import Search
+    from sparseflow.codesign.design.placement import Search
     from sparseflow.errors import InputError
 
     search = Search(method=method, restarts=restarts, seconds=seconds, seed=seed)
@@ -174,9 +174,9 @@ def train(
     """Train a model together with its hardware, and the baselines beside it."""
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
-    from sparseflow.codesign import compare as comparing
-    from sparseflow.codesign.joint import MODES, Mode
-    from sparseflow.codesign.page import page_of_run, write_comparison
+    from sparseflow.codesign.joint import comparison as comparing
+    from sparseflow.codesign.joint.trainer import MODES, Mode
+    from sparseflow.codesign.report.page import page_of_run, write_comparison
     from sparseflow.errors import InputError
 
     settings = _settings(config, changes)
@@ -230,10 +230,10 @@ def verify(
 ) -> None:
     """Run the partitioned model: same logits, bytes as planned, undone whole; and replay a trace."""
     from sparseflow.cli.options import open_device
-    from sparseflow.codesign.joint import MODEL
-    from sparseflow.codesign.saved import PLAN, load_plan
-    from sparseflow.codesign.trace import TRACE, replay
-    from sparseflow.codesign.verification import verify as run
+    from sparseflow.codesign.design.saved_plan import PLAN, load_plan
+    from sparseflow.codesign.execution.verification import verify as run
+    from sparseflow.codesign.joint.trace import TRACE, replay
+    from sparseflow.codesign.joint.trainer import MODEL
     from sparseflow.errors import InputError, RunError
 
     told: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write the page of a run anew."""
-    from sparseflow.codesign.page import page_of_run
+    from sparseflow.codesign.report.page import page_of_run
 
     _tell({"page": str(page_of_run(folder, command=_command("report", folder)))}, as_json)
 
@@ -285,9 +285,9 @@ def make_task(settings: Mapping[str, Any], seed: int, device: str) -> Any:
 
 def _placed(source: Path, out: Path | None, search: Search) -> dict[str, Any]:
     """A plan with its chips at better places, beside the plan unless told otherwise."""
-    from sparseflow.codesign.decision import figures
-    from sparseflow.codesign.page import BOUNDS, write_page
-    from sparseflow.codesign.saved import PLAN, load_plan, save_plan
+    from sparseflow.codesign.design.decision import figures
+    from sparseflow.codesign.design.saved_plan import PLAN, load_plan, save_plan
+    from sparseflow.codesign.report.page import BOUNDS, write_page
     from sparseflow.core.environment import collect_environment
 
     file = source / PLAN if source.is_dir() else source
@@ -337,11 +337,11 @@ def _assigned(source: Path, search: Search) -> dict[str, Any]:
 
 
 def _settings(config: str, changes: list[str] | None) -> Any:
-    from sparseflow.cli.options import parse_overrides
-    from sparseflow.codesign.settings import read_settings
+    from sparseflow.codesign.design.config import read_settings
+    from sparseflow.core.config import parse_overrides
     from sparseflow.pruning.settings import settings_of
 
-    found = read_settings(config, parse_overrides(changes, extra="codesign"))
+    found = read_settings(config, parse_overrides(changes or [], extra="codesign"))
     settings_of(found.task, "`task`")
     return found
 

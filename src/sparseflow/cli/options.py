@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -58,6 +57,8 @@ _OUT_FILE = typer.Option("--out", metavar="FILE", callback=_check_out_file, help
 _SEED = typer.Option("--seed", min=0, help="Random seed.")
 _CONFIG = typer.Option("--config", metavar="NAME|FILE", help="Configuration: a YAML file or a shipped name.")
 _MODEL = typer.Option("--model", metavar="MODEL", help="Model: a file, a directory or a shipped name.")
+_BUDGET_S = typer.Option("--budget-s", min=0.0, help="Time budget, seconds.")
+_DTYPE = typer.Option("--dtype", help="Data type.")
 _BATCH_SIZE = typer.Option("--batch-size", min=1, help="Batch size.")
 
 DeviceOption = Annotated[str, _DEVICE]
@@ -85,8 +86,9 @@ SetOption = Annotated[
     ),
 ]
 
-BudgetSOption = Annotated[float | None, typer.Option("--budget-s", min=0.0, help="Time budget, seconds.")]
-"""Wall-clock limit; None is unlimited."""
+BudgetSOption = Annotated[float, _BUDGET_S]
+OptionalBudgetSOption = Annotated[float | None, _BUDGET_S]
+"""As `BudgetSOption`; None is unlimited."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
@@ -106,39 +108,21 @@ PairedRoundsOption = Annotated[int, typer.Option("--rounds", min=4, help="Timing
 CompileOption = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Compile the dense models with torch.compile.")
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Data type, such as float32.")]
+DtypeOption = Annotated[Literal["float32", "float64"], _DTYPE]
+HalfDtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], _DTYPE]
+"""As `DtypeOption`, for models that run in half precision."""
+Fp16DtypeOption = Annotated[Literal["float32", "float16"], _DTYPE]
 CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
 
 ModelOption = Annotated[str, _MODEL]
+ModelsOption = Annotated[list[str] | None, _MODEL]
+"""As `ModelOption`, for commands that measure several models; repeatable."""
 OptionalModelOption = Annotated[Path | None, _MODEL]
 
 
-def parse_overrides(overrides: Sequence[str] | None, *, extra: str) -> dict[str, Any]:
-    """Parse the values of `--set`.
-
-    Args:
-        overrides: Texts of the form `key=value`; values are YAML.
-        extra: The extra that provides PyYAML.
-
-    Returns:
-        Dotted key -> value.
-
-    Raises:
-        InputError: A text is not `key=value`, or its value is not YAML.
-        MissingExtraError: PyYAML is missing.
-    """
-    from sparseflow.core.config import parse_yaml
-
-    values: dict[str, Any] = {}
-    for override in overrides or []:
-        key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise InputError(f"`--set {override}` must be KEY=VALUE, such as train.epochs=3")
-        try:
-            values[key] = parse_yaml(value, extra=extra)
-        except ValueError as error:
-            raise InputError(f"`--set {override}`: the value is not YAML") from error
-    return values
+def split_list(text: str | None) -> list[str] | None:
+    """Split a comma-separated option; None stays None."""
+    return None if text is None else [item.strip() for item in text.split(",")]
 
 
 def open_device(name: str) -> torch.device:

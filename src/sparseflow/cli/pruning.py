@@ -281,10 +281,10 @@ def compare(
 
 def _settings(config: str, changes: list[str] | None) -> Any:
     """The settings of a file, with what `--set` says."""
-    from sparseflow.cli.options import parse_overrides
+    from sparseflow.core.config import parse_overrides
     from sparseflow.pruning.settings import read_settings
 
-    return read_settings(config, parse_overrides(changes, extra="pruning"))
+    return read_settings(config, parse_overrides(changes or [], extra="pruning"))
 
 
 def _of(progress: Callable[[str, float], None], what: str) -> Callable[[int, int], None]:

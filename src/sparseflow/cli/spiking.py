@@ -1,248 +1,243 @@
-"""`sparseflow spiking`: the commands of the spiking wing."""
+"""`sparseflow spiking`: optimize, profile and benchmark spiking networks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from sparseflow.cli.options import (
+    BatchSizeOption,
+    BatchSizesOption,
+    CacheOption,
+    CompileOption,
+    DeviceOption,
+    Fp16DtypeOption,
+    JsonOption,
+    ModelOption,
+    ModelsOption,
+    OutDirOption,
+    PairedRoundsOption,
+    open_device,
+)
+from sparseflow.cli.output import emit, make_table
+from sparseflow.cli.progress import progress_bar
+
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from rich.table import Table
 
-app = typer.Typer(name="spiking", help="Spiking networks: skip what does not fire.", no_args_is_help=True)
+    from sparseflow.spiking.profile.grid import GridResult
+    from sparseflow.spiking.profile.layers import LayerProfile
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A shipped network, spiking_resnet18 (34, 50, …), sew_resnet18 (…), or package.module:factory."
-    ),
-]
-Weights = Annotated[Path | None, typer.Option(help="Weights to load, a safetensors file.")]
-Batch = Annotated[int, typer.Option(min=1, help="Images a batch.")]
-Steps = Annotated[int, typer.Option("--steps", "-T", min=1, help="Time steps of a network built by name.")]
-Image = Annotated[int, typer.Option(min=8, help="Height and width of the input, pixels.")]
-Width = Annotated[int, typer.Option(min=8, help="Channels of the first stage of a network built by name.")]
-Classes = Annotated[int, typer.Option(min=2, help="Outputs of a network built by name.")]
-Gpu = Annotated[int | None, typer.Option(help="GPU to use; by default the one with most free memory.")]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there is a GPU.")]
-Policy = Annotated[str, typer.Option(help="measured, or static: the rule by feature-map height.")]
-Cache = Annotated[bool, typer.Option(help="Remember decisions on disk.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="As --model; may be given several times.")]
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="May be given several times.")]
-StepCounts = Annotated[list[int] | None, typer.Option("--steps", "-T", help="May be given several times.")]
-Half = Annotated[bool, typer.Option("--half", help="On a GPU: let the optimised network use fp16.")]
-Dataset = Annotated[str, typer.Option(help="cifar10 or cifar100: 10 or 100 outputs.")]
-Grid = Annotated[
-    bool, typer.Option("--grid", help="Every depth, both datasets, T 4 and 16, batches of 1, 8 and 32.")
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+app = typer.Typer(
+    name="spiking",
+    help="Spiking networks: faster inference by skipping zero activations.",
+    no_args_is_help=True,
+)
 
-CLASSES = {"cifar10": 10, "cifar100": 100}
 DEFAULT_MODEL = "cifar10-sew-resnet18"
+
+_TIME_STEPS = typer.Option("--time-steps", "-T", min=1, help="Time steps of networks with random weights.")
+
+WeightsOption = Annotated[Path | None, typer.Option("--weights", help="Weights to load, a safetensors file.")]
+TimeStepsOption = Annotated[int, _TIME_STEPS]
+TimeStepsListOption = Annotated[list[int] | None, _TIME_STEPS]
+ImageSizeOption = Annotated[
+    int, typer.Option("--image-size", min=8, help="Height and width of the input, pixels.")
+]
+WidthOption = Annotated[
+    int, typer.Option("--width", min=8, help="Channels of the first stage, with random weights.")
+]
+NumClassesOption = Annotated[
+    int, typer.Option("--num-classes", min=2, help="Number of classes, with random weights.")
+]
 
 
 @app.callback()
 def spiking() -> None:
-    """Spiking networks: skip what does not fire."""
+    """Spiking networks: faster inference by skipping zero activations.
+
+    A model is a shipped network, spiking_resnet18 or sew_resnet18 (34, 50, 101, 152) with random weights, or
+    package.module:factory.
+    """
 
 
-def _prepare(
-    model: str, weights: Path | None, batch: int, steps: int, image: int, width: int, classes: int,
-    gpu: int | None, cpu: bool,
-) -> tuple[nn.Module, torch.Tensor]:  # fmt: skip
-    from sparseflow.spiking import catalog
+def _open_model(
+    model: str,
+    weights: Path | None,
+    batch_size: int,
+    time_steps: int,
+    image_size: int,
+    width: int,
+    num_classes: int,
+    device: str,
+) -> tuple[Any, Any]:
+    from sparseflow.spiking.models.model_zoo import Case, Settings
 
-    settings = catalog.Settings(steps=steps, classes=classes, image=image, width=width)
-    net, x, _ = catalog.Case(model=model, settings=settings, batch=batch).build(weights)
-    place = _place(gpu, cpu)
-    return net.to(place), x.to(place)
-
-
-def _place(gpu: int | None, cpu: bool) -> torch.device:
-    """The GPU that was named, or the one with most free memory, or the CPU where there is none."""
-    import torch
-
-    from sparseflow.core import device
-
-    no_gpu = gpu is None and not torch.cuda.is_available()
-    return torch.device("cpu") if cpu or no_gpu else device.select_device(gpu)
+    settings = Settings(steps=time_steps, classes=num_classes, image=image_size, width=width)
+    network, images, _ = Case(model=model, settings=settings, batch=batch_size).build(weights)
+    torch_device = open_device(device)
+    return network.to(torch_device), images.to(torch_device)
 
 
 @app.command()
 def optimize(
-    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4,
-    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
-    policy: Policy = "measured", cache: Cache = True, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Optimise a network for this machine and show, layer by layer, what was done and why."""
-    from rich.console import Console
-
+    model: ModelOption = DEFAULT_MODEL,
+    weights: WeightsOption = None,
+    batch_size: BatchSizeOption = 32,
+    time_steps: TimeStepsOption = 4,
+    image_size: ImageSizeOption = 32,
+    width: WidthOption = 64,
+    num_classes: NumClassesOption = 10,
+    device: DeviceOption = "cpu",
+    policy: Annotated[
+        Literal["measured", "static"],
+        typer.Option(help="Select backends by measuring, or by the static rule on feature-map height."),
+    ] = "measured",
+    cache: CacheOption = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Optimize a network for this machine; show for each layer what was done and why."""
     import sparseflow
-    from sparseflow.cli.progress import progress_bar
-    from sparseflow.errors import InputError
 
-    if policy not in ("measured", "static"):
-        raise InputError(f"`--policy` (={policy}) must be measured or static")
-    net, x = _prepare(model, weights, batch, steps, image, width, classes, gpu, cpu)
+    network, images = _open_model(
+        model, weights, batch_size, time_steps, image_size, width, num_classes, device
+    )
     with progress_bar() as progress:
         sparseflow.optimize(
-            net,
-            x,
-            policy=policy,  # type: ignore[arg-type]
+            network,
+            images,
+            policy=policy,
             cache=cache,
-            progress=lambda what, done, total: progress(f"measuring {what}", done / max(total, 1)),
+            progress=lambda layer, done, total: progress(f"measuring {layer}", done / max(total, 1)),
         )
-    explanation = sparseflow.explain(net)
-    if as_json:
-        typer.echo(json.dumps(explanation.to_dict(), ensure_ascii=False))
-    else:
-        Console().print(explanation)
+    explanation = sparseflow.explain(network)
+    emit(explanation.to_dict(), as_json, explanation)
 
 
 @app.command()
 def profile(
-    model: Model = DEFAULT_MODEL, weights: Weights = None, batch: Batch = 32, steps: Steps = 4,
-    image: Image = 32, width: Width = 64, classes: Classes = 10, gpu: Gpu = None, cpu: Cpu = False,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Show what feeds each convolution, how much of it is zero, and its group's time when optimised."""
-    from dataclasses import asdict
+    model: ModelOption = DEFAULT_MODEL,
+    weights: WeightsOption = None,
+    batch_size: BatchSizeOption = 32,
+    time_steps: TimeStepsOption = 4,
+    image_size: ImageSizeOption = 32,
+    width: WidthOption = 64,
+    num_classes: NumClassesOption = 10,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the inputs and the sparsity of each convolution and the latency of its optimized group."""
+    from sparseflow.spiking.profile.layers import profile_layers
 
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    import sparseflow
-    from sparseflow.spiking.graph import analyze
-    from sparseflow.spiking.profile import activities
-
-    net, x = _prepare(model, weights, batch, steps, image, width, classes, gpu, cpu)
-    graph = analyze(net, x)
-    seen = activities(net, (x,), [site.name for site in graph.sites])
-    sparseflow.optimize(net, x)
-    times = sparseflow.layer_times(net, x)
-    rows: list[dict[str, Any]] = [
-        {
-            "name": site.name,
-            "fed_by": list(site.fed_by),
-            "values": site.value.kind,
-            "replaceable": site.replaceable,
-            "reason": site.reason,
-            "latency_ms": times.get(site.name),
-            **(asdict(seen[site.name]) if site.name in seen else {}),
-        }
-        for site in graph.sites
-    ]
-    if as_json:
-        typer.echo(json.dumps({"model": model, "batch": batch, "layers": rows}, ensure_ascii=False))
-        return
-    table = Table(title=escape(f"{model}, batch {batch}"), title_justify="left")
-    for heading in (
-        "layer",
-        "fed by",
-        "values",
-        "firing",
-        "zero blocks",
-        "silent channels",
-        "H x W",
-        "ms",
-        "note",
-    ):
-        # On a narrow screen the numbers and the layer's name stay whole.
-        table.add_column(heading, no_wrap=heading in ("layer", "H x W", "ms"), overflow="fold")
-    for row in rows:
-        spikes = bool(row["fed_by"])
-        table.add_row(
-            escape(row["name"]),
-            escape(", ".join(row["fed_by"])) or "–",
-            row["values"],
-            f"{100 * row['firing_rate']:.2f} %" if spikes else "–",
-            f"{100 * row['zero_block_ratio']:.1f} %" if spikes else "–",
-            f"{100 * row['silent_channels']:.0f} %" if spikes else "–",
-            f"{row['height']} x {row['width']}" if "height" in row else "–",
-            "–" if row["latency_ms"] is None else f"{row['latency_ms']:.3f}",
-            escape(row["reason"] or ""),
-        )
-    Console().print(table)
+    network, images = _open_model(
+        model, weights, batch_size, time_steps, image_size, width, num_classes, device
+    )
+    layers = profile_layers(network, images)
+    emit(
+        {"model": model, "batch_size": batch_size, "layers": [layer.to_dict() for layer in layers]},
+        as_json,
+        _layer_table(layers, title=f"{model}, batch size {batch_size}"),
+    )
 
 
 @app.command()
 def bench(
-    model: Models = None, batch: Batches = None, steps: StepCounts = None,
-    image: Image = 32, width: Width = 64, dataset: Dataset = "cifar10", grid: Grid = False,
-    gpu: Gpu = None, cpu: Cpu = False,
-    half: Half = False,
-    rounds: Annotated[int, typer.Option(min=4, help="Paired timing rounds.")] = 20,
-    compiled: Annotated[bool, typer.Option(help="Let the dense side use torch.compile too.")] = True,
-    cache: Cache = True,
-    out: Annotated[Path, typer.Option(help="Folder that gets the run's own folder.")] = Path("runs"),
-    resume: Annotated[Path | None, typer.Option(help="A run's folder to go on with.")] = None,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Measure networks against their strongest dense form.
+    model: ModelsOption = None,
+    batch_size: BatchSizesOption = None,
+    time_steps: TimeStepsListOption = None,
+    image_size: ImageSizeOption = 32,
+    width: WidthOption = 64,
+    dataset: Annotated[
+        Literal["cifar10", "cifar100"], typer.Option(help="Dataset, which sets the number of classes.")
+    ] = "cifar10",
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Every depth, both datasets, T 4 and 16, batch sizes 1, 8 and 32.")
+    ] = False,
+    device: DeviceOption = "cpu",
+    dtype: Fp16DtypeOption = "float32",
+    rounds: PairedRoundsOption = 20,
+    compile_dense: CompileOption = True,
+    cache: CacheOption = True,
+    out: OutDirOption = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Benchmark networks against their fastest dense form.
 
-    One row a network, dataset, T and batch size. `--resume` goes on with a run that was stopped.
+    Measures one case for each network, dataset, T and batch size; --model, --batch-size and -T are
+    repeatable. float16 applies to the optimized networks, on GPUs.
     """
     import torch
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    from sparseflow.cli.progress import progress_bar
-    from sparseflow.core.run import Run
-    from sparseflow.errors import InputError
-    from sparseflow.spiking.bench import bench_grid
-    from sparseflow.spiking.catalog import Case, Settings
+    from sparseflow.spiking.profile.grid import build_cases, run_grid
 
-    if dataset not in CLASSES:
-        raise InputError(f"`--dataset` (={dataset}) must be one of: {', '.join(CLASSES)}")
-    place = _place(gpu, cpu)
-    depths = [f"spiking_resnet{depth}" for depth in (18, 34, 50, 101, 152)]
-    cases = [
-        Case(model=m, settings=Settings(steps=t, classes=CLASSES[d], image=image, width=width), batch=b)
-        for m in model or (depths if grid else [DEFAULT_MODEL])
-        for d in (CLASSES if grid else [dataset])
-        for t in steps or ([4, 16] if grid else [4])
-        for b in batch or ([1, 8, 32] if grid else [32])
-    ]
-    settings = {"cases": [case.name for case in cases], "half": half, "rounds": rounds, "compiled": compiled}
-    opened = (
-        Run.open(resume) if resume else Run.start(out, "sparseflow spiking bench", settings, 0, device=place)
+    cases = build_cases(
+        models=model,
+        dataset=dataset,
+        time_steps=time_steps,
+        batch_sizes=batch_size,
+        image_size=image_size,
+        width=width,
+        full_grid=grid,
     )
-    with opened as run, progress_bar() as progress:
-        results = bench_grid(
-            cases, run, device=place, dtype=torch.float16 if half else None, rounds=rounds, compiled=compiled,
-            cache=cache, progress=progress,
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps({"run": str(run.path), "cases": results}, ensure_ascii=False))
-        return
-    table = Table(title=escape(str(run.path)), title_justify="left")
-    for heading in (
-        "case",
-        "strongest dense",
-        "ms dense → ours",
-        "speed-up (95 %)",
-        "over eager",
-        "firing",
-        "top-1 agrees",
-    ):
-        table.add_column(heading)
-    for name, row in results.items():
-        if "error" in row:
-            table.add_row(escape(name), escape(f"failed: {row['error']}"))
-            continue
-        speed, ms = row["speedup"], row["latency_ms"]
-        table.add_row(
-            escape(name),
-            row["baseline"],
-            f"{ms[row['baseline']]:.3f} → {ms['optimised']:.3f}",
-            f"{speed['median']:.2f}x ({speed['low']:.2f}–{speed['high']:.2f})",
-            f"{row['speedup_eager']['median']:.2f}x",
-            "–" if row["firing_rate"] is None else f"{100 * row['firing_rate']:.1f} %",
-            f"{100 * row['top1_agreement']:.1f} %",
+    torch_device = open_device(device)
+    with progress_bar() as progress:
+        result = run_grid(
+            cases,
+            out,
+            device=torch_device,
+            dtype=torch.float16 if dtype == "float16" else None,
+            rounds=rounds,
+            compiled=compile_dense,
+            cache=cache,
+            progress=progress,
         )
-    Console().print(table)
+    emit(result.to_dict(), as_json, _grid_table(result))
+
+
+def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
+    rows = []
+    for layer in layers:
+        activity = layer.activity if layer.fed_by else None
+        rows.append(
+            (
+                layer.name,
+                ", ".join(layer.fed_by) or "–",
+                layer.values,
+                f"{100 * activity.firing_rate:.2f} %" if activity else "–",
+                f"{100 * activity.zero_block_ratio:.1f} %" if activity else "–",
+                f"{100 * activity.silent_channels:.0f} %" if activity else "–",
+                f"{layer.activity.height} x {layer.activity.width}" if layer.activity else "–",
+                "–" if layer.latency_ms is None else f"{layer.latency_ms:.3f}",
+                layer.reason or "",
+            )
+        )
+    columns = (
+        "layer", "inputs", "values", "firing", "zero blocks", "silent channels", "H x W", "ms", "note",
+    )  # fmt: skip
+    return make_table(columns, rows, title=title, no_wrap=("layer", "H x W", "ms"))
+
+
+def _grid_table(result: GridResult) -> Table:
+    rows = []
+    for name, case in result.cases.items():
+        if "error" in case:
+            rows.append((name, f"failed: {case['error']}", "", "", "", "", ""))
+            continue
+        speedup, latency_ms = case["speedup"], case["latency_ms"]
+        rows.append(
+            (
+                name,
+                case["baseline"],
+                f"{latency_ms[case['baseline']]:.3f} → {latency_ms['optimised']:.3f}",
+                f"{speedup['median']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})",
+                f"{case['speedup_eager']['median']:.2f}x",
+                "–" if case["firing_rate"] is None else f"{100 * case['firing_rate']:.1f} %",
+                f"{100 * case['top1_agreement']:.1f} %",
+            )
+        )
+    columns = (
+        "case", "fastest dense", "ms dense → sparse", "speedup (95 %)", "over eager", "firing", "same top-1",
+    )  # fmt: skip
+    return make_table(columns, rows, title=str(result.run))

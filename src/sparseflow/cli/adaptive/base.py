@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from sparseflow.adaptive.folder import Opened
-    from sparseflow.adaptive.serve.backend import Prompt
+    from sparseflow.adaptive.prompts.messages import Prompt
+    from sparseflow.adaptive.prompts.model_folder import Opened
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -64,7 +64,7 @@ def doctor(as_json: Json = False) -> None:
 
 def opened(folder: Path, device: Any) -> Opened:
     """A model's folder, without what transformers says while it reads."""
-    from sparseflow.adaptive.folder import open_folder
+    from sparseflow.adaptive.prompts.model_folder import open_folder
 
     quiet()
     return open_folder(folder, device=device)
@@ -83,8 +83,8 @@ def example_of(opened: Opened) -> Prompt:
     """A prompt with one image at the highest tier, for measuring, which may be beyond the model's context."""
     import torch
 
-    from sparseflow.adaptive.serve.chat import Prompts
-    from sparseflow.adaptive.serve.schema import Message
+    from sparseflow.adaptive.prompts.chat import Prompts
+    from sparseflow.adaptive.prompts.messages import Message
 
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "what"}]
     message = Message.model_validate({"role": "user", "content": parts})

@@ -22,13 +22,14 @@ def grid_vqa(
     as_json: Json = False,
 ) -> None:
     """Train a small model that answers questions about images, under random plans."""
-    from sparseflow.adaptive.grid_vqa.settings import read_settings
-    from sparseflow.adaptive.grid_vqa.training import train
+    from sparseflow.adaptive.grid_vqa.config import read_settings
+    from sparseflow.adaptive.grid_vqa.train import train
     from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import open_device, parse_overrides
+    from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
+    from sparseflow.core.config import parse_overrides
 
-    settings = read_settings(config, parse_overrides(changes, extra="adaptive"))
+    settings = read_settings(config, parse_overrides(changes or [], extra="adaptive"))
     quiet()
     with progress_bar() as progress:
         trained = train(settings, out, device=open_device(device), progress=progress)
@@ -58,9 +59,9 @@ def importance(
     """Find which blocks of a model can be skipped, alone and together, by what it still answers right."""
     from sparseflow.adaptive.adapters import adapter_of
     from sparseflow.adaptive.grid_vqa.task import GridVqa
-    from sparseflow.adaptive.importance import importance as search
     from sparseflow.adaptive.profile import weights_id
-    from sparseflow.adaptive.questions import Questions
+    from sparseflow.adaptive.profile.importance import importance as search
+    from sparseflow.adaptive.questions.file_task import Questions
     from sparseflow.cli.adaptive.base import quiet
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar

@@ -14,7 +14,7 @@ from sparseflow.cli.adaptive.base import MOST_TOKENS, Device, Json, Model, app
 if TYPE_CHECKING:
     import torch
 
-    from sparseflow.adaptive.plan import Tier
+    from sparseflow.adaptive.plan.space import Tier
 
 _FEW, _MANY = 16, 64
 """Text tokens of prompts, where nothing is asked for."""
@@ -86,12 +86,12 @@ def profile(
     The predictor of profile.parquet is predictor.json, that of NAME.parquet is NAME.predictor.json.
     """
     from sparseflow.adaptive.adapters import adapter_of
-    from sparseflow.adaptive.importance import space_of
-    from sparseflow.adaptive.knobs import Knobs
+    from sparseflow.adaptive.plan.runtime import Knobs
     from sparseflow.adaptive.predictor import Predictor
     from sparseflow.adaptive.profile import EagerRunner, EngineRunner, Mix, by_group, spread
     from sparseflow.adaptive.profile import profile as measure
-    from sparseflow.adaptive.profile.prompts import Prompts
+    from sparseflow.adaptive.profile.importance import space_of
+    from sparseflow.adaptive.profile.random_prompts import Prompts
     from sparseflow.cli.adaptive.base import example_of, opened
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
@@ -174,7 +174,7 @@ def _predictor_file(out: Path, model: Any, where: torch.device) -> Path:
     """
     from sparseflow.adaptive.predictor import Predictor
     from sparseflow.adaptive.profile import model_id
-    from sparseflow.adaptive.profile.about import device_facts
+    from sparseflow.adaptive.profile.metadata import device_facts
     from sparseflow.errors import FileFormatError, InputError
 
     name = "predictor.json" if out.name == "profile.parquet" else f"{out.stem}.predictor.json"
@@ -216,7 +216,7 @@ def _tiers(vision: Mapping[Tier, int], *, text_tokens: int, new_tokens: int, lim
     Raises:
         InputError: Not even a request without image does.
     """
-    from sparseflow.adaptive.profile.room import fitting
+    from sparseflow.adaptive.profile.memory import fitting
     from sparseflow.errors import InputError
 
     sizes = f"{text_tokens} tokens of text and {new_tokens} new ones"

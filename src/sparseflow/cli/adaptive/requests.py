@@ -15,8 +15,8 @@ from sparseflow.cli.adaptive.base import Device, Json, Model, app
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from sparseflow.adaptive.attached import Attached
-    from sparseflow.adaptive.folder import Opened
+    from sparseflow.adaptive.api import Attached
+    from sparseflow.adaptive.prompts.model_folder import Opened
 
 Controller = Annotated[Path | None, typer.Option(help="Trained controllers (safetensors).")]
 WorthFile = Annotated[Path | None, typer.Option("--worth", help="How good plans are, as `eval` writes it.")]
@@ -138,8 +138,8 @@ def app_of(
     device: str,
 ) -> FastAPI:
     """The app of one server, its engine warmed; in the process of a replica, too."""
-    from sparseflow.adaptive.plan import TIERS, Tier
-    from sparseflow.adaptive.runtime.engine import Engine
+    from sparseflow.adaptive.engine.engine import Engine
+    from sparseflow.adaptive.plan.space import TIERS, Tier
     from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
     from sparseflow.cli.adaptive.base import MOST_TOKENS, example_of
     from sparseflow.cli.progress import progress_bar
@@ -178,7 +178,7 @@ def app_of(
 def _attached(
     model: Path, profile_file: Path | None, controller: Path | None, worth: Path | None, device: str
 ) -> tuple[Opened, Attached]:
-    from sparseflow.adaptive.attached import attach
+    from sparseflow.adaptive.api import attach
     from sparseflow.cli.adaptive.base import opened
     from sparseflow.cli.options import open_device
 

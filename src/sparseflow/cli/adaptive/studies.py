@@ -46,12 +46,12 @@ def train(
 ) -> None:
     """Train controllers of a model by GRPO, and judge them against their rivals; under torchrun, on several
     GPUs."""
-    from sparseflow.adaptive.grpo_config import read_config
     from sparseflow.adaptive.study import train as run
-    from sparseflow.cli.options import parse_overrides
+    from sparseflow.adaptive.training.config import read_config
     from sparseflow.cli.progress import progress_bar
+    from sparseflow.core.config import parse_overrides
 
-    settings = read_config(config, parse_overrides(changes, extra="adaptive"))
+    settings = read_config(config, parse_overrides(changes or [], extra="adaptive"))
     asked = _asked(
         context, model, profile_file, out, questions, (samples, validation, test), budgets, attainment,
         archives, device,
@@ -110,9 +110,9 @@ def plot(
 ) -> None:
     """Draw a study's page again, or one of a profile and the worth of its plans alone."""
     from sparseflow.adaptive.profile import Profile
-    from sparseflow.adaptive.study.findings import of_worth
+    from sparseflow.adaptive.profile.plan_quality import Worth
     from sparseflow.adaptive.study.page import PAGE, write_findings, write_page
-    from sparseflow.adaptive.worth import Worth
+    from sparseflow.adaptive.study.results import of_worth
     from sparseflow.errors import InputError
 
     alone = profile_file is not None and worth is not None
@@ -149,10 +149,10 @@ def _tell(found: dict[str, Any], out: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sparseflow.adaptive.study.findings import FILE
     from sparseflow.adaptive.study.page import PAGE
+    from sparseflow.adaptive.study.results import FILE
     from sparseflow.adaptive.study.run import WORTH
-    from sparseflow.adaptive.training import CONTROLLERS
+    from sparseflow.adaptive.training.train import CONTROLLERS
 
     made = {"controllers": CONTROLLERS, "worth": WORTH, "judged": FILE, "page": PAGE}
     files = {name: str(out / file) for name, file in made.items() if (out / file).exists()}
