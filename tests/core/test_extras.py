@@ -1,4 +1,4 @@
-"""The table of extras and asking for an optional package."""
+"""The table of extras, and imports of optional packages."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from sparseflow.errors import MissingExtraError
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def test_the_table_is_that_of_pyproject() -> None:
+def test_extras_equal_pyproject() -> None:
     declared = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    names = {extra: [re.split(r"[\[<>=]", wish)[0] for wish in wishes] for extra, wishes in declared.items()}
+    names = {
+        extra: [re.split(r"[\[<>=]", requirement)[0] for requirement in requirements]
+        for extra, requirements in declared.items()
+    }
     assert names == {extra: [package for package, _ in packages] for extra, packages in extras.EXTRAS.items()}
 
 
-def test_an_installed_package_is_imported() -> None:
+def test_require_imports_an_installed_package() -> None:
     assert extras.require("json.decoder", "spiking") is sys.modules["json.decoder"]
 
 
-def test_a_missing_package_names_its_extra() -> None:
+def test_require_missing_package_names_the_extra() -> None:
     with pytest.raises(MissingExtraError, match=r"`not_there`.*pip install 'sparseflow\[spiking\]'"):
         extras.require("not_there.at.all", "spiking")
 
 
-def test_an_error_inside_an_installed_package_is_not_called_missing(tmp_path, monkeypatch) -> None:
+def test_require_broken_package_raises_its_own_error(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_inside.py").write_text("import surely_absent_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="surely_absent_package"):
         extras.require("broken_inside", "spiking")
 
 
-def test_versions_of_what_is_here_and_what_is_not() -> None:
+def test_get_version_of_a_missing_distribution_is_none() -> None:
     assert extras.get_version("numpy") is not None
     assert extras.get_version("surely-absent-package") is None

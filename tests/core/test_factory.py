@@ -1,4 +1,4 @@
-"""A network named `package.module:factory` is imported and made, or the error says why not."""
+"""User models named as `package.module:factory`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparseflow.errors import InputError, ModelError
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lines = [
         "from torch import nn",
         "WIDTH = 3",
@@ -27,9 +27,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("networks_for_a_test", None)
 
 
-def test_a_factory_in_the_current_folder() -> None:
-    made = factory.build_model("networks_for_a_test:make", {"width": 5})
-    assert isinstance(made, nn.Linear) and made.in_features == 5
+def test_build_model_imports_from_the_current_directory() -> None:
+    model = factory.build_model("networks_for_a_test:make", {"width": 5})
+    assert isinstance(model, nn.Linear) and model.in_features == 5
     default = factory.build_model("networks_for_a_test:make")
     assert isinstance(default, nn.Linear) and default.in_features == 2
 
@@ -37,14 +37,16 @@ def test_a_factory_in_the_current_folder() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "text"),
     [
-        ("no_such_module_here:make", {}, InputError, "cannot be imported"),
-        ("networks_for_a_test:absent", {}, InputError, "cannot be imported"),
-        (":", {}, InputError, "cannot be imported"),
-        ("networks_for_a_test:WIDTH", {}, InputError, "is a int, not a function"),
-        ("networks_for_a_test:make", {"depth": 3}, InputError, "cannot be called with"),
-        ("networks_for_a_test:wrong", {}, ModelError, "returned a int"),
+        ("no_such_module_here:make", {}, InputError, "no_such_module_here:make"),
+        ("networks_for_a_test:absent", {}, InputError, "networks_for_a_test:absent"),
+        (":", {}, InputError, ":"),
+        ("networks_for_a_test:WIDTH", {}, InputError, "int"),
+        ("networks_for_a_test:make", {"depth": 3}, InputError, "depth"),
+        ("networks_for_a_test:wrong", {}, ModelError, "int"),
     ],
 )
-def test_what_is_no_factory(name: str, arguments: dict[str, int], error: type[Exception], text: str) -> None:
+def test_build_model_invalid_name_or_arguments_are_refused(
+    name: str, arguments: dict[str, int], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         factory.build_model(name, arguments)

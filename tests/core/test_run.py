@@ -1,4 +1,4 @@
-"""Runs on disk: what is written is read back, whatever happens in between."""
+"""Runs on disk: rows, status, results, resume after a kill, damaged files."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ def run(tmp_path: Path) -> Run:
     return Run.start(tmp_path / "runs", "sparseflow spiking bench", {"batch": [1, 8]}, seed=3)
 
 
-def test_a_run_goes_from_running_to_finished(run: Run) -> None:
+def test_finish_converts_rows_to_parquet(run: Run) -> None:
     assert json.loads((run.path / "run.json").read_text())["status"] == "running"
     run.append({"layer": "conv1", "latency_ms": 1.5, "ok": True})
     run.extend([{"layer": "conv2", "latency_ms": 2}, {"layer": None, "note": "unstable"}])
     run.finish()
     assert sorted(os.listdir(run.path)) == ["run.json", "samples.parquet"]
-    again = Run.open(run.path)
-    assert again.status == "finished" and again.info["rows"] == 3
-    assert again.read_rows() == [
+    reopened = Run.open(run.path)
+    assert reopened.status == "finished" and reopened.info["rows"] == 3
+    assert reopened.read_rows() == [
         {"layer": "conv1", "latency_ms": 1.5, "ok": True, "note": None},
         {"layer": "conv2", "latency_ms": 2.0, "ok": None, "note": None},
         {"layer": None, "latency_ms": None, "ok": None, "note": "unstable"},
     ]
 
 
-def test_a_run_tells_how_it_was_made(run: Run) -> None:
+def test_start_records_command_config_and_environment(run: Run) -> None:
     assert run.info["command"] == "sparseflow spiking bench"
     assert run.info["config"] == {"batch": [1, 8]}
     assert run.info["environment"]["seed"] == 3
     assert "spiking-bench" in run.id and run.path.name == run.id
 
 
-def test_two_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
+def test_start_twice_in_a_second_gives_two_directories(tmp_path: Path) -> None:
     paths = {Run.start(tmp_path, "bench", {}).path for _ in range(4)}
     assert len(paths) == 4
 
 
-def test_a_finished_run_takes_no_more_rows(run: Run) -> None:
+def test_append_to_a_finished_run_is_refused(run: Run) -> None:
     run.finish()
     run.finish()
     for closed in (run, Run.open(run.path)):
-        with pytest.raises(RunError, match="is finished"):
+        with pytest.raises(RunError, match="finished"):
             closed.append({"a": 1})
 
 
-def test_a_run_without_rows_can_be_finished_and_read(run: Run) -> None:
+def test_finish_without_rows_is_readable(run: Run) -> None:
     run.finish()
     assert Run.open(run.path).read_rows() == []
 
 
-def test_a_block_that_raises_leaves_a_failed_run_that_can_be_taken_up(run: Run) -> None:
+def test_exception_in_the_block_fails_the_run_and_open_resumes_it(run: Run) -> None:
     with pytest.raises(ValueError, match="out of memory"), run:
         run.append({"a": 1})
         raise ValueError("out of memory")
@@ -73,41 +73,41 @@ def test_a_block_that_raises_leaves_a_failed_run_that_can_be_taken_up(run: Run) 
     assert again.read_rows() == [{"a": 1}, {"a": 2}]
 
 
-def test_results_are_kept_with_the_run(run: Run) -> None:
+def test_update_results_stores_them_in_run_json(run: Run) -> None:
     run.update_results(speedup=1.4)
     run.update_results(identical=True)
     run.finish()
     assert Run.open(run.path).info["results"] == {"speedup": 1.4, "identical": True}
-    with pytest.raises(InputError, match="results of a run"):
+    with pytest.raises(InputError, match="`results`"):
         run.update_results(bad=float("nan"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**60, [1], {"a": 1}, b"x", 1j])
-def test_a_value_that_a_record_cannot_hold_is_refused(run: Run, value: object) -> None:
+def test_append_unsupported_value_names_the_column(run: Run, value: object) -> None:
     with pytest.raises(InputError, match="column `x`"):
         run.append({"fine": 1, "x": value})  # pyright: ignore[reportArgumentType]
     run.append({"fine": "and its column is still free"})
 
 
-def test_a_column_keeps_its_kind_also_after_reopening(run: Run) -> None:
+def test_append_other_type_names_the_column_also_after_reopening(run: Run) -> None:
     run.append({"x": 1})
     run.append({"x": 2.5})
-    with pytest.raises(InputError, match="column `x` held numbers"):
+    with pytest.raises(InputError, match=r"column `x`.*numbers"):
         run.append({"x": "two"})
     run.fail("stopped")
-    with pytest.raises(InputError, match="column `x` held numbers"):
+    with pytest.raises(InputError, match=r"column `x`.*numbers"):
         Run.open(run.path).append({"x": True})
 
 
-def test_a_config_must_be_json(tmp_path: Path) -> None:
+def test_start_with_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`config`"):
         Run.start(tmp_path, "bench", {"path": tmp_path})
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.usefixtures("refused_at_once")
-def test_only_one_process_writes(run: Run) -> None:
-    with pytest.raises(RunError, match="another process"):
+def test_open_while_another_process_writes_is_refused(run: Run) -> None:
+    with pytest.raises(RunError):
         Run.open(run.path)
     run.fail("over")
     Run.open(run.path)
@@ -121,53 +121,51 @@ print(run.path, flush=True)
 for index in range(10**9):
     run.append({"index": index, "text": "x" * 200})
     if index == 500:
-        print("going", flush=True)
+        print("running", flush=True)
 """
 
 
-def test_a_killed_run_is_readable_and_can_be_taken_up(tmp_path: Path) -> None:
+def test_open_after_a_kill_resumes_all_whole_rows(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         path = Path(child.stdout.readline().strip())
-        assert child.stdout.readline() == "going\n"
-        with pytest.raises(RunError, match="another process"):
+        assert child.stdout.readline() == "running\n"
+        with pytest.raises(RunError):
             Run.open(path)
         child.send_signal(signal.SIGKILL)
     assert json.loads((path / "run.json").read_text())["status"] == "running"
     with Run.open(path) as run:
-        kept = [row["index"] for row in run.read_rows()]
-        assert kept == list(range(len(kept))) and len(kept) > 500
-        run.append({"index": len(kept), "text": "after"})
-    assert [row["index"] for row in Run.open(path).read_rows()] == list(range(len(kept) + 1))
+        indices = [row["index"] for row in run.read_rows()]
+        assert indices == list(range(len(indices))) and len(indices) > 500
+        run.append({"index": len(indices), "text": "after"})
+    assert [row["index"] for row in Run.open(path).read_rows()] == list(range(len(indices) + 1))
 
 
-def test_a_kill_between_the_two_renames_of_finishing_loses_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_between_parquet_and_run_json_loses_no_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append({"a": 1})
 
-    def killed(_: Run) -> None:
+    def kill(_: Run) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_write_info", killed)
+        patch.setattr(Run, "_write_info", kill)
         with pytest.raises(KeyboardInterrupt):
             run.finish()
     assert sorted(os.listdir(run.path)) == ["run.json", "samples.jsonl", "samples.parquet"]
-    assert run._writer is not None
-    run._writer.close()
+    assert run._journal is not None
+    run._journal.close()
     with Run.open(run.path) as again:
         again.append({"a": 2})
     assert Run.open(run.path).read_rows() == [{"a": 1}, {"a": 2}]
 
 
-def test_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_to_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append({"a": 1})
-    real = os.write
+    real_write = os.write
     # Half of the line fits, then nothing does.
-    results = iter([lambda fd, data: real(fd, data[:3]), None])
+    results = iter([lambda fd, data: real_write(fd, data[:3]), None])
 
     def write(fd: int, data: memoryview) -> int:
         step = next(results)
@@ -186,13 +184,13 @@ def test_a_full_disk_leaves_whole_lines(run: Run, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"id": "x", "status": "flying"}', '{"id": 3, "status": "failed"}']
 )
-def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
+def test_open_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(FileFormatError):
         Run.open(tmp_path)
 
 
-def test_damage_in_the_middle_is_named(run: Run) -> None:
+def test_open_with_a_damaged_line_names_it(run: Run) -> None:
     run.append({"a": 1})
     run.fail("x")
     lines = run.path / "samples.jsonl"
@@ -200,16 +198,16 @@ def test_damage_in_the_middle_is_named(run: Run) -> None:
     with pytest.raises(FileFormatError, match="line 2"):
         Run.open(run.path)
     lines.write_bytes(b"[1]\n")
-    with pytest.raises(FileFormatError, match="must be an object"):
+    with pytest.raises(FileFormatError, match="list"):
         Run.open(run.path)
 
 
-def test_a_damaged_parquet_file_is_named(run: Run) -> None:
+def test_read_rows_of_a_damaged_parquet_file_names_it(run: Run) -> None:
     run.finish()
     (run.path / "samples.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(FileFormatError, match=r"samples\.parquet"):
         Run.open(run.path).read_rows()
 
 
-def test_the_module_says_which_states_there_are() -> None:
+def test_statuses_are_stable() -> None:
     assert STATUSES == ("running", "finished", "failed")

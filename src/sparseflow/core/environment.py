@@ -1,4 +1,4 @@
-"""The circumstances of a measurement: device, versions, revision, clocks, load, seed and timer."""
+"""Environment of a measurement: device, versions, revision, clocks, load, seed and timer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def collect_environment(device: str | torch.device = "cpu", *, seed: int | None = None) -> dict[str, Any]:
-    """What a result must carry to be worth something later; plain JSON types throughout.
+    """Collect the environment of a measurement, as JSON types.
 
-    What cannot be read is None (or left out of `clocks_mhz`), never a made-up value.
+    Values that cannot be read are None, or missing from `clocks_mhz`.
 
     Args:
-        device: Where the work runs. The host is described too when it is a GPU.
-        seed: What randomness was drawn from, None where there was none.
+        device: Device that is measured. For a GPU the host is described, too.
+        seed: Random seed; None if nothing is random.
     """
     info = describe_device(device)
     host = info if info.kind == "cpu" else describe_device("cpu")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _plain(info),
+        "device": _to_json_types(info),
         "device_key": info.key(),
         "host": {
             "name": host.name,
@@ -51,31 +51,31 @@ def collect_environment(device: str | torch.device = "cpu", *, seed: int | None 
 
 
 def get_git_revision(file: Path | None = None) -> str | None:
-    """Short hash of the checkout that `file` is tracked in, `+` behind it when files differ from it.
+    """Return the short git hash of the checkout that tracks `file`, with `+` appended if files are modified.
 
-    None without git, or when `file` is not tracked: a package installed into some other project's checkout
-    must not claim that project's revision.
+    None without git or if `file` is not tracked: a package installed inside another project's checkout must
+    not report that project's revision.
 
     Args:
-        file: A file of the checkout; this module when None.
+        file: A file of the checkout; None for this module.
     """
     file = Path(__file__) if file is None else file
-    if _git(file, "ls-files", "--error-unmatch", "--", file.name) is None:
+    if _run_git(file, "ls-files", "--error-unmatch", "--", file.name) is None:
         return None
-    revision = _git(file, "rev-parse", "--short=12", "HEAD")
+    revision = _run_git(file, "rev-parse", "--short=12", "HEAD")
     if revision is None:
         return None
-    return revision + ("+" if _git(file, "status", "--porcelain", "--untracked-files=no") else "")
+    return revision + ("+" if _run_git(file, "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _git(file: Path, *arguments: str) -> str | None:
+def _run_git(file: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(file.parent), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
-def _plain(info: DeviceInfo) -> dict[str, Any]:
+def _to_json_types(info: DeviceInfo) -> dict[str, Any]:
     return {**asdict(info), "flags": list(info.flags), "versions": dict(info.versions)}

@@ -1,4 +1,4 @@
-"""The optional packages: which extra brings which, and asking for one that may be absent."""
+"""Optional packages: the table of extras, and imports that name the missing extra."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xgboost-cpu", "xgboost"),
             ("scipy", "scipy"),
         ),
-        "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost")),
+        "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost"), ("pyyaml", "yaml")),
         "pruning": (
             ("av", "av"),
             ("scikit-learn", "sklearn"),
@@ -60,19 +60,19 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         ),
     }
 )
-"""Extra -> its packages, each as (name on the package index, name to import). The same as pyproject.toml."""
+"""Extra -> packages as (name on the package index, import name); identical to pyproject.toml."""
 
 
 def require(package: str, extra: str) -> ModuleType:
-    """Import an optional package, or say how to get it.
+    """Import an optional package.
 
     Args:
-        package: Name to import, such as `"numba"` or `"spikingjelly.activation_based"`.
-        extra: The SparseFlow extra that brings it.
+        package: Import name, such as `"numba"` or `"spikingjelly.activation_based"`.
+        extra: SparseFlow extra that provides it.
 
     Raises:
-        MissingExtraError: The package is not installed. An ImportError from inside an installed
-            package is passed on as it is: reinstalling the extra would not help.
+        MissingExtraError: The package is not installed. An ImportError inside an installed package is not
+            converted, since installing the extra again would not help.
     """
     top = package.partition(".")[0]
     if util.find_spec(top) is None:
@@ -81,7 +81,7 @@ def require(package: str, extra: str) -> ModuleType:
 
 
 def get_version(distribution: str) -> str | None:
-    """Installed version of a distribution, or None where it is not installed. Imports nothing of it."""
+    """Return the version of an installed distribution without importing it; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

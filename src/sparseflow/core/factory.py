@@ -1,4 +1,4 @@
-"""Networks of the user's own, named as `package.module:factory`."""
+"""User models named as `package.module:factory`."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ if TYPE_CHECKING:
 
 
 def build_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Import a factory, the current folder included, and call it.
+    """Import a model factory and call it. The current directory is importable.
 
     Args:
         name: `package.module:factory`.
-        arguments: What to call it with, by name.
+        arguments: Keyword arguments of the factory.
 
     Raises:
-        InputError: It cannot be imported, is no callable, or does not take the arguments.
-        ModelError: What it returned is no module.
+        InputError: The factory cannot be imported, is not callable, or does not accept the arguments.
+        ModelError: The factory returned something else than a module.
     """
     from torch import nn
 
-    given = dict(arguments or {})
+    arguments = dict(arguments or {})
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{name!r} cannot be imported: {error}") from error
+        raise InputError(f"cannot import {name!r}: {error}") from error
     if not callable(factory):
-        raise InputError(f"{name!r} is a {type(factory).__name__}, not a function that makes a network")
+        raise InputError(
+            f"{name!r} is of type {type(factory).__name__}, expected a function returning a model"
+        )
     try:
-        inspect.signature(factory).bind(**given)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
-        raise InputError(f"{name} cannot be called with {given}: {error}") from error
-    model = factory(**given)
+        raise InputError(f"cannot call {name} with {arguments}: {error}") from error
+    model = factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(
+            f"{name} returned an object of type {type(model).__name__}, expected torch.nn.Module"
+        )
     return model
