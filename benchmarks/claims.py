@@ -258,6 +258,11 @@ def write_samples(name: str, content: Any, results: Path = RESULTS) -> str:
     return name
 
 
+def slugify(text: str) -> str:
+    """Turn a text into the tail of a claim id."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 def device_suffix(record: Mapping[str, Any]) -> str:
     """Suffix of a claim id that keeps results of a CPU apart from those of a GPU: `"-cpu"` or empty."""
     return "-cpu" if record["environment"]["device"]["kind"] == "cpu" else ""

@@ -9,7 +9,7 @@ residuals, runs the neurons over T in registers and writes the spikes that the n
 
 Every row states floors: `packed` and `dense` bytes at 4.3 TB/s, and the dense FLOPs at 790 TFLOP/s.
 
-    PYTHONPATH=src python benchmarks/spiking/gpu_groups.py --out runs/groups.json --quick
+    PYTHONPATH=src:. python benchmarks/spiking/gpu_groups.py --out runs/groups.json --quick
 """
 
 # The neuron kernel is Triton's subset of Python.
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,19 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from offline_compile import compile_hopper_group
 
-from sparseflow.spiking.kernels.packed.autotune import capture, time_graphs
-from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack, unpack
-from sparseflow.spiking.kernels.packed.group import (
+from benchmarks.claims import Claim, slugify, write_samples
+from sparseflow.spiking.backends.packed.format import PackedSpikes, mark, pack, unpack
+from sparseflow.spiking.backends.packed.hopper.group import (
     PreparedPackedGroup,
     kernel_constants,
-    prepare_group,
     silence_words,
     variants,
 )
-from sparseflow.spiking.kernels.packed.offline import compile_offline
-from sparseflow.spiking.kernels.packed.reference import group_reference
-from sparseflow.spiking.kernels.packed.silence import mark
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.packed.variant_timing import capture, time_graphs
+from sparseflow.spiking.backends.reference import run_group_reference
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 MISMATCH_LIMIT = 2e-5
 """Largest fraction of spikes that may differ from the fp64 reference on the same rounded weights."""
@@ -211,7 +210,7 @@ class Case:
     def prepare(self, variant: str | None) -> PreparedPackedGroup:
         """The packed kernel for this case."""
         h, w = self.layer.out
-        return prepare_group(
+        return PreparedPackedGroup(
             self.spec, T=self.layer.T, N=self.layer.N, H=h, W=w, device="cuda", parts=self.layer.parts,
             variant=variant, in_sizes=[(s.shape[3], s.shape[4]) for s in self.spikes],
             emit_activity=self.layer.tile > 0, v_columns=self.places,
@@ -326,14 +325,14 @@ def worker(name: str, only: list[str], out: Path, density: float, seed: int) -> 
     """Check variants of one layer, appending a line before and after each."""
     layer = ALL[name]
     case = make_case(layer, density, seed)
-    # one part is rounding to fp16 (after a common power of two: the same, where nothing is subnormal)
-    weight_dtype = None if layer.parts == 2 else torch.float16
 
     def reference(case: Case) -> Expected:
-        return group_reference(
-            case.spec, case.spikes, case.skips, case.dense, case.v, dtype=torch.float64,
-            weight_dtype=weight_dtype,
-        )  # fmt: skip
+        spec = case.spec
+        if layer.parts == 1:
+            # The kernel rounds after scaling by a power of two, which is the same for normal numbers.
+            rounded = tuple(replace(source, weight=source.weight.half()) for source in spec.sources)
+            spec = replace(spec, sources=rounded)
+        return run_group_reference(spec, case.spikes, case.skips, case.dense, v=case.v, dtype=torch.float64)
 
     expected = reference(case)
     others: list[tuple[Case, Expected]] = []
@@ -446,7 +445,7 @@ def compile_only(wanted: list[Layer]) -> None:
             key = json.dumps([constants, limit])
             if key not in seen:
                 try:
-                    seen[key] = compile_offline(constants, max_registers=limit)
+                    seen[key] = compile_hopper_group(constants, max_registers=limit)
                 except Exception as error:
                     seen[key] = f"{type(error).__name__}: {error}"[:300]
                 print(layer.name, variant.name, seen[key], flush=True)
@@ -634,6 +633,42 @@ def table(result: dict[str, Any]) -> str:
             )
         lines.append(head + (f"  BAD {bad}" if bad else ""))
     return "\n".join(lines)
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: packed groups against cuDNN with one fused neuron kernel."""
+    for name, layer in record["layers"].items():
+        if "timing" not in layer:
+            continue
+        samples_us = layer["timing"]["samples_us"]
+        medians_us = {form: statistics.median(samples) for form, samples in samples_us.items()}
+        dense_forms = [form for form in samples_us if form.startswith("dense")]
+        packed_forms = [form for form in samples_us if form in layer["checks"]]
+        if not dense_forms or not packed_forms:
+            continue
+        dense = min(dense_forms, key=medians_us.__getitem__)
+        packed = min(packed_forms, key=medians_us.__getitem__)
+        size = layer["layer"]
+        silent = f", {100 * size['silent']:.0f} % silent channel groups" if size["silent"] else ""
+        facts = {key: layer[key] for key in ("layer", "flops", "floors_us")}
+        facts |= {"check": layer["checks"][packed]}
+        facts |= {"samples_us": {form: samples_us[form] for form in (dense, packed)}}
+        yield Claim(
+            id=f"spiking/3-group-{slugify(name)}",
+            claim=f"Speedup of one group: {size['size']}² {size['c_in']}→{size['c_out']} "
+            f"{size['k']}x{size['k']}, T {size['T']}, {size['N']} images{silent}.",
+            value=round(
+                statistics.median(
+                    d / p for d, p in zip(samples_us[dense], samples_us[packed], strict=False)
+                ),
+                3,
+            ),
+            unit="x",
+            baseline=f"{dense}: cuDNN and one fused neuron kernel",
+            command="python benchmarks/spiking/gpu_groups.py " + " ".join(record["argv"]),
+            samples=write_samples(f"spiking/3-group-{slugify(name)}.json", facts),
+            details={"dense_us": round(medians_us[dense], 2), "packed_us": round(medians_us[packed], 2)},
+        )
 
 
 def main() -> None:

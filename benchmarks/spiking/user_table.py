@@ -16,7 +16,7 @@ Two comparisons a row, every candidate checked against float64 before and inside
 
 ::
 
-    PYTHONPATH=src python benchmarks/spiking/user_table.py --out runs/user_table.json --quick
+    PYTHONPATH=src:. python benchmarks/spiking/user_table.py --out runs/user_table.json --quick
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import argparse
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,13 @@ from replay import (
     timed,
 )
 
+from benchmarks.claims import Claim, slugify, write_samples
 from sparseflow.core.ceilings import Ceilings
 from sparseflow.core.device import select_device
 from sparseflow.errors import SparseFlowError
-from sparseflow.spiking.kernels.blocks import Tiling, prescan, sparse_conv2d
-from sparseflow.spiking.kernels.reference import run_group_reference
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.blocks import Tiling, prescan, sparse_conv2d
+from sparseflow.spiking.backends.reference import run_group_reference
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 CHANNELS_TOGETHER = {"channel": 1, "group": 16}
@@ -344,9 +345,8 @@ def admit_packed(
     the writing of its own packed output. Where silence is skipped, the input's activity words likewise come
     with it, and this kernel's time holds the writing of its own.
     """
-    from sparseflow.spiking.kernels.packed.format import PackedSpikes, pack, unpack
-    from sparseflow.spiking.kernels.packed.group import prepare_group
-    from sparseflow.spiking.kernels.packed.silence import mark
+    from sparseflow.spiking.backends.packed.format import PackedSpikes, mark, pack, unpack
+    from sparseflow.spiking.backends.packed.hopper.group import PreparedPackedGroup
 
     t, n, c, h, w = sequence.shape
     shape: dict[str, Any] = {"T": t, "N": n, "H": h, "W": w, "device": bench.device}
@@ -359,14 +359,14 @@ def admit_packed(
         return same(unpack(packed(found), torch.float32).flatten(0, 1))
 
     def make(parts: int, name: str, skips: bool) -> Run:
-        group = prepare_group(spec, parts=parts, variant=name, emit_activity=skips, **shape)
+        group = PreparedPackedGroup(spec, parts=parts, variant=name, emit_activity=skips, **shape)
         given = [mark(pack(sequence)) if skips else pack(sequence)]
         return lambda: group(given)[0].data
 
     for parts, skips in ((1, False), (1, True), (2, False)):
         kind = f"packed x{parts}" + (", silence skipped" if skips else "")
         try:
-            names = prepare_group(spec, parts=parts, **shape).variants()[:most]
+            names = PreparedPackedGroup(spec, parts=parts, **shape).variants()[:most]
         except Exception as error:
             bench.errors[kind] = f"{type(error).__name__}: {error}"[:300]
             continue
@@ -420,6 +420,40 @@ def line(row: dict[str, Any]) -> str:
         text += " | floor " + ", ".join(f"{name} {floor[name]:.3f}" for name in shown)
     flag = " FIRES UNDER 0.1 %" if row["rate"] < 1e-3 else ""
     return f"{text} | zero {row['zero_blocks']:.2%}, firing {row['rate']:.4%}{flag}"
+
+
+def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a record: fastest sparse kernel of each layer against dense and eager ones."""
+    for row in record["rows"]:
+        if not row.get("best_ours") or not row.get("best_dense"):
+            continue
+        dense_ms = {form: ms for form, ms in row["median_ms"].items() if form.startswith("dense")}
+        dense, eager = min(dense_ms, key=dense_ms.__getitem__), "eager fp32 NCHW"
+        name = slugify(f"{row['name']}-{row['silent']}-{row['comparison']}")
+        columns = {
+            key: value for key, value in row.items() if key not in ("samples_ms", "checks", "median_ms")
+        }
+        columns["samples_ms"] = {
+            form: samples
+            for form, samples in row["samples_ms"].items()
+            if form in (dense, row["best_ours"], eager)
+        }
+        samples = write_samples(f"spiking/4-{name}.json", columns)
+        for ratio in row["ratios"]:
+            if ratio["ours"] != row["best_ours"] or ratio["other"] not in (dense, eager):
+                continue
+            baseline = "eager" if ratio["other"] == eager else "dense"
+            yield Claim(
+                id=f"spiking/4-{name}-{baseline}",
+                claim=f"Speedup of {row['name']} with {100 * row['zero_blocks']:.1f} % zero blocks "
+                f"({row['silent']}), {row['comparison']} kernel, over {baseline} execution.",
+                value=round(ratio["speedup"], 3),
+                unit="x",
+                baseline=ratio["other"],
+                command="python benchmarks/spiking/user_table.py --quick",
+                samples=samples,
+                details={"kernel": row["best_ours"], "floor_ms": round(min(row["floor_ms"].values()), 6)},
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -184,8 +184,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             ratios = [row["against"][key]["ratio"] for row in rows]
             yield Claim(
                 id=f"tuning/3-{operator_name}-{key}",
-                claim=f"Speedup of tuned {operator_name} over {baseline}, geometric mean of {len(rows)} cases "
-                f"of {len({row['matrix'] for row in rows})} real matrices.",
+                claim=f"Speedup of tuned {operator_name} over {baseline}, geometric mean of {len(rows)} "
+                f"cases of {len({row['matrix'] for row in rows})} real matrices.",
                 value=round(statistics.geometric_mean(ratios), 2),
                 unit="x",
                 target=f">= {target:g}",

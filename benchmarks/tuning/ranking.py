@@ -26,7 +26,7 @@ SLUGS = {FULL: "full", PRETRAINED: "pretrained"}
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
-    """Yield the claims of a record: networks against trees and random picks, joint against single operators."""
+    """Yield the claims of a record: networks against trees, random picks and single operators."""
     operators = list(record["pools"])
     common: dict[str, Any] = {
         "command": f"{record['command']} --device cuda; python benchmarks/tuning/ranking.py RUN",
@@ -41,8 +41,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 gains = {f"top_{k}": compute_gain(record, operator, k, model, other) for k in TOP}
                 yield Claim(
                     id=f"tuning/5-{operator}-{slug}-{end}",
-                    claim=f"Smallest top-k score gain of {model} over {baseline} on {operator}, matrix families "
-                    f"held out, {record['seeds']} trainings.",
+                    claim=f"Smallest top-k score gain of {model} over {baseline} on {operator}, matrix "
+                    f"families held out, {record['seeds']} trainings.",
                     value=round(min(mean for mean, _, _ in gains.values()), 3),
                     target="> 0",
                     baseline=baseline,
