@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.compile import compile_source
-from sparseflow.tuning.problem import Problem
-from sparseflow.tuning.runner import Job
+from sparseflow.tuning.codegen.compile import compile_source
+from sparseflow.tuning.measure.runner import Job
+from sparseflow.tuning.schedule.problem import Problem
 
 
 def mkl_job(problem: Problem, inputs: tuple[np.ndarray, ...], library: Path, threads: int) -> Job:

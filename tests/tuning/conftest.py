@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sparseflow.tuning import evaluate, finals
+from sparseflow.tuning.measure import evaluator
+from sparseflow.tuning.search import rerank
 
 
 @pytest.fixture(autouse=True)
 def short_finals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finals, "_TURN_S", 0.0)
-    monkeypatch.setattr(finals, "_TURNS", 1)
-    monkeypatch.setattr(evaluate, "_PROCESSES", 1)
+    monkeypatch.setattr(rerank, "_TURN_S", 0.0)
+    monkeypatch.setattr(rerank, "_TURNS", 1)
+    monkeypatch.setattr(evaluator, "_PROCESSES", 1)

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.tuning.kernel import Kernel, load
-    from sparseflow.tuning.schedule import Schedule
-    from sparseflow.tuning.tuner import Tuned, explore, tune
+    from sparseflow.tuning.codegen.kernel import Kernel, load
+    from sparseflow.tuning.schedule.schedule import Schedule
+    from sparseflow.tuning.search.session import Tuned, explore, tune
 
 __all__ = ["Kernel", "Schedule", "Tuned", "explore", "load", "tune"]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "kernel": ["Kernel", "load"],
-        "schedule": ["Schedule"],
-        "tuner": ["Tuned", "explore", "tune"],
+        "codegen.kernel": ["Kernel", "load"],
+        "schedule.schedule": ["Schedule"],
+        "search.session": ["Tuned", "explore", "tune"],
     },
 )

@@ -13,15 +13,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparseflow.tuning.costmodel import CostModel
-from sparseflow.tuning.evaluate import Trial
-from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.measure.evaluator import Trial
+from sparseflow.tuning.model.cost_model import CostModel
+from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.schedule.space import Space
 from sparseflow.tuning.search.annealing import Annealing
 from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.evolutionary import Evolutionary
 from sparseflow.tuning.search.qlearning import QLearning
 from sparseflow.tuning.search.random import Random
-from sparseflow.tuning.space import Space
 
 GUIDED = "guided-"
 """What the name of a guided search begins with; the other strategy's follows."""

@@ -23,10 +23,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparseflow.tuning.evaluate import Trial
-from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.measure.evaluator import Trial
+from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.schedule.space import Space
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.space import Space
 
 State = tuple[bool, ...]
 

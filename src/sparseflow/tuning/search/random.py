@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sparseflow.tuning.evaluate import Trial
-from sparseflow.tuning.schedule import Schedule
+from sparseflow.tuning.measure.evaluator import Trial
+from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search.base import Strategy
 
 

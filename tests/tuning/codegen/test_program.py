@@ -1,0 +1,129 @@
+"""Schedules made concrete: what is handed to the compiled function, and what is taken from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.codegen.program import ALIGNMENT, Program, aligned, build
+from sparseflow.tuning.schedule.matrices import Coo, as_coo
+from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.schedule import Schedule
+
+CSR = "0 1 A 2 i k A 2 i 0 k 1 0 3 i k j i j None 0 2 16"
+BLOCKS = "1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 0 4 i0 k i1 j i0 j None 0 2 2"
+DENSE = "0 1 A 2 i k A 2 i 0 k 0 0 3 i k j i j None 0 2 16"
+SPMV = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j None None None 0 1 1"
+SDDMM = "0 2 A 2 j i D 2 j i A 2 j 0 i 1 D 2 j 0 i 1 0 3 j i k j k None 0 2 16"
+SDDMM_BLOCKS = (
+    "1 i 2 i0 9 i1 4 2 A 3 i0 j i1 D 3 i0 j i1 A 3 i0 0 j 1 i1 0 D 3 i0 0 j 1 i1 0 "
+    "0 4 i0 j i1 k i0 k None 0 2 2"
+)
+
+
+def drawn(rows: int, cols: int, density: float = 0.3, dtype: type = np.float32, seed: int = 0) -> Coo:
+    generator = np.random.default_rng(seed)
+    return as_coo(
+        generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density), dtype=dtype
+    )
+
+
+def program_of(name: str, line: str, matrix: Coo, n_cols: int | None = None) -> Program:
+    return build(Problem(operator=operator(name), matrix=matrix, n_cols=n_cols), Schedule.parse(line))
+
+
+def test_a_dense_output_takes_the_matrix_and_then_the_inputs() -> None:
+    program = program_of("spmm", CSR, drawn(10, 12), 7)
+    inputs = program.problem.draw()
+    pos, crd, values, b = program.arrays(inputs)
+    assert pos.shape == (11,) and crd.shape == values.shape == (program.problem.matrix.nnz,)
+    assert b is inputs[0]
+    assert program.output_shape == (10, 7)
+
+
+def test_a_sparse_output_takes_its_length_as_well() -> None:
+    program = program_of("sddmm", SDDMM_BLOCKS, drawn(10, 12), 7)
+    *_, x, y, count = program.arrays(program.problem.draw())
+    assert x.shape == (10, 7) and y.shape == (12, 7)
+    assert count.dtype == np.int64 and count.tolist() == [len(program.packed.values)]
+    assert program.output_shape == program.packed.values.shape
+    assert len(program.packed.values) > program.problem.matrix.nnz, "blocks hold zeros"
+
+
+def test_rows_of_padding_are_left_out() -> None:
+    program = program_of("spmm", BLOCKS, drawn(10, 12), 7)
+    assert program.output_shape == (12, 7)
+    output = np.arange(12 * 7, dtype=np.float32).reshape(12, 7)
+    assert np.array_equal(program.result(output), output[:10])
+
+
+@pytest.mark.parametrize("line", [SDDMM, SDDMM_BLOCKS])
+def test_elements_come_in_the_order_of_the_matrix(line: str) -> None:
+    program = program_of("sddmm", line, drawn(10, 12), 7)
+    assert np.array_equal(program.result(program.packed.values), program.problem.matrix.values)
+
+
+def test_a_vector_comes_out_of_spmv() -> None:
+    program = program_of("spmv", SPMV, drawn(10, 12))
+    assert program.output_shape == (10,)
+    assert program.result(np.zeros(10, np.float32)).shape == (10,)
+
+
+@pytest.mark.parametrize("name", ["spmm", "spmv", "sddmm"])
+def test_a_matrix_without_elements(name: str) -> None:
+    line = {"spmm": CSR, "spmv": SPMV, "sddmm": SDDMM}[name]
+    program = program_of(name, line, drawn(5, 6, 0.0), None if name == "spmv" else 3)
+    output = np.zeros(program.output_shape, np.float32)
+    assert program.result(output).shape == program.problem.reference(program.problem.draw()).shape
+
+
+def test_what_cannot_run_is_refused() -> None:
+    for line in (CSR.replace("3 i k j", "3 k i j"), SPMV):
+        with pytest.raises(InputError, match="cannot run as spmm"):
+            program_of("spmm", line, drawn(5, 6), 3)
+
+
+def test_storage_is_limited() -> None:
+    problem = Problem(operator=operator("spmm"), matrix=drawn(100, 100, 0.01), n_cols=4)
+    schedule = Schedule.parse(DENSE)
+    needed = 100 * 100 * 4
+    assert build(problem, schedule, limit_bytes=needed).packed.nbytes == needed
+    with pytest.raises(InputError, match=r"MiB are allowed; use fewer dense levels"):
+        build(problem, schedule, limit_bytes=needed - 1)
+
+
+def test_source_does_not_depend_on_what_makes_no_difference() -> None:
+    sources = {
+        program_of("spmm", line, drawn(10, 12, seed=seed), 7).source
+        for seed in range(2)
+        for line in (BLOCKS, BLOCKS.replace("i0 9", "i0 1000"))
+    }
+    assert len(sources) == 1
+    assert program_of("spmm", BLOCKS, drawn(13, 12), 7).source not in sources
+
+
+def test_the_schedule_stays_as_it_was_given() -> None:
+    schedule = Schedule.parse(BLOCKS.replace("i0 9", "i0 1000"))
+    problem = Problem(operator=operator("spmm"), matrix=drawn(10, 12), n_cols=7)
+    assert build(problem, schedule).schedule == schedule
+
+
+def test_compiled_code_lands_in_the_cache(tmp_path: Path) -> None:
+    program = program_of("spmv", SPMV, drawn(10, 12))
+    library = program.compiled(cache=tmp_path)
+    assert library.parent == tmp_path and library.is_file()
+    assert program.compiled(cache=tmp_path) == library
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (0, 4), (1000, 3)])
+def test_aligned_arrays(shape: tuple[int, ...], dtype: type) -> None:
+    for _ in range(5):
+        array = aligned(shape, np.dtype(dtype))
+        assert array.shape == shape and array.dtype == dtype
+        assert array.flags.c_contiguous and array.flags.writeable
+        assert array.size == 0 or array.ctypes.data % ALIGNMENT == 0

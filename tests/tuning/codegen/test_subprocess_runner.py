@@ -1,0 +1,107 @@
+"""Programs end on their own or are ended, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparseflow.tuning.codegen import subprocess_runner
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(500):
+        if not alive(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def ended_after(note: Path, command: list[str]) -> subprocess_runner.Ended:
+    """How a program ended that was killed after it wrote its note, however slow the machine is."""
+    for timeout_s in (0.5, 5.0, 50.0):
+        ended = subprocess_runner.run(command, timeout_s=timeout_s)
+        if note.exists() and note.read_text().endswith("\n"):
+            return ended
+    raise AssertionError("it wrote nothing")
+
+
+def test_tells_status_and_output_and_feeds_stdin() -> None:
+    ended = subprocess_runner.run(
+        ["sh", "-c", "cat; echo out; echo err >&2; exit 3"], timeout_s=20, stdin=b"in\n"
+    )
+    assert (ended.code, ended.overdue, ended.signal_name) == (3, False, None)
+    assert ended.output.split() == ["in", "out", "err"]
+
+
+def test_a_signal_has_its_name() -> None:
+    assert subprocess_runner.run(["sh", "-c", "kill -SEGV $$"], timeout_s=20).signal_name == "SIGSEGV"
+
+
+def test_a_number_that_is_no_known_signal_is_told_as_it_is() -> None:
+    assert subprocess_runner.Ended(code=-200, overdue=False, output="").signal_name == "signal 200"
+
+
+def test_what_is_overdue_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    ended = ended_after(note, ["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"])
+    assert ended.overdue
+    assert ended.signal_name == "SIGKILL"
+    assert gone(int(note.read_text()))
+
+
+def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    # `cat` ends once `run` looks after it.
+    script = f"cat; echo $$ > {note}.new; mv {note}.new {note}; sleep 1000"
+    # Where this runs in the background, interrupts are ignored, and its children would inherit that.
+    code = (
+        "import signal\nfrom sparseflow.tuning import child\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"child.run(['sh', '-c', {script!r}], timeout_s=900)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
+        while not note.exists():
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.send_signal(signal.SIGINT)
+    assert parent.returncode != 0
+    assert gone(int(note.read_text()))
+
+
+def test_one_that_escapes_the_kill_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess_runner, "GRACE_S", 0.05)
+    note = tmp_path / "pid"
+    ended = ended_after(note, ["sh", "-c", f"setsid sh -c 'echo $$ > {note}; exec sleep 1000' & wait"])
+    try:
+        assert ended.overdue
+    finally:
+        os.kill(int(note.read_text()), signal.SIGKILL)
+
+
+def test_inherits_only_the_descriptors_that_are_named() -> None:
+    named, other = os.memfd_create("named"), os.memfd_create("other")
+    try:
+        script = f"[ -e /dev/fd/{named} ] && [ ! -e /dev/fd/{other} ]"
+        assert subprocess_runner.run(["sh", "-c", script], timeout_s=20, pass_fds=(named,)).code == 0
+    finally:
+        os.close(named)
+        os.close(other)
+
+
+def test_what_cannot_be_started_raises() -> None:
+    with pytest.raises(OSError):
+        subprocess_runner.run(["/nowhere/at/all"], timeout_s=20)

@@ -1,0 +1,88 @@
+"""The journal of a collection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparseflow.errors import FileFormatError
+from sparseflow.tuning.measure.collection_log import FILE, Journal
+from sparseflow.tuning.measure.evaluator import Trial
+from sparseflow.tuning.measure.labels import Measurement, Task
+from sparseflow.tuning.schedule.schedule import Schedule
+
+CSR = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j None None None 0 1 1")
+OTHER = Schedule.parse("0 1 A 2 i j A 2 i 1 j 1 0 2 i j None None None 0 1 1")
+TASK = Task(
+    operator="spmv", matrix="net1", family="net", shape=(9, 8), nnz=7, n_cols=None, dtype="float32",
+    threads=1, device="here", pattern="0a",
+)  # fmt: skip
+RAN = Trial(schedule=CSR, latency_ms=2.0, ratio=1.5, disturbed=True, seconds={"build": 0.5})
+FAILED = Trial(schedule=OTHER, error="it crashed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with Journal(tmp_path) as log:
+        log.write(TASK, RAN)
+        log.write(TASK, FAILED)
+    return tmp_path
+
+
+def test_there_and_back(folder: Path) -> None:
+    with Journal(folder) as log:
+        assert log.trials == {TASK: {CSR: RAN, OTHER: FAILED}}
+        assert list(log.measurements()) == [
+            (TASK, Measurement(schedule=str(CSR), latency_ms=2.0, ratio=1.5, disturbed=True)),
+            (TASK, Measurement(schedule=str(OTHER), error="it crashed", disturbed=False)),
+        ]
+
+
+def test_a_torn_line_is_cut_off(folder: Path) -> None:
+    whole = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(whole[:-5])
+    with Journal(folder) as log:
+        assert log.trials == {TASK: {CSR: RAN}}
+        log.write(TASK, FAILED)
+    assert (folder / FILE).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        (0, "version", 2), (1, "begins", {}), (1, "begins", None), (2, "task", 1), (2, "task", -1),
+        (2, "schedule", "0 1"), (2, "schedule", 3), (2, "latency_ms", None), (2, "latency_ms", -1.0),
+        (2, "error", "but it ran"), (2, "disturbed", None), (2, "more", 1), (3, "error", None),
+    ],
+)  # fmt: skip
+def test_damaged_lines_are_told(line: int, field: str, value: object, folder: Path) -> None:
+    rows = [json.loads(text) for text in (folder / FILE).read_text().splitlines()]
+    rows[line][field] = value
+    before = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / FILE).write_text(before)
+    with pytest.raises(FileFormatError, match=rf"line {line + 1}, is no row" if line else "no collection"):
+        Journal(folder)
+    assert (folder / FILE).read_text() == before
+    with pytest.raises(FileFormatError):
+        Journal(folder)  # and the folder is free again
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("operator", "spmx"),
+        ("n_cols", 3),
+        ("shape", [0, 3]),
+        ("shape", [3]),
+        ("dtype", "float16"),
+        ("threads", 0),
+    ],
+)
+def test_damaged_tasks_are_told(field: str, value: object, folder: Path) -> None:
+    rows = [json.loads(text) for text in (folder / FILE).read_text().splitlines()]
+    rows[1]["begins"][field] = value
+    (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(FileFormatError, match="line 2, is no row"):
+        Journal(folder)

@@ -1,0 +1,95 @@
+"""When others are held to have used the CPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparseflow.core.telemetry import procfs
+from sparseflow.core.telemetry.procfs import CpuStat, CpuTicks
+from sparseflow.errors import DeviceError
+from sparseflow.tuning.measure import cpu_contention
+from sparseflow.tuning.measure.cpu_contention import Cpus, Usage
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "others", "expected"),
+    [
+        (0.0, 0.0, False),
+        (0.04, 0.09, False),
+        (0.06, 0.0, True),
+        (0.0, 0.11, True),
+        (None, None, False),
+        (None, 0.5, True),
+        (0.5, None, True),
+    ],
+)
+def test_contended(waited_s: float | None, others: float | None, expected: bool) -> None:
+    assert Usage(wall_s=1.0, cpu_s=1.0, waited_s=waited_s, others=others).contended is expected
+
+
+def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> Cpus:
+    """Two CPUs, of which the second is not ours; the first's busy ticks at each reading."""
+    readings = iter(busy)
+
+    def activity() -> CpuStat:
+        return CpuStat(
+            cores={0: CpuTicks(busy=next(readings), total=10**6), 1: CpuTicks(busy=10**5, total=10**6)},
+            switches=0,
+            running=1,
+        )
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(procfs, "read_cpu_stat", activity)
+    monkeypatch.setattr(cpu_contention.resource, "getrusage", lambda _: resource_use)
+    clock = iter((10.0, 11.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    return Cpus()
+
+
+class resource_use:
+    ru_utime = 5.0
+    ru_stime = 1.0
+
+
+def test_what_others_used_is_a_share_of_our_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = round(1 / cpu_contention.TICK_S)
+    assert ticks(monkeypatch, 100, 100 + second // 2).others() == pytest.approx(0.5 - cpu_contention.TICK_S)
+
+
+def test_a_tick_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ticks(monkeypatch, 100, 101).others() == 0.0
+
+
+def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> CpuStat:
+        raise DeviceError("no /proc/stat")
+
+    monkeypatch.setattr(procfs, "read_cpu_stat", silent)
+    assert Cpus().others() is None
+
+
+def test_a_neighbour_is_seen_and_our_own_children_are_not_neighbours() -> None:
+    spin = [
+        sys.executable,
+        "-c",
+        "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass",
+    ]
+    cpus = Cpus()
+    subprocess.run(spin, check=True)
+    alone = cpus.others()
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as neighbour:
+        try:
+            cpus = Cpus()
+            subprocess.run(spin, check=True)
+            beside = cpus.others()
+        finally:
+            neighbour.kill()
+    assert alone is not None
+    assert beside is not None
+    # Other neighbours may come and go, so only the one that is ours to count on is.
+    assert beside > 0.5 * 0.5 / len(os.sched_getaffinity(0))

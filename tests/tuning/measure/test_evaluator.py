@@ -1,0 +1,190 @@
+"""Measuring schedules: what goes wrong with one is told in its trial, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.tuning.codegen import program
+from sparseflow.tuning.codegen.c_source import SYMBOL
+from sparseflow.tuning.measure.evaluator import Evaluator, Trial
+from sparseflow.tuning.schedule.matrices import as_coo
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.presets import presets
+from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.schedule import Schedule
+
+CSR = Schedule.parse("0 1 A 2 i k A 2 i 0 k 1 0 3 i k j None j None 0 1 1")
+DENSE = Schedule.parse("0 1 A 2 i k A 2 i 0 k 0 0 3 i k j None j None 0 1 1")
+SPMV = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j None None None 0 1 1")
+
+
+def problem_of(name: str = "spmm", density: float = 0.3, dtype: type = np.float32) -> Problem:
+    generator = np.random.default_rng(0)
+    full = generator.standard_normal((19, 23)) * (generator.random((19, 23)) < density)
+    operator = OPERATORS[name]
+    return Problem(
+        operator=operator,
+        matrix=as_coo(full, dtype=dtype),
+        n_cols=10 if operator.dense_axes else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def evaluator(cache: Path) -> Iterator[Evaluator]:
+    with Evaluator(problem_of(), CSR, cache=cache) as opened:
+        yield opened
+
+
+Body = Callable[[str], None]
+
+
+@pytest.fixture
+def body(monkeypatch: pytest.MonkeyPatch) -> Body:
+    """Gives every kernel from now on a body of its own; the reference was built before."""
+
+    def give(statements: str) -> None:
+        source = (
+            "#include <stdlib.h>\n"
+            f"void {SYMBOL}(const void *const *in, void *const *out) {{ {statements} }}\n"
+        )
+        monkeypatch.setattr(program, "generate", lambda *args, **kwargs: source)
+
+    return give
+
+
+def failed(trial: Trial) -> str:
+    assert trial.latency_ms == trial.ratio == math.inf
+    assert trial.to_dict()["latency_ms"] is None and trial.to_dict()["ratio"] is None
+    assert trial.error
+    return trial.error
+
+
+@pytest.mark.parametrize("density", [0.3, 0.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_presets_work(name: str, dtype: type, density: float, cache: Path) -> None:
+    problem = problem_of(name, density, dtype)
+    known = presets(problem.operator, problem.extents, 1)
+    with Evaluator(problem, known["csr"], cache=cache) as opened:
+        for schedule in known.values():
+            trial = opened.measure(schedule)
+            assert trial.error is None and trial.schedule == schedule
+            assert 0.0 < trial.latency_ms < math.inf and 0.0 < trial.ratio < math.inf
+            assert set(trial.seconds) == {"build", "compile", "measure"}
+            assert all(part >= 0.0 for part in trial.seconds.values())
+
+
+def test_a_trial_goes_through_json(evaluator: Evaluator) -> None:
+    trial = evaluator.measure(CSR, thorough=True)
+    row = json.loads(json.dumps(trial.to_dict(), allow_nan=False))
+    assert Trial(**{**row, "schedule": Schedule.parse(row["schedule"])}) == trial
+
+
+def test_a_failure_goes_through_json() -> None:
+    row = json.loads(json.dumps(Trial(schedule=CSR, error="it broke").to_dict(), allow_nan=False))
+    assert row["error"] == "it broke" and row["latency_ms"] is None and row["ratio"] is None
+
+
+def test_only_inside_of_its_block(cache: Path) -> None:
+    one = Evaluator(problem_of(), CSR, cache=cache)
+    with pytest.raises(InputError, match="only inside its `with` block"):
+        one.measure(CSR)
+    with one:
+        assert one.measure(CSR).error is None
+    with pytest.raises(InputError, match="only inside its `with` block"):
+        one.measure(CSR)
+
+
+def test_what_cannot_run_is_told(evaluator: Evaluator) -> None:
+    assert "cannot run as spmm" in failed(evaluator.measure(SPMV))
+
+
+def test_storage_has_a_limit(evaluator: Evaluator, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluator.measure(DENSE).error is None, "small ones may be dense"
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._ROOM", 0)
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._LEAST_BYTES", 19 * 23 * 4 - 1)
+    with Evaluator(problem_of(), CSR, cache=cache) as opened:
+        assert opened.measure(CSR).error is None
+        trial = opened.measure(DENSE)
+    assert "MiB are allowed" in failed(trial)
+    assert "compile" not in trial.seconds, "it was refused before"
+
+
+def test_wrong_results_are_told(evaluator: Evaluator, body: Body) -> None:
+    body("float *c = out[0]; for (int i = 0; i < 190; i++) c[i] = 1.0f;")
+    assert "its result differs from the library's by" in failed(evaluator.measure(CSR))
+
+
+def test_results_that_are_hardly_wrong_are_told(evaluator: Evaluator, body: Body) -> None:
+    expected = problem_of().reference(evaluator.inputs)
+    values = ", ".join(f"{value:.9e}f" for value in expected.ravel())
+    copy = f"static const float c[] = {{{values}}};"
+    largest = float(np.abs(expected).max())
+    for off, right in ((0.0, True), (3e-5, True), (3e-4, False)):
+        body(f"{copy} float *o = out[0]; for (int i = 0; i < 190; i++) o[i] = c[i]; o[7] += {off * largest};")
+        trial = evaluator.measure(CSR)
+        assert (trial.error is None) == right, trial.error
+
+
+def test_results_that_are_not_written_are_told(evaluator: Evaluator, body: Body) -> None:
+    body("float *c = out[0]; for (int i = 0; i < 189; i++) c[i] = 0.0f;")
+    assert "differs from the library's by nan" in failed(evaluator.measure(CSR))
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        ("*(volatile int *)16 = 1;", "SIGSEGV"),
+        ("abort();", "SIGABRT"),
+        ("((float *)in[0])[0] = 1.0f;", "SIGSEGV"),
+        ("exit(3);", "status 3"),
+        ("this is no C", "failed with exit status"),
+    ],
+)
+def test_crashes_are_told_and_survived(
+    statements: str, told: str, evaluator: Evaluator, body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body(statements)
+    assert told in failed(evaluator.measure(CSR))
+    monkeypatch.undo()
+    assert evaluator.measure(CSR).error is None
+
+
+def test_a_reference_that_does_not_compile(cache: Path, body: Body) -> None:
+    body("this is no C")
+    with pytest.raises(RunError, match="failed with exit status"), Evaluator(problem_of(), CSR, cache=cache):
+        pass
+
+
+def test_a_reference_that_cannot_run(cache: Path) -> None:
+    with pytest.raises(InputError, match="cannot run as spmm"), Evaluator(problem_of(), SPMV, cache=cache):
+        pass
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(DeviceError, match="no C compiler"), Evaluator(problem_of(), CSR, cache=tmp_path):
+        pass
+
+
+def test_inputs_depend_on_the_seed(cache: Path) -> None:
+    drawn = [Evaluator(problem_of(), CSR, seed=seed, cache=cache).inputs[0] for seed in (0, 0, 1)]
+    assert np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[0], drawn[2])
+
+
+def test_an_error_inside_of_the_block_comes_out(cache: Path) -> None:
+    with pytest.raises(KeyError, match="mine"), Evaluator(problem_of(), CSR, cache=cache):
+        raise KeyError("mine")

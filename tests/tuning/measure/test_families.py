@@ -1,0 +1,46 @@
+"""Families of matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.measure.families import family_of, read_families
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("net100", "net"),
+        ("net150", "net"),
+        ("Trec6_16x16_9", "Trec"),
+        ("conf5_0-4x4-18", "conf"),
+        ("mhd4800a", "mhd"),
+        ("encoder.layer.10.output.dense.weight", "encoder.layer"),
+        ("1138_bus", "bus"),
+        ("cca", "cca"),
+        ("power_rows-100x200-300-0a1b2c", "power_rows"),
+        ("123", "123"),
+    ],
+)
+def test_the_rule(name: str, family: str) -> None:
+    assert family_of(name) == family
+
+
+def test_a_file_corrects_the_rule(tmp_path: Path) -> None:
+    path = tmp_path / "families.json"
+    path.write_text('{"net100": "graphs"}')
+    known = read_families(path)
+    assert family_of("net100", known) == "graphs" and family_of("net150", known) == "net"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": ""}', "\xff"])
+def test_no_file_of_families(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "families.json"
+    with pytest.raises(InputError, match="there is no file"):
+        read_families(path)
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(FileFormatError, match=r"families\.json"):
+        read_families(path)

@@ -1,0 +1,208 @@
+"""Label sets of what AutoSparse measured."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.measure.label_import import REJECTED, import_labels
+from sparseflow.tuning.measure.labels import FILE, LabelSet
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.schedule import Schedule
+from tests.tuning.random_schedules import CSR_LINE, SDDMM_LINE, SPMM_LINE, SPMV_LINE
+
+HEADER = "matrix\tschedule\tlatency_ms\n"
+RACE = SPMM_LINE.replace("i0 1 i1 1", "i0 2 i1 1").replace("j0 j1 None", "i0 j1 None")
+MATRIX = "%%MatrixMarket matrix coordinate pattern general\n5000 60000 2\n1 2\n5000 60000\n"
+
+
+def spmm(**options: Any) -> dict[str, Any]:
+    return {"operator": "spmm", **options}
+
+
+def table(tmp_path: Path, *rows: str) -> Path:
+    path = tmp_path / "labels-of-a-xeon.tsv.gz"
+    path.write_bytes(gzip.compress((HEADER + "".join(f"{row}\n" for row in rows)).encode()))
+    return path
+
+
+def test_a_table(tmp_path: Path) -> None:
+    # The same again but for its nominal sizes: it runs the same.
+    same = SPMM_LINE.replace("i0 256 i1 16", "i0 7 i1 16")
+    file = table(
+        tmp_path,
+        f"net100\t{SPMM_LINE}\t4.0",
+        f"net150\t{SPMM_LINE}\t7.0",
+        f"net100\t{CSR_LINE}\t2.5",
+        f"net100\t{SPMM_LINE}\t1.0",
+        f"net100\t{same}\t2.0",
+    )
+    found = import_labels(file, tmp_path / "out", **spmm())
+    assert found.rows == 5 and not found.rejected and found.patterns == 0 and not found.doubts
+    opened = LabelSet.open(tmp_path / "out")
+    assert opened.tasks == found.tasks
+    first, second = found.tasks
+    assert (first.matrix, first.family, first.device) == ("net100", "net", "labels-of-a-xeon")
+    assert (first.shape, first.nnz, first.n_cols) == ((4096, 65536), None, 128)
+    assert (first.threads, first.dtype, first.pattern) == (128, "float32", None)
+    assert (second.matrix, second.family) == ("net150", "net")
+    rows = opened.rows(first)
+    line = str(Schedule.parse(SPMM_LINE).canonical(OPERATORS["spmm"], first.extents()))
+    assert dict(zip(rows.schedules, rows.latency_ms, strict=True))[line] == 2.0
+    assert sorted(rows.repeats) == [1, 3]
+    assert (tmp_path / "out" / REJECTED).read_text() == "line\treason\n"
+
+
+@pytest.mark.parametrize(("operator", "line"), [("spmv", SPMV_LINE), ("sddmm", SDDMM_LINE)])
+def test_other_operators(operator: str, line: str, tmp_path: Path) -> None:
+    (task,) = import_labels(table(tmp_path, f"a\t{line}\t1"), tmp_path / "out", operator=operator).tasks
+    assert task.n_cols == (None if operator == "spmv" else 64)
+
+
+def test_plain_lines_of_one_matrix(tmp_path: Path) -> None:
+    file = tmp_path / "net100.txt"
+    file.write_text(f"{SPMM_LINE} 4.25\n{CSR_LINE} 1e-2\n{CSR_LINE}\n")
+    found = import_labels(
+        file, tmp_path / "out", **spmm(matrix="net100", device="epyc", families={"net100": "x"})
+    )
+    (task,) = found.tasks
+    assert (task.matrix, task.family, task.device, found.rows) == ("net100", "x", "epyc", 2)
+    assert found.rejected == ((3, "latency", "latency: none; expected milliseconds, above 0"),)
+    assert LabelSet.open(tmp_path / "out").rows(task).latency_ms.tolist() == [4.25, 0.01]
+
+
+def test_bad_lines_are_told_one_by_one(tmp_path: Path) -> None:
+    file = table(
+        tmp_path,
+        f"a\t{SPMM_LINE}\t4.0",
+        f"a\t{SPMM_LINE}",
+        f"a\t{SPMM_LINE} 5\t4.0",
+        f"a\t{SPMM_LINE}\tnan",
+        f"a\t{SPMM_LINE}\t-1",
+        f"a\t{SPMM_LINE}\tsoon",
+        f"a\t{RACE}\t3.0",
+        f"b\t{SPMV_LINE}\t3.0",
+        f"\t{SPMM_LINE}\t3.0",
+        "",
+    )
+    found = import_labels(file, tmp_path / "out", **spmm())
+    assert found.rows == 1 and len(found.tasks) == 1
+    kinds = [(number, kind) for number, kind, _ in found.rejected]
+    assert kinds == [
+        (3, "columns"), (4, "grammar"), (5, "latency"), (6, "latency"), (7, "latency"),
+        (8, "parallel-shared"), (9, "split-axis"), (10, "matrix"), (11, "columns"),
+    ]  # fmt: skip
+    told = found.to_dict()["rejected"]
+    assert told["latency"] == {
+        "rows": 3, "first_line": 5, "first_reason": "latency: 'nan'; expected milliseconds, above 0"
+    }  # fmt: skip
+    written = (tmp_path / "out" / REJECTED).read_text().splitlines()
+    assert len(written) == 10 and written[2].startswith("4\tschedule, column")
+
+
+def test_patterns_come_from_files_of_the_same_name(tmp_path: Path) -> None:
+    folder = tmp_path / "matrices"
+    folder.mkdir()
+    (folder / "a.mtx").write_text(MATRIX)
+    (folder / "c.mtx.gz").write_bytes(gzip.compress(MATRIX.replace("5000", "50000").encode()))
+    (tmp_path / "secret.mtx").write_text(MATRIX)
+    rows = [f"{name}\t{SPMM_LINE}\t1" for name in ("a", "b", "c", "../secret")]
+    found = import_labels(table(tmp_path, *rows), tmp_path / "out", **spmm(matrices=folder))
+    opened = LabelSet.open(tmp_path / "out")
+    shapes = {task.matrix: (task.shape, task.nnz) for task in opened.tasks}
+    assert shapes == {
+        "a": ((5000, 60000), 2),
+        "b": ((4096, 65536), None),
+        "c": ((50000, 60000), 2),
+        "../secret": ((4096, 65536), None),
+    }
+    assert found.patterns == 2
+    pattern = opened.pattern(opened.tasks[0])
+    assert pattern is not None and (pattern.nnz, pattern.shape) == (2, (5000, 60000))
+    assert found.doubts == ("c: axis i is given as 50000, and the splits of most schedules cover 4096",)
+
+
+def test_columns_that_are_given(tmp_path: Path) -> None:
+    file = table(tmp_path, f"a\t{SPMM_LINE}\t1")
+    found = import_labels(file, tmp_path / "out", **spmm(n_cols=200))
+    assert found.tasks[0].n_cols == 200 and not found.doubts
+    found = import_labels(file, tmp_path / "other", **spmm(n_cols=256))
+    assert found.tasks[0].n_cols == 256 and "axis j is given as 256" in found.doubts[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([f"a\t{SPMV_LINE}\t1"], {}, "holds no labels of spmm; line 2: split-axis"),
+        ([], {}, "holds no labels of spmm"),
+        (["x\ty\tz"], {}, "holds no labels of spmm; line 2: schedule, column 1"),
+        ([f"a\t{CSR_LINE}\t1"], {}, "extent of a's axis i is not known.*give `matrices`"),
+        ([f"a\t{SPMM_LINE}\t1"], {"operator": "spmx"}, "no operator is called 'spmx'"),
+        ([f"a\t{SPMM_LINE}\t1"], {"n_cols": 0}, "`n_cols`"),
+        ([f"a\t{SPMV_LINE}\t1"], {"operator": "spmv", "n_cols": 8}, "`n_cols`"),
+        ([f"a\t{SPMM_LINE}\t1"], {"dtype": "half"}, "must be float32 or float64"),
+        ([f"a\t{SPMM_LINE}\t1"], {"matrix": "a"}, "names its matrices"),
+        ([f"a\t{SPMM_LINE}\t1"], {"matrices": "nowhere"}, "there is no folder nowhere"),
+        ([f"a\t{SPMM_LINE}\t1"], {"matrices": "."}, "holds no file that is named .* such as a.mtx.gz"),
+    ],
+)
+def test_what_cannot_be_imported(
+    rows: list[str], options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = table(tmp_path, *rows)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=said):
+        import_labels(file, tmp_path / "out", **{**spmm(), **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_columns_of_dense_operands_may_be_unknown(tmp_path: Path) -> None:
+    whole = SPMM_LINE.replace(" 1 j 2 j0 2 j1 64 ", " 0 ").replace(
+        "6 j0 i0 i1 k0 k1 j1 j0 j1", "5 i0 i1 k0 k1 j i0 j"
+    )
+    file = table(tmp_path, f"a\t{whole}\t1")
+    with pytest.raises(InputError, match=r"axis j is not known.*give `n_cols`"):
+        import_labels(file, tmp_path / "out", **spmm())
+    assert import_labels(file, tmp_path / "out", **spmm(n_cols=32)).tasks[0].n_cols == 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        f"{SPMM_LINE} 4\n".encode(),
+        b"\x1f\x8bnot gzip",
+        gzip.compress(HEADER.encode(), mtime=0)[:-9],
+        b"\xff\n",
+    ],
+)
+def test_files_in_neither_form(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "labels.gz"
+    file.write_bytes(content if content.startswith(b"\x1f\x8b") else gzip.compress(content))
+    with pytest.raises(FileFormatError, match=r"labels\.gz"):
+        import_labels(file, tmp_path / "out", **spmm())
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    file = table(tmp_path, f"a\t{SPMM_LINE}\t1")
+    import_labels(file, tmp_path, **spmm())
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(InputError, match="holds labels; name another folder"):
+        import_labels(file, tmp_path, **spmm())
+    with pytest.raises(InputError, match="is a file"):
+        import_labels(file, file, **spmm())
+    with pytest.raises(InputError, match="there is no file"):
+        import_labels(tmp_path / "none", tmp_path / "out", **spmm())
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_damaged_matrix_stops_it(tmp_path: Path) -> None:
+    file = table(tmp_path, f"a\t{SPMM_LINE}\t1")
+    (tmp_path / "a.mtx").write_text(MATRIX[:-11])
+    with pytest.raises(FileFormatError, match=r"a\.mtx"):
+        import_labels(file, tmp_path / "out", **spmm(matrices=tmp_path))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,174 @@
+"""Patterns as cells with features, against the same counted one cell after the other on a dense matrix."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.model.net import coarsen as module
+from sparseflow.tuning.model.net.coarsen import BLOCKS, CELL_FEATURES, Cells, coarsen
+
+
+def coarsened(dense: np.ndarray, most: int = 2**14) -> Cells:
+    rows, cols = np.nonzero(dense)
+    return coarsen(rows, cols, (dense.shape[0], dense.shape[1]), most=most)
+
+
+def occupied(part: np.ndarray, tall: int, wide: int) -> int:
+    """Blocks of a part, from its upper left corner on, that hold an element."""
+    tops, lefts = range(0, part.shape[0], tall), range(0, part.shape[1], wide)
+    return sum(
+        bool(part[top : top + tall, left : left + wide].any()) for top, left in itertools.product(tops, lefts)
+    )
+
+
+def slowly(dense: np.ndarray, most: int) -> Cells:
+    tall, wide = 1, 1
+    while occupied(dense, tall, wide) > most:
+        # A side that covers the matrix grows no more.
+        tall, wide = (
+            2 * side if side < extent else side
+            for side, extent in zip((tall, wide), dense.shape, strict=True)
+        )
+    n_rows, n_cols = dense.shape
+    grid = (-(-n_rows // tall), -(-n_cols // wide))
+    log_lengths = np.log2(np.maximum(1, dense.sum(1)))
+    mean = log_lengths[dense.any(1)].mean() if dense.any() else 0.0
+    coords, features = [], []
+    for row, col in itertools.product(range(grid[0]), range(grid[1])):
+        top, left = row * tall, col * wide
+        cell = dense[top : top + tall, left : left + wide]
+        if not cell.any():
+            continue
+        blocks = []
+        for block in BLOCKS:
+            height, width = max(tall, block[0]), max(wide, block[1])
+            region = dense[top // height * height :, left // width * width :][:height, :width]
+            blocks.append(math.log2(region.sum() / occupied(region, *block)) / math.log2(math.prod(block)))
+        places = [
+            (2 * first + size) / extent - 1
+            for first, size, extent in zip((top, left), cell.shape, dense.shape, strict=True)
+        ]
+        fill = cell.mean()
+        row_length = (log_lengths[top : top + tall][cell.any(1)].mean() - mean) / 4
+        parts = [
+            math.log2(cell.sum()) / 8,
+            fill,
+            math.log2(fill) / 16,
+            cell.any(1).mean(),
+            cell.any(0).mean(),
+        ]
+        coords.append((row, col))
+        features.append([*parts, *blocks, row_length, *places, abs(places[0] - places[1])])
+    return Cells(
+        coords=np.array(coords, np.int64).reshape(-1, 2),
+        features=np.array(features, np.float32).reshape(-1, len(CELL_FEATURES)),
+        grid=grid,
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    density=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+    most=st.integers(1, 40),
+    step=st.sampled_from([1, 3, 17, 10**6]),
+    table=st.sampled_from([0, 10**6]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(shape=(1, 70), density=0.5, most=7, step=3, table=0, seed=0)
+@example(shape=(70, 1), density=0.5, most=7, step=3, table=0, seed=0)
+@example(shape=(1, 1), density=1.0, most=1, step=1, table=0, seed=0)
+def test_cells_are_what_a_dense_matrix_shows(
+    shape: tuple[int, int], density: float, most: int, step: int, table: int, seed: int
+) -> None:
+    dense = np.random.default_rng(seed).random(shape) < density
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module._SLICE, "cpu", step)
+        patch.setattr(module, "_TABLE", table)
+        found = coarsened(dense, most=most)
+    expected = slowly(dense, most)
+    assert found.grid == expected.grid
+    assert found.coords.dtype == np.int64 and found.features.dtype == np.float32
+    np.testing.assert_array_equal(found.coords, expected.coords)
+    np.testing.assert_allclose(found.features, expected.features, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pattern_without_elements_has_no_cells() -> None:
+    found = coarsened(np.zeros((3, 4), bool))
+    assert found.coords.shape == (0, 2)
+    assert found.features.shape == (0, len(CELL_FEATURES))
+    assert found.grid == (3, 4)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint32, np.int64, np.uint64, ">i4"])
+def test_integers_of_any_type_do(kind: type | str) -> None:
+    dense = np.random.default_rng(0).random((50, 60)) < 0.2
+    rows, cols = np.nonzero(dense)
+    expected = coarsen(rows, cols, (50, 60), most=100)
+    found = coarsen(rows.astype(kind), cols.astype(kind), (50, 60), most=100)
+    np.testing.assert_array_equal(found.features, expected.features)
+
+
+def test_a_huge_shape_costs_nothing_but_keeps_the_grid_small() -> None:
+    rows, cols = np.array([0, 2**40]), np.array([7, 5])
+    found = coarsen(rows, cols, (2**40 + 1, 8))
+    assert found.grid[0] <= 2**20 and found.grid[1] == 1
+    assert np.isfinite(found.features).all()
+    assert len(found.coords) == 2
+
+
+def test_blocks_tell_from_scattered_elements() -> None:
+    generator = np.random.default_rng(0)
+    fours = np.kron(generator.random((64, 64)) < 0.1, np.ones((4, 4), bool))
+    scattered = generator.permutation(fours.ravel()).reshape(fours.shape)
+    column = CELL_FEATURES.index("fill_4x4")
+    assert coarsened(fours, most=64).features[:, column].min() == 1.0
+    assert coarsened(scattered, most=64).features[:, column].max() < 0.5
+
+
+def test_features_are_of_order_one_whatever_the_size() -> None:
+    rows = np.arange(300_000)
+    cols = np.minimum(rows, 299_999) // 3 * 3
+    found = coarsen(rows, cols, (300_000, 300_000))
+    assert 2**12 < len(found.coords) <= 2**14
+    assert np.abs(found.features).max() < 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "shape", "words"),
+    [
+        ([0, 1], [0], (2, 2), "2 `rows` and 1 `cols`"),
+        ([0.0], [0.0], (2, 2), "float64"),
+        ([[0]], [[0]], (2, 2), "a list of integers"),
+        ([1, 0], [0, 0], (2, 2), "sorted"),
+        ([0, 0], [1, 1], (2, 2), "sorted"),
+        ([0, 2], [0, 0], (2, 2), "row 2"),
+        ([0, 1], [0, -1], (2, 2), "column -1"),
+        ([], [], (0, 2), "no coordinates"),
+        ([], [], (2**32, 2**32), "more than 62 bits"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(
+    rows: list[int], cols: list[int], shape: tuple[int, int], words: str
+) -> None:
+    arrays = [np.array(each, dtype=None if each else np.int64) for each in (rows, cols)]
+    with pytest.raises(InputError, match=words):
+        coarsen(arrays[0], arrays[1], shape)
+
+
+def test_disorder_between_slices_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._SLICE, "cpu", 2)
+    with pytest.raises(InputError, match="sorted"):
+        coarsen(np.array([0, 5, 3, 4]), np.zeros(4, np.int64), (6, 1))
+
+
+def test_no_cells_are_refused() -> None:
+    with pytest.raises(InputError, match="most"):
+        coarsened(np.ones((2, 2), bool), most=0)

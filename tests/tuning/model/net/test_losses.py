@@ -1,0 +1,133 @@
+"""Losses of rankings, beside the plainest way to write them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.model.net import losses
+from sparseflow.tuning.model.net.losses import LOSSES, expected_pick, ranking_loss
+
+
+def plain(kind: str, scores: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Pair after pair."""
+    found = []
+    for s, label, weight in zip(scores, labels, weights, strict=True):
+        there = [at for at in range(len(s)) if weight[at] > 0]
+        rank = {at: 1 + n for n, at in enumerate(sorted(there, key=lambda at: -s[at].item()))}
+        cost, total = torch.zeros((), dtype=s.dtype), 0.0
+        for i in there:
+            for j in there:
+                if label[i] <= label[j]:
+                    continue
+                d, counts = s[i] - s[j], float(weight[i] * weight[j])
+                costs = torch.clamp(1 - d, min=0) if kind == "margin" else torch.log2(1 + torch.exp(-d))
+                if kind == "rank":
+                    counts *= float(label[i] - label[j])
+                if kind == "lambda":
+                    swap = 1 / math.log2(1 + rank[i]) - 1 / math.log2(1 + rank[j])
+                    counts *= (2 ** float(label[i]) - 2 ** float(label[j])) * abs(swap)
+                cost, total = cost + counts * costs, total + counts
+        if total:
+            found.append(cost / total)
+    return torch.stack(found).mean()
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    scores = torch.tensor(random.normal(size=(4, 9)), requires_grad=True)
+    labels = torch.tensor(random.choice([1.0, 0.7, 0.5, 0.2], size=(4, 9)))
+    weights = torch.tensor(random.choice([0.0, 0.5, 1.0], size=(4, 9)))
+    weights[3] = 0.0
+    weights[3, 2] = 1.0  # a group without pairs
+    return scores, labels, weights
+
+
+@pytest.mark.parametrize("pairs", [2**21, 100, 7])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_loss_and_gradient_are_those_of_all_pairs(
+    kind: losses.Loss, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_PAIRS", pairs)
+    scores, labels, weights = batch()
+    found = ranking_loss(kind, scores, labels, weights)
+    expected = plain(kind, scores, labels, weights)
+    assert found.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(3 * found, scores)
+    (wanted,) = torch.autograd.grad(3 * expected, scores)
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_what_has_no_weight_changes_nothing(kind: losses.Loss) -> None:
+    scores, labels, weights = batch()
+    other = torch.where(weights > 0, scores, 50.0)
+    found, same = (ranking_loss(kind, one, labels, weights) for one in (scores, other))
+    assert found.item() == pytest.approx(same.item())
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_right_order_costs_less_and_descent_finds_it(kind: losses.Loss) -> None:
+    labels = torch.tensor([[1.0, 0.8, 0.4, 0.1], [0.2, 0.9, 1.0, 0.5]])
+    scores = torch.zeros(2, 4, requires_grad=True)
+    begin = ranking_loss(kind, scores, labels).item()
+    assert ranking_loss(kind, 5 * labels, labels).item() < begin
+    assert ranking_loss(kind, -5 * labels, labels).item() > begin
+    for _ in range(50):
+        (gradient,) = torch.autograd.grad(ranking_loss(kind, scores, labels), scores)
+        scores = (scores - gradient).detach().requires_grad_()
+    assert torch.equal(scores.argsort(1), labels.argsort(1))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_without_a_pair_the_loss_is_0_and_so_is_its_gradient(kind: losses.Loss) -> None:
+    scores = torch.randn(2, 3, requires_grad=True)
+    loss = ranking_loss(kind, scores, torch.ones(2, 3))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert scores.grad is not None and not scores.grad.any()
+
+
+def test_groups_count_alike_however_many_schedules_they_have() -> None:
+    scores, labels = torch.zeros(2, 6), torch.rand(2, 6)
+    weights = torch.ones(2, 6)
+    weights[1, 2:] = 0.0
+    both = ranking_loss("rank", scores, labels, weights)
+    each = [
+        ranking_loss("rank", scores[at : at + 1], labels[at : at + 1], weights[at : at + 1]) for at in (0, 1)
+    ]
+    assert both.item() == pytest.approx(sum(one.item() for one in each) / 2)
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(InputError, match="one of: margin, rank, lambda"):
+        ranking_loss("mse", torch.zeros(1, 2), torch.ones(1, 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="must be of one shape"):
+        ranking_loss("rank", torch.zeros(1, 2), torch.ones(1, 3))
+
+
+def test_the_pick_is_the_expected_label() -> None:
+    scores = torch.tensor([[2.0, 1.0, -3.0], [0.0, 0.0, 5.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    labels = torch.tensor([[0.5, 1.0, 0.2], [0.3, 1.0, 0.7], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    weights = torch.tensor([[0.9, 0.5, 0.7], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    odds = scores[0].exp() / scores[0].exp().sum()
+    expected = ((odds * labels[0]).sum() + 0.65) / 2
+    torch.testing.assert_close(expected_pick(scores, labels, weights), expected)
+    assert expected_pick(scores[2:], labels[2:], weights[2:]) == 0.0
+    scores.requires_grad_()
+    assert torch.autograd.gradcheck(lambda one: expected_pick(one, labels, weights), (scores,))
+
+
+def test_the_pick_alone_finds_the_best() -> None:
+    labels = torch.tensor([[0.2, 1.0, 0.4, 0.9]])
+    scores = torch.zeros(1, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([scores], lr=5.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (-expected_pick(scores, labels)).backward()
+        optimizer.step()
+    assert scores.argmax() == 1 and expected_pick(scores, labels) > 0.97

@@ -1,0 +1,141 @@
+"""The pattern branch: its shapes, what it is sensitive to, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.model.net import pattern_net as module
+from sparseflow.tuning.model.net.coarsen import Cells, coarsen
+from sparseflow.tuning.model.net.pattern_net import PatternConfig, PatternNet
+from sparseflow.tuning.model.net.sparse_conv import Sites
+
+KINDS = ["hdc", "strided"]
+POOLINGS = ["concat", "last"]
+SMALL = {"channels": 8, "width": 24}
+
+
+def cells(shape: tuple[int, int], density: float = 0.3, seed: int = 0) -> Cells:
+    rows, cols = np.nonzero(np.random.default_rng(seed).random(shape) < density)
+    return coarsen(rows, cols, shape, most=200)
+
+
+def network(**fields: Any) -> PatternNet:
+    torch.manual_seed(0)
+    return PatternNet(PatternConfig(**{**SMALL, **fields})).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_patterns_of_any_shape_become_vectors(kind: str, pooling: str) -> None:
+    net = network(kind=kind, pooling=pooling)
+    patterns = [cells((50, 60)), cells((1, 30)), cells((30, 1)), cells((1, 1), 1.0), cells((5, 5), 0.0)]
+    with torch.no_grad():
+        found = net(patterns)
+        alone = torch.cat([net([one]) for one in patterns])
+    assert found.shape == (5, 24)
+    # Nothing leaks from one item of a batch into another.
+    torch.testing.assert_close(found, alone)
+    assert len({tuple(row) for row in found.tolist()}) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_weight_has_a_gradient(kind: str, pooling: str) -> None:
+    net = network(kind=kind, pooling=pooling).train()
+    net([cells((200, 300), 0.05), cells((40, 40))]).square().sum().backward()
+    for name, value in net.named_parameters():
+        assert value.grad is not None and value.grad.isfinite().all() and value.grad.any(), name
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_both_kinds_have_equally_many_weights(pooling: str) -> None:
+    sizes = {sum(value.numel() for value in network(kind=k, pooling=pooling).parameters()) for k in KINDS}
+    assert len(sizes) == 1
+
+
+def test_the_same_pattern_gives_the_same_bits() -> None:
+    net, pattern = network(), cells((90, 70))
+    with torch.no_grad():
+        assert torch.equal(net([pattern]), net([pattern]))
+
+
+def test_where_elements_are_matters() -> None:
+    net = network()
+    found = []
+    for cols in (np.arange(64), np.arange(64)[::-1]):
+        with torch.no_grad():
+            found.append(net([coarsen(np.arange(64), cols, (64, 64))]))
+    assert not torch.allclose(*found, rtol=0, atol=1e-3)
+
+
+def test_a_configuration_is_read_back() -> None:
+    config = PatternConfig(kind="strided", pooling="last", channels=7, width=9, most_cells=11)
+    assert PatternConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "dense"}, "`kind` .='dense'. must be one of hdc, strided"),
+        ({"pooling": None}, "concat, last"),
+        ({"channels": 0}, "`channels` .=0."),
+        ({"width": 1.5}, "`width`"),
+        ({"most_cells": True}, "`most_cells`"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    record = PatternConfig().to_dict() | fields
+    with pytest.raises(InputError, match=words):
+        PatternConfig.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    "record", [{}, {"kind": "hdc"}, PatternConfig().to_dict() | {"depth": 3}, None, ["kind"]]
+)
+def test_what_is_no_configuration_is_refused(record: Any) -> None:
+    with pytest.raises(InputError, match="a pattern branch has the fields"):
+        PatternConfig.from_dict(record)
+
+
+def test_what_are_no_cells_is_refused() -> None:
+    net, pattern = network(), cells((5, 5))
+    with pytest.raises(InputError, match="at least one pattern"):
+        net([])
+    with pytest.raises(InputError, match="features of shape"):
+        net([replace(pattern, features=pattern.features[:, 1:])])
+
+
+def test_patterns_are_prepared_once_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, patterns = network(), [cells((20, 30)), cells((30, 20)), cells((25, 25))]
+    made = []
+    of = Sites.of
+    monkeypatch.setattr(Sites, "of", lambda *args: made.append(args) or of(*args))
+    for training, times in ((False, 6), (True, 3)):
+        net.train(training)
+        made.clear()
+        found = [net([one]) for one in patterns * 2]
+        assert len(made) == times
+        assert torch.equal(torch.cat(found[:3]), torch.cat(found[3:]))
+    monkeypatch.setattr(module, "_KEPT", 1)
+    made.clear()
+    other = network().train()
+    for at in (0, 0, 1, 0):
+        other([patterns[at]])
+    assert len(made) == 3, "only the last one is kept"
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same() -> None:
+    net = network()
+    patterns = [cells((50, 60)), cells((300, 20)), cells((5, 5), 0.0)]
+    with torch.no_grad():
+        expected = net(patterns)
+        found = net.cuda()(patterns)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)

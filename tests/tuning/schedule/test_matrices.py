@@ -1,0 +1,160 @@
+"""Matrices as users hand them in."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.schedule.matrices import Coo, Pattern, as_coo, read_matrix
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+DENSE = np.array([[0, 5, 0], [1, 0, 2]], np.float64)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        DENSE,
+        scipy.sparse.csr_array(DENSE),
+        scipy.sparse.csc_matrix(DENSE),
+        scipy.sparse.coo_array(DENSE),
+        torch.tensor(DENSE),
+        torch.tensor(DENSE).to_sparse_coo(),
+        "csr of torch",
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_every_kind_gives_the_same_elements(matrix: object) -> None:
+    found = as_coo(torch.tensor(DENSE).to_sparse_csr() if isinstance(matrix, str) else matrix)
+    assert found.shape == (2, 3)
+    assert (found.rows.tolist(), found.cols.tolist(), found.values.tolist()) == (
+        [0, 1, 1],
+        [1, 0, 2],
+        [5, 1, 2],
+    )
+    assert found.values.dtype == np.float64
+    assert np.array_equal(found.to_scipy().toarray(), DENSE)
+
+
+def test_elements_that_stand_twice_are_added_and_order_does_not_matter() -> None:
+    rows, cols, values = np.array([1, 0, 1]), np.array([2, 1, 2]), np.array([1.0, 5.0, 3.0], np.float32)
+    found = as_coo(scipy.sparse.coo_array((values, (rows, cols)), shape=(2, 3)))
+    assert (found.rows.tolist(), found.cols.tolist(), found.values.tolist()) == ([0, 1], [1, 2], [5, 4])
+
+
+def test_integers_become_float32() -> None:
+    assert as_coo(scipy.sparse.csr_array(DENSE.astype(np.int64))).values.dtype == np.float32
+    assert as_coo(DENSE, dtype=np.float32).values.dtype == np.float32
+    assert as_coo(torch.tensor(DENSE, dtype=torch.bfloat16).to_sparse_coo()).values.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("matrix", "said"),
+    [
+        (np.zeros((0, 4)), r"shape \(0, 4\)"),
+        (scipy.sparse.csr_array((3, 0)), r"shape \(3, 0\)"),
+        (np.array([[np.nan]]), "nan at row 0, column 0"),
+        (np.array([[0, np.inf]]), "inf at row 0, column 1"),
+        (np.array([[1j]]), "complex128; give real numbers"),
+        (np.zeros(3), r"shape \(3,\)"),
+        ([[1]], "list was given"),
+        (torch.zeros(2, 2, 2), "Tensor was given"),
+    ],
+)
+def test_what_cannot_be_used_is_said(matrix: object, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        as_coo(matrix)
+
+
+def test_coordinates_must_lie_inside() -> None:
+    with pytest.raises(InputError, match="outside of its shape"):
+        as_coo(Coo(rows=np.array([5]), cols=np.array([0]), values=np.ones(1), shape=(2, 2)))
+
+
+def test_only_two_types_are_computed_with() -> None:
+    with pytest.raises(InputError, match="float16"):
+        as_coo(DENSE, dtype=np.float16)
+
+
+PATTERN = "%%MatrixMarket matrix coordinate pattern general\n% a comment\n2 3 2\n1 2\n2 3\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_is_read(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("a.mtx.gz" if packed else "a.mtx")
+    path.write_bytes(gzip.compress(PATTERN.encode()) if packed else PATTERN.encode())
+    found = read_matrix(path)
+    assert (found.rows.tolist(), found.cols.tolist()) == ([0, 1], [1, 2])
+    assert found.values.dtype == np.float32 or found.values.dtype == np.float64
+    assert ((found.values >= 0.5) & (found.values <= 1.5)).all()
+    assert np.array_equal(found.values, read_matrix(path).values)
+
+
+def test_symmetric_files_hold_both_halves(tmp_path: Path) -> None:
+    path = tmp_path / "s.mtx"
+    path.write_text("%%MatrixMarket matrix coordinate real symmetric\n2 2 2\n1 1 3\n2 1 4\n")
+    assert read_matrix(path).to_scipy().toarray().tolist() == [[3, 4], [4, 0]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        PATTERN.replace("2 3 2", "2 3"),
+        PATTERN.replace("2 3\n", "9 9\n"),
+        PATTERN.replace("1 2", "1 x"),
+    ],
+)
+def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.mtx"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match=r"bad\.mtx is not a Matrix Market file"):
+        read_matrix(path)
+
+
+def test_a_file_that_ends_early_is_said_to_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "half.mtx.gz"
+    path.write_bytes(gzip.compress(PATTERN.encode() * 50)[:60])
+    with pytest.raises(FileFormatError, match=r"half\.mtx\.gz"):
+        read_matrix(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no file"):
+        read_matrix(tmp_path / "none.mtx")
+
+
+def test_a_pattern_has_the_digest_of_its_matrix() -> None:
+    matrix = as_coo(scipy.sparse.random_array((50, 70), density=0.1, rng=np.random.default_rng(0)))
+    pattern = matrix.pattern
+    assert pattern.rows.dtype == pattern.cols.dtype == np.int32
+    assert (pattern.shape, pattern.nnz) == (matrix.shape, matrix.nnz)
+    assert pattern.digest() == matrix.digest(values=False)
+    filled = pattern.filled(np.float64)
+    assert (
+        filled.digest(values=False) == pattern.digest() and filled.digest() == pattern.filled(float).digest()
+    )
+    assert filled.values.dtype == np.float64 and (abs(filled.values - 1.0) <= 0.5).all()
+
+
+def test_a_pattern_is_sorted_and_has_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseflow.tuning.schedule import matrices
+
+    monkeypatch.setattr(matrices, "_STEP", 2)
+    pattern = Pattern.of(np.array([1, 0, 1, 1]), np.array([2, 1, 0, 2]), (2, 3))
+    assert (pattern.rows.tolist(), pattern.cols.tolist()) == ([0, 1, 1], [1, 0, 2])
+    assert pattern.digest() == as_coo(DENSE).digest(values=False)
+
+
+@pytest.mark.parametrize(("row", "shape"), [(2, (2, 3)), (-1, (2, 3)), (0, (0, 3)), (0, (2, 2**31))])
+def test_what_is_no_pattern(row: int, shape: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match=r"outside of its shape|two extents from 1"):
+        Pattern.of(np.array([row]), np.array([0]), shape)

@@ -1,0 +1,47 @@
+"""The operators and their axes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV, operator
+
+
+def test_every_operator_is_found_by_its_name() -> None:
+    assert [operator(name) for name in ("spmm", "spmv", "sddmm")] == [SPMM, SPMV, SDDMM]
+    assert all(each.name == name for name, each in OPERATORS.items())
+
+
+def test_an_unknown_operator_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InputError, match=r"'conv'.*spmm, spmv, sddmm"):
+        operator("conv")
+
+
+@pytest.mark.parametrize("each", OPERATORS.values(), ids=lambda each: each.name)
+def test_axes_fit_together(each) -> None:
+    assert len(set(each.axes)) == len(each.axes) == len(each.sparse_axes) + len(each.dense_axes)
+    assert set(each.output_axes) <= set(each.axes)
+    assert len(each.tensors) == 1 + each.sparse_output
+    if each.sparse_output:
+        assert each.output_axes == each.sparse_axes
+
+
+def test_extents_are_in_the_order_of_the_axes() -> None:
+    assert list(SPMM.extents({"j": 3, "k": 2, "i": 1}).items()) == [("i", 1), ("k", 2), ("j", 3)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"i": 1, "k": 2}, "give the extent of each"),
+        ({"i": 1, "k": 2, "j": 3, "l": 4}, "give the extent of each"),
+        ({}, "extents of nothing"),
+        ({"i": 1, "k": 0, "j": 3}, "axis k (=0) must be at least 1"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(shape: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        SPMM.extents(shape)

@@ -1,0 +1,77 @@
+"""Schedules written by hand: they run, as they are meant, and are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparseflow.tuning.codegen.kernel import CompiledKernel
+from sparseflow.tuning.codegen.program import build
+from sparseflow.tuning.schedule.matrices import as_coo
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.presets import REFERENCE, presets
+from sparseflow.tuning.schedule.problem import Problem
+
+TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
+EXTENTS = [1, 2, 3, 4, 5, 31, 64, 65, 1000, 10**6]
+
+
+def extents_of(name: str, rows: int, cols: int, width: int) -> dict[str, int]:
+    return dict(zip(OPERATORS[name].axes, (rows, cols, width), strict=False))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_they_can_run_on_any_shape(name: str, threads: int) -> None:
+    operator = OPERATORS[name]
+    for rows in EXTENTS:
+        for width in EXTENTS:
+            extents = extents_of(name, rows, 7, width)
+            for each in presets(operator, extents, threads).values():
+                assert each.problems(operator, extents) == []
+                assert each.threads == threads
+                assert each.parallel == each.lreorder[0], "rows are shared"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_none_runs_as_another(name: str, threads: int) -> None:
+    # `tune` counts them by what runs.
+    operator = OPERATORS[name]
+    for rows in (1, 3, 1000):
+        for width in (1, 3, 1000):
+            extents = extents_of(name, rows, 7, width)
+            found = presets(operator, extents, threads).values()
+            assert len({each.canonical(operator, extents) for each in found}) == len(found)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_everything_is_timed_beside_is_one(name: str) -> None:
+    assert REFERENCE[name] in presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (37, 21, 100), (4, 300, 3)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_they_are_right(name: str, shape: tuple[int, int, int], cache: Path) -> None:
+    generator = np.random.default_rng(0)
+    rows, cols, width = shape
+    full = generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < 0.4)
+    operator = OPERATORS[name]
+    problem = Problem(
+        operator=operator,
+        matrix=as_coo(full, dtype=np.float32 if rows != 4 else np.float64),
+        n_cols=width if operator.dense_axes else None,
+    )
+    inputs = problem.draw()
+    wanted = problem.reference(inputs)
+    for schedule in presets(operator, problem.extents, 2).values():
+        found = CompiledKernel(build(problem, schedule), cache=cache).compute(*inputs)
+        limit = TOLERANCE[problem.dtype] * np.abs(wanted).max(initial=1e-30)
+        assert np.abs(found - wanted).max(initial=0.0) <= limit

@@ -1,0 +1,114 @@
+"""What a problem says of itself, and what a library computes for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.schedule import problem as module
+from sparseflow.tuning.schedule.matrices import Coo, as_coo
+from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV, Operator
+from sparseflow.tuning.schedule.problem import Problem
+
+TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-12}
+
+
+def drawn(rows: int, cols: int, density: float, dtype: type = np.float32) -> Coo:
+    generator = np.random.default_rng(rows + cols)
+    return as_coo(
+        generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density), dtype=dtype
+    )
+
+
+def dense(matrix: Coo) -> np.ndarray:
+    return matrix.to_scipy().toarray().astype(np.float64)
+
+
+def expected(problem: Problem, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
+    """By numpy, from dense matrices."""
+    a = dense(problem.matrix)
+    wide = [value.astype(np.float64) for value in inputs]
+    if not problem.operator.sparse_output:
+        return a @ wide[0]
+    sampled = a * (wide[0] @ wide[1].T)
+    return sampled[problem.matrix.rows, problem.matrix.cols]
+
+
+def width(operator: Operator, n_cols: int = 5) -> int | None:
+    return n_cols if operator.dense_axes else None
+
+
+@pytest.mark.parametrize("n_cols", [None, 0, -3])
+@pytest.mark.parametrize("operator", [SPMM, SDDMM])
+def test_columns_are_wanted(operator: Operator, n_cols: int | None) -> None:
+    with pytest.raises(InputError, match=rf"{operator.name} needs `n_cols` \(={n_cols}\)"):
+        Problem(operator=operator, matrix=drawn(3, 4, 0.5), n_cols=n_cols)
+
+
+@pytest.mark.parametrize("n_cols", [0, 1, 7])
+def test_columns_are_not_wanted(n_cols: int) -> None:
+    with pytest.raises(InputError, match="takes a vector"):
+        Problem(operator=SPMV, matrix=drawn(3, 4, 0.5), n_cols=n_cols)
+
+
+@pytest.mark.parametrize(
+    ("operator", "extents", "shapes"),
+    [
+        (SPMM, {"i": 3, "k": 4, "j": 5}, {"B": (4, 5)}),
+        (SPMV, {"i": 3, "j": 4}, {"x": (4,)}),
+        (SDDMM, {"i": 3, "j": 4, "k": 5}, {"X": (3, 5), "Y": (4, 5)}),
+    ],
+)
+def test_shapes(operator: Operator, extents: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+    problem = Problem(operator=operator, matrix=drawn(3, 4, 0.5), n_cols=width(operator))
+    assert problem.extents == extents
+    assert problem.input_shapes == shapes
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_draws_depend_on_the_seed_only(name: str, dtype: type) -> None:
+    operator = OPERATORS[name]
+    problem = Problem(operator=operator, matrix=drawn(3, 4, 0.5, dtype), n_cols=width(operator))
+    assert problem.dtype == dtype
+    first, again, other = problem.draw(1), problem.draw(1), problem.draw(2)
+    for one, same, different, shape in zip(first, again, other, problem.input_shapes.values(), strict=True):
+        assert one.dtype == dtype and one.shape == shape and one.flags.c_contiguous
+        assert np.array_equal(one, same)
+        assert not np.array_equal(one, different)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1.0), (1, 40, 0.5), (40, 1, 0.5), (13, 17, 0.3), (6, 6, 0.0)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_library_and_reference_agree_with_dense(
+    name: str, dtype: type, shape: tuple[int, int, float]
+) -> None:
+    operator = OPERATORS[name]
+    problem = Problem(operator=operator, matrix=drawn(*shape, dtype), n_cols=width(operator))
+    inputs = problem.draw()
+    wanted = expected(problem, inputs)
+    found, reference = problem.library()(*inputs), problem.reference(inputs)
+    assert found.dtype == dtype and reference.dtype == np.float64
+    assert found.shape == reference.shape == wanted.shape
+    scale = np.abs(wanted).max(initial=1e-30)
+    assert np.abs(reference - wanted).max(initial=0.0) <= 1e-13 * scale
+    assert np.abs(found - wanted).max(initial=0.0) <= TOLERANCE[problem.dtype] * scale
+
+
+@pytest.mark.parametrize("elements", [1, 7, 10_000])
+def test_sddmm_by_parts_is_sddmm(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(operator=SDDMM, matrix=drawn(13, 17, 0.4, np.float64), n_cols=3)
+    inputs = problem.draw()
+    monkeypatch.setattr(module, "_ELEMENTS", elements)
+    assert np.allclose(problem.library()(*inputs), expected(problem, inputs), rtol=1e-12)
+
+
+def test_reference_leaves_the_problem_alone() -> None:
+    problem = Problem(operator=SPMM, matrix=drawn(5, 6, 0.5), n_cols=2)
+    inputs = problem.draw()
+    before = problem.matrix.values.copy(), inputs[0].copy()
+    problem.reference(inputs)
+    assert problem.dtype == np.float32
+    assert np.array_equal(problem.matrix.values, before[0]) and np.array_equal(inputs[0], before[1])

@@ -1,0 +1,388 @@
+"""Schedules: their line, what makes one unfit to run, and the form that those share that run the same."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV
+from sparseflow.tuning.schedule.schedule import Level, Mode, Schedule, Split, parse_labelled
+from sparseflow.tuning.schedule.space import Space
+from tests.tuning.random_schedules import (
+    CSR_LINE,
+    LINES,
+    SDDMM_LINE,
+    SPMM_LINE,
+    SPMV_LINE,
+    any_schedule,
+    generators,
+    restated,
+    spaces,
+)
+
+CSR = Schedule.parse(CSR_LINE)
+SPLIT = Schedule.parse(SPMM_LINE)
+BY_OPERATOR = ((SPMM_LINE, SPMM), (CSR_LINE, SPMM), (SPMV_LINE, SPMV), (SDDMM_LINE, SDDMM))
+
+JUNK = [
+    "",
+    " ",
+    "x",
+    "-1",
+    "+1",
+    "01",
+    "1.5",
+    "1e3",
+    "٣",
+    "²",
+    "1" * 19,
+    "None",
+    "i0",
+    "A",
+    "5",
+    "\t",
+    "é",
+    "0x1",
+]
+
+
+# The line ----------------------------------------------------------------------------------------
+
+
+def test_a_line_says_what_a_schedule_holds() -> None:
+    assert SPLIT.fsplit[0] == Split(axis="i", parts=(("i0", 256), ("i1", 16)))
+    assert SPLIT.formats[0].tensor == "A"
+    assert SPLIT.formats[0].order == ("i0", "i1", "k0", "k1")
+    assert SPLIT.formats[0].modes[0] == Level(axis="i0", mode=Mode.COMPRESSED)
+    assert SPLIT.lsplit == (Split(axis="j", parts=(("j0", 2), ("j1", 64))),)
+    assert SPLIT.lreorder == ("j0", "i0", "i1", "k0", "k1", "j1")
+    assert (SPLIT.parallel, SPLIT.vectorize, SPLIT.unroll) == ("j0", "j1", None)
+    assert (SPLIT.unroll_factor, SPLIT.threads, SPLIT.chunk) == (0, 128, 512)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_known_lines_are_written_as_they_were_read(line: str) -> None:
+    assert str(Schedule.parse(line)) == line
+    assert parse_labelled(line) == (Schedule.parse(line), None)
+    assert parse_labelled(f"{line} 445.855559") == (Schedule.parse(line), 445.855559)
+    assert parse_labelled(f"{line} 2.5e-05")[1] == 2.5e-05
+
+
+@settings(deadline=None)
+@given(any_schedule())
+def test_a_schedule_survives_being_written(schedule: Schedule) -> None:
+    line = str(schedule)
+    assert Schedule.parse(line) == schedule
+    assert str(Schedule.parse(line)) == line
+    assert Schedule.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(LINES).map(Schedule.parse) | any_schedule(), st.data())
+def test_a_broken_line_is_refused_where_it_breaks(schedule: Schedule, data: st.DataObject) -> None:
+    tokens = str(schedule).split(" ")
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    edit = data.draw(st.sampled_from(["drop", "cut", "put", "insert", "swap"]))
+    junk = data.draw(st.sampled_from(JUNK) | st.sampled_from(tokens))
+    changed = {
+        "drop": [*tokens[:at], *tokens[at + 1 :]],
+        "cut": tokens[:at],
+        "put": [*tokens[:at], junk, *tokens[at + 1 :]],
+        "insert": [*tokens[:at], junk, *tokens[at:]],
+        "swap": [*tokens[:at], *reversed(tokens[at : at + 2]), *tokens[at + 2 :]],
+    }[edit]
+    line = " ".join(changed)
+    try:
+        read = Schedule.parse(line)
+    except FileFormatError as error:
+        told = re.search(r"column (\d+) \(token (\d+)\)", str(error))
+        assert told is not None
+        column, token = int(told[1]), int(told[2])
+        pieces = line.split(" ")
+        starts = np.cumsum([1, *(len(piece) + 1 for piece in pieces)])
+        assert column == starts[token - 1], "the column is where the token stands"
+        assert token > at, "nothing before the edit is blamed"
+        if token <= len(pieces) and pieces[token - 1]:
+            assert repr(pieces[token - 1]) in str(error), "the token is quoted"
+    else:
+        assert str(read) == line, "what is read is written alike, so nothing was overlooked"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_that_ends_early_or_late_is_refused(line: str) -> None:
+    tokens = line.split(" ")
+    for kept in range(len(tokens)):
+        with pytest.raises(FileFormatError, match=r"column \d+"):
+            Schedule.parse(" ".join(tokens[:kept]))
+    for tail in (" ", " 1", " 1.5", "\n", " None"):
+        with pytest.raises(FileFormatError, match=r"column \d+"):
+            Schedule.parse(line + tail)
+    for tail in (
+        " ",
+        " 1.5 2",
+        " nan",
+        " inf",
+        " 1e999",
+        " -1.0",
+        " 0.0",
+        " 0",
+        " 1.",
+        " .5",
+        " 1_0",
+        " 1.5\n",
+    ):
+        with pytest.raises(FileFormatError, match=r"column \d+"):
+            parse_labelled(line + tail)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("k 1 1 j", "k 5 1 j", "column 23 (token 12): expected a mode from 0 to 4, found '5'"),
+        ("0 1 A", "1 1 A", "expected a sparse axis that is split, found '1'"),
+        ("i k A 2", "i k B 2", "expected `A`, as in the list of storage orders, found 'B'"),
+        ("A 2 i 0", "A 3 i 0", "expected 2, the number of levels in its storage order, found '3'"),
+        ("i 0 k 1", "i 0 i 1", "expected one of k, the levels that have no mode yet, found 'i'"),
+        ("2 i k", "2 i i", "expected an axis of its storage that is not named yet, found 'i'"),
+        ("j0 4 j1", "j1 4 j1", "expected `j0`, found 'j1'"),
+        ("1 j 2", "1 j 1", "the number of parts of `j` (a whole number of at least 2), found '1'"),
+        ("1 j 2", "1 j3 2", "its name not ending in a digit, found 'j3'"),
+        ("i j0 k j1 i", "i j0 k i i", "expected a loop that is not named yet, found 'i'"),
+        ("None 0 2", "none- 0 2", "expected the unrolled loop or None, found 'none-'"),
+        (
+            " 2 16",
+            " 2  16",
+            "expected the chunk (a whole number), found nothing (one space parts two tokens)",
+        ),
+        (" 2 16", " 2", "expected the chunk, found the end of the line"),
+        (" 2 16", " 02 16", "expected the number of threads (a whole number), found '02'"),
+    ],
+)
+def test_messages_say_what_was_expected(old: str, new: str, message: str) -> None:
+    assert CSR_LINE.count(old) == 1
+    with pytest.raises(FileFormatError, match=re.escape(message)):
+        Schedule.parse(CSR_LINE.replace(old, new))
+
+
+def test_an_axis_is_split_only_once() -> None:
+    with pytest.raises(FileFormatError, match="an axis that is not split yet"):
+        Schedule.parse("1 j 2 j0 4 j1 4 1 A 1 i A 1 i 0 1 j 2 j0 4 j1 4 1 i None None None 0 1 1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": "2"},
+        {"threads": True},
+        {"threads": 2.0},
+        {"parallel": "None"},
+        {"parallel": ["i"]},
+        {"unknown": 1},
+        {"lreorder": []},
+        {"formats": [{"tensor": "A"}]},
+        {"formats": [{"tensor": "A", "order": ["i"], "modes": [["i", 9]]}]},
+        {"fsplit": [{"axis": "i", "parts": [["i0", 2]]}]},
+        {"fsplit": None},
+    ],
+    ids=str,
+)
+def test_a_dict_that_is_no_schedule_is_refused(change: dict) -> None:
+    with pytest.raises(FileFormatError):
+        Schedule.from_dict(CSR.to_dict() | change)
+
+
+def test_a_dict_without_a_field_is_refused() -> None:
+    for field in CSR.to_dict():
+        data = CSR.to_dict()
+        del data[field]
+        with pytest.raises(FileFormatError):
+            Schedule.from_dict(data)
+
+
+# Running -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("line", "operator"), BY_OPERATOR)
+def test_known_lines_can_run(line: str, operator) -> None:
+    schedule = Schedule.parse(line)
+    assert schedule.problems(operator) == []
+    assert schedule.checked(operator) is schedule
+
+
+BROKEN = [
+    ("tensors", SPMM, "A 2 i k A 2", "B 2 i k B 2"),
+    ("split-axis", SPMM, "1 1 j 2 j0 4 j1 64", "1 1 k 2 k0 4 k1 64"),
+    ("storage-axes", SPMM, "A 2 i k A 2 i 0 k 1", "A 2 i m A 2 i 0 m 1"),
+    ("loop-axes", SPMM, "4 i j0 k j1", "3 i j0 j1"),
+    ("unknown-loop", SPMM, "k j1 i j1", "k j1 i0 j1"),
+    ("same-loop", SPMM, "i j1 None 0", "i j1 i 2"),
+    ("size", SPMM, "j0 4 j1 64", "j0 4 j1 0"),
+    ("size", SPMM, "j0 4 j1 64", "j0 2147483648 j1 64"),
+    ("threads", SPMM, "0 2 16", "0 0 16"),
+    ("chunk", SPMM, "0 2 16", "0 2 0"),
+    ("chunk", SPMM, "0 2 16", "0 2 48"),
+    ("chunk", SPMM, "0 2 16", "0 2 1024"),
+    ("unroll-factor", SPMM, "None 0", "None 4"),
+    ("unroll-factor", SPMM, "None 0", "k 0"),
+    ("storage-order", SPMM, "A 2 i k", "A 2 k i"),
+    ("sub-order", SPMM, "i j0 k j1 i j1", "i j1 k j0 i j0"),
+    ("singleton-parent", SPMM, "i 0 k 1", "i 0 k 3"),
+    ("singleton-parent", SPMM, "i 0 k 1 1 j 2 j0 4 j1 64 4 i j0 k j1 i",
+     "i 4 k 1 1 j 2 j0 4 j1 64 4 i j0 k j1 None"),
+    ("parallel-reduction", SPMM, "j1 i j1", "j1 k j1"),
+    ("parallel-shared", SPMM, "i 0 k 1", "i 2 k 1"),
+    ("unroll-singleton", SPMM, "i 0 k 1 1 j 2 j0 4 j1 64 4 i j0 k j1 i j1 None 0",
+     "i 2 k 3 1 j 2 j0 4 j1 64 4 i j0 k j1 None j1 k 2"),
+    ("vectorize-inner", SPMM, "i j1 None", "i k None"),
+    ("dense-parts", SPMM, "j 2 j0 4 j1 64 4 i j0 k j1 i j1", "j 3 j0 4 j1 8 j2 8 5 i j0 k j1 j2 i j2"),
+    ("dense-parts", SPMM, "j 2 j0 4 j1 64 4 i j0 k j1 i j1", "j 3 j0 4 j1 8 j2 7 5 i j0 k j1 j2 i j2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "operator", "old", "new"), BROKEN)
+def test_each_rule_is_reported_by_its_name(reason: str, operator, old: str, new: str) -> None:
+    assert CSR_LINE.count(old) == 1
+    schedule = Schedule.parse(CSR_LINE.replace(old, new))
+    assert [problem.split(":")[0] for problem in schedule.problems(operator)] == [reason]
+    with pytest.raises(InputError, match=f"cannot run as spmm: {reason}: "):
+        schedule.checked(operator)
+
+
+def test_singletons_have_no_loop_to_share_or_vectorise() -> None:
+    coo = "0 1 A 2 i j A 2 i 2 j 3 0 2 i j {} None 0 2 16"
+    assert Schedule.parse(coo.format("None None")).problems(SPMV) == []
+    found = Schedule.parse(coo.format("None j")).problems(SPMV)
+    assert [problem.split(":")[0] for problem in found] == ["vectorize-singleton"]
+    csc = Schedule.parse("0 1 A 2 j i A 2 j 2 i 3 0 2 j i i None None 0 2 16")
+    assert [problem.split(":")[0] for problem in csc.problems(SPMV)] == ["parallel-singleton"]
+
+
+def test_a_sparse_output_may_share_any_of_its_levels() -> None:
+    schedule = Schedule.parse(SDDMM_LINE)
+    shared = replace(
+        schedule,
+        formats=tuple(
+            replace(each, modes=tuple(replace(level, mode=Mode.COMPRESSED_NONUNIQUE) for level in each.modes))
+            for each in schedule.formats
+        ),
+    )
+    assert shared.problems(SDDMM) == []
+    assert replace(shared, parallel="j0").problems(SDDMM) == []
+    (problem,) = replace(shared, parallel="k0").problems(SDDMM)
+    assert problem.startswith("parallel-reduction: ")
+
+
+def test_both_tensors_of_sddmm_are_stored_alike() -> None:
+    schedule = Schedule.parse(SDDMM_LINE)
+    first, second = schedule.formats
+    other = replace(second, modes=tuple(reversed(second.modes)))
+    assert replace(schedule, formats=(first, other)).problems(SDDMM) == [], "the order of the list is free"
+    other = replace(second, modes=(Level(axis="i0", mode=Mode.DENSE), *second.modes[1:]))
+    (problem,) = replace(schedule, formats=(first, other)).problems(SDDMM)
+    assert problem.startswith("format-differs: ")
+
+
+def test_more_dense_parts_run_where_they_come_out_even() -> None:
+    line = CSR_LINE.replace("j 2 j0 4 j1 64 4 i j0 k j1 i j1", "j 3 j0 4 j1 8 j2 8 5 i j0 k j1 j2 i j2")
+    schedule = Schedule.parse(line)
+    assert schedule.problems(SPMM, {"i": 9, "k": 9, "j": 256}) == []
+    (problem,) = schedule.problems(SPMM, {"i": 9, "k": 9, "j": 250})
+    assert problem.startswith("dense-parts: ")
+
+
+@settings(deadline=None)
+@given(any_schedule(), st.sampled_from(sorted(OPERATORS)))
+def test_any_schedule_can_be_judged(schedule: Schedule, name: str) -> None:
+    operator = OPERATORS[name]
+    for problem in schedule.problems(operator, dict.fromkeys(operator.axes, 8)):
+        assert re.match(r"[a-z]+(-[a-z]+)*: \S", problem)
+
+
+def test_what_no_line_could_say_is_reported_too() -> None:
+    twice = replace(SPLIT, fsplit=(SPLIT.fsplit[0], *SPLIT.fsplit))
+    assert twice.problems(SPMM)[0].startswith("split-twice: ")
+    named = replace(SPLIT, fsplit=(Split(axis="i", parts=(("x", 2), ("y", 2))), SPLIT.fsplit[1]))
+    assert named.problems(SPMM)[0].startswith("part-names: ")
+    modes = replace(SPLIT.formats[0], modes=SPLIT.formats[0].modes[:2])
+    assert replace(SPLIT, formats=(modes,)).problems(SPMM)[0].startswith("mode-axes: ")
+
+
+def test_parts_of_an_axis() -> None:
+    assert SPLIT.sub_axes("i") == (("i0", 256), ("i1", 16))
+    assert SPLIT.sub_axes("j") == (("j0", 2), ("j1", 64))
+    assert CSR.sub_axes("i") == (("i", None),)
+
+
+def test_levels_are_in_storage_order() -> None:
+    listed = Schedule.parse(SDDMM_LINE).formats[0]
+    assert [level.axis for level in listed.modes] == ["i0", "i1", "j0", "j1"]
+    assert [level.axis for level in listed.levels()] == ["i0", "j0", "i1", "j1"]
+    assert [level.mode for level in listed.levels()] == [1, 1, 0, 0]
+
+
+# The canonical form ------------------------------------------------------------------------------
+
+
+def test_canonical_sizes_are_those_that_run() -> None:
+    same = SPLIT.canonical(SPMM, {"i": 1000, "k": 17, "j": 65})
+    assert [split.parts for split in (*same.fsplit, *same.lsplit)] == [
+        (("i0", 63), ("i1", 16)),
+        (("k0", 2), ("k1", 16)),
+        (("j0", 2), ("j1", 64)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given_modes", "plain"),
+    [
+        ((2, 3), (2, 3)),
+        ((0, 2), (0, 1)),
+        ((2, 2), (2, 1)),
+        ((2, 4, 4, 3), (2, 3, 3, 3)),
+        ((1, 2, 2, 2), (1, 2, 1, 1)),
+        ((2, 0, 2, 1), (2, 0, 1, 1)),
+        ((2, 0, 2, 3), (2, 0, 2, 3)),
+    ],
+)
+def test_modes_that_make_no_difference_are_dropped(given_modes, plain) -> None:
+    names = ("i", "j") if len(given_modes) == 2 else ("i0", "i1", "j0", "j1")
+    splits = "2 i 2 i0 2 i1 2 j 2 j0 2 j1 2" if len(given_modes) == 4 else "0"
+    order = f"{len(names)} {' '.join(names)}"
+    modes = " ".join(f"{name} {mode}" for name, mode in zip(names, given_modes, strict=True))
+    line = f"{splits} 1 A {order} A {len(names)} {modes} 0 {order} None None None 0 1 1"
+    same = Schedule.parse(line).canonical(SPMV, {"i": 4, "j": 4})
+    assert tuple(level.mode for level in same.formats[0].levels()) == plain
+
+
+def test_one_thread_is_no_parallel_loop() -> None:
+    shape = {"i": 100, "k": 100, "j": 256}
+    alone = replace(CSR, threads=1).canonical(SPMM, shape)
+    assert (alone.parallel, alone.threads, alone.chunk) == (None, 1, 1)
+    assert alone == replace(CSR, parallel=None, threads=7, chunk=4).canonical(SPMM, shape)
+
+
+def test_what_cannot_run_has_no_canonical_form() -> None:
+    with pytest.raises(InputError, match="threads: "):
+        replace(CSR, threads=0).canonical(SPMM, {"i": 1, "k": 1, "j": 1})
+    with pytest.raises(InputError, match="give the extent of each"):
+        CSR.canonical(SPMM, {"i": 1})
+
+
+@settings(deadline=None)
+@given(spaces(), generators)
+def test_schedules_that_run_the_same_share_a_form(space: Space, rng: np.random.Generator) -> None:
+    schedule = space.sample(rng)
+    other = restated(schedule, space.operator, rng)
+    assert other.problems(space.operator, space.shape) == []
+    same = other.canonical(space.operator, space.shape)
+    assert same == schedule == same.canonical(space.operator, space.shape)
+    assert same.problems(space.operator, space.shape) == []
