@@ -22,7 +22,9 @@ MAX_JSON_DEPTH = 64
 
 # The closing quote is optional so that an unterminated string costs linear time; the parser refuses it later.
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_OVERFLOW = re.compile(rb"[eE]\+?0*[1-9]\d\d|\d{300}")
+_MASK_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_OVERFLOW = re.compile(rb"[eE]\+?000")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -98,11 +100,12 @@ def parse_json(data: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
         ValueError: `data` violates one of these rules.
     """
     raw = data.encode() if isinstance(data, str) else data
-    plain = _JSON_STRING.sub(b"", raw)
-    if plain.count(b"[") + plain.count(b"{") > max_depth and _measure_depth(plain) > max_depth:
+    # Brackets within strings do not nest, but few brackets cannot nest deeply in any case.
+    if raw.count(b"[") + raw.count(b"{") > max_depth and _measure_depth(raw) > max_depth:
         raise ValueError(f"nesting is deeper than {max_depth} levels")
     # Parsing floats in Python is slow, so it is done only if a literal could overflow to infinity.
-    parse_float = _parse_finite if _OVERFLOW.search(plain) else None
+    digits = raw.translate(_MASK_DIGITS)
+    parse_float = _parse_finite if _OVERFLOW.search(digits) or b"0" * 300 in digits else None
     try:
         return json.loads(
             raw.decode("utf-8"),
@@ -195,12 +198,11 @@ def _read_umask() -> int:
     return mask
 
 
-def _measure_depth(plain: bytes) -> int:
-    """Return the deepest nesting of JSON text without its strings."""
-    codes = np.frombuffer(plain, np.uint8)
-    opening = (codes == ord("[")) | (codes == ord("{"))
-    closing = (codes == ord("]")) | (codes == ord("}"))
-    return int(np.cumsum(opening.astype(np.int32) - closing.astype(np.int32)).max(initial=0))
+def _measure_depth(raw: bytes) -> int:
+    """Return the deepest nesting of JSON text."""
+    brackets = np.frombuffer(_JSON_STRING.sub(b"", raw).translate(None, _NOT_BRACKETS), np.uint8)
+    opening = (brackets == ord("[")) | (brackets == ord("{"))
+    return int(np.cumsum(np.where(opening, 1, -1)).max(initial=0))
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
