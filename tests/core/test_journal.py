@@ -145,9 +145,9 @@ def test_journal_accepts_unions_and_dataclasses(path: Path) -> None:
     assert read_journal(path, adapter)[1] == [Row(name="a"), Failure(error="b")]
     other = path.with_name("points.jsonl")
     points = [Point(1, (0.5,)), Point(2)]
-    with Journal(other, Point, key=lambda point: point.x) as kept:
+    with Journal(other, Point, key=lambda point: point.x) as points_journal:
         for point in points:
-            kept.append(point)
+            points_journal.append(point)
     assert read_journal(other, Point) == (None, points)
 
 

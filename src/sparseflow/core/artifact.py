@@ -2,18 +2,18 @@
 
 An artifact is a pydantic model with a format name, a version and a hint of how to create a new one::
 
-    class Importance(Artifact):
-        FORMAT: ClassVar[str] = "sparseflow.adaptive.profile.importance"
+    class BlockScores(Artifact):
+        FORMAT: ClassVar[str] = "sparseflow.adaptive.block-scores"
         VERSION: ClassVar[int] = 2
-        HINT: ClassVar[str] = "measure it with `sparseflow adaptive importance`"
+        HINT: ClassVar[str] = "measure them with `sparseflow adaptive importance`"
 
         model_id: str
         scores: Annotated[np.ndarray, ArrayField(np.float64, ndim=1)]
 
-    Importance(model_id="a1", scores=np.zeros(3)).save("importance.json")
-    importance = Importance.load("importance.json")
+    BlockScores(model_id="a1", scores=np.zeros(3)).save("scores.json")
+    block_scores = BlockScores.load("scores.json")
 
-The file starts with `{"format": "sparseflow.adaptive.profile.importance", "version": 2, ...}`. In safetensors and
+The file starts with `{"format": "sparseflow.adaptive.block-scores", "version": 2, ...}`. In safetensors and
 Parquet files the same record is the metadata entry `sparseflow`, beside the tensors or rows.
 """
 
@@ -72,8 +72,8 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
             FileFormatError: The record is of another format or version, or its content is invalid.
         """
         if not isinstance(record, Mapping) or record.get("format") != cls.FORMAT:
-            given = record.get("format") if isinstance(record, Mapping) else type(record).__name__
-            raise FileFormatError(f"{source}: expected format {cls.FORMAT!r}, got {given!r}; {cls.HINT}")
+            actual = record.get("format") if isinstance(record, Mapping) else type(record).__name__
+            raise FileFormatError(f"{source}: expected format {cls.FORMAT!r}, got {actual!r}; {cls.HINT}")
         version = record.get("version")
         if type(version) is not int or version != cls.VERSION:
             age = "newer" if isinstance(version, int) and version > cls.VERSION else "older"
@@ -236,16 +236,16 @@ class ArrayField:
 
     def _validate(self, value: object) -> np.ndarray:
         try:
-            given = np.asarray(value)
+            source = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"not an array of {self._dtype}: {error}") from error
         # Overflow gives infinity or a changed integer; both are refused below.
         with np.errstate(over="ignore", invalid="ignore"):
-            array: Any = given.astype(self._dtype, copy=False) if given.dtype.kind in "biuf" else None
+            array: Any = source.astype(self._dtype, copy=False) if source.dtype.kind in "biuf" else None
         # An empty list has no dtype of its own.
-        if array is None or (given.size and not np.can_cast(given.dtype, self._dtype, "same_kind")):
-            raise ValueError(f"expected {self._dtype} values, got {given.dtype}")
-        if array.dtype.kind in "iu" and not np.array_equal(array, given):
+        if array is None or (source.size and not np.can_cast(source.dtype, self._dtype, "same_kind")):
+            raise ValueError(f"expected {self._dtype} values, got {source.dtype}")
+        if array.dtype.kind in "iu" and not np.array_equal(array, source):
             raise ValueError(f"values do not fit {self._dtype}")
         if self._ndim is not None and array.ndim != self._ndim:
             raise ValueError(f"expected {self._ndim} dimensions, got shape {list(array.shape)}")
@@ -293,47 +293,47 @@ def _require_file(cls: type[Artifact], path: Path | str) -> Path:
     return file
 
 
-def save_tensors(path: Path | str, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write weights in place of what is there.
+def save_tensors(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors as safetensors without a format tag; prefer `Artifact.save_tensors`.
 
     Args:
-        path: Ends in `.safetensors`, by custom. Its folder must exist.
-        weights: Name -> tensor, on any device.
-        metadata: What else the file says.
+        path: File to write. Its directory must exist.
+        tensors: Name -> tensor, on any device.
+        metadata: Metadata of the file.
 
     Raises:
         OSError: The file cannot be written.
     """
     from safetensors.torch import save
 
-    ready = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    write_atomic(Path(path), save(ready, metadata=dict(metadata)))
+    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_atomic(Path(path), save(contiguous, metadata=dict(metadata)))
 
 
 def load_tensors(
-    path: Path | str, mark: Mapping[str, str], what: str
+    path: Path | str, required: Mapping[str, str], description: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the weights of a file that `save_tensors` wrote; on the CPU.
+    """Read the metadata and tensors of a file of `save_tensors`; prefer `Artifact.load_tensors`.
 
     Args:
-        path: The file.
-        mark: What its metadata must say.
-        what: What it should be, as a message names it.
+        path: File to read.
+        required: Metadata that the file must have.
+        description: Name of the content in error messages.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is something else, or damaged.
+        InputError: The file does not exist.
+        FileFormatError: The file is damaged, or lacks the required metadata.
     """
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"there is no file {file}")
+        raise InputError(f"{file} does not exist")
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if any(metadata.get(name) != value for name, value in mark.items()):
-                raise FileFormatError(f"{file} holds no {what} of this version of SparseFlow")
-            return metadata, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            if any(metadata.get(name) != value for name, value in required.items()):
+                raise FileFormatError(f"{file} is not a {description} of this version of SparseFlow")
+            return metadata, {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise FileFormatError(f"{file} is not a {what} that can be read: {error}") from error
+        raise FileFormatError(f"{file} is not a readable {description}: {error}") from error

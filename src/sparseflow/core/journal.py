@@ -77,12 +77,12 @@ class Journal(Generic[Row]):
         self._writer: JsonLinesWriter | None = JsonLinesWriter(self.path, sync_rows=sync_rows)
         try:
             header_type = None if header is None else type(header)
-            found, self.rows = _parse_lines(self.path, self._adapter, header_type)
+            existing, self.rows = _parse_lines(self.path, self._adapter, header_type)
             if header is not None:
-                if found is None:
+                if existing is None:
                     self._writer.write(header.to_dict())
                 else:
-                    _check_same_header(self.path, found, header)
+                    _check_same_header(self.path, existing, header)
             for number, row in enumerate(self.rows, start=1 + (header is not None)):
                 if not self._add_key(row):
                     raise FileFormatError(f"{self.path}, line {number}: duplicate key; remove the line")
@@ -302,11 +302,11 @@ def _parse_lines(
 
 
 def _check_same_header(path: Path, existing: Artifact, requested: Artifact) -> None:
-    before, now = existing.to_dict(), requested.to_dict()
+    old, new = existing.to_dict(), requested.to_dict()
     differences = [
-        f"{name} (={_shorten(before.get(name))}, now {_shorten(now.get(name))})"
-        for name in now
-        if before.get(name) != now.get(name)
+        f"{name} (={_shorten(old.get(name))}, now {_shorten(new.get(name))})"
+        for name in new
+        if old.get(name) != new.get(name)
     ]
     if differences:
         raise InputError(

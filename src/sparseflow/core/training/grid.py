@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.journal import Journal
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import round_robin_device
@@ -104,10 +104,10 @@ def run_grid(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     has_folds = any(cell.fold for cell in cells)
-    writer = JsonLinesWriter(path)
-    try:
+    journal: Journal[dict[str, Any]]
+    with Journal(path, dict) as journal:
         rows: dict[tuple[str, int, int], dict[str, Any]] = {}
-        for row in read_json_lines(path):
+        for row in journal.rows:
             if check_row is not None:
                 check_row(row)
             rows[_row_key(row, path)] = row
@@ -119,13 +119,11 @@ def run_grid(
             row = {
                 "entry": cell.name, **({"fold": cell.fold} if has_folds else {}), "seed": cell.seed, **result
             }  # fmt: skip
-            writer.write(row)
+            journal.append(row)
             rows[_cell_key(cell)] = row
             if progress is not None:
                 text = _describe_row(row) if describe is None else describe(row)
                 progress(text, count / len(pending))
-    finally:
-        writer.close()
     return [rows[_cell_key(cell)] for cell in cells]
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.journal import Journal, read_journal
 
 HISTORY_FILE = "losses.jsonl"
 _TENSORBOARD_DIR = "tensorboard"
@@ -31,37 +31,33 @@ class History:
     """
 
     def __init__(self, out_dir: Path) -> None:
-        self._writer = JsonLinesWriter(out_dir / HISTORY_FILE)
+        self._journal: Journal[dict[str, Any]] = Journal(out_dir / HISTORY_FILE, dict, key=_get_key)
         self._tensorboard: Any = None
         try:
-            rows = read_json_lines(out_dir / HISTORY_FILE)
-            # A step that is repeated after a stop gives the same metrics: the existing row stays.
-            self._logged = {(row.get("step"), row.get("kind")) for row in rows}
             make_writer = _load_tensorboard()
             if make_writer is not None:
                 self._tensorboard = make_writer(str(out_dir / _TENSORBOARD_DIR))
         except BaseException:
-            self._writer.close()
+            self._journal.close()
             raise
 
     def log(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step. Raises RunError if the disk is full."""
-        if (step, kind) in self._logged:
+        # A step that is repeated after a stop gives the same metrics: the existing row stays.
+        if (step, kind) in self._journal:
             return
-        self._logged.add((step, kind))
-        self._writer.write({"step": step, "kind": kind, **metrics})
+        self._journal.append({"step": step, "kind": kind, **metrics})
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
     def sync(self) -> None:
         """Flush the rows to disk, so that they survive a power failure."""
-        self._writer.sync()
+        self._journal.sync()
 
     def close(self) -> None:
         """Flush and close the files and release the directory."""
-        self._writer.sync()
-        self._writer.close()
+        self._journal.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -72,7 +68,11 @@ def read_history(out_dir: Path | str) -> Iterator[dict[str, Any]]:
     Raises:
         FileFormatError: A line is damaged.
     """
-    yield from read_json_lines(Path(out_dir) / HISTORY_FILE)
+    yield from read_journal(Path(out_dir) / HISTORY_FILE, dict)[1]
+
+
+def _get_key(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row.get("step"), row.get("kind")
 
 
 def smooth_curve(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
