@@ -5,7 +5,7 @@
     python benchmarks/tables.py            write the tables
     python benchmarks/tables.py --check    write nothing; exit with 1 if a table is out of date
 
-A table stands between `<!-- table:<wing> -->` and `<!-- /table -->`; the text between the markers is replaced.
+The text between `<!-- table:<wing> -->` and `<!-- /table -->` is replaced by the claims of a wing.
 `<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the targets of
 each wing, and `<!-- table:ids <id> <id> ... -->` lists the named claims in this order.
 """

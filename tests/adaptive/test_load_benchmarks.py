@@ -167,8 +167,8 @@ def test_what_deciding_adds(script: Any, tmp_path: Path) -> None:
     assert record["columns"] == ["given_ms", "decided_ms", "given_again_ms", "decide_ms"]
     assert all(len(each) == 4 for each in record["host"]["samples_us"].values())
     assert all(0.0 < row[3] < row[1] for case in record["cases"] for row in case["samples"])
-    (claim,) = script("record").KINDS["overhead"](record)
-    assert claim["id"] == "adaptive/6-deciding-least-cpu" and "--geometry least" in claim["command"]
+    (claim,) = overhead.make_claims(record)
+    assert claim.id == "adaptive/6-deciding-least-cpu" and "--geometry least" in claim.command
     middle, low, high = overhead.ratio(np.full(50, 1.1), np.full(50, 1.0), 0)
     assert (middle, low, high) == pytest.approx((0.1, 0.1, 0.1))
 
@@ -182,7 +182,7 @@ def test_predictions_are_held_against_requests(
 
     # How near a load comes to what was wanted depends on what else the machine does.
     for name in ("_NEAR", "_FAR"):
-        monkeypatch.setattr(f"sparseflow.adaptive.profile.others.{name}", float("inf"))
+        monkeypatch.setattr(f"sparseflow.adaptive.profile.background_traffic.{name}", float("inf"))
     out = tmp_path / "predictor.json"
     size = ["--geometry", "least", "--max-tokens", "96", "--max-batch", "3", "--runner", runner]
     # A load beside which nothing can be measured in a test is made by processes; 0 needs none.

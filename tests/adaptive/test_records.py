@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from sparseflow.core.claims import Claim
 from sparseflow.errors import InputError
 
 
@@ -32,19 +31,18 @@ def folder(root: Path, seed: int, accuracy: float, *, steps: int = 10) -> Path:
     return made
 
 
-def claims_of(script: Any, kind: str, record: dict[str, Any]) -> list[Claim]:
-    common = {"device": "a", "samples": f"adaptive/{kind}.json", "git": "b", "date": "2026-01-01"}
-    return [Claim.model_validate(each | common) for each in getattr(script("record"), kind)(record)]
-
-
 def test_seeds_become_one_record_and_the_worst_counts(tmp_path: Path, script: Any) -> None:
     folders = [str(folder(tmp_path, seed, share)) for seed, share in enumerate((0.93, 0.91))]
     out = tmp_path / "trained.json"
     assert script("trained").main([*folders, "--out", str(out)]) == 0
     assert "/of/" not in out.read_text()
-    (claim,) = claims_of(script, "trained", json.loads(out.read_text()))
+    record = json.loads(out.read_text()) | {"environment": CUDA}
+    (claim,) = script("trained").make_claims(record)
     assert (claim.value, claim.met) == (91.0, True)
     assert claim.baseline == "from the question alone: 21.0 %"
+
+
+CUDA = {"device": {"kind": "cuda"}}
 
 
 def front(*ms: float) -> dict[str, Any]:
@@ -56,15 +54,15 @@ def front(*ms: float) -> dict[str, Any]:
 def test_what_plans_span_alone_and_at_one_rate(script: Any) -> None:
     record = {
         "alone": front(4.0, 3.0), "at_rate": front(6.0, 4.0), "at_rate_p95": front(9.0, 5.0, 3.0),
-        "rate_per_s": 100.0, "settings": {"load": 0.7}, "samples": {"test": 64}, "plans": [{}] * 5,
+        "environment": CUDA, "rate_per_s": 100.0, "settings": {"load": 0.7}, "samples": {"test": 64},
+        "plans": [{}] * 5,
     }  # fmt: skip
-    alone, tail, count = claims_of(script, "spans", record)
+    alone, tail, count = script("spans").make_claims(record)
     assert [(each.value, each.met) for each in (alone, tail, count)] == [
         (1.333, False), (3.0, True), (2, False),
     ]  # fmt: skip
-    assert "of 2 Pareto plans, medians of requests one after the other (4.00 ms, 90.0 % right" in alone.claim
-    assert "100 a second (70.0 % of what the dearest can do)" in tail.claim
-    assert tail.claim.endswith("medians there span 1.50x")
+    assert (alone.details["slowest_ms"], alone.details["slowest_accuracy"]) == (4.0, 0.9)
+    assert [tail.details[key] for key in ("rate_per_s", "load", "median_span")] == [100.0, 0.7, 1.5]
 
 
 def test_plans_that_another_beats_do_not_count(script: Any) -> None:
@@ -101,9 +99,9 @@ def test_what_controllers_gain_is_told_with_its_interval(script: Any) -> None:
         }
         for other, gain in gains.items() for where in ("all requests", "tight budgets")
     ]  # fmt: skip
-    found = list(script("record").study({"policies": policies, "compared": compared}))
-    assert [(each["value"], each["met"]) for each in found] == [(1.0, True), (-2.0, False)]
-    assert "better" in found[0]["claim"] and "worse" in found[1]["claim"]
-    for kind, end in (("cpu", "table-cpu"), ("cuda", "table")):
+    for kind, suffix in (("cpu", "-cpu"), ("cuda", "")):
         record = {"policies": policies, "compared": compared, "environment": {"device": {"kind": kind}}}
-        assert next(script("record").KINDS["study"](record))["id"] == f"adaptive/5-lookup-{end}"
+        claims = list(script("study").make_claims(record))
+        assert [(claim.value, claim.met) for claim in claims] == [(1.0, True), (-2.0, False)]
+        assert claims[0].id == f"adaptive/5-lookup-table{suffix}"
+        assert (claims[0].details["low"], claims[0].details["high"]) == (0.1, 2.0)
