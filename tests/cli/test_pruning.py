@@ -1,4 +1,4 @@
-"""`sparseflow pruning`, for readers and for scripts."""
+"""`sparseflow pruning`: text output, JSON output and errors."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "quick.yaml"
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
+def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_train_eval_compact_and_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_eval_compact_profile_agree(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["pruning", "train", "--config", config, "--out", "run", "--set", "train.epochs=1"]
     assert run([*command, "--json"]) == 0
-    found = told(capsys)
-    assert Path(found["report"]).is_file() and found["sparsity_token"] == 0.5
+    result = read_json(capsys)
+    assert Path(result["report"]).is_file() and result["sparsity_token"] == 0.5
     assert run(command) == 0
-    assert "of videos right" in capsys.readouterr().out
+    assert "over videos" in capsys.readouterr().out
     assert run([*command, "--set", "train.rate=0.1"]) == 2
-    assert "another training" in capsys.readouterr().err
-    assert run(["pruning", "eval", found["model"], "--config", config, "--json"]) == 0
-    judged = told(capsys)
-    assert judged["video_top1"] == found["video_top1"] and judged["videos"] == 20
-    assert run(["pruning", "compact", found["model"], "--out", "small.safetensors", "--json"]) == 0
-    cut = told(capsys)
+    assert "train.rate" in capsys.readouterr().err
+    assert run(["pruning", "eval", result["model"], "--config", config, "--json"]) == 0
+    judged = read_json(capsys)
+    assert judged["video_top1"] == result["video_top1"] and judged["videos"] == 20
+    assert run(["pruning", "compact", result["model"], "--out", "small.safetensors", "--json"]) == 0
+    cut = read_json(capsys)
     assert cut["gflops"] < cut["dense_gflops"] and len(cut["units"]) == 2
     assert run(["pruning", "eval", "small.safetensors", "--config", config, "--json"]) == 0
-    assert told(capsys)["video_top1"] == found["video_top1"]
+    assert read_json(capsys)["video_top1"] == result["video_top1"]
     settings = read_settings(config, {"model.depth": 1, "mode": "dense"})
     save(settings.make(5, 1), "other.safetensors")
     assert run(["pruning", "eval", "other.safetensors", "--config", config]) == 2
-    assert "tells 5 classes apart" in capsys.readouterr().err
-    profile = ["pruning", "profile", "--config", config, "--rounds", "2", "--batch", "2"]
+    assert "other.safetensors has 5 classes" in capsys.readouterr().err
+    profile = ["pruning", "profile", "--config", config, "--rounds", "2", "--batch-size", "2"]
     assert run([*profile, "--fit", "cost.json", "--json"]) == 0
-    measured = told(capsys)
+    measured = read_json(capsys)
     assert [row["model"] for row in measured["profile"]] == ["dense", "soft masks", "hard masks", "compact"]
     assert Path("cost.json").is_file() and measured["error"] < 1e-4
     assert run(profile) == 0
     assert "clips/s" in capsys.readouterr().out
 
 
-def test_compare(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_two_models_resumes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
-        "pruning", "compare", "--config", config, "--out", "cmp", "--seeds", "1", "--only", "dense,ast",
-        "--set", "train.epochs=1", "--rounds", "2", "--batch", "2",
+        "pruning", "compare", "--config", config, "--out", "cmp", "--seeds", "1", "--models", "dense,ast",
+        "--set", "train.epochs=1", "--rounds", "2", "--batch-size", "2",
     ]  # fmt: skip
     assert run([*command, "--json"]) == 0
-    found = told(capsys)
-    assert [line["model"] for line in found["models"]] == ["dense", "ast"] and Path(found["page"]).is_file()
+    result = read_json(capsys)
+    assert [line["model"] for line in result["models"]] == ["dense", "ast"] and Path(result["page"]).is_file()
     assert run(command) == 0
-    assert "x dense" in capsys.readouterr().out
-    assert run([*command, "--only", "best"]) == 2
-    assert "there are: dense, ast" in capsys.readouterr().err
+    assert "over dense" in capsys.readouterr().out
+    assert run([*command, "--models", "best"]) == 2
+    assert "best" in capsys.readouterr().err
 
 
-def test_real_videos(
+def test_train_on_video_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,26 +88,27 @@ def test_real_videos(
     }  # fmt: skip
     (tmp_path / "real.yaml").write_text(json.dumps(settings))
     assert run(["pruning", "train", "--config", "real.yaml", "--out", "run", "--json"]) == 0
-    found = told(capsys)
-    assert 0.0 <= found["video_top1"] <= found["video_top5"] <= 1.0
+    result = read_json(capsys)
+    assert 0.0 <= result["video_top1"] <= result["video_top5"] <= 1.0
     assert (tmp_path / "counts.json").is_file()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "value"),
     [
-        (["train", "--config", "none.yaml", "--out", "x"], "these come with SparseFlow"),
-        (["train", "--config", "quick.yaml", "--out", "x", "--set", "epochs"], "such as train.epochs=3"),
-        (["train", "--config", "quick.yaml", "--out", "x", "--device", "tpu"], "must be cpu or cuda"),
-        (["eval", "none.safetensors", "--config", "quick.yaml"], "there is no file none.safetensors"),
-        (["compact", "quick.yaml", "--out", "x"], "is not a VideoViT"),
-        (["profile"], "name a model, or a `--config`"),
-        (["profile", "none.safetensors", "--set", "a=1"], "a model is what it is"),
-        (["profile", "--config", "quick.yaml", "--dtype", "int8"], "must be one of: float32"),
+        (["train", "--config", "none.yaml", "--out", "x"], "none.yaml"),
+        (["train", "--config", "quick.yaml", "--out", "x", "--set", "epochs"], "`--set epochs`"),
+        (["train", "--config", "quick.yaml", "--out", "x", "--device", "tpu"], "`--device tpu`"),
+        (["train", "--config", "quick.yaml", "--out", "quick.yaml"], "`--out quick.yaml`"),
+        (["eval", "none.safetensors", "--config", "quick.yaml"], "none.safetensors"),
+        (["compact", "quick.yaml", "--out", "x"], "quick.yaml"),
+        (["profile"], "`--config`"),
+        (["profile", "none.safetensors", "--set", "a=1"], "`--set a=1`"),
+        (["profile", "--config", "quick.yaml", "--dtype", "int8"], "'int8'"),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    arguments: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_exit_with_2_and_show_the_value(
+    arguments: list[str], value: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["pruning", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert value in capsys.readouterr().err

@@ -125,6 +125,11 @@ def split_list(text: str | None) -> list[str] | None:
     return None if text is None else [item.strip() for item in text.split(",")]
 
 
+def get_command_line(context: typer.Context) -> str:
+    """Return the command line of the current invocation, quoted for a shell."""
+    return context.obj
+
+
 def open_device(name: str) -> torch.device:
     """Return the device that `--device` names.
 

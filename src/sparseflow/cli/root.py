@@ -7,6 +7,7 @@ wing, write `sparseflow/cli/<wing>.py` with a `typer.Typer` named `app` and add 
 from __future__ import annotations
 
 import json
+import shlex
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,7 +141,11 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     try:
         command = typer.main.get_command(app)
-        code = command.main(args=list(arguments), prog_name="sparseflow", standalone_mode=False)
+        # Reports show this command line; see `options.get_command_line`.
+        command_line = shlex.join(["sparseflow", *arguments])
+        code = command.main(
+            args=list(arguments), prog_name="sparseflow", standalone_mode=False, obj=command_line
+        )
         # Typer turns a KeyboardInterrupt into this code and prints nothing.
         if code == EXIT_INTERRUPTED:
             return _report_error("Interrupted", "stopped by the user", EXIT_INTERRUPTED, as_json)

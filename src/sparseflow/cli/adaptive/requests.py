@@ -140,7 +140,8 @@ def app_of(
     """The app of one server, its engine warmed; in the process of a replica, too."""
     from sparseflow.adaptive.engine.engine import Engine
     from sparseflow.adaptive.plan.space import TIERS, Tier
-    from sparseflow.adaptive.serve import EngineBackend, Predicted, Prompts, Service, create_app, deciding
+    from sparseflow.adaptive.prompts.chat import Prompts
+    from sparseflow.adaptive.serve import EngineBackend, Predicted, Service, create_app, deciding
     from sparseflow.cli.adaptive.base import MOST_TOKENS, example_of
     from sparseflow.cli.progress import progress_bar
 
