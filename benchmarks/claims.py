@@ -84,7 +84,7 @@ class Claim(BaseModel):
     samples: str = ""
     git: str = ""
     date: datetime.date = Field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date())
-    details: dict[str, bool | int | Number | str] = Field(default_factory=dict)
+    details: Mapping[str, bool | int | Number | str] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@
 
 Every matrix is tuned for each of `--problems`, and the winner is then timed in turn with each baseline, pair
 by pair, on as many threads or on one, whichever is faster (scipy has one). What was measured is kept; the
-same command goes on with what was stopped. `record.py against` makes claims of it.
+same command goes on with what was stopped. `python -m benchmarks.claims record` makes its claims.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ best: with them a short search has at most a tenth of the measurements of the lo
 a short search chose is then timed in turn with what the long one chose, pair by pair, in several processes.
 
 A search that is done is a row of `--out`, and each of its measurements is kept in a folder beside it: the
-same command goes on with what was stopped, even killed. `record.py guided` makes claims of it.
+same command goes on with what was stopped, even killed. `python -m benchmarks.claims record` makes its claims.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_record_claims_outside_results_only_prints(results: Path, tmp_path_facto
 def test_main_record_list_and_check(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(claims, "record_claims", lambda *args: record_claims(*args, results))
+    monkeypatch.setattr(claims, "record_claims", partial(claims.record_claims, results=results))
     script = results / "script_with_claims.py"
     script.write_text(SCRIPT)
     record = results / "spiking" / "resnet18.json"
@@ -175,9 +176,6 @@ def test_main_record_list_and_check(
     record.write_text("not JSON")
     assert claims.main(["record", str(script), str(record)]) == 1
     assert claims.main(["check"]) == 0
-
-
-record_claims = claims.record_claims
 
 
 def test_load_record_reads_json_lines(tmp_path: Path) -> None:
