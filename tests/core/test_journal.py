@@ -65,7 +65,7 @@ def test_journal_reopened_has_all_rows_and_keys(path: Path) -> None:
         assert "a" in first and "b" not in first and len(first) == 2
     with open_journal(path) as second:
         assert second.rows == [Row(name="a", ms=0.1), Row(name="é\n")]
-        assert "é\n" in second
+        assert "é\n" in second and second.locate(1) == f"{path}, line 3"
         second.append(Row(name="b"))
     header, rows = read_journal(path, Row, header_type=Header)
     assert header == Header(problem="spmm") and [row.name for row in rows] == ["a", "é\n", "b"]

@@ -83,9 +83,9 @@ class Journal(Generic[Row]):
                     self._writer.write(header.to_dict())
                 else:
                     _check_same_header(self.path, existing, header)
-            for number, row in enumerate(self.rows, start=1 + (header is not None)):
+            for index, row in enumerate(self.rows):
                 if not self._add_key(row):
-                    raise FileFormatError(f"{self.path}, line {number}: duplicate key; remove the line")
+                    raise FileFormatError(f"{self.locate(index)}: duplicate key; remove the line")
         except BaseException:
             self._writer.close()
             raise
@@ -114,6 +114,10 @@ class Journal(Generic[Row]):
             raise InputError(f"{self.path}: a row must contain finite JSON values: {error}") from error
         self._add_key(row)
         self.rows.append(row)
+
+    def locate(self, index: int) -> str:
+        """Return `<path>, line <n>` of a row, for error messages about its content."""
+        return f"{self.path}, line {index + 1 + (self._header is not None)}"
 
     def truncate(self, num_rows: int) -> None:
         """Remove all rows after the first `num_rows`.
