@@ -189,7 +189,7 @@ def main() -> int:
     found = profile(
         model, batch=asked.batch, device=asked.device, dtype=dtype, compiled=asked.compile, mode=asked.mode,
         rounds=asked.rounds, others=others, seed=asked.seed,
-        progress=lambda done, of: print(f"round {done} of {of}", file=sys.stderr),
+        progress=lambda message, _: print(message, file=sys.stderr),
     )  # fmt: skip
     settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
     told = {

@@ -1,4 +1,4 @@
-"""What a device reaches at best, with a pretended clock."""
+"""Measured ceilings, with a fake timer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 from sparseflow.core import ceilings
 
 
-def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.device] = []
+def test_measure_ceilings_on_cpu_uses_the_minimum_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
 
-    def two_ms(fn: object, where: torch.device) -> float:
+    def return_two_ms(fn: object, device: torch.device) -> float:
         assert callable(fn)
         fn()
-        calls.append(where)
+        devices.append(device)
         return 2.0
 
-    monkeypatch.setattr(ceilings, "_best_ms", two_ms)
+    monkeypatch.setattr(ceilings, "_measure_min_ms", return_two_ms)
     before = torch.get_float32_matmul_precision()
-    found = ceilings.measure_ceilings("cpu")
-    assert found.flops_per_s == {"float32": 2 * 1024**3 / 2e-3, "bfloat16": 2 * 1024**3 / 2e-3}
-    assert found.bytes_per_s == 2 * (256 << 20) / 2e-3
-    assert calls == [torch.device("cpu")] * 3
+    peaks = ceilings.measure_ceilings("cpu")
+    assert peaks.flops_per_s == {"float32": 2 * 1024**3 / 2e-3, "bfloat16": 2 * 1024**3 / 2e-3}
+    assert peaks.bytes_per_s == 2 * (256 << 20) / 2e-3
+    assert devices == [torch.device("cpu")] * 3
     assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_more_data_types() -> None:
-    found = ceilings.measure_ceilings("cuda")
-    assert set(found.flops_per_s) == {"float32", "tf32", "float16", "bfloat16"}
-    assert found.flops_per_s["float16"] > found.flops_per_s["float32"] > found.bytes_per_s > 0
+def test_measure_ceilings_on_gpu_has_tf32_and_float16() -> None:
+    peaks = ceilings.measure_ceilings("cuda")
+    assert set(peaks.flops_per_s) == {"float32", "tf32", "float16", "bfloat16"}
+    assert peaks.flops_per_s["float16"] > peaks.flops_per_s["float32"] > peaks.bytes_per_s > 0

@@ -21,8 +21,8 @@ QUICK: dict[str, Any] = {"batch": 2, "rounds": 2, "warmup": 1}
 def test_a_profile() -> None:
     model = awake(ALL).train()
     before = copy.deepcopy(model.state_dict())
-    told: list[tuple[int, int]] = []
-    found = profile(model, **QUICK, progress=lambda done, of: told.append((done, of)))
+    told: list[tuple[str, float]] = []
+    found = profile(model, **QUICK, progress=lambda message, fraction: told.append((message, fraction)))
     assert list(found.flops) == [DENSE, SOFT, MASKED, COMPACT]
     assert found.flops[DENSE] == flops(dense(model))["total"]
     assert found.flops[MASKED] == found.flops[SOFT] == flops(model)["total"]
@@ -34,7 +34,7 @@ def test_a_profile() -> None:
         samples = found.comparison.samples(name)
         assert len(samples.to_rows()) == 2
         assert found.clips_per_s(name) == pytest.approx(2e3 / samples.median_ms)
-    assert told[-1] == (2, 2)
+    assert told[-1] == ("round 2 of 2", 1.0)
     # The model is what it was.
     assert model.training
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0.0, atol=0.0)

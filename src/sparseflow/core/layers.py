@@ -1,8 +1,8 @@
-"""A model as a list of layers that can be run one by one, and cut into parts: what a plan is made for.
+"""A model as a sequence of layers that can be run one by one and split: the input of a placement plan.
 
-A wing that decides where layers run need not know the model. It asks for a `LayeredModel`: its layers with
-what each costs, and the layers themselves, one after the other, on a state of named tensors. The state
-between two layers is all that must move when they are on two devices, so its bytes are the layers' traffic.
+The code that decides where layers run does not need the model itself. It takes a `LayeredModel`: the cost of
+each layer, and the layers, which run one after the other on a state of named tensors. The state between two
+layers is all that moves if they are on different devices, so its size is the traffic between them.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 LAYER_TYPES = ("embed", "attention", "mlp", "head")
-"""Kinds of layer; "head" is whatever makes logits from the last state."""
+"""Types of layer; `"head"` computes the logits from the last state."""
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16")
-"""Dtypes of weights and activations, as torch writes them."""
+"""Dtypes of weights and activations, as PyTorch names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNode:
-    """What one layer costs for one batch, whatever it runs on.
+    """Cost of one layer for one batch, independent of the device.
 
     Attributes:
-        id: Its place among the model's layers, from 0.
-        name: What the model calls it, such as `"blocks.3.attention"`.
+        id: Index among the layers of the model.
+        name: Name in the model, such as `"blocks.3.attention"`.
         layer_type: One of `LAYER_TYPES`.
-        flops: Floating-point operations, a multiply-add counted as two; a scalar tensor where gates that are
-            being trained decide how many, so that gradients reach them.
-        bytes: Read and written at least: weights, inputs, outputs and what is kept in between; as `flops`.
-        weight_bytes: Of parameters.
-        memory_bytes: Held while it runs: weights, and the most activations at the same time.
+        flops: Floating-point operations, a multiply-add counted as two. A scalar tensor with gradients if
+            gates in training decide the number.
+        bytes: Minimum of bytes read and written: weights, inputs, outputs and intermediate results; a tensor
+            like `flops`.
+        weight_bytes: Bytes of the parameters.
+        memory_bytes: Peak memory while it runs: weights and live activations.
         seq_len: Tokens of a sample.
-        embed_dim: Width of a token.
-        num_heads: Heads of an attention, else 0.
-        mlp_ratio: Hidden channels of a perceptron over `embed_dim`, else 0.
+        embed_dim: Channels of a token.
+        num_heads: Attention heads; 0 for other layers.
+        mlp_ratio: Hidden channels of an MLP divided by `embed_dim`; 0 for other layers.
         precision: One of `PRECISIONS`.
-        batch: Samples.
-        traffic_in_bytes: Of the state that it takes from the layer before (the samples, for the first).
-        traffic_out_bytes: Of the state that it gives to the next (the logits, for the last).
-        splittable: Whether it can be cut into parts by units, see `Splittable`.
-        units: Heads, hidden channels or output columns that parts share out; 0 where it cannot be split.
-        split_in_bytes: What each part that is elsewhere must be sent.
-        split_out_bytes: What each such part sends back, or, where `split_joins`, all parts together.
-        split_joins: Whether parts give different columns, to be put side by side, rather than terms of a sum.
+        batch: Samples of the batch.
+        traffic_in_bytes: Bytes of the input state (for the first layer, of the samples).
+        traffic_out_bytes: Bytes of the output state (for the last layer, of the logits).
+        splittable: Whether its units can be distributed, see `Splittable`.
+        units: Heads, hidden channels or output columns to distribute; 0 if it cannot be split.
+        split_in_bytes: Bytes sent to each remote part of a split.
+        split_out_bytes: Bytes that each remote part returns; with `split_joins`, all parts together.
+        split_joins: Whether the outputs of the parts are concatenated as columns; otherwise they are summed.
     """
 
     id: int
@@ -77,42 +78,44 @@ class Splittable(Protocol):
     """A module whose output is a sum over units (heads, hidden channels)."""
 
     def slice_units(self, units: Tensor, *, bias: bool) -> nn.Module:
-        """A module of the same call with some units only; the outputs of parts add up to the whole's.
+        """Return a module with the same interface and only the given units.
+
+        The outputs of modules that partition the units add up to the output of the full module.
 
         Args:
-            units: Which, int64, [u]; in the order that the part shall have them.
-            bias: Whether what is added whatever the units (the last bias) is in this part.
+            units: Indices of the units in their new order, int64, shape [u].
+            bias: Whether to keep the final bias, which exactly one part may add.
         """
         ...
 
 
 class LayeredModel(Protocol):
-    """A model that lists its layers and runs them one by one, in evaluation mode."""
+    """A model in evaluation mode that lists its layers and runs them one by one."""
 
     def describe_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Its layers, in order, for batches of this size."""
+        """Costs of the layers, in order, for batches of `batch` samples."""
         ...
 
     def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
-        """The state before the first layer."""
+        """Input state of the first layer."""
         ...
 
     def run_layer(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state after a layer; after the last one it is `{"logits": ...}`."""
+        """Run a layer and return its output state; for the last layer `{"logits": ...}`."""
         ...
 
     def get_layer(self, layer: int) -> nn.Module:
-        """What a split of it replaces: `Splittable`, or an `nn.Linear` whose columns are shared out."""
+        """Module that a split replaces: a `Splittable`, or an `nn.Linear` whose columns are distributed."""
         ...
 
     def unit_importance(self, layer: int) -> Tensor:
-        """How much each unit of a layer that can be split counts, [units]; larger is more."""
+        """Importance of each unit of a splittable layer, shape [units]; larger is more important."""
         ...
 
     def replace_layer(self, layer: int, module: nn.Module) -> None:
-        """Put another module of the same call in its place."""
+        """Replace the module that `get_layer` returns."""
         ...
 
     def select_layers(self, layers: Sequence[int], device: torch.device | str) -> LayeredModel:
-        """A copy that holds what these layers need, on a device, and can run no others."""
+        """Return a copy on `device` that holds and runs only the given layers."""
         ...

@@ -1,7 +1,7 @@
-"""The same function over many items: here, in processes of this machine, or on a Ray cluster.
+"""Map a function over many items: in this process, in local processes, or on a Ray cluster.
 
-What is measured must not share its device, so `cpus_per_task` says how much of a machine one call takes; on a
-cluster a call that takes a whole machine gets it for itself.
+A measurement must not share its device with another one, so `cpus_per_task` says how much of a machine one
+call occupies; on a cluster, a call that occupies a whole machine has it to itself.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ def map_unordered(
     cpus_per_task: float = 1.0,
     gpus_per_task: float = 0.0,
 ) -> Iterator[tuple[int, Result]]:
-    """Call `function` with each item; gives (place of the item, result) as they come in.
+    """Call `function` with each item and yield (index of the item, result) as calls complete.
 
     Args:
-        function: Of a module, so that another process can import it.
-        items: What to call it with; they and the results travel by pickle between our own processes.
-        workers: Processes of this machine; 1 calls it here, one item after the other. Not looked at with
-            `cluster`.
-        cluster: Address of a Ray cluster, `"auto"` for the one that this machine belongs to.
-        cpus_per_task: CPUs that a call takes of its machine, on a cluster.
-        gpus_per_task: GPUs that a call takes of its machine, on a cluster.
+        function: Module-level function, so that other processes can import it.
+        items: Arguments. Items and results are pickled between processes.
+        workers: Local processes; 1 calls the function in this process, one item at a time. Ignored if
+            `cluster` is given.
+        cluster: Address of a Ray cluster; `"auto"` is the cluster that this machine belongs to.
+        cpus_per_task: CPUs that a call occupies on the cluster.
+        gpus_per_task: GPUs that a call occupies on the cluster.
 
     Raises:
-        InputError: `workers` is looked at and not positive.
+        InputError: `workers` is less than 1, and there is no `cluster`.
         DeviceError: There is no cluster at the address.
-        MissingExtraError: Ray is missing.
-        Exception: Whatever `function` raised; calls that have not begun are dropped then.
+        MissingExtraError: Ray is not installed.
+        Exception: The first exception that `function` raises; calls that have not started are canceled.
     """
     if workers < 1 and cluster is None:
         raise InputError(f"`workers` (={workers}) must be at least 1")
     if cluster is not None:
-        yield from _on_ray(function, items, cluster, cpus_per_task, gpus_per_task)
+        yield from _map_on_ray(function, items, cluster, cpus_per_task, gpus_per_task)
     elif workers == 1 or len(items) < 2:
-        for place, item in enumerate(items):
-            yield place, function(item)
+        for index, item in enumerate(items):
+            yield index, function(item)
     else:
-        # Spawned: a fork would share the threads and the CUDA context of this process.
+        # A forked process would share the threads and the CUDA context of this process.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(workers, len(items)), mp_context=context) as pool:
-            futures = {pool.submit(function, item): place for place, item in enumerate(items)}
+            futures = {pool.submit(function, item): index for index, item in enumerate(items)}
             try:
                 for future in as_completed(futures):
                     yield futures[future], future.result()
@@ -64,29 +64,29 @@ def map_unordered(
                 raise
 
 
-def _on_ray(
-    function: Callable[[Any], Any], items: Sequence[Any], cluster: str, cpus: float, gpus: float
+def _map_on_ray(
+    function: Callable[[Any], Any], items: Sequence[Any], cluster: str, num_cpus: float, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
     ray = require("ray", "distributed")
-    begun = not ray.is_initialized()
+    connects = not ray.is_initialized()
     try:
         ray.init(address=cluster, ignore_reinit_error=True, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(f"there is no Ray cluster at {cluster!r}: {error}") from error
-    waiting: list[Any] = []
+    pending: list[Any] = []
     try:
-        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(function)
-        places = {remote.remote(item): place for place, item in enumerate(items)}
-        waiting = list(places)
-        while waiting:
-            ready, waiting = ray.wait(waiting)
+        remote = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=0)(function)
+        index_of = {remote.remote(item): index for index, item in enumerate(items)}
+        pending = list(index_of)
+        while pending:
+            ready, pending = ray.wait(pending)
             for reference in ready:
                 try:
-                    yield places[reference], ray.get(reference)
+                    yield index_of[reference], ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
                     raise (error.cause or error) from None
     finally:
-        for other in waiting:
-            ray.cancel(other)
-        if begun:
+        for reference in pending:
+            ray.cancel(reference)
+        if connects:
             ray.shutdown()

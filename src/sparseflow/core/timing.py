@@ -1,14 +1,13 @@
-"""Measuring how long things take, with every sample kept.
+"""Latency measurement of callables; every sample is kept.
 
-`measure` times one callable. `compare` times several against each other in rounds: each round runs every
-candidate once, in an order drawn anew, and yields one ratio per candidate, so that a machine that drifts
-slows both sides of a ratio alike.
+`measure` times one callable. `compare` times several in rounds: each round runs every candidate once, in a
+random order, and yields one speedup per candidate, so that a drifting clock frequency affects both sides of a
+ratio equally.
 
-On a GPU a sample is the time between two CUDA events around the call, on the stream that is current when
-the measurement starts. Every sample starts on an idle device: were the calls queued behind each other, one
-candidate's launches would hide behind another's work and its time would depend on its neighbours. Where
-launches are not what is being asked about, hand in the replay of a CUDA graph, or raise `calls_per_sample`.
-On a CPU a sample is read from `perf_counter`.
+On a GPU a sample is the time between two CUDA events around the call, on the stream that is current when the
+measurement starts. Every sample starts on an idle device: with queued calls, the launches of one candidate
+would overlap the work of the previous one, and its time would depend on the order. To exclude launches, pass
+the replay of a CUDA graph or raise `calls_per_sample`. On a CPU a sample is read from `perf_counter`.
 """
 
 from __future__ import annotations
@@ -20,20 +19,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparseflow.core.metrics import quantile
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
 Work = Callable[[], object]
+"""Callable to time; its result is ignored."""
 
-BOOTSTRAP_DRAWS = 4000
+NUM_RESAMPLES = 4000
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A median and the bootstrap interval around it, in the unit of what was given."""
+    """A median and its bootstrap confidence interval, in the unit of the values."""
 
     median: float
     low: float
@@ -42,14 +44,14 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Every sample of one callable.
+    """Samples of one callable.
 
     Attributes:
-        times_ms: One entry a sample, in the order taken, milliseconds a call.
+        times_ms: Milliseconds per call, one entry per sample, in the order of measurement.
         timer: `"cuda_event"` or `"perf_counter"`.
-        device: Device as torch writes it, such as `"cuda:0"`.
-        warmup: Calls made before the first sample.
-        calls_per_sample: Calls inside one sample; `times_ms` is already divided by it.
+        device: Device as PyTorch names it, such as `"cuda:0"`.
+        warmup: Calls before the first sample.
+        calls_per_sample: Calls in one sample; `times_ms` is already divided by it.
     """
 
     times_ms: tuple[float, ...]
@@ -68,14 +70,14 @@ class Samples:
 
     def quantile_ms(self, q: float) -> float:
         """The `q`-quantile, 0 <= q <= 1, in milliseconds."""
-        return float(np.quantile(self.times_ms, q))
+        return quantile(self.times_ms, q)
 
     def interval_ms(self, *, seed: int = 0) -> Interval:
-        """Median with its 95 % bootstrap interval, in milliseconds."""
+        """Median with its 95 % bootstrap confidence interval, in milliseconds."""
         return bootstrap_median(self.times_ms, seed=seed)
 
     def to_rows(self, **labels: object) -> list[dict[str, object]]:
-        """One mapping a sample, each with `labels` in front, ready for a run's records."""
+        """One row per sample, starting with `labels`."""
         return [
             {**labels, "sample": index, "latency_ms": value, "timer": self.timer, "device": self.device}
             for index, value in enumerate(self.times_ms)
@@ -87,14 +89,14 @@ class Comparison:
     """Paired samples of several candidates.
 
     Attributes:
-        baseline: The candidate that the others are divided into.
-        times_ms: Candidate -> one entry a round, milliseconds a call.
-        order: One entry a round: the candidates as they ran.
+        baseline: Candidate that speedups are relative to.
+        times_ms: Candidate -> milliseconds per call, one entry per round.
+        order: Candidates in the order they ran, one entry per round.
         timer: `"cuda_event"` or `"perf_counter"`.
-        device: Device as torch writes it.
+        device: Device as PyTorch names it.
         warmup: Calls of each candidate before the first round.
-        seed: What the orders were drawn from.
-        calls_per_sample: Calls inside one sample; `times_ms` is already divided by it.
+        seed: Seed of the orders.
+        calls_per_sample: Calls in one sample; `times_ms` is already divided by it.
     """
 
     baseline: str
@@ -111,10 +113,10 @@ class Comparison:
         return len(self.order)
 
     def samples(self, name: str) -> Samples:
-        """The samples of one candidate.
+        """Samples of one candidate.
 
         Raises:
-            InputError: No candidate has that name.
+            InputError: There is no candidate with that name.
         """
         return Samples(
             times_ms=self._times(name),
@@ -125,16 +127,16 @@ class Comparison:
         )
 
     def ratios(self, name: str, *, baseline: str | None = None) -> tuple[float, ...]:
-        """Baseline's time over the candidate's, one entry a round: above 1 the candidate is faster."""
+        """Speedup over the baseline, one entry per round; above 1 the candidate is faster."""
         return tuple(
-            base / own
-            for base, own in zip(
+            baseline_ms / candidate_ms
+            for baseline_ms, candidate_ms in zip(
                 self._times(self.baseline if baseline is None else baseline), self._times(name), strict=True
             )
         )
 
     def speedup(self, name: str, *, baseline: str | None = None) -> Interval:
-        """Median of `ratios` with its 95 % bootstrap interval over rounds."""
+        """Median of `ratios` with its 95 % bootstrap confidence interval over rounds."""
         return bootstrap_median(self.ratios(name, baseline=baseline), seed=self.seed)
 
     def fastest(self) -> str:
@@ -142,7 +144,7 @@ class Comparison:
         return min(self.times_ms, key=lambda name: float(np.median(self.times_ms[name])))
 
     def to_rows(self, **labels: object) -> list[dict[str, object]]:
-        """One mapping a sample in the order measured, each with `labels` in front."""
+        """One row per sample in the order of measurement, starting with `labels`."""
         return [
             {
                 **labels,
@@ -162,7 +164,7 @@ class Comparison:
             return self.times_ms[name]
         except KeyError:
             raise InputError(
-                f"no candidate `{name}` was compared; there are: {', '.join(self.times_ms)}"
+                f"there is no candidate `{name}`; candidates: {', '.join(self.times_ms)}"
             ) from None
 
 
@@ -178,32 +180,32 @@ def measure(
     """Time one callable.
 
     Args:
-        fn: What to time. Its result is dropped.
+        fn: Callable to time.
         warmup: Calls before the first sample (compilation, caches, clocks).
-        repeats: Samples to take at least, > 0.
-        min_time_s: Go on sampling until the samples add up to this many seconds.
-        device: Where `fn` works; decides the timer.
+        repeats: Minimum number of samples, > 0.
+        min_time_s: Continue sampling until the samples add up to this many seconds.
+        device: Device that `fn` runs on; decides the timer.
         calls_per_sample: Calls timed together as one sample, for work too short for the timer.
 
     Raises:
         InputError: A count is out of range, or `device` is neither a CPU nor a CUDA device.
-        DeviceError: A CUDA device was asked for and there is none.
+        DeviceError: The CUDA device does not exist.
     """
     if repeats < 1:
         raise InputError(f"`repeats` (={repeats}) must be at least 1")
     _check_counts(warmup, calls_per_sample)
-    clock = _clock(device)
+    timer = _make_timer(device)
     for _ in range(warmup):
         fn()
-    clock.wait()
+    timer.wait()
     times: list[float] = []
-    spent_ms = 0.0
-    while len(times) < repeats or spent_ms < min_time_s * 1e3:
-        times.append(clock.sample(fn, calls_per_sample))
-        spent_ms += times[-1] * calls_per_sample
+    total_ms = 0.0
+    while len(times) < repeats or total_ms < min_time_s * 1e3:
+        times.append(timer.sample(fn, calls_per_sample))
+        total_ms += times[-1] * calls_per_sample
     return Samples(
         times_ms=tuple(times),
-        timer=clock.name,
+        timer=timer.name,
         device=str(device),
         warmup=warmup,
         calls_per_sample=calls_per_sample,
@@ -219,52 +221,52 @@ def compare(
     device: str | torch.device = "cpu",
     seed: int = 0,
     calls_per_sample: int = 1,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
-    """Time candidates against each other: paired, interleaved, in an order drawn anew each round.
+    """Time candidates against each other, interleaved in a random order in each round.
 
     Args:
-        candidates: Name -> what to time. At least one.
-        rounds: How often each candidate is timed, > 0.
-        baseline: Name of the candidate that ratios are taken against.
+        candidates: Name -> callable. At least one.
+        rounds: Samples of each candidate, > 0.
+        baseline: Name of the candidate that speedups are relative to.
         warmup: Calls of each candidate before the first round.
-        device: Where the candidates work; decides the timer.
-        seed: What the orders (and later the bootstrap) are drawn from.
+        device: Device that the candidates run on; decides the timer.
+        seed: Seed of the orders and of the bootstrap.
         calls_per_sample: Calls timed together as one sample.
-        progress: Called after each round with (rounds done, rounds in all).
+        progress: Called after each round.
 
     Raises:
-        InputError: A count is out of range, there is no candidate, or `baseline` is not one of them.
-        DeviceError: A CUDA device was asked for and there is none.
+        InputError: A count is out of range, there is no candidate, or `baseline` is not a candidate.
+        DeviceError: The CUDA device does not exist.
     """
     names = list(candidates)
     if baseline not in candidates:
         raise InputError(
-            f"`baseline` (={baseline!r}) must be one of the candidates: {', '.join(names) or 'none given'}"
+            f"`baseline` (={baseline!r}) must be one of the candidates: {', '.join(names) or 'none'}"
         )
     if rounds < 1:
         raise InputError(f"`rounds` (={rounds}) must be at least 1")
     _check_counts(warmup, calls_per_sample)
-    clock = _clock(device)
+    timer = _make_timer(device)
     for fn in candidates.values():
         for _ in range(warmup):
             fn()
-        clock.wait()
+        timer.wait()
     generator = np.random.default_rng(seed)
     times: dict[str, list[float]] = {name: [] for name in names}
     orders: list[tuple[str, ...]] = []
-    for done in range(1, rounds + 1):
+    for count in range(1, rounds + 1):
         order = tuple(names[i] for i in generator.permutation(len(names)))
         for name in order:
-            times[name].append(clock.sample(candidates[name], calls_per_sample))
+            times[name].append(timer.sample(candidates[name], calls_per_sample))
         orders.append(order)
         if progress is not None:
-            progress(done, rounds)
+            progress(f"round {count} of {rounds}", count / rounds)
     return Comparison(
         baseline=baseline,
         times_ms={name: tuple(values) for name, values in times.items()},
         order=tuple(orders),
-        timer=clock.name,
+        timer=timer.name,
         device=str(device),
         warmup=warmup,
         seed=seed,
@@ -273,37 +275,37 @@ def compare(
 
 
 def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Median of `values` with its 95 % percentile-bootstrap interval; unit as given.
+    """Median of `values` with its 95 % percentile bootstrap interval, in the unit of `values`.
 
     Raises:
         InputError: There are no values.
     """
     if len(values) == 0:
-        raise InputError("a median needs at least one value, and none was given")
+        raise InputError("a median needs at least one value, got none")
     array = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(len(array), size=(BOOTSTRAP_DRAWS, len(array)))
-    medians = np.median(array[draws], axis=1)
+    indices = np.random.default_rng(seed).integers(len(array), size=(NUM_RESAMPLES, len(array)))
+    medians = np.median(array[indices], axis=1)
     tail = (1.0 - CONFIDENCE) / 2.0
     low, high = np.quantile(medians, [tail, 1.0 - tail])
     return Interval(median=float(np.median(array)), low=float(low), high=float(high))
 
 
-class _HostClock:
+class _CpuTimer:
     name = "perf_counter"
 
     def wait(self) -> None:
-        """Nothing runs behind a CPU's back."""
+        """CPU calls are synchronous, so there is nothing to wait for."""
 
     def sample(self, fn: Work, calls: int) -> float:
-        """Milliseconds a call."""
+        """Milliseconds per call."""
         start = time.perf_counter_ns()
         for _ in range(calls):
             fn()
-        # A clock of finite resolution may see no time pass; a ratio must not divide by nothing.
+        # At least one nanosecond, because ratios divide by this.
         return max(time.perf_counter_ns() - start, 1) / 1e6 / calls
 
 
-class _CudaClock:
+class _CudaTimer:
     name = "cuda_event"
 
     def __init__(self, device: torch.device) -> None:
@@ -318,7 +320,7 @@ class _CudaClock:
         self._synchronize(self._device)
 
     def sample(self, fn: Work, calls: int) -> float:
-        """Milliseconds a call, from an idle device to an idle device."""
+        """Milliseconds per call, from an idle device to an idle device."""
         start, end = self._event(enable_timing=True), self._event(enable_timing=True)
         start.record(self._stream)
         for _ in range(calls):
@@ -328,17 +330,17 @@ class _CudaClock:
         return max(start.elapsed_time(end), 1e-6) / calls
 
 
-def _clock(device: str | torch.device) -> _HostClock | _CudaClock:
+def _make_timer(device: str | torch.device) -> _CpuTimer | _CudaTimer:
     kind, _, index = str(device).partition(":")
     if kind == "cpu":
-        return _HostClock()
+        return _CpuTimer()
     if kind != "cuda":
         raise InputError(f"`device` (={str(device)!r}) must be 'cpu', 'cuda' or 'cuda:N'")
     import torch
 
     from sparseflow.core.device import select_device
 
-    return _CudaClock(select_device(int(index) if index else torch.cuda.current_device()))
+    return _CudaTimer(select_device(int(index) if index else torch.cuda.current_device()))
 
 
 def _check_counts(warmup: int, calls_per_sample: int) -> None:

@@ -255,7 +255,7 @@ def latencies(
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     rounds: int = 20,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Time the compact models of the first seed in turns: a line for each, with operations a clip."""
     root = Path(folder)

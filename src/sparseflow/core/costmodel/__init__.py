@@ -1,1 +1,1 @@
-"""Cost models: learning what work costs from measurements, and saying how far off a prediction may be."""
+"""Learned cost models: features, tree ensembles, cross-validation, conformal intervals, ranking metrics."""

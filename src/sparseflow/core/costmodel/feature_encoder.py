@@ -1,4 +1,4 @@
-"""From named features to the matrix that a regressor reads, the same one every time."""
+"""Encoding of named features as a matrix with fixed columns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Features = Mapping[str, float | str]
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureEncoder:
-    """Columns of a matrix of features.
+    """Columns of a feature matrix: numbers as they are, strings one-hot.
 
     Attributes:
-        numbers: Names of numeric features, a column each.
-        categories: Name of a text feature -> its values, a column of 0 and 1 each. A value that was not seen
-            leaves all of them 0.
+        numbers: Names of the numeric features, one column each.
+        categories: Name of a string feature -> its values, one column each. An unknown value is encoded as
+            zeros.
     """
 
     numbers: tuple[str, ...]
@@ -29,13 +29,13 @@ class FeatureEncoder:
 
     @classmethod
     def fit(cls, rows: Sequence[Features]) -> FeatureEncoder:
-        """The space that holds `rows`.
+        """Collect the features and categories of `rows`.
 
         Raises:
-            InputError: There are none, or a feature is a number in one and a text in another.
+            InputError: There are no rows, or a feature is a number in one row and a string in another.
         """
         if not rows:
-            raise InputError("a space of features needs at least one row")
+            raise InputError("a feature encoder needs at least one row")
         numbers: set[str] = set()
         categories: dict[str, set[str]] = {}
         for row in rows:
@@ -46,7 +46,7 @@ class FeatureEncoder:
                     numbers.add(name)
         mixed = numbers & categories.keys()
         if mixed:
-            raise InputError(f"the features {sorted(mixed)} are numbers in some rows and texts in others")
+            raise InputError(f"features are numbers in some rows and strings in others: {sorted(mixed)}")
         return cls(
             numbers=tuple(sorted(numbers)),
             categories={name: tuple(sorted(categories[name])) for name in sorted(categories)},
@@ -54,35 +54,35 @@ class FeatureEncoder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns, `name=value` for those of a text."""
-        told = (f"{name}={value}" for name, values in self.categories.items() for value in values)
-        return (*self.numbers, *told)
+        """Names of the columns; `name=value` for the columns of a string feature."""
+        one_hot = (f"{name}={value}" for name, values in self.categories.items() for value in values)
+        return (*self.numbers, *one_hot)
 
     def transform(self, rows: Sequence[Features]) -> np.ndarray:
-        """`rows` as float32, (rows, columns).
+        """Encode `rows` as float32, shape [rows, columns]; unknown features are ignored.
 
         Raises:
-            InputError: A row lacks a number, or one of them is not finite.
+            InputError: A numeric feature is missing from a row, or is not finite in float32.
         """
         import numpy as np
 
-        found = np.zeros((len(rows), len(self.columns)), dtype=np.float32)
-        largest = float(np.finfo(np.float32).max)
-        places = {name: place for place, name in enumerate(self.columns)}
+        matrix = np.zeros((len(rows), len(self.columns)), dtype=np.float32)
+        max_value = float(np.finfo(np.float32).max)
+        column_of = {name: column for column, name in enumerate(self.columns)}
         for index, row in enumerate(rows):
             for name in self.numbers:
                 value = row.get(name)
-                if not isinstance(value, float | int) or not abs(value) <= largest:
-                    raise InputError(f"the feature `{name}` must be a finite number, and is {value!r}")
-                found[index, places[name]] = value
+                if not isinstance(value, float | int) or not abs(value) <= max_value:
+                    raise InputError(f"feature `{name}` must be a finite number, got {value!r}")
+                matrix[index, column_of[name]] = value
             for name in self.categories:
                 value = row.get(name)
                 if isinstance(value, str) and value in self.categories[name]:
-                    found[index, places[f"{name}={value}"]] = 1.0
-        return found
+                    matrix[index, column_of[f"{name}={value}"]] = 1.0
+        return matrix
 
     def to_dict(self) -> dict[str, Any]:
-        """The space in JSON's types."""
+        """Encoder in JSON's types."""
         return {
             "numbers": list(self.numbers),
             "categories": {name: list(values) for name, values in self.categories.items()},
@@ -90,14 +90,14 @@ class FeatureEncoder:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> FeatureEncoder:
-        """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
+        """Inverse of `to_dict`. Raises FileFormatError if the record is malformed."""
         try:
             numbers, categories = record["numbers"], record["categories"]
             if not all(isinstance(names, list) for names in (numbers, *categories.values())):
-                raise TypeError("names must stand in lists")
+                raise TypeError("names must be lists")
             return cls(
                 numbers=tuple(map(str, numbers)),
                 categories={str(k): tuple(map(str, v)) for k, v in categories.items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise FileFormatError(f"a space of features cannot be read: {error!r}") from error
+            raise FileFormatError(f"malformed feature encoder: {error!r}") from error

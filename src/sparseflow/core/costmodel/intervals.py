@@ -1,8 +1,8 @@
-"""Intervals around predictions, from how far predictions were off on samples that were held out.
+"""Conformal prediction intervals.
 
-Split conformal prediction (Vovk et al. 2005; Lei et al. 2018), on the logarithm of measured over predicted,
-so that an interval is a pair of factors. Where held-out samples are exchangeable with what comes, at least
-the asked share of intervals holds the measurement.
+Split conformal prediction (Vovk et al. 2005; Lei et al. 2018) on log(measured / predicted), so that an
+interval is a pair of factors. If held-out and future samples are exchangeable, at least the requested
+fraction of intervals contains the measurement.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 from sparseflow.errors import FileFormatError, InputError
 
 COVERAGE = 0.90
+"""Default coverage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConformalInterval:
-    """Factors to multiply a prediction with.
+    """Factors that turn a prediction into an interval.
 
     Attributes:
-        low: At most 1.
-        high: At least 1.
-        coverage: Share of measurements that should be within.
-        samples: Held-out samples that it is from.
+        low: Factor of the lower end, at most 1.
+        high: Factor of the upper end, at least 1.
+        coverage: Intended fraction of measurements inside the interval.
+        samples: Number of held-out samples that it was fitted to.
     """
 
     low: float
@@ -37,53 +38,58 @@ class ConformalInterval:
     def fit(
         cls, predicted: Sequence[float], measured: Sequence[float], coverage: float = COVERAGE
     ) -> ConformalInterval:
-        """From held-out samples: below `low` and above `high` lies half of the rest each.
+        """Fit to held-out samples, with equal tails below `low` and above `high`.
 
-        Few samples give the largest errors seen, and cannot promise more than
+        With few samples the ends are the largest observed errors, and the coverage is only
         `(samples - 1) / (samples + 1)`.
 
         Raises:
-            InputError: The lengths differ, there is no sample, one is not positive, or `coverage` is not
+            InputError: The lengths differ, there is no sample, a value is not positive, or `coverage` is not
                 between 0 and 1.
         """
         if len(predicted) != len(measured) or not predicted:
-            raise InputError(f"{len(predicted)} predictions and {len(measured)} measurements for an interval")
+            raise InputError(
+                "an interval needs equally many predictions and measurements, at least one; got "
+                f"{len(predicted)} predictions and {len(measured)} measurements"
+            )
         if not all(value > 0.0 and math.isfinite(value) for value in (*predicted, *measured)):
-            raise InputError("an interval needs predictions and measurements above 0")
+            raise InputError("predictions and measurements of an interval must be finite and above 0")
         if not 0.0 < coverage < 1.0:
             raise InputError(f"`coverage` (={coverage}) must lie between 0 and 1")
         errors = sorted(math.log(m / p) for p, m in zip(predicted, measured, strict=True))
         tail = (1.0 - coverage) / 2.0
         count = len(errors)
-        below = max(math.floor(tail * (count + 1)) - 1, 0)
-        above = min(math.ceil((1.0 - tail) * (count + 1)) - 1, count - 1)
+        lower = max(math.floor(tail * (count + 1)) - 1, 0)
+        upper = min(math.ceil((1.0 - tail) * (count + 1)) - 1, count - 1)
         return cls(
-            low=math.exp(min(errors[below], 0.0)),
-            high=math.exp(max(errors[above], 0.0)),
+            low=math.exp(min(errors[lower], 0.0)),
+            high=math.exp(max(errors[upper], 0.0)),
             coverage=coverage,
             samples=count,
         )
 
     def bounds(self, predicted: float) -> tuple[float, float]:
-        """The interval of one prediction, in its unit."""
+        """Lower and upper end for one prediction, in its unit."""
         return predicted * self.low, predicted * self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """The interval in JSON's types."""
+        """Interval in JSON's types."""
         return {"low": self.low, "high": self.high, "coverage": self.coverage, "samples": self.samples}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ConformalInterval:
-        """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
+        """Inverse of `to_dict`. Raises FileFormatError if the record is malformed."""
         try:
-            found = cls(
+            interval = cls(
                 low=float(record["low"]),
                 high=float(record["high"]),
                 coverage=float(record["coverage"]),
                 samples=int(record["samples"]),
             )
-            if not 0.0 <= found.low <= 1.0 <= found.high < math.inf:
-                raise ValueError(f"{found.low} to {found.high} are no factors around 1")
-            return found
+            if not 0.0 <= interval.low <= 1.0 <= interval.high < math.inf:
+                raise ValueError(
+                    f"`low` (={interval.low}) must be at most 1 and `high` (={interval.high}) at least 1"
+                )
+            return interval
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FileFormatError(f"an interval cannot be read: {error!r}") from error
+            raise FileFormatError(f"malformed interval: {error!r}") from error
