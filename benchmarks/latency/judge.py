@@ -138,7 +138,7 @@ MAX_ERROR_PERCENT = {"cpu": 8.0, "cuda": 5.0}
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: errors on held-out networks and kernels, idle and under load."""
     kind, networks = record["fingerprint"]["kind"], len(record["networks"])
-    common = {
+    common: dict[str, Any] = {
         "device": record["fingerprint"]["name"],
         "command": "python benchmarks/latency/judge.py COLLECTIONS --out results/latency/judged-"
         + ("cpu.json" if kind == "cpu" else "h200.json"),
@@ -179,7 +179,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         yield from make_load_claims(record, kind, common)
 
 
-def make_load_claims(record: dict[str, Any], kind: str, common: dict[str, str]) -> Iterator[Claim]:
+def make_load_claims(record: dict[str, Any], kind: str, common: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims about models under load."""
     yield Claim(
         id=f"latency/4-{kind}-achieved",

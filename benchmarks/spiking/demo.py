@@ -22,7 +22,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     shutil.copyfile(run / "samples.parquet", RESULTS / "spiking" / "2-demo.parquet")
     write_samples("spiking/2-demo.json", record)
     environment = json.loads((run / "run.json").read_text(encoding="utf-8"))["environment"]
-    common = {
+    common: dict[str, Any] = {
         "device": f"{environment['device']['name']}, {record['threads']} threads",
         "command": "sparseflow demo --json",
         "samples": "spiking/2-demo.parquet",

@@ -48,7 +48,7 @@ def spike_bytes(plan: Any, x: torch.Tensor) -> list[dict[str, Any]]:
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: host waits, prescan kernels and spike bytes of one run."""
-    common = {
+    common: dict[str, Any] = {
         "command": "python benchmarks/spiking/launches.py",
         "samples": write_samples("spiking/6-launches.json", record),
     }

@@ -57,7 +57,7 @@ def make_network_claims(row: Row) -> Iterator[Claim]:
     precision = "fp16" if row["dtype"] == "torch.float16" else "fp32"
     name = slugify(row["case"] if precision == "fp16" else f"{row['case']} {precision}")
     dense_target, eager_target = compute_targets(row)
-    common = {"command": row["command"], "samples": write_samples(f"spiking/3-{name}.json", row)}
+    common: dict[str, Any] = {"command": row["command"], "samples": write_samples(f"spiking/3-{name}.json", row)}
     yield Claim(
         id=f"spiking/3-{name}-dense",
         claim=f"Speedup of the optimized {row['case']} ({precision}) over its fastest dense form.",
@@ -101,7 +101,7 @@ def make_grid_claims(grid: list[Row]) -> Iterator[Claim]:
     command = rows[0]["command"] if rows else "python benchmarks/spiking/networks.py --grid"
     content = {"rows": [select_columns(row) for row in rows], "failed": failed}
     samples = write_samples("spiking/3-grid.json", content)
-    common = {"command": command, "samples": samples}
+    common: dict[str, Any] = {"command": command, "samples": samples}
     compiled = all(row["compiled"] for row in rows)
     missing = "" if compiled else " but torch.compile, which the single networks above were held against"
     speedups: tuple[tuple[str, Callable[[Row], float], str, str], ...] = (

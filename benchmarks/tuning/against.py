@@ -33,8 +33,8 @@ from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build
 from sparseflow.tuning.measure.evaluator import TOLERANCE, job_of
 from sparseflow.tuning.measure.runner import Job, Measured, measure
-from sparseflow.tuning.schedule.matrices import Coo, matrix_name, read_matrix
-from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.matrices import CooMatrix, parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import presets
 from sparseflow.tuning.schedule.problem import Problem
 from sparseflow.tuning.search.session import explore
@@ -126,17 +126,17 @@ def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> di
     }
 
 
-def compare(name: str, matrix: Coo, label: str, asked: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, matrix: CooMatrix, label: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Tune one problem and time what was found."""
     kind, _, width = label.partition(":")
-    problem = Problem(operator=operator(kind), matrix=matrix, n_cols=int(width) if width else None)
+    problem = Problem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
     found = explore(
         kind, matrix, n_cols=problem.n_cols, budget_s=asked.budget, method=asked.method,
         threads=asked.threads, seed=asked.seed,
     )  # fmt: skip
     if not isinstance(found.kernel, CompiledKernel):
         raise RunError(f"{name}, {label}: scipy was the fastest; compare it by hand")
-    inputs = problem.draw(asked.seed)
+    inputs = problem.generate_inputs(asked.seed)
     right = checker(problem, inputs)
     tuned = job_of(found.kernel.program, inputs)
     mkl, registers = {}, {}
@@ -171,7 +171,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     settings = record["settings"]
     for operator_name in sorted({row["problem"].partition(":")[0] for row in record["rows"]}):
         rows = [row for row in record["rows"] if row["problem"].partition(":")[0] == operator_name]
-        conditions = {
+        conditions: dict[str, Any] = {
             "device": record["environment"]["device"]["name"],
             "command": "python benchmarks/tuning/against.py MATRICES --mkl libmkl_rt.so --out RUN",
             "samples": write_samples(f"tuning/against-{operator_name}.json", record | {"rows": rows}),
@@ -231,7 +231,7 @@ def main() -> int:
             writer.write({"environment": collect_environment("cpu"), "settings": settings})
         done = {(row["matrix"], row["problem"]) for row in rows[1:]}
         for path in sorted(asked.matrices):
-            name = matrix_name(path)
+            name = parse_matrix_name(path)
             for label in asked.problems:
                 if (name, label) in done:
                     continue

@@ -12,7 +12,7 @@ best: with them a short search has at most a tenth of the measurements of the lo
 a short search chose is then timed in turn with what the long one chose, pair by pair, in several processes.
 
 A search that is done is a row of `--out`, and each of its measurements is kept in a folder beside it: the
-same command goes on with what was stopped, even killed. `python -m benchmarks.claims record` makes its claims.
+same command continues. `python -m benchmarks.claims record` makes its claims.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sparseflow.tuning.codegen.program import build
 from sparseflow.tuning.measure.evaluator import Trial, job_of
 from sparseflow.tuning.model.net.pretrained import load
 from sparseflow.tuning.model.net.scoring import scorer
-from sparseflow.tuning.schedule.matrices import matrix_name, read_matrix
-from sparseflow.tuning.schedule.operators import operator
+from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import presets
 from sparseflow.tuning.schedule.problem import Problem
 from sparseflow.tuning.schedule.schedule import Schedule
@@ -56,7 +56,7 @@ def against(problem: Problem, schedule: Schedule, other: Schedule) -> dict[str, 
     """The time of a schedule over another's, in pairs."""
     if schedule == other:
         return {"ratio": 1.0, "pairs": [], "disturbed": 0, "attempts": 0}
-    inputs = problem.draw(0)
+    inputs = problem.generate_inputs(0)
     one, two = (job_of(build(problem, each), inputs) for each in (schedule, other))
     return slower(one, two, checker(problem, inputs))
 
@@ -192,7 +192,7 @@ def main() -> int:
         rows = rows[1:]
         for label in asked.problems:
             for path in sorted(asked.matrices):
-                name = matrix_name(path)
+                name = parse_matrix_name(path)
                 rows += compare(name, path, label, asked, rows, writer)
     finally:
         writer.close()
@@ -218,7 +218,7 @@ def compare(
         return []
     kind, _, width = label.partition(":")
     matrix = read_matrix(path, dtype=np.float32)
-    problem = Problem(operator=operator(kind), matrix=matrix, n_cols=int(width) if width else None)
+    problem = Problem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
     by_hand = {each.canonical(problem.operator, problem.extents)
                for each in presets(problem.operator, problem.extents, asked.threads).values()}  # fmt: skip
     added = []
