@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sparseflow.core.artifact import ArrayField, Artifact, DictField, load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
+from tests.conformance import check_artifact_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +89,17 @@ def test_save_table_round_trip(profile: Profile, tmp_path: Path) -> None:
     assert rows.to_pylist() == table.to_pylist()
 
 
-@pytest.mark.parametrize("load", [Profile.load, Profile.load_tensors, Profile.load_table])
-def test_load_missing_file_names_the_hint(load: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="sparseflow test profile"):
-        load(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("load", [Profile.load, Profile.load_tensors, Profile.load_table])
-@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{", b'{"format": NaN}', b"[" * 10_000])
-def test_load_damaged_file_is_refused(load: Callable[[Path], object], content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    with pytest.raises(FileFormatError, match="sparseflow test profile"):
-        load(path)
+def test_files_pass_the_conformance_checks(profile: Profile, tmp_path: Path) -> None:
+    check_artifact_file(Profile.load, profile.save(tmp_path / "a.json"), Profile.HINT)
+    check_artifact_file(
+        lambda path: Profile.load_tensors(path),
+        profile.save_tensors(tmp_path / "a.safetensors", {"w": torch.zeros(3)}),
+        Profile.HINT,
+    )
+    table = pa.table({"a": [1, 2]})
+    check_artifact_file(
+        lambda path: Profile.load_table(path), profile.save_table(tmp_path / "a.parquet", table), Profile.HINT
+    )
 
 
 @pytest.mark.parametrize(

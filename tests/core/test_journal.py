@@ -19,6 +19,7 @@ from sparseflow.core.artifact import Artifact
 from sparseflow.core.config import StrictModel
 from sparseflow.core.journal import Journal, JsonLinesWriter, read_journal, read_json_lines
 from sparseflow.errors import FileFormatError, InputError, RunError
+from tests.conformance import check_journal_file
 
 
 class Header(Artifact):
@@ -190,6 +191,18 @@ def test_journal_with_a_torn_end_resumes_with_its_whole_lines(
         assert [row.name for row in rows.rows] == [f"é{index}\n" for index in range(num_rows)]
         rows.append(Row(name="next"))
     assert read_journal(path, Row, header_type=Header)[1][-1].name == "next"
+
+
+@pytest.mark.usefixtures("refused_at_once")
+def test_journal_passes_the_conformance_checks(path: Path) -> None:
+    def open_rows() -> list[Row]:
+        with open_journal(path) as rows:
+            return rows.rows
+
+    with open_journal(path) as rows:
+        rows.append(Row(name="a"))
+        rows.append(Row(name="b", ms=0.5))
+    check_journal_file(open_rows, path)
 
 
 def test_read_json_lines_of_a_missing_file_is_empty(path: Path) -> None:
