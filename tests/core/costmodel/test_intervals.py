@@ -27,8 +27,10 @@ def contains(interval: ConformalInterval, error: float) -> bool:
 def test_fit_covers_held_out_errors_at_the_requested_rate(errors: list[float], coverage: float) -> None:
     outside = 0
     for index, error in enumerate(errors):
-        rest = [math.exp(e) for e in errors[:index] + errors[index + 1 :]]
-        outside += not contains(ConformalInterval.fit([1.0] * len(rest), rest, coverage), error)
+        other_errors = [math.exp(e) for e in errors[:index] + errors[index + 1 :]]
+        outside += not contains(
+            ConformalInterval.fit([1.0] * len(other_errors), other_errors, coverage), error
+        )
     # At least single per side: with few samples the ends are the largest observed errors.
     assert outside <= 2 * max(math.floor((1.0 - coverage) / 2.0 * len(errors) + 1e-9), 1)
 

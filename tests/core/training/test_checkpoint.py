@@ -1,4 +1,4 @@
-"""Checkpoints."""
+"""Checkpoint files."""
 
 from __future__ import annotations
 
@@ -11,48 +11,52 @@ import torch
 from sparseflow.core.training import checkpoint
 from sparseflow.errors import FileFormatError, InputError
 
-OF = {"steps": 3, "net": {"width": 8}}
+FINGERPRINT = {"steps": 3, "net": {"width": 8}}
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    assert checkpoint.load(tmp_path, OF) is None
-    state = {"fingerprint": OF, "step": 2, "net": {"a": torch.arange(3.0)}, "limits": {"x": 1}}
+def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path, FINGERPRINT) is None
+    state = {"fingerprint": FINGERPRINT, "step": 2, "net": {"a": torch.arange(3.0)}, "limits": {"x": 1}}
     checkpoint.save(tmp_path, state)
-    found = checkpoint.load(tmp_path, OF)
-    assert found is not None and found["step"] == 2 and found["limits"] == {"x": 1}
-    torch.testing.assert_close(found["net"], state["net"])
+    loaded = checkpoint.load(tmp_path, FINGERPRINT)
+    assert loaded is not None and loaded["step"] == 2 and loaded["limits"] == {"x": 1}
+    torch.testing.assert_close(loaded["net"], state["net"])
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.CHECKPOINT_FILE]
 
 
-def test_another_training_is_told_by_what_differs(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"fingerprint": OF, "step": 2})
+def test_load_with_another_fingerprint_names_the_differences(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"fingerprint": FINGERPRINT, "step": 2})
     with pytest.raises(InputError, match=r"net\.width, seed"):
-        checkpoint.load(tmp_path, OF | {"net": {"width": 16}, "seed": 1})
+        checkpoint.load(tmp_path, FINGERPRINT | {"net": {"width": 16}, "seed": 1})
 
 
-class Evil:
+class Hostile:
     def __reduce__(self):
-        return (print, ("run",))
+        return (print, ("executed",))
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"PK\x03\x04", pickle.dumps({"fingerprint": OF}), pickle.dumps(Evil())]
+    "content", [b"", b"PK\x03\x04", pickle.dumps({"fingerprint": FINGERPRINT}), pickle.dumps(Hostile())]
 )
-def test_what_is_no_checkpoint_is_refused_and_nothing_in_it_runs(
+def test_load_of_another_format_raises_and_executes_nothing(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / checkpoint.CHECKPOINT_FILE).write_bytes(content)
-    with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.load(tmp_path, OF)
+    path = tmp_path / checkpoint.CHECKPOINT_FILE
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=str(path)):
+        checkpoint.load(tmp_path, FINGERPRINT)
     assert capsys.readouterr().out == ""
 
 
-def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"fingerprint": OF, "net": torch.zeros(100)})
+def test_load_of_a_truncated_file_raises(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"fingerprint": FINGERPRINT, "net": torch.zeros(100)})
     path = tmp_path / checkpoint.CHECKPOINT_FILE
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.load(tmp_path, OF)
-    torch.save([1, 2], path)
-    with pytest.raises(FileFormatError, match="remove it"):
-        checkpoint.load(tmp_path, OF)
+    with pytest.raises(FileFormatError, match=str(path)):
+        checkpoint.load(tmp_path, FINGERPRINT)
+
+
+def test_load_of_a_list_raises(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / checkpoint.CHECKPOINT_FILE)
+    with pytest.raises(FileFormatError):
+        checkpoint.load(tmp_path, FINGERPRINT)

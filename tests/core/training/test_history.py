@@ -1,4 +1,4 @@
-"""The numbers of a training on disk."""
+"""History of a training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 
 from sparseflow.core.training import history as module
-from sparseflow.core.training.history import HISTORY_FILE, History, read_history
+from sparseflow.core.training.history import HISTORY_FILE, History, read_history, smooth_curve
 from sparseflow.errors import FileFormatError, RunError
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
+def _clear_cache() -> None:
     module._load_tensorboard.cache_clear()
 
 
@@ -25,7 +25,7 @@ def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_tensorboard")
-def test_a_step_that_is_done_again_is_not_written_again(tmp_path: Path) -> None:
+def test_log_of_a_repeated_step_writes_nothing(tmp_path: Path) -> None:
     for steps in ((1, 2, 3), (2, 3, 4)):
         history = History(tmp_path)
         for step in steps:
@@ -40,7 +40,7 @@ def test_a_step_that_is_done_again_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_tensorboard")
-def test_without_tensorboard_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_tensorboard_logs_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
@@ -48,7 +48,7 @@ def test_without_tensorboard_that_is_said_once(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count("tensorboard is not installed") == 1
 
 
-def test_with_tensorboard_scalars_are_written_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tensorboard_writes_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
 
     class Writer:
@@ -72,7 +72,7 @@ def test_with_tensorboard_scalars_are_written_there(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("without_tensorboard", "refused_at_once")
-def test_one_writer_at_a_time_and_damage_is_told(tmp_path: Path) -> None:
+def test_history_of_a_locked_or_damaged_directory_raises(tmp_path: Path) -> None:
     history = History(tmp_path)
     with pytest.raises(RunError, match=str(tmp_path)):
         History(tmp_path)
@@ -82,3 +82,10 @@ def test_one_writer_at_a_time_and_damage_is_told(tmp_path: Path) -> None:
         History(tmp_path)
     (tmp_path / HISTORY_FILE).unlink()
     History(tmp_path).close()
+
+
+def test_smooth_curve_averages_neighbors_and_skips_missing_values() -> None:
+    rows = [{"step": step, "loss": float(step)} for step in range(1, 401)] + [{"step": 401}]
+    steps, losses = smooth_curve(rows, "loss")
+    assert len(steps) == 200 and steps[:2] == [2.0, 4.0] and losses[:2] == [1.5, 3.5]
+    assert smooth_curve(rows[:3], "loss") == ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])

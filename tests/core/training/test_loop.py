@@ -54,7 +54,10 @@ def test_fit_after_a_stop_gives_the_same_weights(
         fit(lambda context: Regression(context, stop_after=stop_after), tmp_path / "stopped", **options)
     steps: list[int] = []
     resumed = fit(
-        Regression, tmp_path / "stopped", progress=lambda _, done: steps.append(round(6 * done)), **options
+        Regression,
+        tmp_path / "stopped",
+        progress=lambda _, fraction: steps.append(round(6 * fraction)),
+        **options,
     )
     saved = max(step for step in range(stop_after + 1) if step % 2 == 0 or (eval_every and step % 3 == 0))
     assert steps == list(range(saved + 1, 7))

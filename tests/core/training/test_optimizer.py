@@ -37,10 +37,10 @@ def test_lr_factor_of_one_step_is_1(warmup: float) -> None:
 
 def test_split_weight_decay_spares_vectors() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    decayed, others = split_weight_decay(model.parameters(), 0.1)
+    decayed, not_decayed = split_weight_decay(model.parameters(), 0.1)
     assert decayed["params"] == [model[0].weight] and decayed["weight_decay"] == 0.1
-    assert others["params"] == [model[0].bias, model[1].weight, model[1].bias]
-    assert others["weight_decay"] == 0.0
+    assert not_decayed["params"] == [model[0].bias, model[1].weight, model[1].bias]
+    assert not_decayed["weight_decay"] == 0.0
 
 
 def test_set_learning_rate_scales_groups() -> None:
