@@ -1,4 +1,4 @@
-"""`map_unordered` in this pid, in local processes, and on a fake Ray cluster."""
+"""`map_unordered` in this process, in local processes, and on a fake Ray cluster."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TaskError(Exception):
 
 
 class FakeRay:
-    """The part of Ray that `map_unordered` uses, in this pid; the last call completes first."""
+    """The part of Ray that `map_unordered` uses, in this process; the last call completes first."""
 
     exceptions = SimpleNamespace(RayTaskError=TaskError)
 
@@ -136,9 +136,9 @@ class FakeReference:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    results = FakeRay()
-    monkeypatch.setattr(parallel, "require", lambda package, extra: results)
-    return results
+    fake = FakeRay()
+    monkeypatch.setattr(parallel, "require", lambda package, extra: fake)
+    return fake
 
 
 def test_cluster_yields_the_index_of_each_item_and_disconnects(ray: FakeRay) -> None:

@@ -31,7 +31,7 @@ def test_fit_covers_held_out_errors_at_the_requested_rate(errors: list[float], c
         outside += not contains(
             ConformalInterval.fit([1.0] * len(other_errors), other_errors, coverage), error
         )
-    # At least single per side: with few samples the ends are the largest observed errors.
+    # At least one per side: with few samples the ends are the largest observed errors.
     assert outside <= 2 * max(math.floor((1.0 - coverage) / 2.0 * len(errors) + 1e-9), 1)
 
 

@@ -23,7 +23,7 @@ def test_top_k_score_is_the_relative_speed_of_the_best_of_k() -> None:
 
 def test_top_k_score_with_ties_is_the_mean_over_orders() -> None:
     scores = [5.0, 0.0, 0.0, 0.0]
-    # 4 ms is always selected, and candidate of 1, 2 and 8 ms.
+    # 4 ms is always selected, and one of 1, 2 and 8 ms.
     assert ranking.top_k_score(scores, LATENCY, 2) == pytest.approx((1.0 + 1 / 2 + 1 / 4) / 3)
 
 
@@ -32,12 +32,12 @@ def test_top_k_score_with_ties_is_the_mean_over_orders() -> None:
     st.integers(1, 7),
 )
 def test_top_k_score_matches_enumeration_of_tie_orders(pool: list[tuple[int, float]], k: int) -> None:
-    scores_of_orders = []
+    best_of_orders = []
     for order in itertools.permutations(pool):
         ranked = sorted(order, key=lambda candidate: -candidate[0])[:k]  # stable: ties stay in this order
-        scores_of_orders.append(min(latency for _, latency in ranked))
+        best_of_orders.append(min(latency for _, latency in ranked))
     best = min(latency for _, latency in pool)
-    expected = np.mean([best / candidate for candidate in scores_of_orders])
+    expected = np.mean([best / latency for latency in best_of_orders])
     score = ranking.top_k_score([score for score, _ in pool], [latency for _, latency in pool], k)
     assert score == pytest.approx(expected)
 
