@@ -30,7 +30,7 @@ def check_positive(**values: object) -> None:
         InputError: A value is something else.
     """
     for name, value in values.items():
-        if not (_is_finite(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
+        if not _to_number(value) > 0:
             raise InputError(f"`{name}` (={value!r}) must be a finite number above 0")
 
 
@@ -41,7 +41,7 @@ def check_non_negative(**values: object) -> None:
         InputError: A value is something else.
     """
     for name, value in values.items():
-        if not (_is_finite(value) and value >= 0):  # pyright: ignore[reportOperatorIssue]
+        if not _to_number(value) >= 0:
             raise InputError(f"`{name}` (={value!r}) must be a finite number of at least 0")
 
 
@@ -52,7 +52,7 @@ def check_between(low: float, high: float, /, **values: object) -> None:
         InputError: A value is something else.
     """
     for name, value in values.items():
-        if not (_is_finite(value) and low <= value <= high):  # pyright: ignore[reportOperatorIssue]
+        if not low <= _to_number(value) <= high:
             raise InputError(f"`{name}` (={value!r}) must be a number from {low} to {high}")
 
 
@@ -67,5 +67,8 @@ def check_one_of(choices: Collection[object], /, **values: object) -> None:
             raise InputError(f"`{name}` (={value!r}) must be one of: {', '.join(map(str, choices))}")
 
 
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+def _to_number(value: object) -> float:
+    """Return a finite number as it is, and NaN, which fails every comparison, for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return value
