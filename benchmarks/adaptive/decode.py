@@ -41,13 +41,13 @@ from torch import Tensor
 from benchmarks.claims import Claim, record_claims
 from sparseflow.adaptive.adapters import Adapter, adapter_of
 from sparseflow.adaptive.engine.cache import SlotCache
-from sparseflow.adaptive.engine.decode import Steps, decode_plan
-from sparseflow.adaptive.engine.graphs import Graphs
-from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, Fused
-from sparseflow.adaptive.engine.prefill.prefill import Prefill
-from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.engine.decode import DecodeRunner, decode_plan
+from sparseflow.adaptive.engine.graphs import GraphCache
+from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, KernelPatcher
+from sparseflow.adaptive.engine.prefill.prefill import PrefillRunner
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.core.ceilings import measure_ceilings
+from sparseflow.core.device.ceilings import measure_ceilings
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import get_version
 from sparseflow.core.files import write_atomic
@@ -72,7 +72,7 @@ CHECKED_STEPS = 32
 WARMUP = 10
 
 
-def built(asked: argparse.Namespace, dtype: torch.dtype, **changed: int) -> tuple[Adapter, Knobs]:
+def built(asked: argparse.Namespace, dtype: torch.dtype, **changed: int) -> tuple[Adapter, PlanRuntime]:
     """A random model with knobs."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
@@ -85,7 +85,7 @@ def built(asked: argparse.Namespace, dtype: torch.dtype, **changed: int) -> tupl
     model = model.eval()
     adapter = adapter_of(model)
     set_experts(adapter)
-    return adapter, Knobs(adapter)
+    return adapter, PlanRuntime(adapter)
 
 
 def set_experts(adapter: Adapter, kind: str | None = None) -> None:
@@ -105,7 +105,7 @@ def drawn(asked: argparse.Namespace, *shape: int, seed: int = 0) -> Tensor:
 class Own:
     """Steps by the model's own forward and a cache that grows."""
 
-    def __init__(self, adapter: Adapter, knobs: Knobs, plan: Plan, cache: Any) -> None:
+    def __init__(self, adapter: Adapter, knobs: PlanRuntime, plan: Plan, cache: Any) -> None:
         self._adapter, self._knobs, self._plan, self._cache = adapter, knobs, plan, cache
         self._device = next(adapter.decoder.parameters()).device
 
@@ -120,7 +120,7 @@ class Own:
 
 
 def prompted(
-    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int, context: int
+    asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, batch: int, context: int
 ) -> Any:
     """What the model gives for drawn prompts: logits of their last tokens, and the cache."""
     adapter, knobs = both
@@ -147,7 +147,7 @@ class Setup:
     def __init__(
         self,
         asked: argparse.Namespace,
-        both: tuple[Adapter, Knobs],
+        both: tuple[Adapter, PlanRuntime],
         plan: Plan,
         batch: int,
         context: int,
@@ -159,7 +159,7 @@ class Setup:
         found = prompted(asked, both, plan, batch, context)
         set_experts(adapter, experts)
         self.first: list[int] = found.logits[:, -1].argmax(-1).tolist()
-        self.graphs: list[Graphs] = []
+        self.graphs: list[GraphCache] = []
         self.ways: dict[str, Callable[[Sequence[int]], tuple[Tensor, list[int]]]] = {}
         tokens = context + steps + 1
         for name, kernels in (("recorded", None), ("recorded, no kernels", False)):
@@ -168,9 +168,9 @@ class Setup:
             )
             for row in range(batch):
                 cache.adopt(cache.take(), found.past_key_values, row=row)
-            graphs = Graphs(asked.device)
-            fused = Fused(adapter, kernels=kernels)
-            runs = Steps(adapter, knobs, graphs, fused=fused, rows=batch, tokens=tokens)
+            graphs = GraphCache(asked.device)
+            fused = KernelPatcher(adapter, kernels=kernels)
+            runs = DecodeRunner(adapter, knobs, graphs, fused=fused, rows=batch, tokens=tokens)
             self.graphs.append(graphs)
             self.ways[name] = partial(runs.run, cache)
         self.ways = {"own": Own(adapter, knobs, plan, found.past_key_values)} | self.ways
@@ -201,7 +201,7 @@ def same_tokens(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def near_logits(
-    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int
+    asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, batch: int
 ) -> dict[str, Any]:
     """Logits step by step with drawn tokens, by each way."""
     setup = Setup(asked, both, plan, batch, 32, CHECKED_STEPS)
@@ -222,7 +222,7 @@ def near_logits(
 
 
 def own_steps(
-    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int
+    asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, batch: int
 ) -> dict[str, float]:
     """Median milliseconds of a step of the model's own, by each way to multiply by experts.
 
@@ -249,7 +249,7 @@ def own_steps(
 
 
 def timed_steps(
-    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, batch: int
+    asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, batch: int
 ) -> dict[str, Any]:
     """A step by each way, in turns."""
     own_ms = own_steps(asked, both, plan, batch)
@@ -282,19 +282,19 @@ def timed_steps(
 
 
 def timed_prompts(
-    asked: argparse.Namespace, both: tuple[Adapter, Knobs], plan: Plan, tokens: int
+    asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, tokens: int
 ) -> dict[str, Any]:
     """A prompt whole and in recorded parts, in turns; both end with its first token on the host."""
     adapter, knobs = both
     ids = drawn(asked, 1, tokens, seed=3).to(asked.device)
     cache = SlotCache(decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=1, tokens=tokens)
-    graphs = Graphs(asked.device)
+    graphs = GraphCache(asked.device)
     ways = {
-        "own": Prefill(adapter, knobs, Graphs(asked.device, enabled=False), tokens=tokens),
-        "recorded": Prefill(adapter, knobs, graphs, tokens=tokens, sizes=[tokens]),
+        "own": PrefillRunner(adapter, knobs, GraphCache(asked.device, enabled=False), tokens=tokens),
+        "recorded": PrefillRunner(adapter, knobs, graphs, tokens=tokens, sizes=[tokens]),
     }
 
-    def work(way: Prefill) -> Tensor:
+    def work(way: PrefillRunner) -> Tensor:
         found = way.run(
             {"input_ids": ids}, None, plan.insertion_position, images=False, replan=lambda position: position,
             decide=lambda token: plan, place=lambda plan: (cache, [cache.take()]),
@@ -321,7 +321,7 @@ def timed_prompts(
     }  # fmt: skip
 
 
-def timed_experts(asked: argparse.Namespace, both: tuple[Adapter, Knobs], batch: int) -> dict[str, Any]:
+def timed_experts(asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], batch: int) -> dict[str, Any]:
     """Experts of one block: our kernels and those of transformers, each recorded where there is a GPU."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -341,7 +341,7 @@ def timed_experts(asked: argparse.Namespace, both: tuple[Adapter, Knobs], batch:
     }
     if asked.device != "cpu":
         bodies["ours"] = partial(experts, x, chosen, weights, module.gate_up_proj, module.down_proj)
-    graphs, found = Graphs(asked.device), {name: torch.empty_like(x) for name in bodies}
+    graphs, found = GraphCache(asked.device), {name: torch.empty_like(x) for name in bodies}
 
     def body(name: str) -> None:
         found[name].copy_(bodies[name]())

@@ -27,16 +27,17 @@ import torch
 import torch.nn.functional as F
 from replay import Bench, Results, Run, fastest, floor_ms, measured_ceilings, same_spikes, timed
 
-from sparseflow.core.ceilings import Ceilings
 from sparseflow.core.device import select_device
+from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
-from sparseflow.spiking.kernels.packed import codec, group, pooling, twin
-from sparseflow.spiking.kernels.packed.format import PackedSpikes, empty_packed
-from sparseflow.spiking.kernels.packed.format import pack as pack_reference
-from sparseflow.spiking.kernels.packed.neuron import neuron
-from sparseflow.spiking.kernels.packed.words import channels_last
-from sparseflow.spiking.kernels.reference import run_group_reference
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.packed import codec, pooling, triton_fallback
+from sparseflow.spiking.backends.packed.format import PackedSpikes, empty_packed
+from sparseflow.spiking.backends.packed.format import pack as pack_reference
+from sparseflow.spiking.backends.packed.hopper import group
+from sparseflow.spiking.backends.packed.neuron import neuron
+from sparseflow.spiking.backends.packed.words import channels_last
+from sparseflow.spiking.backends.reference import run_group_reference
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 LIF = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
 
@@ -223,10 +224,10 @@ def run_groups(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
 
         bench.admit(name, prepared, exactly(expected), poison=spoil_inside)
 
-    for v in twin.twin_variants(spec, T=t):
-        admit(f"twin {v.name}", lambda v=v: twin.PreparedTwinGroup(spec, variant=v.name, **sizes))
+    for v in triton_fallback.twin_variants(spec, T=t):
+        admit(f"twin {v.name}", lambda v=v: triton_fallback.PreparedTwinGroup(spec, variant=v.name, **sizes))
     if s.is_cuda and torch.cuda.get_device_capability(s.device)[0] == 9:
-        admit("gluon", lambda: group.prepare_group(spec, **sizes))
+        admit("gluon", lambda: group.PreparedPackedGroup(spec, **sizes))
     comparison = bench.compare("cudnn + neuron")
     flops = 2.0 * t * n * h * w * c * shape.c_in * shape.k**2
     nbytes = packed.data.nbytes + out.data.nbytes + half.nbytes

@@ -57,7 +57,8 @@ def make_network_claims(row: Row) -> Iterator[Claim]:
     precision = "fp16" if row["dtype"] == "torch.float16" else "fp32"
     name = slugify(row["case"] if precision == "fp16" else f"{row['case']} {precision}")
     dense_target, eager_target = compute_targets(row)
-    common: dict[str, Any] = {"command": row["command"], "samples": write_samples(f"spiking/3-{name}.json", row)}
+    samples = write_samples(f"spiking/3-{name}.json", row)
+    common: dict[str, Any] = {"command": row["command"], "samples": samples}
     yield Claim(
         id=f"spiking/3-{name}-dense",
         claim=f"Speedup of the optimized {row['case']} ({precision}) over its fastest dense form.",

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from replay import DTYPE, Bench, Results, close_to, fastest, floor_ms, measured_ceilings, ratio, timed
+from sparse_batchnorm import BLOCK, run_batchnorm2d_reference, sparse_batchnorm2d
+from sparse_linear import FEATURES, ROWS, run_linear_reference, sparse_linear
 
-from sparseflow.core.ceilings import Ceilings
 from sparseflow.core.device import select_device
+from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
-from sparseflow.spiking.kernels.batchnorm.reference import run_batchnorm2d_reference
-from sparseflow.spiking.kernels.batchnorm.triton import BLOCK, sparse_batchnorm2d
-from sparseflow.spiking.kernels.linear.reference import run_linear_reference
-from sparseflow.spiking.kernels.linear.triton import FEATURES, ROWS, sparse_linear
 
 
 @dataclass(frozen=True, kw_only=True)

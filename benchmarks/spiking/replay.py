@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sparseflow.core import timing
-from sparseflow.core.ceilings import Ceilings, measure_ceilings
+from sparseflow.core.device.ceilings import Ceilings, measure_ceilings
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 

@@ -47,8 +47,8 @@ from replay import (
 )
 
 from benchmarks.claims import Claim, slugify, write_samples
-from sparseflow.core.ceilings import Ceilings
 from sparseflow.core.device import select_device
+from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
 from sparseflow.spiking.backends.blocks import Tiling, prescan, sparse_conv2d
 from sparseflow.spiking.backends.reference import run_group_reference

@@ -1,4 +1,4 @@
-"""The diagnosis, on this machine and on pretended ones."""
+"""Tests of the diagnosis, on this machine and on simulated ones."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from sparseflow.core import doctor
 from sparseflow.core.extras import EXTRAS
 
 
-def test_this_machine_is_diagnosed() -> None:
-    found = doctor.diagnose()
-    assert found.devices[0].kind == "cpu"
-    assert [check.name for check in found.extras] == list(EXTRAS)
-    assert found.backends[0].ok, "torch itself always computes"
-    assert json.loads(json.dumps(found.to_json()))["devices"][0]["key"] == found.devices[0].key()
+def test_diagnose_this_machine() -> None:
+    diagnosis = doctor.diagnose()
+    assert diagnosis.devices[0].kind == "cpu"
+    assert [check.name for check in diagnosis.extras] == list(EXTRAS)
+    assert diagnosis.backends[0].ok, "torch always works"
+    record = json.loads(json.dumps(diagnosis.to_json()))
+    assert record["devices"][0]["key"] == diagnosis.devices[0].key()
 
 
-def test_a_missing_package_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_extra_missing_package_names_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "get_version", lambda name: None if name == "numba" else "1.2")
-    extra, backend = doctor._extra("spiking"), doctor._numba()
+    extra, backend = doctor._check_extra("spiking"), doctor._check_numba()
     assert not extra.ok and "missing: numba" in extra.detail and "spikingjelly 1.2" in extra.detail
     assert extra.fix == "pip install 'sparseflow[spiking]'" == backend.fix
     assert not backend.ok
 
 
 @pytest.mark.parametrize(
-    ("gpus", "found", "interpreted", "ok", "words"),
+    ("gpus", "version", "interpret", "ok", "detail"),
     [
-        (0, "3.6.0", None, False, "interpreter in tests only"),
+        (0, "3.6.0", None, False, "3.6.0"),
         (0, None, None, False, "no CUDA device"),
-        (2, None, None, False, "triton is not installed"),
+        (2, None, None, False, "not installed"),
         (2, "3.6.0", "1", False, "TRITON_INTERPRET=1"),
-        (2, "3.6.0", None, True, "on 2 GPUs"),
+        (2, "3.6.0", None, True, "2 GPUs"),
     ],
 )
-def test_triton_is_usable_only_with_a_gpu(
+def test_check_triton(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
-    found: str | None,
-    interpreted: str | None,
+    version: str | None,
+    interpret: str | None,
     ok: bool,
-    words: str,
+    detail: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "get_version", lambda name: found)
+    monkeypatch.setattr(doctor, "get_version", lambda name: version)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if interpreted is not None:
-        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    check = doctor._triton(gpus)
-    assert check.ok is ok and words in check.detail
+    if interpret is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    check = doctor._check_triton(gpus)
+    assert check.ok is ok and detail in check.detail
     assert ok or gpus == 0 or check.fix

@@ -1,4 +1,4 @@
-"""What of SparseFlow can work on this machine, and what to do about what cannot."""
+"""Check which parts of SparseFlow work on this machine and how to fix the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparseflow.core.extras import EXTRAS, get_version
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing looked at.
+    """Result of one check.
 
     Attributes:
-        name: What was looked at.
-        ok: Whether it can be used here.
-        detail: What was found.
-        fix: What to do; empty when `ok`, or when nothing can be done on this machine.
+        name: Checked part.
+        ok: Whether it works on this machine.
+        detail: Versions or the missing part.
+        fix: Command or step that fixes it; empty if `ok`, or if this machine cannot run it.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Everything looked at: the devices, then the extras, then what can compute."""
+    """Devices of this machine, and the checks of all extras and backends."""
 
     devices: tuple[DeviceInfo, ...]
     extras: tuple[Check, ...]
     backends: tuple[Check, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON types."""
+        """Convert to plain JSON types."""
         return {
             "sparseflow": sparseflow.__version__,
             "python": platform.python_version(),
@@ -58,34 +58,35 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Nothing is measured and nothing is changed."""
+    """Run all checks. Nothing is measured or changed."""
     import torch
 
     gpus = tuple(describe_device(f"cuda:{index}") for index in range(torch.cuda.device_count()))
     return Diagnosis(
         devices=(describe_device("cpu"), *gpus),
-        extras=tuple(_extra(name) for name in EXTRAS),
-        backends=(_dense(), _numba(), _triton(len(gpus))),
+        extras=tuple(_check_extra(name) for name in EXTRAS),
+        backends=(_check_dense(), _check_numba(), _check_triton(len(gpus))),
     )
 
 
-def _extra(name: str) -> Check:
-    packages = EXTRAS[name]
-    found = {package: get_version(package) for package, _ in packages}
-    missing = [package for package, number in found.items() if number is None]
-    here = ", ".join(f"{package} {number}" for package, number in found.items() if number is not None)
+def _check_extra(name: str) -> Check:
+    versions = {package: get_version(package) for package, _ in EXTRAS[name]}
+    missing = [package for package, version in versions.items() if version is None]
+    installed = ", ".join(
+        f"{package} {version}" for package, version in versions.items() if version is not None
+    )
     if not missing:
-        return Check(name=name, ok=True, detail=here)
+        return Check(name=name, ok=True, detail=installed)
     absent = "missing: " + ", ".join(missing)
     return Check(
         name=name,
         ok=False,
-        detail=f"{here}; {absent}" if here else absent,
+        detail=f"{installed}; {absent}" if installed else absent,
         fix=f"pip install 'sparseflow[{name}]'",
     )
 
 
-def _dense() -> Check:
+def _check_dense() -> Check:
     import torch
 
     return Check(
@@ -93,38 +94,35 @@ def _dense() -> Check:
     )
 
 
-def _numba() -> Check:
-    found = get_version("numba")
-    if found is None or util.find_spec("numba") is None:
-        return Check(
-            name="event-driven on a CPU (Numba)",
-            ok=False,
-            detail="numba is not installed",
-            fix="pip install 'sparseflow[spiking]'",
-        )
-    return Check(name="event-driven on a CPU (Numba)", ok=True, detail=f"numba {found}")
+def _check_numba() -> Check:
+    name = "event-driven on a CPU (Numba)"
+    version = get_version("numba")
+    if version is None or util.find_spec("numba") is None:
+        fix = "pip install 'sparseflow[spiking]'"
+        return Check(name=name, ok=False, detail="numba is not installed", fix=fix)
+    return Check(name=name, ok=True, detail=f"numba {version}")
 
 
-def _triton(gpus: int) -> Check:
+def _check_triton(gpus: int) -> Check:
     name = "fused kernels on a GPU (Triton)"
-    found = get_version("triton")
+    version = get_version("triton")
     if gpus == 0:
         detail = "torch sees no CUDA device"
-        if found is not None:
-            detail += f"; triton {found} is here, for its interpreter in tests only"
+        if version is not None:
+            detail += f"; triton {version} is installed, but only its interpreter works without a GPU"
         return Check(name=name, ok=False, detail=detail)
-    if found is None:
+    if version is None:
         return Check(
             name=name,
             ok=False,
-            detail="there is a GPU, and triton is not installed",
-            fix="install the CUDA build of torch, which brings the triton that fits it",
+            detail="triton is not installed",
+            fix="install the CUDA build of torch, which includes the matching triton",
         )
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Check(
             name=name,
             ok=False,
-            detail=f"triton {found}, but TRITON_INTERPRET=1 sends its kernels to the CPU",
+            detail=f"triton {version}, but TRITON_INTERPRET=1 runs its kernels on the CPU",
             fix="unset TRITON_INTERPRET",
         )
-    return Check(name=name, ok=True, detail=f"triton {found} on {gpus} GPU{'s' if gpus > 1 else ''}")
+    return Check(name=name, ok=True, detail=f"triton {version} on {gpus} GPU{'s' if gpus > 1 else ''}")

@@ -1,4 +1,4 @@
-"""What hardware is here, and which of it to use. What it can do at best is measured in `ceilings.py`."""
+"""Describe the devices of this machine and select the one to use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("torch", "triton", "numba", "numpy", "spikingjelly")
-"""Distributions whose version can change how fast a backend is."""
+"""Distributions whose version can change the speed of a backend."""
 
 CPU_FLAGS = (
     "avx2",
@@ -34,24 +34,24 @@ CPU_FLAGS = (
     "sve",
     "bf16",
 )
-"""Instruction sets that a backend may choose by (names as Linux writes them)."""
+"""Instruction sets that backends select kernels by, in the spelling of Linux."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """One device, as found.
+    """Hardware and software facts of one device.
 
     Attributes:
         kind: `"cpu"` or `"cuda"`.
         name: Model name.
-        index: CUDA index, None for a CPU.
+        index: CUDA index; None for a CPU.
         memory_bytes: Installed memory.
-        driver: Driver's version, None for a CPU or where NVML is absent.
-        compute_capability: Such as `"9.0"`, None for a CPU.
-        cores: Streaming multiprocessors of a GPU, or the CPUs that this process may run on.
-        threads: What torch computes with on a CPU; None for a GPU.
+        driver: Driver version; None for a CPU or without NVML.
+        compute_capability: Such as `"9.0"`; None for a CPU.
+        cores: Streaming multiprocessors of a GPU, or CPUs that this process may use.
+        threads: Threads of torch on a CPU; None for a GPU.
         flags: Instruction sets among `CPU_FLAGS`, sorted; empty for a GPU.
-        versions: Library -> version, of those that are installed.
+        versions: Version of each installed library.
     """
 
     kind: str
@@ -66,9 +66,9 @@ class DeviceInfo:
     versions: Mapping[str, str]
 
     def key(self) -> str:
-        """A short name that stays the same as long as measurements taken here stay valid.
+        """Return a short file-name-safe key under which measurements of this device are valid.
 
-        It does not hold the CUDA index: two equal GPUs of one host share what was measured.
+        The key does not contain the CUDA index: equal GPUs of one host share measurements.
         """
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         facts = repr(
@@ -88,15 +88,15 @@ class DeviceInfo:
 
 
 def describe_cpu() -> str:
-    """What a time on a CPU holds for: name, our share of its CPUs, instruction sets; without torch."""
-    return f"{_cpu_name()}, {_usable_cpus()} CPUs, {' '.join(_cpu_flags())}"
+    """Describe the CPU under which a measured time is valid: name, usable CPUs, instruction sets."""
+    return f"{_read_cpu_name()}, {_count_usable_cpus()} CPUs, {' '.join(_read_cpu_flags())}"
 
 
 def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
-    """Facts about one device.
+    """Collect the facts of one device.
 
     Raises:
-        DeviceError: The device is not there, or is neither a CPU nor a CUDA device.
+        DeviceError: The device does not exist, or is neither a CPU nor a CUDA device.
     """
     import torch
 
@@ -104,23 +104,23 @@ def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
     if target.type == "cpu":
         return DeviceInfo(
             kind="cpu",
-            name=_cpu_name(),
+            name=_read_cpu_name(),
             index=None,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             driver=None,
             compute_capability=None,
-            cores=_usable_cpus(),
+            cores=_count_usable_cpus(),
             threads=torch.get_num_threads(),
-            flags=_cpu_flags(),
-            versions=_versions(),
+            flags=_read_cpu_flags(),
+            versions=_collect_versions(),
         )
     if target.type != "cuda":
         raise DeviceError(f"`device` (={str(device)!r}) must be a CPU or a CUDA device")
-    target = select_device(target.index if target.index is not None else None)
+    target = select_device(target.index)
     if target.type != "cuda":
-        raise DeviceError("a CUDA device was asked for and torch sees none here")
+        raise DeviceError(f"`device` (={str(device)!r}) does not exist: torch sees no CUDA device")
     properties = torch.cuda.get_device_properties(target)
-    versions = dict(_versions())
+    versions = _collect_versions()
     cudnn = torch.backends.cudnn.version()
     if cudnn is not None:
         versions["cudnn"] = str(cudnn)
@@ -141,24 +141,24 @@ def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
 
 
 def select_gpu() -> int:
-    """Index of the visible GPU with the most free memory.
+    """Return the index of the visible GPU with the most free memory.
 
     Raises:
-        DeviceError: torch sees no GPU here.
+        DeviceError: torch sees no GPU.
     """
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        raise DeviceError("no CUDA device is visible to torch here; run on the CPU, or check the driver")
+        raise DeviceError("torch sees no CUDA device; run on the CPU, or check the driver")
     return max(range(count), key=lambda index: torch.cuda.mem_get_info(index)[0])
 
 
 def select_device(gpu: int | None) -> torch.device:
-    """The device to work on: GPU `gpu`, or, for None, the emptiest GPU, or the CPU where there is no GPU.
+    """Select GPU `gpu`; for None, the GPU with the most free memory, or the CPU if there is no GPU.
 
     Raises:
-        DeviceError: A GPU was named that torch does not see.
+        DeviceError: torch does not see GPU `gpu`.
     """
     import torch
 
@@ -166,46 +166,46 @@ def select_device(gpu: int | None) -> torch.device:
     if gpu is None:
         return torch.device("cuda", select_gpu()) if count else torch.device("cpu")
     if not 0 <= gpu < count:
-        seen = "none" if count == 0 else f"0 to {count - 1}"
-        raise DeviceError(f"GPU {gpu} was asked for; torch sees {seen} here")
+        visible = "none" if count == 0 else f"0 to {count - 1}"
+        raise DeviceError(f"GPU {gpu} does not exist; torch sees {visible}")
     return torch.device("cuda", gpu)
 
 
 def read_cpu_clock_mhz() -> dict[str, float]:
-    """The CPU's clock right now, averaged over its cores, as `{"core": MHz}`; empty if unreadable."""
+    """Read the current CPU clock, averaged over all cores, as `{"core": MHz}`; empty if unreadable."""
     try:
-        # Not the cached text: the clock is what changes in it.
+        # Not through `_read_cpuinfo`, whose cached text holds an old clock.
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return {}
-    found = [float(value) for value in re.findall(r"^cpu MHz\s*:\s*([0-9.]+)$", text, re.MULTILINE)]
-    return {"core": sum(found) / len(found)} if found else {}
+    clocks = [float(value) for value in re.findall(r"^cpu MHz\s*:\s*([0-9.]+)$", text, re.MULTILINE)]
+    return {"core": sum(clocks) / len(clocks)} if clocks else {}
 
 
-def _versions() -> dict[str, str]:
-    return {name: found for name in LIBRARIES if (found := get_version(name)) is not None}
+def _collect_versions() -> dict[str, str]:
+    return {name: version for name in LIBRARIES if (version := get_version(name)) is not None}
 
 
-def _usable_cpus() -> int:
+def _count_usable_cpus() -> int:
     # A container or taskset may leave this process fewer CPUs than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+def _read_cpu_name() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read_cpuinfo(), re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
-def _cpu_flags() -> tuple[str, ...]:
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    here = set(found.group(1).split()) if found else set()
-    return tuple(sorted(here.intersection(CPU_FLAGS)))
+def _read_cpu_flags() -> tuple[str, ...]:
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read_cpuinfo(), re.MULTILINE)
+    flags = set(match.group(1).split()) if match else set()
+    return tuple(sorted(flags.intersection(CPU_FLAGS)))
 
 
 @lru_cache(maxsize=1)
-def _cpuinfo() -> str:
+def _read_cpuinfo() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparseflow.core.device import describe_device
+from sparseflow.core.device.info import describe_device
 from sparseflow.core.timing import measure
 
 if TYPE_CHECKING:

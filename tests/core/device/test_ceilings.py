@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseflow.core import ceilings
+from sparseflow.core.device import ceilings
 
 
 def test_measure_ceilings_on_cpu_uses_the_minimum_time(monkeypatch: pytest.MonkeyPatch) -> None:
