@@ -20,14 +20,21 @@ class Regression:
         context: Ranks.
         num_steps: Steps of the full training.
         seed: Seed of weights and data.
+        eval_every: Steps between evaluations.
         stop_after: Steps after which KeyboardInterrupt is raised.
     """
 
     def __init__(
-        self, context: DistributedContext, *, num_steps: int = 6, seed: int = 0, stop_after: int | None = None
+        self,
+        context: DistributedContext,
+        *,
+        num_steps: int = 6,
+        seed: int = 0,
+        eval_every: int | None = None,
+        stop_after: int | None = None,
     ) -> None:
         self.num_steps, self.seed, self.step, self._context = num_steps, seed, 0, context
-        self._stop_after = stop_after
+        self.eval_every, self._stop_after = eval_every, stop_after
         torch.manual_seed(seed)
         self.model = torch.nn.Linear(3, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)

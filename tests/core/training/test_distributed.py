@@ -30,6 +30,7 @@ def test_one_process_averages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TWO_PROCESSES = """
 import sys
+from functools import partial
 from pathlib import Path
 import torch
 from sparseflow.core.training.distributed import init_distributed
@@ -53,10 +54,10 @@ with init_distributed("cpu") as context:
     else:
         raise AssertionError("no error although the ranks differ")
     out_dir = Path(sys.argv[1])
-    trained = fit(Regression, out_dir / "run", checkpoint_every=2, eval_every=3)
+    trained = fit(partial(Regression, eval_every=3), out_dir / "run", checkpoint_every=2)
     assert trained.evaluated == ([] if context.rank else [3, 6])
     torch.save(trained.model.state_dict(), out_dir / f"{context.rank}.pt")
-    finished = fit(Regression, out_dir / "run", checkpoint_every=2, eval_every=3)
+    finished = fit(partial(Regression, eval_every=3), out_dir / "run", checkpoint_every=2)
     assert torch.equal(finished.model.weight, trained.model.weight)
 """
 

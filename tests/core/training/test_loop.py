@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_fit_writes_history_settings_and_model(tmp_path: Path) -> None:
     messages: list[tuple[str, float]] = []
     pages: list[list[tuple[int, str]]] = []
     task = fit(
-        Regression, tmp_path, checkpoint_every=100, eval_every=2, eval_kind="test", eval_before=True,
+        partial(Regression, eval_every=2), tmp_path, checkpoint_every=100, eval_kind="test", eval_before=True,
         settings={"seed": 0}, write_page=lambda out_dir: pages.append(read_rows(out_dir)),
         progress=lambda message, fraction: messages.append((message, fraction)),
     )  # fmt: skip
@@ -48,16 +48,16 @@ def test_fit_writes_history_settings_and_model(tmp_path: Path) -> None:
 def test_fit_after_a_stop_gives_the_same_weights(
     stop_after: int, eval_every: int | None, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"checkpoint_every": 2, "eval_every": eval_every}
-    unbroken = fit(Regression, tmp_path / "unbroken", **options)
+    make_task = partial(Regression, eval_every=eval_every)
+    unbroken = fit(make_task, tmp_path / "unbroken", checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt):
-        fit(lambda context: Regression(context, stop_after=stop_after), tmp_path / "stopped", **options)
+        fit(partial(make_task, stop_after=stop_after), tmp_path / "stopped", checkpoint_every=2)
     steps: list[int] = []
     resumed = fit(
-        Regression,
+        make_task,
         tmp_path / "stopped",
+        checkpoint_every=2,
         progress=lambda _, fraction: steps.append(round(6 * fraction)),
-        **options,
     )
     saved = max(step for step in range(stop_after + 1) if step % 2 == 0 or (eval_every and step % 3 == 0))
     assert steps == list(range(saved + 1, 7))
@@ -77,7 +77,7 @@ def test_fit_of_a_finished_training_trains_no_step(tmp_path: Path) -> None:
 def test_fit_refuses_a_directory_of_other_settings(tmp_path: Path) -> None:
     fit(Regression, tmp_path, checkpoint_every=4, settings={"seed": 0})
     with pytest.raises(InputError, match=r"data\.seed"):
-        fit(lambda context: Regression(context, seed=1), tmp_path, checkpoint_every=4, settings={"seed": 1})
+        fit(partial(Regression, seed=1), tmp_path, checkpoint_every=4, settings={"seed": 1})
     assert json.loads((tmp_path / SETTINGS_FILE).read_text()) == {"seed": 0}
     with pytest.raises(InputError, match=str(tmp_path / "model.pt")):
         fit(Regression, tmp_path / "model.pt", checkpoint_every=4)

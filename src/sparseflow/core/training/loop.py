@@ -31,6 +31,8 @@ class TrainingTask(Protocol):
     Attributes:
         num_steps: Steps of the full training.
         step: Completed steps; restored by `load_state_dict`.
+        eval_every: Steps between calls of `evaluate`, which is also called after the last step; None never
+            evaluates.
         fingerprint: Everything that the weights depend on, in JSON's types, with the number of processes if
             it matters. A checkpoint with another fingerprint is refused.
     """
@@ -39,6 +41,9 @@ class TrainingTask(Protocol):
 
     @property
     def num_steps(self) -> int: ...
+
+    @property
+    def eval_every(self) -> int | None: ...
 
     @property
     def fingerprint(self) -> Mapping[str, Any]: ...
@@ -77,7 +82,6 @@ def fit(
     *,
     device: torch.device | str = "cpu",
     checkpoint_every: int,
-    eval_every: int | None = None,
     eval_kind: str = "held_out",
     eval_before: bool = False,
     settings: Mapping[str, Any] | None = None,
@@ -92,8 +96,6 @@ def fit(
         device: Device to train on; `"cuda"` under torchrun is the GPU of the local rank.
         checkpoint_every: Steps between checkpoints. There is also one after each evaluation and after the
             last step.
-        eval_every: Steps between calls of `evaluate`, which is also called after the last step; None never
-            evaluates.
         eval_kind: Name of the evaluation rows in the history, such as `"test"`.
         eval_before: Whether to evaluate before the first step, too.
         settings: Content of `settings.json`; None writes no such file.
@@ -144,7 +146,7 @@ def fit(
                 is_last = task.step == task.num_steps
                 if history is not None:
                     history.log(task.step, "train", metrics)
-                eval_due = eval_every is not None and (is_last or task.step % eval_every == 0)
+                eval_due = task.eval_every is not None and (is_last or task.step % task.eval_every == 0)
                 if eval_due:
                     evaluate()
                 if is_last or eval_due or task.step % checkpoint_every == 0:
