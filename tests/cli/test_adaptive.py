@@ -20,8 +20,8 @@ pytest.importorskip("PIL")
 
 from sparseflow.adaptive import serve
 from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
 from tests.adaptive import tiny
@@ -232,10 +232,10 @@ def test_tiers_that_do_not_fit_are_left_out(
     context = json.loads(Path(model, "config.json").read_text())["text_config"]["max_position_embeddings"]
     assert run(profiled(model, "--out", "whole.parquet", "--json")) == 0
     assert told(capsys)["tiers_left_out"] == []
-    whole = Predictor.load("whole.predictor.json").about
+    whole = PlanLatencyPredictor.load("whole.predictor.json").about
     assert whole.how["max_tokens"] == context
     # Without --tokens, prompts are as long as still leaves room for the highest tier.
-    longest = max(visit.text_tokens for visit in Profile.read("whole.parquet").visits)
+    longest = max(visit.text_tokens for visit in PlanProfile.read("whole.parquet").visits)
     assert longest == min(64, context - whole.vision_tokens["high"] - 2)
     limit = whole.vision_tokens["medium"] + 12 + 2
     lower = profiled(model, "--tokens", "12", "--out", "profile.parquet")
@@ -244,10 +244,10 @@ def test_tiers_that_do_not_fit_are_left_out(
     assert json.loads(output.out)["tiers_left_out"] == ["high"]
     assert output.err.count("is left out") == 1
     assert f"tier high is left out: {whole.vision_tokens['high']} vision tokens" in output.err
-    found = Profile.read("profile.parquet")
+    found = PlanProfile.read("profile.parquet")
     assert {visit.plan.tier for visit in found.visits} == {"low", "medium", None}
     # Plans that were not measured are predicted.
-    assert Predictor.load("predictor.json").space.geometry.tiers == ("low", "medium", "high")
+    assert PlanLatencyPredictor.load("predictor.json").space.geometry.tiers == ("low", "medium", "high")
     assert run([*lower, "--max-tokens", str(limit + 1)]) == 2
     assert "has another `how`" in capsys.readouterr().err
     for wrong, says in (

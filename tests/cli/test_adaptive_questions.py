@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.profile.importance import Importance
-from sparseflow.adaptive.profile.plan_quality import Worth
+from sparseflow.adaptive.profile.importance import BlockImportance
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.cli.root import run
 from tests.adaptive.questions import folders
 
@@ -70,7 +70,7 @@ def test_from_questions_to_controllers(
     capsys.readouterr()
     assert run([*weigh, "--json"]) == 0
     assert told(capsys)["samples"] == 12
-    importance = Importance.read("importance.json")
+    importance = BlockImportance.read("importance.json")
     assert 0.0 < importance.full < 1.0 and any(drop.drop > 0.0 for drop in importance.singles)
     # Scores of other questions are in another journal.
     assert run([*weigh, "--samples", "10"]) == 0
@@ -82,7 +82,7 @@ def test_from_questions_to_controllers(
     assert run(["adaptive", "eval", *study, "--out", "study", "--budgets", "6", "--json"]) == 0
     judged = told(capsys)
     assert judged["samples"] == {"train": 9, "validation": 9, "test": 9}
-    worth = Worth.read(judged["worth"])
+    worth = PlanQuality.read(judged["worth"])
     assert worth.task == "questions of questions.jsonl" and worth.samples == 18 and max(worth.accuracy) > 0.0
     page = Path(judged["page"]).read_text("utf-8")
     assert "questions of questions.jsonl" in page and "but for blanks and case" in page

@@ -305,7 +305,7 @@ def test_profile(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
     fitting = importlib.import_module("sparseflow.codesign.hardware.proxy.fitting")
     few = partial(fitting.Training, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
     monkeypatch.setattr(fitting, "Training", few)
-    monkeypatch.setattr("sparseflow.codesign.hardware.proxy.analytic._STEPS", 60)
+    monkeypatch.setattr("sparseflow.codesign.hardware.proxy.analytic._ROOFLINE_STEPS", 60)
     command = ["codesign", "profile", "--out", "profile", "--points", "8"]
     assert run([*command, "--json"]) == 0
     found = told(capsys)

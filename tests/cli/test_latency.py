@@ -1,4 +1,4 @@
-"""`sparseflow latency`: export, analyze and extract, for readers and for scripts."""
+"""`sparseflow latency` export, analyze and extract: text output, JSON output and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("yaml")
 
-from sparseflow.cli.latency.base import shapes_of
+from sparseflow.cli.latency.base import parse_gpu, parse_labels, parse_provider, parse_shapes
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
 from tests.latency.onnx_models import convnet, save
@@ -24,34 +24,38 @@ sizes: [8]
 """
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    """The one object on standard output."""
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    """Run a command with --json and parse its only output line."""
     assert run([*arguments, "--json"]) == code
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
 
 
-def test_from_a_zoo_to_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_analyze_extract_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, models, graph, out = (tmp_path / name for name in ("zoo.yaml", "models", "graph", "out"))
     config.write_text(ZOO)
-    (exported,) = told(["latency", "export", str(config), "--out", str(models)], capsys)["models"]
+    (exported,) = run_json(["latency", "export", "--config", str(config), "--out", str(models)], capsys)[
+        "models"
+    ]
     assert exported["name"] == "tiny_b1_8" and not exported["kept"]
-    assert told(["latency", "export", str(config), "--out", str(models)], capsys)["models"][0]["kept"]
-    found = told(["latency", "analyze", exported["path"], "--out", str(graph)], capsys)
-    assert found["summary"]["counts"]["Conv_Relu"] == 1 and found["summary"]["flops"] > 0
-    assert {n["kernel_id"] for n in found["nodes"]} == {k["id"] for k in found["kernels"]}
+    assert run_json(["latency", "export", "--config", str(config), "--out", str(models)], capsys)["models"][
+        0
+    ]["kept"]
+    result = run_json(["latency", "analyze", exported["path"], "--out", str(graph)], capsys)
+    assert result["summary"]["counts"]["Conv_Relu"] == 1 and result["summary"]["flops"] > 0
+    assert {n["kernel_id"] for n in result["nodes"]} == {k["id"] for k in result["kernels"]}
     assert (graph / "graph.json").is_file()
-    extracted = told(["latency", "extract", str(graph), "--out", str(out)], capsys)
-    assert extracted["summary"]["ok"] == extracted["summary"]["kernels"] == len(found["kernels"])
-    assert extracted["summary"]["matched"] == len(found["nodes"])
+    extracted = run_json(["latency", "extract", str(graph), "--out", str(out)], capsys)
+    assert extracted["summary"]["ok"] == extracted["summary"]["kernels"] == len(result["kernels"])
+    assert extracted["summary"]["matched"] == len(result["nodes"])
     assert all(Path(kernel["path"]).is_file() for kernel in extracted["kernels"])
 
 
-def test_for_a_reader(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_analyze_extract_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "zoo.yaml"
     config.write_text(ZOO)
-    assert run(["latency", "export", str(config), "--out", str(tmp_path)]) == 0
+    assert run(["latency", "export", "--config", str(config), "--out", str(tmp_path)]) == 0
     assert "exported" in capsys.readouterr().out
     model = str(tmp_path / "tiny_b1_8.onnx")
     assert run(["latency", "analyze", model]) == 0
@@ -66,19 +70,21 @@ def test_for_a_reader(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "nodes match" in capsys.readouterr().out
 
 
-def test_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert shapes_of(["a=1,3,8,8", "b:0=2"]) == {"a": (1, 3, 8, 8), "b:0": (2,)} and shapes_of(None) == {}
+def test_shape_option_sets_open_dimensions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert (
+        parse_shapes(["a=1,3,8,8", "b:0=2"]) == {"a": (1, 3, 8, 8), "b:0": (2,)} and parse_shapes(None) == {}
+    )
     for text in ("a", "a=", "=1", "a=1,x", "a=0,3", "a=-1"):
         with pytest.raises(InputError, match="--shape"):
-            shapes_of([text])
+            parse_shapes([text])
     path = str(save(convnet(batch="N"), tmp_path))
-    error = told(["latency", "analyze", path], capsys, code=2)["error"]
+    error = run_json(["latency", "analyze", path], capsys, code=2)["error"]
     assert error["type"] == "InputError" and "--shape x=" in error["message"]
-    found = told(["latency", "analyze", path, "--shape", "x=3,3,12,12"], capsys)
-    assert found["inputs"][0]["shape"] == [3, 3, 12, 12]
+    result = run_json(["latency", "analyze", path, "--shape", "x=3,3,12,12"], capsys)
+    assert result["inputs"][0]["shape"] == [3, 3, 12, 12]
 
 
-def test_bad_input_exits_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_invalid_input_exits_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bad = tmp_path / "bad.onnx"
     bad.write_bytes(b"no model")
     for arguments, kind in (
@@ -86,36 +92,53 @@ def test_bad_input_exits_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["analyze", str(tmp_path / "absent.onnx")], "InputError"),
         (["extract", str(bad), "--out", str(tmp_path)], "FileFormatError"),
         (["extract", str(tmp_path), "--out", str(tmp_path)], "InputError"),
-        (["export", str(tmp_path / "absent.yaml"), "--out", str(tmp_path)], "InputError"),
+        (["export", "--config", str(tmp_path / "absent.yaml"), "--out", str(tmp_path)], "InputError"),
     ):
-        assert told(["latency", *arguments], capsys, code=2)["error"]["type"] == kind
+        assert run_json(["latency", *arguments], capsys, code=2)["error"]["type"] == kind
 
 
-def test_a_provider_that_is_absent_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_absent_provider_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")
     path = str(save(convnet(), tmp_path))
-    error = told(["latency", "analyze", path, "--provider", "cuda"], capsys, code=1)["error"]
+    error = run_json(["latency", "analyze", path, "--device", "cuda"], capsys, code=1)["error"]
     assert error["type"] == "DeviceError"
 
 
-def test_a_model_that_fails_is_told_and_exits_with_2(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_export_failed_model_exits_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "zoo.yaml"
     config.write_text(ZOO.replace("sizes: [8]", "sizes: [8, 9]"))
-    found = told(["latency", "export", str(config), "--out", str(tmp_path)], capsys, code=2)["models"]
-    assert [row["problem"] is None for row in found] == [True, False]
+    result = run_json(["latency", "export", "--config", str(config), "--out", str(tmp_path)], capsys, code=2)[
+        "models"
+    ]
+    assert [row["problem"] is None for row in result] == [True, False]
 
 
-def test_a_kernel_that_fails_exits_with_1(
+def test_extract_failed_kernel_exits_with_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparseflow.latency import extract
 
     monkeypatch.setattr(extract, "TOLERANCE", -1.0)
     path = str(save(convnet(), tmp_path))
-    summary = told(["latency", "extract", path, "--out", str(tmp_path / "k")], capsys, code=1)["summary"]
+    summary = run_json(["latency", "extract", path, "--out", str(tmp_path / "k")], capsys, code=1)["summary"]
     assert summary["ok"] == 0 and summary["kernels"] > 0
+
+
+def test_parse_labels_splits_at_the_first_equals_sign() -> None:
+    assert parse_labels(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"} and parse_labels(None) == {}
+    with pytest.raises(InputError, match="--label gpu"):
+        parse_labels(["gpu"])
+
+
+def test_parse_provider_and_gpu_of_a_device() -> None:
+    assert parse_provider("cpu") == ("cpu", 0)
+    assert parse_provider("cuda") == ("cuda", 0) and parse_provider("cuda:3") == ("cuda", 3)
+    assert parse_gpu(None, required="cuda") == 0 and parse_gpu("cuda:2", required="cuda") == 2
+    for device in ("gpu", "cuda:", "cuda:-1"):
+        with pytest.raises(InputError, match=f"`--device {device}`"):
+            parse_provider(device)
+    with pytest.raises(InputError, match="`--device cpu`"):
+        parse_gpu("cpu", required="cuda")

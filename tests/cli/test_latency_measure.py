@@ -1,4 +1,4 @@
-"""`sparseflow latency run`, `stress` and `collect`, for readers and for scripts."""
+"""`sparseflow latency` run, stress and collect: text output, JSON output and errors."""
 
 from __future__ import annotations
 
@@ -16,42 +16,46 @@ from sparseflow.core.load import stressor
 from tests.latency.onnx_models import convnet, save
 
 
-def test_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_run_times_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = str(save(convnet(), tmp_path))
     assert run(["latency", "run", model, "--warmup", "1", "--loops", "4", "--threads", "1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["latency_ms"]) == told["loops"] == 4 and told["warmup"] == 1
-    assert told["provider"] == "CPUExecutionProvider" and told["end_s"] > told["start_s"] > 1.7e9
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["latency_ms"]) == result["loops"] == 4 and result["warmup"] == 1
+    assert result["provider"] == "CPUExecutionProvider" and result["end_s"] > result["start_s"] > 1.7e9
     assert run(["latency", "run", model, "--loops", "2", "--threads", "1"]) == 0
     out = capsys.readouterr().out
-    assert "2 runs after 5 of warm-up" in out and "CPU time / wall time" in out
+    assert "2 samples after 5 warm-up" in out and "CPU time / wall time" in out
     assert run(["latency", "run", str(tmp_path / "absent.onnx"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "InputError"
 
 
-def test_stress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["latency", "stress", "--workers", "1", "--seconds", "0.2", "--json"]
-    assert run([*command, "--level", "0.05", "--level", "0.1", "--timeout", "60"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [level["asked"] for level in told["levels"]] == [0.05, 0.1] and len(told["cpus"]) == 1
-    assert all(0.0 < level["achieved"] < 0.5 for level in told["levels"])
+def test_stress_reports_levels_and_fails_if_not_reached(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["latency", "stress", "--threads", "1", "--duration-s", "0.2", "--json"]
+    assert run([*command, "--level", "0.05", "--level", "0.1", "--timeout-s", "60"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [level["target"] for level in result["levels"]] == [0.05, 0.1] and len(result["cpus"]) == 1
+    assert all(0.0 < level["achieved"] < 0.5 for level in result["levels"])
     assert run([*command, "--level", "2"]) == 2
     monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
     capsys.readouterr()
-    assert run([*command, "--level", "0.1", "--timeout", "0.5"]) == 1
-    assert "asked for a level of 0.10" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert run([*command, "--level", "0.1", "--timeout-s", "0.5"]) == 1
+    assert "0.10" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_collect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_collect_resumes_and_refuses_other_settings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     save(convnet(), tmp_path / "models", "net.onnx")
     config, out = tmp_path / "collect.yaml", tmp_path / "out"
     config.write_text("models: models\nlevels: [0]\nrounds: 1\nmin_time_s: 0.12\nloops: 2\n")
-    assert run(["latency", "collect", str(config), "--out", str(out), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rows"], told["added"], told["failed"], told["items"]) == (3, 3, 0, 1)
+    assert run(["latency", "collect", "--config", str(config), "--out", str(out), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["added"], result["failed"], result["items"]) == (3, 3, 0, 1)
     assert (out / "kernels.csv").is_file() and (out / "rows.parquet").is_file()
-    assert run(["latency", "collect", str(config), "--out", str(out)]) == 0
+    assert run(["latency", "collect", "--config", str(config), "--out", str(out)]) == 0
     assert "3 rows (0 new, 0 failed)" in " ".join(capsys.readouterr().out.split())
     config.write_text("models: models\nlevels: [0]\nrounds: 2\n")
-    assert run(["latency", "collect", str(config), "--out", str(out)]) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert run(["latency", "collect", "--config", str(config), "--out", str(out)]) == 2
+    assert "min_time_s" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`sparseflow latency train`, `predict`, `evaluate` and `overlap`, for readers and for scripts."""
+"""`sparseflow latency` train, predict, evaluate and overlap: text output, JSON output and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.latency.synthetic import SyntheticBench, collection, networks, slowdo
 
 @dataclass(frozen=True)
 class Trained:
-    """A predictor that the command made of the made-up device, what it printed, and models to ask about."""
+    """Predictor of a synthetic device, the output of its training, and models."""
 
     file: Path
     printed: str
@@ -51,8 +51,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.fixture(autouse=True)
-def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine passes for the made-up device, and its instruments for this machine's."""
+def _synthetic_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace fingerprint checks and instruments by those of the synthetic device."""
 
     class Bench(SyntheticBench):
         def __enter__(self) -> Bench:
@@ -65,21 +65,23 @@ def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "Bench", Bench)
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    """The one object on standard output."""
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    """Run a command with --json and parse its only output line."""
     assert run(["latency", *arguments, "--json"]) == code
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
 
 
-def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a reader gets, on one line."""
+def run_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command and join its output to one line."""
     assert run(["latency", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_train(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_saves_predictor_and_reports_quality(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = json.loads(trained.printed)
     assert record["path"] == str(trained.file)
     predictor = Predictor.load(trained.file)
@@ -89,107 +91,111 @@ def test_train(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     kernels = collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
     out = tmp_path / "predictor.json"
-    text = shown(["train", str(kernels), "--out", str(out), "--kind", "random_forest"], capsys)
-    assert "leaky" in text and "beside loads" not in text
-    assert "random_forest *" in text, "the one that was asked for is marked"
+    text = run_text(["train", str(kernels), "--out", str(out), "--kind", "random_forest"], capsys)
+    assert "leaky" in text and "under load" not in text and "random_forest *" in text
     assert "Made Up, CPUExecutionProvider" in text
     assert Predictor.load(out).model.kind == "random_forest"
 
 
-def test_predict(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = str(trained.models[0]), str(trained.file)
-    rest = told(["predict", model, "--predictor", file], capsys)
-    loaded = told(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
+    rest = run_json(["predict", model, "--predictor", file], capsys)
+    loaded = run_json(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
     assert rest["model"] == model and rest["load"] == {} and loaded["load"] == {"others": 0.6}
     assert rest["rest_ms"] == loaded["rest_ms"] == pytest.approx(rest["mean_ms"])
     assert loaded["slowdown"] == pytest.approx(slowdown(0.6), rel=0.1)
-    for found in (rest, loaded):
-        low, high = found["interval"]
-        assert low <= found["mean_ms"] <= high and found["p50_ms"] <= found["p95_ms"]
-        assert sum(k["count"] * k["mean_ms"] for k in found["per_kernel"]) == pytest.approx(found["mean_ms"])
-    text = shown(["predict", model, "--predictor", file], capsys)
-    assert f"mean {rest['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 % of it from kernels" in text
+    for result in (rest, loaded):
+        low, high = result["interval"]
+        assert low <= result["mean_ms"] <= high and result["p50_ms"] <= result["p95_ms"]
+        assert sum(k["count"] * k["mean_ms"] for k in result["per_kernel"]) == pytest.approx(
+            result["mean_ms"]
+        )
+    text = run_text(["predict", model, "--predictor", file], capsys)
+    assert f"mean {rest['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
     assert "measured" in text and "Conv_Relu" in text
-    text = shown(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
-    assert f"beside others 60 %: {loaded['slowdown']:.2f}x" in text
+    text = run_text(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
+    assert f"others 60 %: {loaded['slowdown']:.2f}x" in text
 
 
-def test_predict_beside_the_load_that_is_there_now(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
-    found = told([*command, "--live", "host", "--window", "0.2"], capsys)
-    assert 0.0 <= found["load"]["others"] <= 1.0 and found["mean_ms"] >= found["rest_ms"]
+    result = run_json([*command, "--live", "host", "--window-s", "0.2"], capsys)
+    assert 0.0 <= result["load"]["others"] <= 1.0 and result["mean_ms"] >= result["rest_ms"]
 
 
-def test_evaluate(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_compares_and_writes_report(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["evaluate", *map(str, trained.models), "--predictor", str(trained.file), "--rounds", "1"]
-    found = told([*command, "--level", "0", "--level", "0.6", "--out", str(tmp_path / "out")], capsys)
-    assert Path(found["report"]) == tmp_path / "out" / "report.html"
-    page = Path(found["report"]).read_text()
+    result = run_json([*command, "--level", "0", "--level", "0.6", "--out", str(tmp_path / "out")], capsys)
+    assert Path(result["report"]) == tmp_path / "out" / "report.html"
+    page = Path(result["report"]).read_text()
     assert all(path.stem in page for path in trained.models)
-    assert len(found["rows"]) == 2 * len(trained.models)
-    assert [part["level"] for part in found["summary"]] == [0.0, 0.6]
-    assert found["summary"][1]["slowdown"] == pytest.approx(slowdown(0.6), rel=0.02)
-    text = shown([*command, "--level", "0", "--level", "0.6"], capsys)
+    assert len(result["rows"]) == 2 * len(trained.models)
+    assert [part["level"] for part in result["summary"]] == [0.0, 0.6]
+    assert result["summary"][1]["slowdown"] == pytest.approx(slowdown(0.6), rel=0.02)
+    text = run_text([*command, "--level", "0", "--level", "0.6"], capsys)
     assert "load 0.00: MAPE" in text and "slowdown 1.43x (predicted" in text and "–" in text
     assert "report:" not in text
-    assert told([*command], capsys)["report"] is None
-    assert f"report: {tmp_path}" in shown([*command, "--out", str(tmp_path / "two")], capsys)
+    assert run_json([*command], capsys)["report"] is None
+    assert f"report: {tmp_path}" in run_text([*command, "--out", str(tmp_path / "two")], capsys)
 
 
-def test_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap_reports_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save(convnet(), tmp_path))
-    found = told(["overlap", model], capsys)
-    assert found["model"] == model and found["mode"] in ("sum", "critical_path")
-    assert found["nodes"] > 0 and found["nodes"] % 5 == 0
-    assert 0.0 <= found["share"] < 1.0 and found["busy_ms"] > 0.0 and found["span_ms"] > 0.0
-    text = shown(["overlap", model, "--parallel"], capsys)
-    assert "nodes ran" in text and "beside another: " in text
+    result = run_json(["overlap", model], capsys)
+    assert result["model"] == model and result["mode"] in ("sum", "critical_path")
+    assert result["nodes"] > 0 and result["nodes"] % 5 == 0
+    assert 0.0 <= result["share"] < 1.0 and result["busy_ms"] > 0.0 and result["span_ms"] > 0.0
+    text = run_text(["overlap", model, "--parallel"], capsys)
+    assert "nodes ran" in text and "in parallel: " in text
     open_model = str(save(convnet(batch="N"), tmp_path, "open.onnx"))
-    assert told(["overlap", open_model, "--shape", "x=2,3,12,12"], capsys)["nodes"] > 0
-    assert told(["overlap", open_model], capsys, code=2)["error"]["type"] == "InputError"
+    assert run_json(["overlap", open_model, "--shape", "x=2,3,12,12"], capsys)["nodes"] > 0
+    assert run_json(["overlap", open_model], capsys, code=2)["error"]["type"] == "InputError"
 
 
-def test_what_cannot_be_used_exits_with_2_and_says_why(
+def test_invalid_arguments_exit_with_2_and_show_the_value(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, file = str(trained.models[0]), str(trained.file)
     absent, trap, bad = (tmp_path / name for name in ("absent", "trap.json", "bad.onnx"))
     trap.write_bytes(pickle.dumps({"format": "sparseflow.latency.predictor"}))
     bad.write_bytes(b"no model")
-    ask = ["predict", model, "--predictor", file]
-    for arguments, kind, said in (
+    base = ["predict", model, "--predictor", file]
+    for arguments, kind, value in (
         (["train"], "UsageError", "collections"),
-        (["train", str(absent)], "FileFormatError", "holds no collection"),
-        (["train", str(absent), "--kind", "forest"], "InputError", "'forest'"),
-        (["train", str(absent), "--mode", "fastest"], "InputError", "'fastest'"),
-        (["predict", model, "--predictor", str(absent)], "InputError", "sparseflow latency train"),
-        (["predict", model, "--predictor", str(trap)], "FileFormatError", "is not JSON"),
+        (["train", str(absent)], "FileFormatError", "absent"),
+        (["train", str(absent), "--kind", "forest"], "UsageError", "'forest'"),
+        (["train", str(absent), "--mode", "fastest"], "UsageError", "'fastest'"),
+        (["train", str(absent), "--out", str(tmp_path)], "InputError", "--out"),
+        (["predict", model, "--predictor", str(absent)], "InputError", "absent"),
+        (["predict", model, "--predictor", str(trap)], "FileFormatError", "trap.json"),
         (["predict", str(bad), "--predictor", file], "FileFormatError", "bad.onnx"),
         (["predict", str(absent), "--predictor", file], "InputError", "absent"),
-        ([*ask, "--load", "1.5"], "UsageError", "--load"),
-        ([*ask, "--load", "0.5", "--live", "host"], "InputError", "not both"),
-        ([*ask, "--url", "http://127.0.0.1:9"], "InputError", "--live prometheus"),
-        ([*ask, "--live", "prometheus"], "InputError", "url"),
-        ([*ask, "--live", "dcgm"], "InputError", "'dcgm'"),
-        ([*ask, "--shape", "x"], "InputError", "--shape x"),
-        (["evaluate", str(absent), "--predictor", file], "InputError", "no file or folder"),
-        (["evaluate", model, "--predictor", str(absent)], "InputError", "sparseflow latency train"),
+        ([*base, "--load", "1.5"], "UsageError", "--load"),
+        ([*base, "--load", "0.5", "--live", "host"], "InputError", "--load 0.5"),
+        ([*base, "--url", "http://127.0.0.1:9"], "InputError", "--live prometheus"),
+        ([*base, "--live", "prometheus"], "InputError", "url"),
+        ([*base, "--live", "dcgm"], "UsageError", "'dcgm'"),
+        ([*base, "--shape", "x"], "InputError", "--shape x"),
+        ([*base, "--device", "cuda:1"], "InputError", "--device cuda:1"),
+        (["evaluate", str(absent), "--predictor", file], "InputError", "absent"),
+        (["evaluate", model, "--predictor", str(absent)], "InputError", "absent"),
         (["evaluate", model, "--predictor", file, "--level", "2"], "InputError", "levels"),
         (["evaluate", model, "--predictor", file, "--rounds", "0"], "UsageError", "--rounds"),
         (["overlap", str(bad)], "FileFormatError", "bad.onnx"),
     ):
-        error = told(arguments, capsys, code=2)["error"]
-        assert error["type"] == kind and said in error["message"], (arguments, error)
+        error = run_json(arguments, capsys, code=2)["error"]
+        assert error["type"] == kind and value in error["message"], (arguments, error)
 
 
-def test_a_failure_exits_with_1(
+def test_unreachable_server_and_foreign_device_fail(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
-    error = told([*ask, "--live", "prometheus", "--url", "http://127.0.0.1:1"], capsys, code=1)["error"]
-    assert error["type"] == "DeviceError" and "cannot be reached" in error["message"]
+    base = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
+    url = "http://127.0.0.1:1"
+    error = run_json([*base, "--live", "prometheus", "--url", url], capsys, code=1)["error"]
+    assert error["type"] == "DeviceError" and url in error["message"]
     monkeypatch.undo()
-    error = told(ask, capsys, code=2)["error"]
-    assert error["type"] == "InputError" and "this machine is of another device" in error["message"]
+    error = run_json(base, capsys, code=2)["error"]
+    assert error["type"] == "InputError" and "Made Up" in error["message"]

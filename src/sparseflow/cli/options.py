@@ -102,6 +102,12 @@ BatchSizeOption = Annotated[int, _BATCH_SIZE]
 BatchSizesOption = Annotated[list[int] | None, _BATCH_SIZE]
 """As `BatchSizeOption`, for commands that measure several batch sizes; repeatable."""
 
+HostOption = Annotated[
+    str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
+]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free one.")
+]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Timing rounds.")]
 PairedRoundsOption = Annotated[int, typer.Option("--rounds", min=4, help="Timing rounds.")]
 """As `RoundsOption`, for paired comparisons, whose intervals need at least four rounds."""
@@ -130,11 +136,28 @@ def get_command_line(context: typer.Context) -> str:
     return context.obj
 
 
+def parse_device(name: str) -> tuple[str, int | None]:
+    """Parse the value of `--device` without looking for the device.
+
+    Returns:
+        Kind (`"cpu"`, `"cuda"` or `"auto"`) and index; None without an index.
+
+    Raises:
+        InputError: The name has another form.
+    """
+    kind, colon, index = name.partition(":")
+    if kind == "cuda" and colon and index.isascii() and index.isdigit():
+        return kind, int(index)
+    if name not in ("cpu", "cpu:0", "cuda", "auto"):
+        raise InputError(f"`--device {name}` must be cpu, cuda, cuda:N or auto")
+    return kind, None
+
+
 def open_device(name: str) -> torch.device:
     """Return the device that `--device` names.
 
     Args:
-        name: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU with most free memory, else the CPU.
+        name: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU with the most free memory, else the CPU.
 
     Raises:
         InputError: The name has another form.
@@ -144,15 +167,10 @@ def open_device(name: str) -> torch.device:
 
     from sparseflow.core.device import select_device
 
-    if name == "auto":
+    kind, index = parse_device(name)
+    if kind == "auto":
         return select_device(None)
-    try:
-        device = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
-    except RuntimeError:
-        device = None
-    if device is None:
-        raise InputError(f"`--device {name}` must be cpu, cuda, cuda:N or auto")
     count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
+    if kind == "cuda" and (index or 0) >= count:
         raise DeviceError(f"`--device {name}`: torch sees {count} CUDA devices; use another one or cpu")
-    return device
+    return torch.device(kind) if index is None else torch.device(kind, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -32,6 +32,12 @@ def emit(record: Mapping[str, Any], as_json: bool, *text: RenderableType) -> Non
             typer.echo(item)
         else:
             _print_rich(item)
+
+
+def fail(message: str, *, code: int) -> NoReturn:
+    """Report a failure after the result was printed, and exit."""
+    typer.secho(f"sparseflow: {message}", err=True, fg=typer.colors.RED)
+    raise typer.Exit(code)
 
 
 def format_entries(record: Mapping[str, Any]) -> list[str]:

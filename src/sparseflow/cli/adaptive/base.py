@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.prompts.messages import Prompt
-    from sparseflow.adaptive.prompts.model_folder import Opened
+    from sparseflow.adaptive.prompts.model_folder import ModelFolder
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -62,7 +62,7 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(0 if mine[0].ok else 1)
 
 
-def opened(folder: Path, device: Any) -> Opened:
+def opened(folder: Path, device: Any) -> ModelFolder:
     """A model's folder, without what transformers says while it reads."""
     from sparseflow.adaptive.prompts.model_folder import open_folder
 
@@ -79,11 +79,11 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def example_of(opened: Opened) -> Prompt:
+def example_of(opened: ModelFolder) -> Prompt:
     """A prompt with one image at the highest tier, for measuring, which may be beyond the model's context."""
     import torch
 
-    from sparseflow.adaptive.prompts.chat import Prompts
+    from sparseflow.adaptive.prompts.chat import PromptBuilder
     from sparseflow.adaptive.prompts.messages import Message
 
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "what"}]
@@ -91,4 +91,4 @@ def example_of(opened: Opened) -> Prompt:
     noise = torch.randint(
         0, 256, (3, 224, 224), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    return Prompts(opened.tokenizer, context=sys.maxsize, sight=opened.sight).prompt([message], [noise])
+    return PromptBuilder(opened.tokenizer, context=sys.maxsize, sight=opened.sight).prompt([message], [noise])

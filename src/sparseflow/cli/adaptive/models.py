@@ -58,10 +58,10 @@ def importance(
 ) -> None:
     """Find which blocks of a model can be skipped, alone and together, by what it still answers right."""
     from sparseflow.adaptive.adapters import adapter_of
-    from sparseflow.adaptive.grid_vqa.task import GridVqa
+    from sparseflow.adaptive.grid_vqa.task import GridVqaTask
     from sparseflow.adaptive.profile import weights_id
-    from sparseflow.adaptive.profile.importance import importance as search
-    from sparseflow.adaptive.questions.file_task import Questions
+    from sparseflow.adaptive.profile.importance import measure_importance as search
+    from sparseflow.adaptive.questions.file_task import QuestionTask
     from sparseflow.cli.adaptive.base import quiet
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
@@ -70,12 +70,12 @@ def importance(
     quiet()
     where, journal = open_device(device), out.with_suffix(".jsonl")
     if questions is None:
-        task = GridVqa.open(model, device=where, archives=archives or ())
+        task = GridVqaTask.open(model, device=where, archives=archives or ())
         score: Any = task.scorer(samples)
     elif archives:
         raise InputError("--archives are of Grid-VQA's questions; leave them out, or --questions")
     else:
-        task = Questions.open(model, questions, device=where)
+        task = QuestionTask.open(model, questions, device=where)
         score = task.scorer(samples)
         # Scores of other questions are not to be held against these.
         journal = out.with_name(f"{out.stem}-{score.digest[:8]}.jsonl")

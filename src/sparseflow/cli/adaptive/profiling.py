@@ -86,12 +86,12 @@ def profile(
     The predictor of profile.parquet is predictor.json, that of NAME.parquet is NAME.predictor.json.
     """
     from sparseflow.adaptive.adapters import adapter_of
-    from sparseflow.adaptive.plan.runtime import Knobs
-    from sparseflow.adaptive.predictor import Predictor
-    from sparseflow.adaptive.profile import EagerRunner, EngineRunner, Mix, by_group, spread
-    from sparseflow.adaptive.profile import profile as measure
+    from sparseflow.adaptive.plan.runtime import PlanRuntime
+    from sparseflow.adaptive.predictor import PlanLatencyPredictor
+    from sparseflow.adaptive.profile import EagerRunner, EngineRunner, RequestMix, by_group, spread
+    from sparseflow.adaptive.profile import collect_profile as measure
     from sparseflow.adaptive.profile.importance import space_of
-    from sparseflow.adaptive.profile.random_prompts import Prompts
+    from sparseflow.adaptive.profile.random_prompts import RandomPrompts
     from sparseflow.cli.adaptive.base import example_of, opened
     from sparseflow.cli.options import open_device
     from sparseflow.cli.progress import progress_bar
@@ -113,7 +113,7 @@ def profile(
             "can be spared"
         )
     example = None if there.sight is None else example_of(there).inputs
-    vision = {} if example is None else Prompts(adapter, example, device="cpu").vision
+    vision = {} if example is None else RandomPrompts(adapter, example, device="cpu").vision
     lengths = tokens or _lengths(vision, limit - steps)
     tiers = _tiers(vision, text_tokens=max(lengths), new_tokens=steps + 1, limit=limit)
     left_out = [tier for tier in space.geometry.tiers if tier not in tiers]
@@ -128,7 +128,7 @@ def profile(
         raise InputError(
             f"no plan fits: raise --max-tokens (={limit}), or measure without image (--text-plans)"
         )
-    knobs, options = Knobs(adapter), {"example": example, "max_tokens": limit, "seed": seed}
+    knobs, options = PlanRuntime(adapter), {"example": example, "max_tokens": limit, "seed": seed}
     how: dict[str, Any] = {
         "buckets": lengths, "loads": loads or _LOADS[way], "repeats": repeats, "steps": steps, "seed": seed,
     }  # fmt: skip
@@ -143,7 +143,7 @@ def profile(
         if way == "engine":
             with EngineRunner(
                 knobs, chosen, max_batch=max_batch, group=group,
-                mix=Mix(lengths=lengths, new_tokens=steps + 1),
+                mix=RequestMix(lengths=lengths, new_tokens=steps + 1),
                 progress=lambda done, of: progress(f"recorded {done} of {of}", share), **options,
             ) as runner:  # fmt: skip
                 sizes = batches or sorted({1, max_batch})
@@ -151,7 +151,7 @@ def profile(
         else:
             eager = EagerRunner(knobs, device=where, **options)
             found = measure(eager, space, out, plans=chosen, batches=batches or [1], progress=measured, **how)
-    predictor = Predictor.fit(found, seed=seed)
+    predictor = PlanLatencyPredictor.fit(found, seed=seed)
     predictor.save(place)
     told = {
         "profile": str(out), "predictor": str(place), "requests": len(found.timed),
@@ -172,7 +172,7 @@ def _predictor_file(out: Path, model: Any, where: torch.device) -> Path:
     Raises:
         InputError: It holds something else, or a predictor of another model or device.
     """
-    from sparseflow.adaptive.predictor import Predictor
+    from sparseflow.adaptive.predictor import PlanLatencyPredictor
     from sparseflow.adaptive.profile import model_id
     from sparseflow.adaptive.profile.metadata import device_facts
     from sparseflow.errors import FileFormatError, InputError
@@ -182,7 +182,7 @@ def _predictor_file(out: Path, model: Any, where: torch.device) -> Path:
     if not place.exists():
         return place
     try:
-        about = Predictor.load(place).about
+        about = PlanLatencyPredictor.load(place).about
     except FileFormatError as error:
         raise InputError(f"{place} would be written over: {error}; move it away, or change --out") from error
     for what, there, here in (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sparseflow.adaptive.api import Attached
-    from sparseflow.adaptive.prompts.model_folder import Opened
+    from sparseflow.adaptive.prompts.model_folder import ModelFolder
 
 Controller = Annotated[Path | None, typer.Option(help="Trained controllers (safetensors).")]
 WorthFile = Annotated[Path | None, typer.Option("--worth", help="How good plans are, as `eval` writes it.")]
@@ -105,7 +105,7 @@ def serve(
     device: Device = "cpu",
 ) -> None:
     """Serve a model as OpenAI's API does, with `latency_budget_ms` as one more field of a request."""
-    from sparseflow.adaptive.serve import serve as run
+    from sparseflow.adaptive.serve import run_server as run
     from sparseflow.adaptive.serve import serve_replicas
     from sparseflow.cli.options import open_device
     from sparseflow.errors import InputError
@@ -140,8 +140,8 @@ def app_of(
     """The app of one server, its engine warmed; in the process of a replica, too."""
     from sparseflow.adaptive.engine.engine import Engine
     from sparseflow.adaptive.plan.space import TIERS, Tier
-    from sparseflow.adaptive.prompts.chat import Prompts
-    from sparseflow.adaptive.serve import EngineBackend, Predicted, Service, create_app, deciding
+    from sparseflow.adaptive.prompts.chat import PromptBuilder
+    from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, deciding
     from sparseflow.cli.adaptive.base import MOST_TOKENS, example_of
     from sparseflow.cli.progress import progress_bar
 
@@ -154,7 +154,7 @@ def app_of(
     assert kept is not None
     tiers: list[Tier] = [tier for tier in TIERS if any(plan.tier == tier for plan in kept)]
     # Before the engine: what is wrong with a tokenizer or a profile is said before minutes of recording.
-    prompts = Prompts(
+    prompts = PromptBuilder(
         there.tokenizer,
         context=limit,
         sight=there.sight,
@@ -162,7 +162,7 @@ def app_of(
         lowest=tiers[0] if tiers else "low",
     )
     slots = batch or chooser.predictor.about.how.get("max_batch", 8)
-    forecast = Predicted(
+    forecast = PredictorForecast(
         chooser.predictor, kept, load=lambda: engine.load, idle=lambda: not engine.busy, max_batch=slots,
         max_tokens=limit,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def app_of(
 
 def _attached(
     model: Path, profile_file: Path | None, controller: Path | None, worth: Path | None, device: str
-) -> tuple[Opened, Attached]:
+) -> tuple[ModelFolder, Attached]:
     from sparseflow.adaptive.api import attach
     from sparseflow.cli.adaptive.base import opened
     from sparseflow.cli.options import open_device

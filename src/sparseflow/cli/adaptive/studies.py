@@ -12,7 +12,7 @@ import typer
 from sparseflow.cli.adaptive.base import Archives, Device, Json, Model, QuestionsFile, Set, app
 
 if TYPE_CHECKING:
-    from sparseflow.adaptive.study import Asked
+    from sparseflow.adaptive.study import StudyConfig
 
 ProfileFile = Annotated[Path, typer.Option("--profile", help="What `profile` measured (Parquet).")]
 Out = Annotated[Path, typer.Option(help="Folder of the study; one that was stopped goes on.")]
@@ -109,8 +109,8 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw a study's page again, or one of a profile and the worth of its plans alone."""
-    from sparseflow.adaptive.profile import Profile
-    from sparseflow.adaptive.profile.plan_quality import Worth
+    from sparseflow.adaptive.profile import PlanProfile
+    from sparseflow.adaptive.profile.plan_quality import PlanQuality
     from sparseflow.adaptive.study.page import PAGE, write_findings, write_page
     from sparseflow.adaptive.study.results import of_worth
     from sparseflow.errors import InputError
@@ -122,7 +122,7 @@ def plot(
         page = write_page(folder, _beside(out or folder / PAGE))
     else:
         assert profile_file is not None and worth is not None
-        found = of_worth(Profile.read(profile_file), Worth.read(worth))
+        found = of_worth(PlanProfile.read(profile_file), PlanQuality.read(worth))
         page = write_findings(found | {"command": _command(context)}, _beside(out or Path(PAGE)))
     typer.echo(json.dumps({"page": str(page)}) if as_json else f"page: {page}")
 
@@ -131,16 +131,16 @@ def _asked(
     context: typer.Context, model: Path, profile_file: Path, out: Path, questions: Path | None,
     counts: tuple[int, int, int], budgets: int, attainment: float | None, archives: list[Path] | None,
     device: str,
-) -> Asked:  # fmt: skip
-    from sparseflow.adaptive.study import Asked, Counts
+) -> StudyConfig:  # fmt: skip
+    from sparseflow.adaptive.study import SampleCounts, StudyConfig
     from sparseflow.cli.adaptive.base import quiet
     from sparseflow.cli.options import open_device
 
     quiet()
     train, validation, test = counts
-    return Asked(
+    return StudyConfig(
         model=model, profile=profile_file, out=out, device=open_device(device),
-        counts=Counts(train=train, validation=validation, test=test), questions=questions, budgets=budgets,
+        counts=SampleCounts(train=train, validation=validation, test=test), questions=questions, budgets=budgets,
         attainment=attainment, archives=archives or (), command=_command(context),
     )  # fmt: skip
 

@@ -1,87 +1,127 @@
-"""What the latency wing's commands share: the application and its options."""
+"""Application, options and parsers that the latency commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from sparseflow.latency.campaign import Telemetry
+from sparseflow.cli.options import open_device, parse_device
+from sparseflow.core.progress import Progress
 
 app = typer.Typer(
-    name="latency", help="Latency: what an ONNX model takes on a loaded device.", no_args_is_help=True
+    name="latency",
+    help="Latency: predict the latency of ONNX models on idle and loaded devices.",
+    no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Provider = Annotated[str, typer.Option(help="What runs it: cpu or cuda.")]
-Shapes = Annotated[
+ModelArgument = Annotated[Path, typer.Argument(help="ONNX model.")]
+ShapesOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--shape", help="Shape of an input that leaves extents open: name=1,3,224,224. Several times."
-    ),
+    typer.Option("--shape", help="Shape of an input with open dimensions: name=1,3,224,224. Repeatable."),
 ]
-Url = Annotated[str | None, typer.Option(help="The Prometheus server, http://127.0.0.1:9090.")]
-Labels = Annotated[
-    list[str] | None, typer.Option("--label", help="What picks the device there: gpu=0. Several times.")
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="Prometheus server, such as http://127.0.0.1:9090.")
 ]
-MaxAge = Annotated[float, typer.Option(help="Seconds after which a sample there is stale.")]
-PredictorFile = Annotated[Path, typer.Option(help="The predictor, as `latency train` wrote it.")]
+LabelsOption = Annotated[
+    list[str] | None,
+    typer.Option("--label", help="Prometheus label of the device, such as gpu=0. Repeatable."),
+]
+MaxAgeOption = Annotated[
+    float, typer.Option("--max-age-s", help="Age after which a Prometheus sample is stale, seconds.")
+]
+MetricsOption = Annotated[
+    list[str] | None, typer.Option("--metric", help="Metric to read; by default all. Repeatable.")
+]
+PredictorOption = Annotated[
+    Path, typer.Option("--predictor", help="Predictor, as written by `latency train`.")
+]
 
 
 @app.callback()
 def latency() -> None:
-    """Latency: what an ONNX model takes on a loaded device."""
+    """Latency: predict the latency of ONNX models on idle and loaded devices.
+
+    Shipped configurations: resnet18, quickstart, all.
+    """
 
 
-def shapes_of(given: list[str] | None) -> dict[str, tuple[int, ...]]:
-    """`["input=1,3,224,224"]` as input -> shape."""
+def parse_shapes(values: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
+    """Parse `--shape` options such as `input=1,3,224,224`.
+
+    Raises:
+        InputError: A value is not a name and positive extents.
+    """
     from sparseflow.errors import InputError
 
-    found: dict[str, tuple[int, ...]] = {}
-    for text in given or []:
-        name, equals, extents = text.rpartition("=")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for value in values or []:
+        name, _, extents = value.rpartition("=")
         try:
             shape = tuple(int(extent) for extent in extents.split(","))
         except ValueError:
             shape = ()
-        if not name or not equals or not shape or min(shape) < 1:
-            raise InputError(
-                f"`--shape {text}` must be an input's name and its extents, such as input=1,3,224,224"
-            )
-        found[name] = shape
-    return found
+        if not name or not shape or min(shape) < 1:
+            raise InputError(f"`--shape {value}` must be NAME=EXTENTS, such as input=1,3,224,224")
+        shapes[name] = shape
+    return shapes
 
 
-def counting(progress: Callable[[str, float], None]) -> Callable[[str, int, int], None]:
+def parse_labels(values: Sequence[str] | None) -> dict[str, str]:
+    """Parse `--label` options such as `gpu=0`.
+
+    Raises:
+        InputError: A value is not a name and a value.
+    """
+    from sparseflow.errors import InputError
+
+    labels: dict[str, str] = {}
+    for value in values or []:
+        name, equals, label = value.partition("=")
+        if not equals:
+            raise InputError(f"`--label {value}` must be NAME=VALUE, such as gpu=0")
+        labels[name] = label
+    return labels
+
+
+def parse_provider(device: str) -> tuple[str, int]:
+    """Parse `--device` as an execution provider of onnxruntime, `"cpu"` or `"cuda"`, and a GPU index.
+
+    Raises:
+        InputError: The name is not a device.
+    """
+    kind, index = parse_device(device)
+    if kind == "auto":
+        selected = open_device(device)
+        kind, index = selected.type, selected.index
+    return kind, index or 0
+
+
+def parse_gpu(device: str | None, *, required: str) -> int:
+    """Parse `--device` where the input implies whether it is a CPU or a GPU; returns the GPU index.
+
+    Raises:
+        InputError: The device is not of the kind `required`, `"cpu"` or `"cuda"`.
+    """
+    from sparseflow.errors import InputError
+
+    if device is None:
+        return 0
+    provider, gpu = parse_provider(device)
+    if provider != required:
+        raise InputError(f"`--device {device}` does not fit the input, which needs {required}")
+    return gpu
+
+
+def count_progress(progress: Progress) -> Callable[[str, int, int], None]:
     """Adapt a progress callback to one that takes (message, done, total)."""
-    return lambda what, done, total: progress(what, done / max(total, 1))
+    return lambda message, done, total: progress(message, done / max(total, 1))
 
 
-def clock(timestamp_s: float) -> str:
-    """A time of day, as people read it."""
+def format_time(timestamp_s: float) -> str:
+    """Format a POSIX timestamp as local time."""
     from datetime import datetime
 
     return datetime.fromtimestamp(timestamp_s).astimezone().isoformat(timespec="seconds")
-
-
-def labels_of(given: list[str] | None) -> dict[str, str]:
-    """`["gpu=0"]` as label -> value."""
-    from sparseflow.errors import InputError
-
-    found: dict[str, str] = {}
-    for text in given or []:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise InputError(f"`--label {text}` must be a label's name and value, such as gpu=0")
-        found[name] = value
-    return found
-
-
-def telemetry_of(source: str, url: str | None, labels: list[str] | None, max_age: float) -> Telemetry:
-    """Where load is read from, as the options say."""
-    from sparseflow.latency.campaign import Telemetry
-
-    return Telemetry(source=source, url=url, labels=labels_of(labels) or None, max_age_s=max_age)

@@ -1,209 +1,211 @@
-"""`export`, `analyze` and `extract`: models, what they run, and each kernel alone."""
+"""`export`, `analyze` and `extract`: models, their graphs and their kernels."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sparseflow.cli.latency.base import Json, Provider, Shapes, app, counting, shapes_of
+from sparseflow.cli.latency.base import (
+    ModelArgument,
+    ShapesOption,
+    app,
+    count_progress,
+    parse_provider,
+    parse_shapes,
+)
+from sparseflow.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    InferredDeviceOption,
+    JsonOption,
+    OptionalOutDirOption,
+    OutDirOption,
+    SeedOption,
+)
+from sparseflow.cli.output import emit, fail, make_table
+from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sparseflow.latency.graph import Graph
     from sparseflow.latency.kernels import Tensor
 
-USAGE_ERRORS = ("InputError", "ModelError", "FileFormatError", "SampleError", "MissingExtraError")
+_USAGE_ERRORS = ("InputError", "ModelError", "FileFormatError", "SampleError", "MissingExtraError")
 
 
 @app.command()
 def export(
-    config: Annotated[
-        str, typer.Argument(help="A zoo's YAML file, or one that is shipped: resnet18, quickstart, all.")
-    ] = "resnet18",
-    out: Annotated[Path, typer.Option(help="Folder that gets the models.")] = Path("models"),
-    provider: Provider = "cpu",
-    as_json: Json = False,
+    out: OutDirOption,
+    config: ConfigOption = "resnet18",
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
-    """Export a zoo of models to ONNX, and optimise each for the provider that will run it.
+    """Export a zoo of models to ONNX and optimize each for the device.
 
-    What is whole on disk is kept. A model that fails is reported, and the others go on.
+    Complete files are kept. A model that fails is reported and does not stop the others.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from sparseflow.cli.progress import progress_bar
     from sparseflow.latency import zoo
 
+    provider, _ = parse_provider(device)
     with progress_bar() as progress:
-        results = zoo.export(config, out, provider=provider, progress=counting(progress))
-    if as_json:
-        typer.echo(json.dumps({"models": [result.to_dict() for result in results]}, ensure_ascii=False))
-    else:
-        table = Table("model", "state", "file", title=escape(f"{config} → {out}"), title_justify="left")
-        for result in results:
-            state = "failed" if result.problem else "kept" if result.kept else "exported"
-            table.add_row(escape(result.name), state, escape(result.problem or str(result.path)))
-        Console().print(table)
+        results = zoo.export(config, out, provider=provider, progress=count_progress(progress))
+    rows = [
+        (
+            result.name,
+            "failed" if result.problem else "kept" if result.kept else "exported",
+            result.problem or str(result.path),
+        )
+        for result in results
+    ]
+    emit(
+        {"models": [result.to_dict() for result in results]},
+        as_json,
+        make_table(("model", "status", "file"), rows, title=f"{config} → {out}"),
+    )
     failed = [result for result in results if result.problem]
     if failed:
-        message = f"sparseflow: {len(failed)} of {len(results)} models were not exported: {failed[0].problem}"
-        typer.secho(message, err=True, fg=typer.colors.RED)
-        raise typer.Exit(2 if all(result.error in USAGE_ERRORS for result in failed) else 1)
+        fail(
+            f"{len(failed)} of {len(results)} exports failed: {failed[0].problem}",
+            code=2 if all(result.error in _USAGE_ERRORS for result in failed) else 1,
+        )
 
 
 @app.command()
 def analyze(
-    model: Annotated[Path, typer.Argument(help="An ONNX file.")],
-    provider: Provider = "cpu",
+    model: ModelArgument,
+    device: DeviceOption = "cpu",
     level: Annotated[
-        str, typer.Option(help="What onnxruntime may optimise: disable, basic, extended, all.")
+        Literal["disable", "basic", "extended", "all"],
+        typer.Option(help="Graph optimization level of onnxruntime."),
     ] = "all",
-    shape: Shapes = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder that gets graph.json, kernels/ and the optimised graph.")
-    ] = None,
+    shape: ShapesOption = None,
+    out: OptionalOutDirOption = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Show every kernel once, not every node.")
+        bool, typer.Option("--kernels", help="List each kernel once instead of each node.")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show what onnxruntime will run: every node with its shapes, work and fused kernel."""
-    from rich.console import Console
+    """Show the graph that onnxruntime executes: nodes with shapes, FLOPs, bytes and fused kernels.
 
-    from sparseflow.latency.graph import analyze as look
+    The output directory receives graph.json, kernels/ and the optimized graph.
+    """
+    from sparseflow.latency.graph import analyze as analyze_model
 
-    graph = look(model, provider, level, shapes=shapes_of(shape), out=out)
-    if as_json:
-        summary = {"counts": graph.counts(), "flops": graph.flops, "bytes_moved": graph.bytes_moved}
-        typer.echo(json.dumps({**graph.to_dict(), "summary": summary}, ensure_ascii=False))
-        return
-    console = Console()
-    console.print(_kernel_table(graph) if kernels else _node_table(graph))
-    named = ", ".join(f"{count} {name}" for name, count in graph.counts().items())
-    console.print(
+    provider, _ = parse_provider(device)
+    graph = analyze_model(model, provider, level, shapes=parse_shapes(shape), out=out)
+    counts = graph.counts()
+    summary = {"counts": counts, "flops": graph.flops, "bytes_moved": graph.bytes_moved}
+    emit(
+        {**graph.to_dict(), "summary": summary},
+        as_json,
+        _kernel_table(graph) if kernels else _node_table(graph),
         f"{len(graph.nodes)} nodes, {len(graph.kernels)} kernels, {graph.flops / 1e9:.2f} GFLOP, "
-        f"{graph.bytes_moved / 1e6:.1f} MB: {named}",
-        markup=False,
-    )
-    if out is not None:
-        console.print(f"written to {out}", markup=False)
-
-
-def _table(graph: Graph, *headings: str) -> Any:
-    """An empty table about a graph; on a narrow screen numbers and the kernel's name stay whole."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(f"{graph.model_path}, {graph.provider}, {graph.level}"), title_justify="left")
-    for heading in headings:
-        number = heading in ("#", "nodes", "MFLOP", "MB")
-        table.add_column(
-            heading,
-            overflow="fold",
-            justify="right" if number else "left",
-            no_wrap=number or heading == "kernel",
-        )
-    return table
-
-
-def _node_table(graph: Graph) -> Any:
-    from rich.markup import escape
-
-    numbers = {node.name: index for index, node in enumerate(graph.nodes)}
-    table = _table(graph, "#", "kernel", "node", "inputs", "outputs", "MFLOP", "MB", "after")
-    for node in graph.nodes:
-        kernel = node.kernel
-        table.add_row(
-            str(numbers[node.name]),
-            kernel.op,
-            escape(f"{kernel.domain}.{kernel.node_op}".removeprefix(".").removeprefix("com.microsoft.")),
-            _shapes(kernel.inputs, kernel.constants),
-            _shapes(kernel.outputs),
-            f"{kernel.flops / 1e6:.2f}{'' if kernel.flops_known else ' ?'}",
-            f"{kernel.bytes_moved / 1e6:.3f}",
-            ", ".join(str(numbers[name]) for name in node.inputs),
-        )
-    return table
-
-
-def _kernel_table(graph: Graph) -> Any:
-    uses = graph.uses()
-    table = _table(graph, "kernel", "nodes", "inputs", "outputs", "MFLOP", "MB")
-    for kernel in graph.kernels:
-        table.add_row(
-            kernel.id,
-            str(uses[kernel.id]),
-            _shapes(kernel.inputs, kernel.constants),
-            _shapes(kernel.outputs),
-            f"{kernel.flops / 1e6:.2f}{'' if kernel.flops_known else ' ?'}",
-            f"{kernel.bytes_moved / 1e6:.3f}",
-        )
-    return table
-
-
-def _shapes(tensors: tuple[Tensor, ...], constants: tuple[int, ...] = ()) -> str:
-    """Shapes of what flows; weights are left to the JSON."""
-    return "  ".join(
-        "×".join(map(str, tensor.shape)) or "scalar"
-        for position, tensor in enumerate(tensors)
-        if tensor.present and position not in constants
+        f"{graph.bytes_moved / 1e6:.1f} MB: "
+        + ", ".join(f"{count} {kernel}" for kernel, count in counts.items()),
+        *([] if out is None else [f"graph: {out}"]),
     )
 
 
 @app.command()
 def extract(
     target: Annotated[
-        Path, typer.Argument(help="An ONNX file, an analysed graph, or one kernel's record beside it.")
+        Path, typer.Argument(help="ONNX model, directory of an analyzed graph, or one kernel's JSON file.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder that gets kernels/.")] = Path("extracted"),
-    provider: Annotated[str | None, typer.Option(help="What runs it: cpu or cuda; the graph's own.")] = None,
+    out: OutDirOption,
+    device: InferredDeviceOption = None,
     check: Annotated[bool, typer.Option(help="Compare each node with the tensor inside the graph.")] = True,
-    kernel: Annotated[list[str] | None, typer.Option(help="Id of a kernel; several times.")] = None,
-    shape: Shapes = None,
-    seed: Annotated[int, typer.Option(help="What the model's inputs are drawn from.")] = 0,
-    as_json: Json = False,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Kernel to extract; by default all. Repeatable.")
+    ] = None,
+    shape: ShapesOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write each kernel as a model of its own, and compare it with the tensor inside the whole graph."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from sparseflow.cli.progress import progress_bar
-    from sparseflow.latency.extract import extract as take
+    """Write each kernel as its own model and compare its output with the tensor inside the full graph."""
+    from sparseflow.latency.extract import extract as extract_kernels
 
     with progress_bar() as progress:
-        results = take(
-            target, out, provider=provider, check=check, only=kernel or (), shapes=shapes_of(shape),
-            seed=seed, progress=counting(progress),
-        )  # fmt: skip
-    nodes, matched = sum(r.nodes for r in results), sum(r.matched for r in results)
-    good = sum(r.ok for r in results)
-    if as_json:
-        summary = {"kernels": len(results), "ok": good, "nodes": nodes, "matched": matched}
-        found = [result.to_dict() for result in results]
-        typer.echo(json.dumps({"summary": summary, "kernels": found}, ensure_ascii=False))
-    else:
-        table = Table("kernel", "nodes", "matched", "largest error", "note", title_justify="left")
-        for result in results:
-            error = result.relative_error
-            table.add_row(
-                escape(result.kernel_id),
-                str(result.nodes),
-                f"{result.matched} of {result.checked}" if result.checked else "–",
-                "–" if error is None else f"{error:.1e}",
-                escape(result.problem or ""),
-            )
-        console = Console()
-        console.print(table)
-        console.print(f"{good} of {len(results)} kernels, {matched} of {nodes} nodes match", markup=False)
-    if good < len(results):
-        problem = next(result.problem for result in results if not result.ok)
-        typer.secho(
-            f"sparseflow: {len(results) - good} of {len(results)} kernels failed: {problem}",
-            err=True,
-            fg=typer.colors.RED,
+        results = extract_kernels(
+            target,
+            out,
+            provider=None if device is None else parse_provider(device)[0],
+            check=check,
+            only=kernel or (),
+            shapes=parse_shapes(shape),
+            seed=seed,
+            progress=count_progress(progress),
         )
-        raise typer.Exit(1)
+    num_nodes, num_matched = sum(r.nodes for r in results), sum(r.matched for r in results)
+    num_ok = sum(result.ok for result in results)
+    summary = {"kernels": len(results), "ok": num_ok, "nodes": num_nodes, "matched": num_matched}
+    rows = [
+        (
+            result.kernel_id,
+            str(result.nodes),
+            f"{result.matched} of {result.checked}" if result.checked else "–",
+            "–" if result.relative_error is None else f"{result.relative_error:.1e}",
+            result.problem or "",
+        )
+        for result in results
+    ]
+    emit(
+        {"summary": summary, "kernels": [result.to_dict() for result in results]},
+        as_json,
+        make_table(("kernel", ">nodes", "matched", "largest error", "note"), rows),
+        f"{num_ok} of {len(results)} kernels, {num_matched} of {num_nodes} nodes match",
+    )
+    failed = [result for result in results if not result.ok]
+    if failed:
+        fail(f"{len(failed)} of {len(results)} kernels failed: {failed[0].problem}", code=1)
+
+
+def _graph_title(graph: Graph) -> str:
+    return f"{graph.model_path}, {graph.provider}, {graph.level}"
+
+
+def _node_table(graph: Graph) -> Table:
+    numbers = {node.name: index for index, node in enumerate(graph.nodes)}
+    rows = [
+        (
+            str(numbers[node.name]),
+            node.kernel.op,
+            f"{node.kernel.domain}.{node.kernel.node_op}".removeprefix(".").removeprefix("com.microsoft."),
+            _format_shapes(node.kernel.inputs, node.kernel.constants),
+            _format_shapes(node.kernel.outputs),
+            f"{node.kernel.flops / 1e6:.2f}{'' if node.kernel.flops_known else ' ?'}",
+            f"{node.kernel.bytes_moved / 1e6:.3f}",
+            ", ".join(str(numbers[name]) for name in node.inputs),
+        )
+        for node in graph.nodes
+    ]
+    columns = (">#", "kernel", "node", "inputs", "outputs", ">MFLOP", ">MB", "after")
+    return make_table(columns, rows, title=_graph_title(graph), no_wrap=("#", "kernel", "MFLOP", "MB"))
+
+
+def _kernel_table(graph: Graph) -> Table:
+    uses = graph.uses()
+    rows = [
+        (
+            kernel.id,
+            str(uses[kernel.id]),
+            _format_shapes(kernel.inputs, kernel.constants),
+            _format_shapes(kernel.outputs),
+            f"{kernel.flops / 1e6:.2f}{'' if kernel.flops_known else ' ?'}",
+            f"{kernel.bytes_moved / 1e6:.3f}",
+        )
+        for kernel in graph.kernels
+    ]
+    columns = ("kernel", ">nodes", "inputs", "outputs", ">MFLOP", ">MB")
+    return make_table(columns, rows, title=_graph_title(graph), no_wrap=("kernel", "nodes", "MFLOP", "MB"))
+
+
+def _format_shapes(tensors: tuple[Tensor, ...], constants: tuple[int, ...] = ()) -> str:
+    """Format the shapes of activations; weights are only in the JSON output."""
+    return "  ".join(
+        "×".join(map(str, tensor.shape)) or "scalar"
+        for position, tensor in enumerate(tensors)
+        if tensor.present and position not in constants
+    )
