@@ -28,9 +28,9 @@ import torch.nn.functional as F
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.timing import compare
-from sparseflow.spiking.kernels.events import Events, decode, encode, prepare_group
-from sparseflow.spiking.kernels.reference import run_group_reference
-from sparseflow.spiking.kernels.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.events import Events, decode, encode, prepare_group
+from sparseflow.spiking.backends.reference import run_group_reference
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 NEURON = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
 LAYERS = {

@@ -1,7 +1,7 @@
 """Which whole networks are measured: cases written as text, the grid of them, and trained networks.
 
-A case is ``model:T:batch`` or ``model:T:batch:image``, a model being a name of ``sparseflow.spiking.catalog``
-with random weights, and then any of ``,classes=100``, ``,width=32``, ``,firing=0.3`` (mean firing rate) and
+A case is ``model:T:batch`` or ``model:T:batch:image``, where model is a name of the model zoo with random
+weights, and then any of ``,classes=100``, ``,width=32``, ``,firing=0.3`` (mean firing rate) and
 ``,silent=0.5`` (share of silent channels, see ``silenced.py``).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparseflow.spiking import catalog
+from sparseflow.spiking.models import model_zoo
 
 DEPTHS = (18, 50, 34, 101, 152)
 """The first two are made of all the layers that there are; the others hold more of the same."""
@@ -47,7 +47,7 @@ class Job:
     """
 
     model: str
-    settings: catalog.Settings
+    settings: model_zoo.Settings
     batch: int
     silent: float = 0.0
     grid: bool = False
@@ -58,7 +58,7 @@ class Job:
     @property
     def name(self) -> str:
         """The case as text; equal cases have equal names."""
-        s, usual = self.settings, catalog.Settings()
+        s, usual = self.settings, model_zoo.Settings()
         if self.trained is not None:
             batch = "" if self.batch == 32 else f":{self.batch}"
             steps = "" if s.steps == usual.steps else f",steps={s.steps}"
@@ -94,13 +94,13 @@ class Job:
 
                 silence(found[0], self.silent, seed=self.settings.seed)
             return found
-        case = catalog.Case(model=self.model, settings=self.settings, batch=self.batch)
+        case = model_zoo.Case(model=self.model, settings=self.settings, batch=self.batch)
         model, x, labels = case.build(device=device)
         if self.silent:
             from silenced import silence
 
             silence(model, self.silent, seed=self.settings.seed)
-            catalog.follow(model, catalog.sample(self.settings, 4).to(device))
+            model_zoo.follow(model, model_zoo.sample(self.settings, 4).to(device))
         return model, x, labels
 
 
@@ -123,8 +123,8 @@ def parse(text: str) -> Job:
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: {error}") from None
     silent = options.pop("silent", 0.0)
-    image = int(found["image"] or catalog.Settings().image)
-    settings = catalog.Settings(steps=int(found["steps"]), image=image, **options)
+    image = int(found["image"] or model_zoo.Settings().image)
+    settings = model_zoo.Settings(steps=int(found["steps"]), image=image, **options)
     return Job(model=found["model"], settings=settings, batch=int(found["batch"]), silent=silent)
 
 
@@ -144,7 +144,7 @@ def grid(which: str) -> list[Job]:
             if classes == 10:
                 of_depth[1:1] = [(steps, 32, FIRING) for steps in STEPS]
             for steps, batch, firing in of_depth:
-                settings = catalog.Settings(steps=steps, classes=classes, firing=firing)
+                settings = model_zoo.Settings(steps=steps, classes=classes, firing=firing)
                 jobs.append(Job(model=f"spiking_resnet{depth}", settings=settings, batch=batch, grid=True))
     return jobs
 
@@ -173,7 +173,7 @@ def load_trained(
     from safetensors.torch import load_file
     from train_cifar10 import MEAN, STD
 
-    from sparseflow.spiking.networks import spiking_resnet
+    from sparseflow.spiking.models.spiking_resnet import spiking_resnet
 
     network = json.loads((run / "metrics.json").read_text())["network"]
     net = spiking_resnet(network["depth"], width=network["width"], T=steps, residual=network["residual"])
@@ -205,7 +205,7 @@ def trained_job(text: str, test: Path, batch: int, images: int) -> Job:
         raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r} are none of steps, silent")
     run = Path(folder)
     network = json.loads((run / "metrics.json").read_text())["network"]
-    settings = catalog.Settings(steps=int(options.get("steps") or network["T"]), width=network["width"])
+    settings = model_zoo.Settings(steps=int(options.get("steps") or network["T"]), width=network["width"])
     return Job(
         model=run.name, settings=settings, batch=batch, silent=float(options.get("silent") or 0), trained=run,
         test=test, images=images,

@@ -16,9 +16,9 @@ import warnings
 import torch
 from network_cases import Job, distinct
 
-from sparseflow.spiking.baselines import OUR_DENSE, dense_forms
+from sparseflow.spiking.api import optimize
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.optimize import optimize
+from sparseflow.spiking.profile.baselines import OUR_DENSE, dense_forms
 
 
 def warm(task: tuple[Job, argparse.Namespace]) -> str:

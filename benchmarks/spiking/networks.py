@@ -40,13 +40,13 @@ from network_kernels import prepare, tidy
 
 from sparseflow.core import timing
 from sparseflow.core.files import write_atomic
-from sparseflow.spiking import bench
 from sparseflow.spiking.accelerated import accelerated
-from sparseflow.spiking.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
-from sparseflow.spiking.bench import OPTIMISED
-from sparseflow.spiking.explain import explain
+from sparseflow.spiking.api import layer_times, optimize
+from sparseflow.spiking.explanation import explain
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.optimize import layer_times, optimize
+from sparseflow.spiking.profile import bench
+from sparseflow.spiking.profile.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
+from sparseflow.spiking.profile.bench import OPTIMISED
 
 CONTENDERS = (EAGER, "tf32 NCHW", "tf32 channels_last", "fp16 channels_last", OUR_DENSE)
 """Beginnings of the dense forms' names that a grid is measured against."""

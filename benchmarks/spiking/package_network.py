@@ -1,4 +1,4 @@
-"""Turn a run of :mod:`train_cifar10` into the package data that :mod:`sparseflow.spiking.zoo` reads.
+"""Convert a run of `train_cifar10` to the package data of `sparseflow.spiking.models.pretrained`.
 
 ::
 

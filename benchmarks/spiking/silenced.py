@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.networks import SpikingBlock, SpikingResNet
+from sparseflow.spiking.models.spiking_resnet import SpikingBlock, SpikingResNet
 
 GROUP = 64
 """Channels that a kernel skips together."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from training_lif import TrainingLIF, disagreement
 
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
-from sparseflow.spiking.networks import SpikingResNet, lif_neuron, spiking_resnet
+from sparseflow.spiking.models.spiking_resnet import SpikingResNet, lif_neuron, spiking_resnet
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)

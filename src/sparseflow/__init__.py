@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.spiking.explain import explain
-    from sparseflow.spiking.modules import SparseConv2d
-    from sparseflow.spiking.optimize import layer_times, optimize, restore
-    from sparseflow.spiking.registry import register_neuron
+    from sparseflow.spiking.api import layer_times, optimize, restore
+    from sparseflow.spiking.explanation import explain
+    from sparseflow.spiking.graph.registry import register_neuron
+    from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 
 __version__ = "0.1.0"
 
@@ -31,10 +31,10 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "spiking.explain": ["explain"],
-        "spiking.modules": ["SparseConv2d"],
-        "spiking.optimize": ["layer_times", "optimize", "restore"],
-        "spiking.registry": ["register_neuron"],
+        "spiking.api": ["layer_times", "optimize", "restore"],
+        "spiking.explanation": ["explain"],
+        "spiking.graph.registry": ["register_neuron"],
+        "spiking.runtime.sparse_conv": ["SparseConv2d"],
     },
     submodules=["adaptive", "codesign", "latency", "pruning", "spiking", "tuning"],
 )

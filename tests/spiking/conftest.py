@@ -11,7 +11,7 @@ from torch import nn
 
 import sparseflow
 from sparseflow.core import timing
-from sparseflow.spiking.plan import Plan
+from sparseflow.spiking.runtime.plan import Plan
 
 
 @pytest.fixture(autouse=True)

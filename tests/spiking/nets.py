@@ -18,9 +18,9 @@ pytest.importorskip("spikingjelly")
 
 from spikingjelly.activation_based import functional, layer, neuron
 
-from sparseflow.spiking.backend import EventBackend
+from sparseflow.spiking.backends.events.backend import EventBackend
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.plan import Env, GroupStep, Plan, Spikes
+from sparseflow.spiking.runtime.plan import Env, GroupStep, Plan, Spikes
 
 T, N = 3, 2
 

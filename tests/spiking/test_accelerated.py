@@ -18,8 +18,9 @@ from spikingjelly.activation_based import functional, layer, neuron
 
 import sparseflow
 from sparseflow.spiking.accelerated import MOST_PLANS, Accelerated, accelerated
-from sparseflow.spiking.modules import SparseConv2d
+from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.graph.test_module_state import differences, state
 from tests.spiking.nets import (
     KINDS,
     Constant,
@@ -34,7 +35,6 @@ from tests.spiking.nets import (
     same,
     small,
 )
-from tests.spiking.test_state import differences, state
 
 X = images(3, 2)
 Prefer = Callable[..., Any]

@@ -18,9 +18,10 @@ pytest.importorskip("numba")
 
 from sparseflow.core.run import Run
 from sparseflow.core.timing import bootstrap_median
-from sparseflow.spiking import demo, zoo
-from sparseflow.spiking.catalog import Settings, build
+from sparseflow.spiking import demo
 from sparseflow.spiking.demo import DemoResult, run_demo
+from sparseflow.spiking.models import pretrained
+from sparseflow.spiking.models.model_zoo import Settings, build
 from tests.spiking.nets import from_rest
 
 IMAGES, BATCH, ROUNDS = 14, 4, 4
@@ -50,9 +51,9 @@ def result(tmp_path_factory: pytest.TempPathFactory, told: list[tuple[str, float
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSEFLOW_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(zoo, "load", lambda name: tiny())
-        patch.setattr(zoo, "images", small_images)
-        patch.setattr(zoo, "_card", lambda name: card)
+        patch.setattr(pretrained, "load", lambda name: tiny())
+        patch.setattr(pretrained, "images", small_images)
+        patch.setattr(pretrained, "_card", lambda name: card)
         return run_demo(
             out=tmp_path_factory.mktemp("runs"),
             batch=BATCH,
@@ -95,7 +96,7 @@ def test_the_run_says_the_same(result: DemoResult) -> None:
     run = Run.open(result.run)
     assert run.info["status"] == "finished" and run.info["command"] == "sparseflow demo"
     assert run.info["config"] == {
-        "network": zoo.DEFAULT, "batch": BATCH, "rounds": ROUNDS, "compiled": False
+        "network": pretrained.DEFAULT, "batch": BATCH, "rounds": ROUNDS, "compiled": False
     }  # fmt: skip
     plain = result.to_dict()
     assert run.info["results"] == json.loads(
@@ -141,9 +142,9 @@ def test_progress_runs_to_the_end(result: DemoResult, told: list[tuple[str, floa
 @pytest.fixture
 def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
-    monkeypatch.setattr(zoo, "load", lambda name: tiny())
-    monkeypatch.setattr(zoo, "images", small_images)
-    monkeypatch.setattr(zoo, "_card", lambda name: card)
+    monkeypatch.setattr(pretrained, "load", lambda name: tiny())
+    monkeypatch.setattr(pretrained, "images", small_images)
+    monkeypatch.setattr(pretrained, "_card", lambda name: card)
 
 
 def test_fewer_images_than_a_batch(tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any]) -> None:
@@ -210,10 +211,10 @@ def test_the_shipped_network_on_a_few_images(
     tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real thing, on four images; its speed is for the benchmarks to say."""
-    if zoo.DEFAULT not in zoo.names():
+    if pretrained.DEFAULT not in pretrained.names():
         pytest.skip("no network is shipped in this tree")
-    pixels, labels = zoo.images()
-    monkeypatch.setattr(zoo, "images", lambda: (pixels[:4], labels[:4]))
+    pixels, labels = pretrained.images()
+    monkeypatch.setattr(pretrained, "images", lambda: (pixels[:4], labels[:4]))
     prefer("sparse", "dense", optimised=1.0)
     result = run_demo(out=tmp_path, batch=2, rounds=4, compiled=False, cache=False)
     assert result.predictions_identical and result.accuracy_before == result.accuracy_after >= 0.5

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from spikingjelly.activation_based import functional
 
+from sparseflow.spiking.api import optimize, restore
+from sparseflow.spiking.backends.packed.backend import PackedBackend
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.optimize import optimize, restore
-from sparseflow.spiking.packed_backend import PackedBackend
-from sparseflow.spiking.plan import Plan
+from sparseflow.spiking.runtime.plan import Plan
 from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import dyadic, force, from_rest, membranes, same
 

@@ -1,5 +1,50 @@
 """Spiking networks: find the convolutions that read spikes, and skip the zeros.
 
-`optimize` is the way in; `graph` describes a network, `dispatch` decides, `plan` runs, `kernels` computes.
-What users call stands in `sparseflow` itself.
+- `graph` describes a network: traced graph, spike values, convolution sites and fusable groups;
+- `profile` measures it: firing statistics, dense baselines and benchmarks;
+- `autotune` decides how each group runs, by timing the candidates on this device;
+- `runtime` and `backends` run it: plans, CUDA graphs, and the kernels of CPUs and GPUs;
+- `models` and `demo` hold the spiking ResNets, the pretrained network and the demo.
+
+`api` (`optimize`, `restore`, `layer_times`) and `explanation` (`explain`) are the entry points.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sparseflow.spiking.api import layer_times, optimize, restore
+    from sparseflow.spiking.backends.spec import NeuronSpec
+    from sparseflow.spiking.explanation import Explanation, explain
+    from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
+    from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
+    from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
+
+__all__ = [
+    "Explanation",
+    "NeuronSpec",
+    "SparseConv2d",
+    "SpikeGraph",
+    "analyze",
+    "explain",
+    "layer_times",
+    "optimize",
+    "register_neuron",
+    "restore",
+    "unregister_neuron",
+]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "api": ["layer_times", "optimize", "restore"],
+        "backends.spec": ["NeuronSpec"],
+        "explanation": ["Explanation", "explain"],
+        "graph.analysis": ["SpikeGraph", "analyze"],
+        "graph.registry": ["register_neuron", "unregister_neuron"],
+        "runtime.sparse_conv": ["SparseConv2d"],
+    },
+)

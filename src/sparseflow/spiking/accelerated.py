@@ -18,18 +18,26 @@ from torch import nn
 
 from sparseflow.core import timing
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.backend import backend_for
-from sparseflow.spiking.deciding import GPU_CALLS, decide_group, decide_layer, decide_whole, inputs_of
-from sparseflow.spiking.dispatch import Chooser, Decision, DecisionCache, Policy, static_block
+from sparseflow.spiking.autotune.candidates import (
+    GPU_CALLS,
+    decide_group,
+    decide_layer,
+    decide_whole,
+    inputs_of,
+)
+from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
+from sparseflow.spiking.autotune.dispatch import Chooser, Policy
+from sparseflow.spiking.backends.blocks.geometry import static_block
+from sparseflow.spiking.backends.selection import backend_for
 from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
-from sparseflow.spiking.graphs import Replay
-from sparseflow.spiking.modules import SparseConv2d, default_backend, refusal
-from sparseflow.spiking.plan import Plan
-from sparseflow.spiking.profile import Activity, activities
-from sparseflow.spiking.spikes import Env, Spikes
-from sparseflow.spiking.state import reset, untouched
-from sparseflow.spiking.step import GroupStep, Shared, Way
-from sparseflow.spiking.watch import Watch
+from sparseflow.spiking.graph.module_state import reset, untouched
+from sparseflow.spiking.profile.firing import Activity, activities
+from sparseflow.spiking.runtime.cuda_graphs import Replay
+from sparseflow.spiking.runtime.group_step import GroupStep, Shared, Way
+from sparseflow.spiking.runtime.mutation_guard import Watch
+from sparseflow.spiking.runtime.plan import Plan
+from sparseflow.spiking.runtime.sparse_conv import SparseConv2d, default_backend, refusal
+from sparseflow.spiking.runtime.spike_tensor import Env, Spikes
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many are done, and how many there are."""

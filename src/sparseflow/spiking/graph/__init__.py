@@ -1,7 +1,19 @@
-"""Which convolutions read spikes: `analyze(model)` and what it finds."""
+"""Analysis of a network: which convolutions read spikes, and which layers form a fusable group."""
 
-from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
-from sparseflow.spiking.graph.sites import ConvSite, Refusal
-from sparseflow.spiking.graph.value import Value
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
+    from sparseflow.spiking.graph.sites import ConvSite, Refusal
+    from sparseflow.spiking.graph.values import Value
 
 __all__ = ["ConvSite", "Refusal", "SpikeGraph", "Value", "analyze"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {"analysis": ["SpikeGraph", "analyze"], "sites": ["ConvSite", "Refusal"], "values": ["Value"]},
+)

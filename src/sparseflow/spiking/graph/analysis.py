@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.graph.observe import observe
+from sparseflow.spiking.graph.module_state import kept_state
+from sparseflow.spiking.graph.observation import observe
+from sparseflow.spiking.graph.propagation import Walk, check_output
+from sparseflow.spiking.graph.registry import NeuronInfo, neuron_info
 from sparseflow.spiking.graph.sites import ConvSite, Read, Refusal, site
-from sparseflow.spiking.graph.value import Value
-from sparseflow.spiking.graph.walk import Walk, check_output
-from sparseflow.spiking.registry import NeuronInfo, neuron_info
-from sparseflow.spiking.snapshot import kept_state
-from sparseflow.spiking.tracing import Sample, UntraceableError, call_arguments, trace, trace_once
+from sparseflow.spiking.graph.tracing import Sample, UntraceableError, call_arguments, trace, trace_once
+from sparseflow.spiking.graph.values import Value
 
 Method = Literal["auto", "fx", "hooks"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparseflow.spiking.graph import value as v
-from sparseflow.spiking.graph.value import Value
+from sparseflow.spiking.graph import values as v
+from sparseflow.spiking.graph.values import Value
 
 Rule = Callable[["Call"], Value]
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from torch import nn
 
-from sparseflow.spiking.graph import value as v
-from sparseflow.spiking.graph.value import Value
+from sparseflow.spiking.graph import values as v
+from sparseflow.spiking.graph.values import Value
 
 
 class Refusal(StrEnum):

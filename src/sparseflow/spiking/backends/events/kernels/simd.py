@@ -1,0 +1,310 @@
+"""Vector building blocks of the event kernels, written as LLVM IR because Numba keeps no array in registers.
+
+Every block works on sixteen float lanes. LLVM lowers them to one AVX-512 register, two AVX2 registers or four
+NEON registers, so there is one source for all machines; only the compaction of event indices asks for an
+AVX-512 instruction by name and has a portable twin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from sparseflow.spiking.backends.events.kernels.llvm import (
+    FLOATS,
+    I1,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    MASK,
+    SHORTS,
+    VECTOR_BYTES,
+    bits_of,
+    const,
+    cpu_features,
+    intrinsic,
+    load,
+    mask_of,
+    pointer,
+    splat,
+    store,
+)
+
+
+def sums_side_by_side(vectors: int) -> int:
+    """How many partial sums of a row of `vectors` vectors fit the registers, at most four.
+
+    They hide the latency of additions, and short sums round less.
+    """
+    budget = 16 if "avx512f" in cpu_features() else 6
+    return max(ways for ways in (1, 2, 4) if ways == 1 or ways * vectors <= budget)
+
+
+@intrinsic
+def add_rows(
+    typingctx: Any, rows: Any, begin: Any, end: Any, table: Any, zero: Any, first: Any, out: Any, vectors: Any
+) -> Any:
+    """out = first + sum of the table's rows number `rows[begin:end]`; a row is 16*vectors floats.
+
+    The sum lives in registers from the first row to the last. Rows are taken several at a time; those that
+    are missing at the end are replaced by a row of zeros, which costs less than a mispredicted branch.
+
+    Args:
+        rows: Address of int32 row numbers; three more than `end` may be read.
+        begin: First index into `rows`.
+        end: One past the last index.
+        table: Address of row 0, 64-byte aligned.
+        zero: Number of a row that holds zeros.
+        first: Address of 16*vectors floats; may be `out`.
+        out: Address of 16*vectors floats.
+        vectors: How many vectors a row has; a literal, a power of two.
+    """
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    count = vectors.literal_value
+    ways = sums_side_by_side(count)
+    shift = (VECTOR_BYTES * count).bit_length() - 1
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, begin, end, table, zero, first, out, _ = args
+        numbers = pointer(builder, rows, I32)
+        function, entry = builder.function, builder.block
+        head, body, done = (function.append_basic_block(name) for name in ("head", "body", "done"))
+        builder.branch(head)
+
+        builder.position_at_end(head)
+        i = builder.phi(I64)
+        i.add_incoming(begin, entry)
+        sums = [[builder.phi(FLOATS) for _ in range(count)] for _ in range(ways)]
+        for phi in (p for way in sums for p in way):
+            phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
+        builder.cbranch(builder.icmp_signed("<", i, end), body, done)
+
+        builder.position_at_end(body)
+        for way in range(ways):
+            at = builder.add(i, const(way))
+            number = builder.sext(builder.load(builder.gep(numbers, [at])), I64)
+            if way:
+                number = builder.select(builder.icmp_signed("<", at, end), number, zero)
+            row = builder.add(table, builder.shl(number, const(shift)))
+            for a, phi in enumerate(sums[way]):
+                weight = load(builder, builder.add(row, const(VECTOR_BYTES * a)), FLOATS, VECTOR_BYTES)
+                phi.add_incoming(builder.fadd(phi, weight), body)
+        i.add_incoming(builder.add(i, const(ways)), body)
+        builder.branch(head)
+
+        builder.position_at_end(done)
+        for a in range(count):
+            parts = [way[a] for way in sums]
+            while len(parts) > 1:
+                parts = [builder.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+            before = load(builder, builder.add(first, const(VECTOR_BYTES * a)), FLOATS, 4)
+            store(builder, builder.fadd(before, parts[0]), builder.add(out, const(VECTOR_BYTES * a)), 4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, i64, i64, i64, vectors), codegen
+
+
+@intrinsic
+def expand_entries(typingctx: Any, source: Any, add: Any, out: Any, wide: Any) -> Any:
+    """Sixteen int32 at `out` = sixteen entries at `source` + add.
+
+    Args:
+        source: Address of entries, uint16 or (wide) int32.
+        add: int64, truncated to 32 bits.
+        out: Address of 64 writable bytes.
+        wide: Literal 1 for int32 entries, 0 for uint16.
+    """
+    if not isinstance(wide, types.IntegerLiteral):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, add, out, _ = args
+        if wide.literal_value:
+            entries = load(builder, source, INTS, 4)
+        else:
+            entries = builder.zext(load(builder, source, SHORTS, 2), INTS)
+        store(builder, builder.add(entries, splat(builder, builder.trunc(add, I32), INTS)), out, 4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, wide), codegen
+
+
+@intrinsic
+def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, wide: Any) -> Any:
+    """Write `first + lane` for every set bit, packed from `out` on; all `lanes` places may be overwritten.
+
+    Args:
+        out: Address of `lanes` writable entries.
+        first: Entry of lane 0.
+        bits: Which of the lanes to keep.
+        lanes: Literal 16 or 32.
+        wide: Literal 1 for int32 entries, 0 for uint16.
+    """
+    if not isinstance(wide, types.IntegerLiteral) or not isinstance(lanes, types.IntegerLiteral):
+        return None
+    count, scalar = lanes.literal_value, I32 if wide.literal_value else I16
+    size = scalar.width // 8
+    # One AVX-512 register holds 16 int32 or 32 uint16.
+    step = LANES if wide.literal_value else count
+    vector = ir.VectorType(scalar, step)
+    native = {"avx512vbmi2", "avx512vl", "avx512bw"} <= cpu_features()
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, first, bits, *_ = args
+        start = builder.trunc(first, scalar)
+        if not native:
+            place = out
+            for lane in range(count):
+                store(builder, builder.add(start, const(lane, scalar)), place, size)
+                kept = builder.and_(builder.lshr(bits, const(lane)), const(1))
+                place = builder.add(place, builder.mul(kept, const(size)))
+            return context.get_dummy_value()
+        name = f"llvm.x86.avx512.mask.compress.v{step}i{scalar.width}"
+        mask = ir.VectorType(I1, step)
+        kind = ir.FunctionType(vector, [vector, vector, mask])
+        compress = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        for low in range(0, count, step):
+            entries = builder.add(
+                splat(builder, start, vector), ir.Constant(vector, [low + lane for lane in range(step)])
+            )
+            some = builder.trunc(builder.lshr(bits, const(low)), ir.IntType(step))
+            packed = builder.call(compress, [entries, ir.Constant(vector, None), builder.bitcast(some, mask)])
+            store(builder, packed, out, size)
+            kept = builder.ctpop(builder.zext(some, I64))
+            out = builder.add(out, builder.mul(kept, const(size)))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, lanes, wide), codegen
+
+
+@intrinsic
+def fire(
+    typingctx: Any, v: Any, x: Any, alpha: Any, beta: Any, delta: Any, threshold: Any, rest: Any, hard: Any
+) -> Any:
+    """One step of sixteen neurons, in place on their membranes; returns the lanes that fired as bits.
+
+    The arithmetic is `alpha*v + beta*x + delta`, rounded after every operation, so that it matches plain
+    torch.
+
+    Args:
+        v: Address of 16 membranes, updated.
+        x: Address of 16 input currents.
+        alpha: float32, as `NeuronSpec`; so are beta, delta and threshold.
+        rest: float32 value after a hard reset.
+        hard: int64, 1 for a hard reset and 0 for a soft one.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        v, x, *numbers, hard = args
+        alpha, beta, delta, threshold, rest = (splat(builder, n, FLOATS) for n in numbers)
+        old = load(builder, v, FLOATS, 4)
+        current = load(builder, x, FLOATS, 4)
+        charged = builder.fadd(builder.fadd(builder.fmul(alpha, old), builder.fmul(beta, current)), delta)
+        fired = builder.fcmp_ordered(">=", charged, threshold)
+        is_hard = builder.icmp_signed("!=", hard, const(0))
+        after = builder.select(is_hard, rest, builder.fsub(charged, threshold))
+        store(builder, builder.select(fired, after, charged), v, 4)
+        return bits_of(builder, fired)
+
+    i64, f32 = types.int64, types.float32
+    return i64(i64, i64, f32, f32, f32, f32, f32, i64), codegen
+
+
+def _masked(builder: Any, operation: str) -> Any:
+    name = f"llvm.masked.{operation}.v{LANES}f32.p0"
+    place = FLOATS.as_pointer()
+    if operation == "load":
+        kind = ir.FunctionType(FLOATS, [place, I32, MASK, FLOATS])
+    else:
+        kind = ir.FunctionType(ir.VoidType(), [FLOATS, place, I32, MASK])
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def _masked_load(builder: Any, address: Any, mask: Any) -> Any:
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    arguments = [pointer(builder, address, FLOATS), const(4, I32), mask, zero]
+    return builder.call(_masked(builder, "load"), arguments)
+
+
+def _masked_store(builder: Any, value: Any, address: Any, mask: Any) -> None:
+    arguments = [value, pointer(builder, address, FLOATS), const(4, I32), mask]
+    builder.call(_masked(builder, "store"), arguments)
+
+
+@intrinsic
+def copy_lanes(typingctx: Any, source: Any, out: Any, valid: Any) -> Any:
+    """Copy the floats whose bit in `valid` is set; the other lanes are neither read nor written."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, out, valid = args
+        mask = mask_of(builder, valid)
+        _masked_store(builder, _masked_load(builder, source, mask), out, mask)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64), codegen
+
+
+@intrinsic
+def add_lanes(typingctx: Any, first: Any, source: Any, out: Any, valid: Any) -> Any:
+    """out = first + source; of `source`, only the floats whose bit in `valid` is set are read, else 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, source, out, valid = args
+        more = _masked_load(builder, source, mask_of(builder, valid))
+        store(builder, builder.fadd(load(builder, first, FLOATS, 4), more), out, 4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64), codegen
+
+
+@intrinsic
+def fill_lanes(typingctx: Any, out: Any, value: Any) -> Any:
+    """Store a float32 sixteen times."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store(builder, splat(builder, args[1], FLOATS), args[0], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def store_bits(typingctx: Any, bits: Any, out: Any, valid: Any) -> Any:
+    """Write 1.0 or 0.0 for each bit, in the lanes whose bit in `valid` is set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits, out, valid = args
+        one, zero = (ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0))
+        value = builder.select(mask_of(builder, bits), one, zero)
+        _masked_store(builder, value, out, mask_of(builder, valid))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64), codegen
+
+
+@intrinsic
+def load_bits(typingctx: Any, source: Any, valid: Any) -> Any:
+    """Bits of the lanes that are 1.0, and, 16 places higher, of those that are neither 0.0 nor 1.0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, valid = args
+        value = _masked_load(builder, source, mask_of(builder, valid))
+        one, zero = (ir.Constant(FLOATS, [number] * LANES) for number in (1.0, 0.0))
+        ones = builder.fcmp_ordered("==", value, one)
+        zeros = builder.fcmp_ordered("==", value, zero)
+        others = builder.not_(builder.or_(ones, zeros))
+        return builder.or_(bits_of(builder, ones), builder.shl(bits_of(builder, others), const(LANES)))
+
+    i64 = types.int64
+    return i64(i64, i64), codegen

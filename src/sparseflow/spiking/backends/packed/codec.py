@@ -1,0 +1,192 @@
+"""Dense spikes to packed ones and back, in Triton; `format.pack` and `format.unpack` are the reference.
+
+Both kernels pass over memory once and leave no work to the host, so they capture into a CUDA graph.
+"""
+
+# Kernels are Triton's subset of Python: tuples grow by `+`.
+# ruff: noqa: RUF005
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.backends.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
+from sparseflow.spiking.backends.packed.words import (
+    activity_of,
+    as_pairs,
+    cdiv,
+    channels_last,
+    check_launchable,
+    check_step_size,
+    fires_at,
+    gather_bits,
+    launch,
+    padded_pixel,
+    place_of,
+    spread_bits,
+    store_activity,
+    store_border,
+    time_steps_held,
+)
+
+_PIXELS = 32
+
+
+@triton.jit
+def pack_kernel(
+    x_ptr, out_ptr, act_ptr, pixels, tiles, out_step, t_stride, n_stride, c_stride, y_stride, x_stride,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, T: tl.constexpr, TC: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of P pixels, blocks of channels, T time steps each).
+
+    TILE pixels an activity word, which takes one program for all time steps; 0 for none.
+    """
+    G: tl.constexpr = (C + 63) // 64
+    pixel = tl.program_id(0) * P + tl.arange(0, P)
+    block = tl.program_id(1)
+    inside = pixel < pixels
+    n = pixel // (H * W)
+    y = (pixel // W) % H
+    x = pixel % W
+    c = block * 64 + tl.arange(0, 64)
+    src = n.to(tl.int64) * n_stride + y * y_stride + x * x_stride
+    src = src[:, None] + (c.to(tl.int64) * c_stride)[None, :]
+    real = inside[:, None] & (c < C)[None, :]
+    at = (place_of(n, y, x, H, W) * G + block)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    seen = tl.zeros([P, 2], tl.int32)
+    start = tl.program_id(2).to(tl.int64) * T
+    for t0 in range(0, T, TC):
+        held = ()
+        for u in tl.static_range(TC):
+            held = held + (tl.load(x_ptr + (start + t0 + u) * t_stride + src, mask=real, other=0),)
+        for u in tl.static_range(TC):
+            half = gather_bits(held[u] != 0, P, 64)
+            to = out_ptr + (start + t0 + u) * (out_step * 2)
+            tl.store(to + at, half, mask=inside[:, None])
+            store_border(to, at, n[:, None], y[:, None], x[:, None], inside[:, None], H, W, 2 * G)
+            if TILE > 0:
+                seen = fires_at(seen, half, t0 + u)
+    if TILE > 0:
+        store_activity(act_ptr, seen, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
+
+
+def pack(spikes: Tensor, out: PackedSpikes | None = None, *, tile: int = 0) -> PackedSpikes:
+    """Pack spikes; whatever is not zero counts as a spike.
+
+    Args:
+        spikes: [T, N, C, H, W] of any real dtype and any strides.
+        out: Where to write, of the same shape; its activity words are filled if it has any. None allocates.
+        tile: Pixels of an activity word where `out` is None; 0 for no activity.
+
+    Returns:
+        The packed spikes, border written.
+
+    Raises:
+        InputError: `spikes` is not five-dimensional, `out` has another shape, or the activity's tile is not
+            a power of two up to 32.
+        DeviceError: `spikes` is not on a GPU.
+    """
+    if spikes.dim() != 5:
+        raise InputError(f"spikes must be [T, N, C, H, W], got a tensor of shape {tuple(spikes.shape)}")
+    check_launchable(spikes)
+    t, n, c, h, w = spikes.shape
+    if out is None:
+        out = empty_packed(t, n, c, h, w, spikes.device, tile=tile, border=False)
+    elif out.shape != tuple(spikes.shape):
+        raise InputError(f"`out` is for spikes of shape {out.shape}, got {tuple(spikes.shape)}")
+    check_step_size(out.data)
+    if spikes.dtype == torch.bool:
+        spikes = spikes.view(torch.uint8)
+    pixels, words = n * h * w, out.data.view(torch.int32)
+    tile, activity = activity_of(out, _PIXELS)
+    held = time_steps_held(t, 2)
+    ours = t if tile else held
+    launch(
+        pack_kernel, (cdiv(pixels, _PIXELS), blocks_of(c), t // ours),
+        spikes, words, words if activity is None else activity, pixels,
+        0 if activity is None else activity.shape[1], out.words.stride(0), *spikes.stride(),
+        C=c, H=h, W=w, P=_PIXELS, T=ours, TC=held, TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def unpack_kernel(
+    words_ptr, out_ptr, skips, denses, dense_steps, pixels, word_step,
+    out_step, n_stride, pixel_stride, c_stride,
+    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of P pixels of one time step, blocks of channels, T)."""
+    pixel = tl.program_id(0) * P + tl.arange(0, P)
+    block = tl.program_id(1)
+    t = tl.program_id(2).to(tl.int64)
+    inside = pixel < pixels
+    lane = tl.arange(0, 64)
+    c = block * 64 + lane
+    real = inside[:, None] & (c < C)[None, :]
+    src = t * word_step + padded_pixel(pixel, H, W) * G + block
+    value = spread_bits(tl.load(words_ptr + src, mask=inside, other=0), lane).to(tl.float32)
+    for i in tl.static_range(len(skips)):
+        value += spread_bits(tl.load(skips[i] + src, mask=inside, other=0), lane).to(tl.float32)
+    for i in tl.static_range(len(denses)):
+        flat = t * dense_steps[i] + (pixel * C)[:, None] + c[None, :]
+        value += tl.load(denses[i] + flat, mask=real, other=0.0).to(tl.float32)
+    n = pixel // (H * W)
+    at = (n * n_stride + (pixel % (H * W)) * pixel_stride)[:, None] + (c * c_stride)[None, :]
+    tl.store(out_ptr + t * out_step + at, value.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def unpack(
+    spikes: PackedSpikes,
+    dtype: torch.dtype = torch.float32,
+    *,
+    channels_last: bool = True,
+    add: Sequence[PackedSpikes | Tensor] = (),
+) -> Tensor:
+    """Dense spikes, optionally with something added to them (a SEW shortcut) on the way.
+
+    Args:
+        spikes: What to unpack.
+        dtype: The result's.
+        channels_last: Lay memory out as [T, N, H, W, C]; else as [T, N, C, H, W].
+        add: Packed spikes of the same shape, or tensors [T or 1, N, C, H, W]; summed in fp32.
+
+    Returns:
+        [T, N, C, H, W] of `dtype`.
+
+    Raises:
+        InputError: Something in `add` has another shape.
+        DeviceError: `spikes` are not on a GPU.
+    """
+    check_launchable(spikes.data)
+    t, n, c, h, w = spikes.shape
+    for other in add:
+        shape = tuple(other.shape)
+        if shape != spikes.shape and (isinstance(other, PackedSpikes) or shape != (1, *spikes.shape[1:])):
+            raise InputError(f"cannot add values of shape {shape} to spikes of shape {spikes.shape}")
+    order = (t, n, h, w, c) if channels_last else (t, n, c, h, w)
+    flat = torch.empty(order, dtype=dtype, device=spikes.data.device)
+    out = flat.permute(0, 1, 4, 2, 3) if channels_last else flat
+    skips = tuple(other.words for other in add if isinstance(other, PackedSpikes))
+    denses, steps = as_pairs([_rows(other) for other in add if isinstance(other, Tensor)])
+    words = spikes.words
+    check_step_size(out, *denses)
+    pixels = n * h * w
+    launch(
+        unpack_kernel, (cdiv(pixels, _PIXELS), spikes.blocks, t),
+        words, flat, skips, denses, steps, pixels, words.stride(0), flat.stride(0),
+        c * h * w, c if channels_last else 1, 1 if channels_last else h * w,
+        C=c, G=spikes.blocks, H=h, W=w, P=_PIXELS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+_rows = channels_last  # `unpack` has an argument of that name
+
+assert BLOCK == 64

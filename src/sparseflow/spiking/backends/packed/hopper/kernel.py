@@ -1,0 +1,576 @@
+"""The fused group on Hopper: 1-bit spikes -> wgmma -> bias -> IF/LIF over T -> 1-bit spikes (Gluon).
+
+One CTA owns tiles of `BM` output pixels (flattened over images, rows, columns) and one column of `BN`
+output channels. The A operand of every wgmma comes from registers: a thread loads the halfword that
+holds exactly its fragment's bits of 64 channels (`format.py`) and spreads it with one PRMT, three
+rotations and eight ANDs into fp16 pairs whose ones are powers of two; the weights carry the inverse
+powers and are permuted along K to match. Nothing of A passes through shared memory. The accumulator's
+fragment has the shape of A's, so a thread's own spikes are exactly one halfword of the output: no
+shuffles in the epilogue.
+
+The K loop goes over *batches*: `UB` units (the taps of one block of channels, or blocks of a 1x1), each
+times `PARTS` weight matrices and `TC` time steps. A batch is straight-line code in which wgmmas stay
+asynchronous (ptxas serialises them all if a barrier's wait loop or a loop's back edge comes between); it
+ends with a drain. Weights come by TMA into a ring of `RING` batches and serve all `TC` time steps before
+they are replaced; where the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps
+its column while it walks over tiles, so the stream of weights never stops.
+
+`EMIT`: the kernel writes, for the pixels of every warp and every block of channels, in which time steps
+they fire. `SILENCE`: it reads what its input's kernel wrote so, over a tile and its halo, and visits only
+the K batches of blocks that are not silent there, and then those of the second source, if there is one. The
+list of batches is a bit mask; weights are fetched in its order.
+
+With `PARTS` > 1 every weight is the sum of so many fp16 numbers, the largest first. The tensor cores then add
+up only one batch, the smallest parts first, and fp32 adds the batches: Hopper's tensor cores truncate what
+they add to an fp32 accumulator (to about two bits below its last one), so a sum over all of K would be off by
+1e-6 of its size and more, where an fp32 convolution is off by 1e-7. One part needs no such care: its own
+rounding is 2^-12, and its 11 bits leave the accumulator nearly nothing to truncate.
+
+With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to
+arrive adds them in a fixed order and runs the neuron, so the result does not depend on who is last.
+"""
+
+# Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
+# ruff: noqa: RUF005, SIM102, SIM108, B007
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from sparseflow.spiking.backends.packed.hopper.addressing import (
+    batch_shift,
+    load_units,
+    membranes_of,
+    pixel_of,
+    place_of,
+)
+from sparseflow.spiking.backends.packed.hopper.block_activity import (
+    active_lists,
+    count_bits,
+    load_activity,
+    lowest_bit,
+    next_batch,
+    next_fetch,
+    note_firing,
+    store_activity,
+)
+from sparseflow.spiking.backends.packed.hopper.layouts import (
+    column_block,
+    halves_layout,
+    pack_spikes,
+    spread_spikes,
+    sums_layout,
+    time_steps,
+    unpack_spikes,
+)
+
+
+@gluon.jit
+def _fetch(
+    w_desc,
+    slots,
+    full,
+    index,
+    batch,
+    main,
+    column,
+    pred,
+    RING: gl.constexpr,
+    STEPS: gl.constexpr,
+    STEPS2: gl.constexpr,
+    BN: gl.constexpr,
+):
+    """Start copying K batch `batch` (`main` batches of STEPS, then some of STEPS2) into slot `index`."""
+    bar = full.index(index)
+    if STEPS2 == 0 or STEPS2 == STEPS:
+        mbarrier.expect(bar, BN * 128 * STEPS, pred)
+        for j in gl.static_range(STEPS):
+            tma.async_copy_global_to_shared(
+                w_desc, [column, (batch * STEPS + j) * 64], bar, slots.index(index * STEPS + j), pred
+            )
+    else:
+        first = pred & (batch < main)
+        second = pred & (batch >= main)
+        mbarrier.expect(bar, BN * 128 * STEPS, first)
+        mbarrier.expect(bar, BN * 128 * STEPS2, second)
+        for j in gl.static_range(STEPS):
+            tma.async_copy_global_to_shared(
+                w_desc, [column, (batch * STEPS + j) * 64], bar, slots.index(index * STEPS + j), first
+            )
+        for j in gl.static_range(STEPS2):
+            at = main * STEPS + (batch - main) * STEPS2 + j
+            tma.async_copy_global_to_shared(
+                w_desc, [column, at * 64], bar, slots.index(index * STEPS + j), second
+            )
+
+
+@gluon.jit
+def _multiply(
+    words,
+    acc,
+    accumulate,
+    slots,
+    slot0,
+    UB: gl.constexpr,
+    TC: gl.constexpr,
+    BM: gl.constexpr,
+    A: gl.constexpr,
+):
+    """acc[t] += A[t] B for all units of a batch: asynchronous straight-line code, drained at the end."""
+    for u in gl.static_range(UB):
+        done = ()
+        for t in gl.static_range(TC):
+            a = unpack_spikes(words[u * TC + t], BM, A)
+            b = slots.index(slot0 + u).permute((1, 0))
+            if u == 0:
+                token = warpgroup_mma(a, b, acc[t], use_acc=accumulate, is_async=True)
+            else:
+                token = warpgroup_mma(a, b, acc[t], is_async=True)
+            done = done + (warpgroup_mma_wait(1, deps=[token]),)
+        acc = done
+    drained = ()
+    for t in gl.static_range(TC):
+        drained = drained + (warpgroup_mma_wait(0, deps=[acc[t]]),)
+    return drained
+
+
+@gluon.jit
+def _multiply_parts(
+    words,
+    sums,
+    slots,
+    slot0,
+    UB: gl.constexpr,
+    TC: gl.constexpr,
+    PARTS: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    A: gl.constexpr,
+):
+    """The same for weights in parts: the tensor cores start anew, and fp32 adds what they found.
+
+    See the module's docstring. Time step after time step: what A takes of the registers is then soon free.
+    """
+    done = ()
+    for t in gl.static_range(TC):
+        acc = gl.full([BM, BN], 0.0, gl.float32, sums[t].type.layout)
+        for turn in gl.static_range(PARTS):
+            for u in gl.static_range(UB):
+                a = unpack_spikes(words[u * TC + t], BM, A)
+                b = slots.index(slot0 + (u * PARTS + (PARTS - 1 - turn))).permute((1, 0))
+                if turn + u == 0:
+                    token = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+                else:
+                    token = warpgroup_mma(a, b, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[token])
+        done = done + (acc,)
+    added = ()
+    for t in gl.static_range(TC):
+        added = added + (sums[t] + warpgroup_mma_wait(0, deps=[done[t]]),)
+    return added
+
+
+@gluon.jit
+def _share(acc, base, count_ptr, me, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
+    """Write this CTA's partial sums; returns whether it was its tile's last (and resets the count)."""
+    for t in gl.static_range(TC):
+        gl.store(base + ((me * TC + t) * SIZE + at), acc[t])
+    gl.thread_barrier()
+    last = gl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        gl.store(count_ptr, 0)
+    return last
+
+
+@gluon.jit
+def _gather(base, t, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
+    """Sum of all partial sums of time step `t`, always in the same order."""
+    total = gl.load(base + (t * SIZE + at), cache_modifier=".cg")
+    for s in gl.static_range(1, SPLIT):
+        total += gl.load(base + ((s * TC + t) * SIZE + at), cache_modifier=".cg")
+    return total
+
+
+# Not specialised: a count of 1 would otherwise become a compile-time constant and change the code's types.
+@gluon.jit(
+    do_not_specialize=[
+        "pixels",
+        "tiles",
+        "T",
+        "batches",
+        "batches2",
+        "x_step",
+        "x2_step",
+        "out_step",
+        "dense_step",
+        "act_tiles",
+        "out_tiles",
+    ]
+)
+def group_kernel(
+    x_ptr,
+    x2_ptr,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    skip_ptr,
+    dense_ptr,
+    v_in_ptr,
+    v_out_ptr,
+    v_columns_ptr,
+    part_ptr,
+    count_ptr,
+    act_ptr,
+    out_act_ptr,
+    scale,
+    alpha,
+    skip_value,
+    threshold,
+    v_reset,
+    pixels,
+    tiles,
+    T,
+    batches,
+    batches2,
+    x_step,
+    x2_step,
+    out_step,
+    dense_step,
+    act_tiles,
+    out_tiles,
+    H: gl.constexpr,
+    W: gl.constexpr,
+    IH: gl.constexpr,
+    IW: gl.constexpr,
+    CH: gl.constexpr,
+    TAPS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    IH2: gl.constexpr,
+    IW2: gl.constexpr,
+    CH2: gl.constexpr,
+    STRIDE2: gl.constexpr,
+    OCH: gl.constexpr,
+    C_OUT: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    TC: gl.constexpr,
+    PAIR: gl.constexpr,
+    UB: gl.constexpr,
+    UB2: gl.constexpr,
+    PARTS: gl.constexpr,
+    RING: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SILENCE: gl.constexpr,
+    IN_TILE: gl.constexpr,
+    EMIT: gl.constexpr,
+    SOFT: gl.constexpr,
+    SKIPS: gl.constexpr,
+    DENSE: gl.constexpr,
+    READ_V: gl.constexpr,
+    WRITE_V: gl.constexpr,
+    V_COLUMNS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """One group; see the module's docstring. Grid (CTAs over pixel tiles, C_out / BN, SPLIT).
+
+    With `SILENCE` and a ring that does not hold all weights, a CTA works on one tile only.
+
+    With `V_COLUMNS`, membranes lie with the channel that a table names in each channel's place.
+
+    `CH`, `CH2`, `OCH` are halfwords a pixel; `*_step` elements between time steps; `bias` already holds
+    beta and delta, `scale` is beta times the power of two that the weights were divided by.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    HALVES: gl.constexpr = halves_layout(BM, NUM_WARPS)
+    STEPS: gl.constexpr = UB * PARTS
+    STEPS2: gl.constexpr = UB2 * PARTS
+    PX: gl.constexpr = BM // PAIR
+    TA: gl.constexpr = TC // PAIR
+    SUMS: gl.constexpr = sums_layout(PX, BN, NUM_WARPS, PAIR, MMA)
+    OUT: gl.constexpr = halves_layout(PX, NUM_WARPS)
+
+    slots = gl.allocate_shared_memory(gl.float16, [RING * STEPS, BN, 64], w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(full.index(i), count=1)
+
+    first_tile = gl.program_id(0)
+    tile_stride = gl.num_programs(0)
+    column = gl.program_id(1) * BN
+    # this CTA's share [begin, begin + count) of the K batches
+    if SPLIT == 1:
+        begin = 0
+        count = batches + batches2
+    else:
+        begin = (batches + batches2) * gl.program_id(2) // SPLIT
+        count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - begin
+    PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches that a bit of the mask stands for
+    if SILENCE:
+        gl.static_assert(SPLIT == 1, "silence is skipped where the K loop is not split")
+        awake = load_activity(
+            act_ptr, first_tile, pixels, act_tiles, PX, H, W, IH, IW, TAPS, STRIDE, UB, CH // 4, SILENCE,
+            IN_TILE, NUM_WARPS,
+        )  # fmt: skip
+        if not RESIDENT:
+            mask = active_lists(awake, -1)
+            stop = count_bits(mask) * PER_LIST
+            fetch_rest = mask
+            fetch_sub = 0
+            fetch_turn = 0
+    if RESIDENT:
+        total = count
+    elif SILENCE:
+        total = (stop + batches2) * (T // TC)
+    else:
+        total = count * ((tiles - first_tile + tile_stride - 1) // tile_stride) * (T // TC)
+    fetched = 0
+    fetch_batch = 0
+    for i in gl.static_range(RING):
+        if SILENCE and not RESIDENT:
+            fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
+                fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+            )
+        _fetch(
+            w_desc,
+            slots,
+            full,
+            i,
+            begin + fetch_batch,
+            batches,
+            column,
+            fetched < total,
+            RING,
+            STEPS,
+            STEPS2,
+            BN,
+        )
+        fetched += 1
+        if not SILENCE or RESIDENT:
+            fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+    used = 0  # batches consumed so far
+
+    row = gl.arange(0, BM, layout=gl.SliceLayout(1, HALVES))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, HALVES)).expand_dims(0)
+    if PAIR == 1:
+        row_pixel = row
+        row_step = row * 0
+    else:
+        row_pixel = (row // 16) * 8 + row % 8
+        row_step = (row // 8) % 2
+    out_row = gl.arange(0, PX, layout=gl.SliceLayout(1, OUT))
+    out_lane = gl.arange(0, 4, layout=gl.SliceLayout(0, OUT)).expand_dims(0)
+    sum_row = gl.arange(0, PX, layout=gl.SliceLayout(1, SUMS))
+    sum_col = column + gl.arange(0, BN, layout=gl.SliceLayout(0, SUMS))
+    REACH: gl.constexpr = 1 if TAPS == 9 else 0
+
+    for tile in range(first_tile, tiles, tile_stride):
+        n, y, x = pixel_of(gl.minimum(tile * PX + row_pixel, pixels - 1), H, W)
+        src = place_of(n, y * STRIDE - REACH, x * STRIDE - REACH, IH, IW) * CH
+        src = (src + row_step * x_step).expand_dims(1) + lane
+        if UB2 > 0:
+            src2 = place_of(n, y * STRIDE2, x * STRIDE2, IH2, IW2) * CH2
+            src2 = (src2 + row_step * x2_step).expand_dims(1) + lane
+        inside = (tile * PX + out_row < pixels).expand_dims(1)
+        n, y, x = pixel_of(gl.minimum(tile * PX + out_row, pixels - 1), H, W)
+        dst = (place_of(n, y, x, H, W) * OCH).expand_dims(1) + (out_lane + column // 16)
+        sum_pixel = gl.minimum(tile * PX + sum_row, pixels - 1).expand_dims(1)
+        state = sum_pixel * C_OUT + sum_col.expand_dims(0)
+        if READ_V:
+            v = gl.load(v_in_ptr + membranes_of(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS))
+        else:
+            v = gl.full([PX, BN], 0.0, gl.float32, SUMS) + v_reset
+
+        fired = ()
+        if EMIT:
+            for blk in gl.static_range(BN // 64):
+                fired = fired + (gl.full([PX, 4], 0, gl.int32, OUT),)
+        if SILENCE and RESIDENT:
+            here_awake = awake
+            awake = load_activity(
+                act_ptr, gl.minimum(tile + tile_stride, tiles - 1), pixels, act_tiles, PX, H, W, IH, IW, TAPS,
+                STRIDE, UB, CH // 4, SILENCE, IN_TILE, NUM_WARPS,
+            )  # fmt: skip
+        if SPLIT > 1:
+            mine = tile >= 0
+        else:
+            mine: gl.constexpr = True
+        for t0 in range(0, T, TC):
+            acc = ()
+            for a in gl.static_range(TA):
+                acc = acc + (gl.full([BM, BN], 0.0, gl.float32, MMA),)
+            here = t0 * x_step
+            if SILENCE:
+                if RESIDENT:
+                    mask = active_lists(here_awake, ((1 << TC) - 1) << t0)
+                    stop = count_bits(mask) * PER_LIST
+                rest = mask
+                sub = 0
+            elif SPLIT == 1:
+                stop = batches
+            else:
+                stop = gl.minimum(begin + count, batches)
+            for turn in range(begin, stop):
+                batch = turn
+                if SILENCE:
+                    batch = lowest_bit(rest) * PER_LIST + sub
+                    rest, sub = next_batch(rest, sub, mask, PER_LIST)
+                words = load_units(
+                    x_ptr,
+                    src,
+                    here + batch_shift(batch, TAPS, UB, IW, CH),
+                    PAIR * x_step,
+                    UB,
+                    TA,
+                    TAPS,
+                    IW,
+                    CH,
+                )
+                slot = used % RING
+                if RESIDENT:
+                    slot = batch - begin
+                    mbarrier.wait(full.index(slot), 0)
+                else:
+                    mbarrier.wait(full.index(slot), (used // RING) & 1)
+                if PARTS == 1:
+                    acc = _multiply(words, acc, turn > begin, slots, slot * STEPS, UB, TA, BM, A)
+                else:
+                    acc = _multiply_parts(words, acc, slots, slot * STEPS, UB, TA, PARTS, BM, BN, A)
+                if not RESIDENT:
+                    used += 1
+                    gl.thread_barrier()
+                    if SILENCE:
+                        fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
+                            fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+                        )
+                    _fetch(
+                        w_desc,
+                        slots,
+                        full,
+                        slot,
+                        begin + fetch_batch,
+                        batches,
+                        column,
+                        fetched < total,
+                        RING,
+                        STEPS,
+                        STEPS2,
+                        BN,
+                    )
+                    fetched += 1
+                    if not SILENCE:
+                        fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+            if UB2 > 0:
+                here2 = t0 * x2_step
+                for batch in range(gl.maximum(begin - batches, 0), begin + count - batches):
+                    words = load_units(
+                        x2_ptr, src2, here2 + batch * (UB2 * 4), PAIR * x2_step, UB2, TA, 1, IW2, CH2
+                    )
+                    slot = used % RING
+                    if RESIDENT:
+                        slot = batch + batches - begin
+                        mbarrier.wait(full.index(slot), 0)
+                    else:
+                        mbarrier.wait(full.index(slot), (used // RING) & 1)
+                    if PARTS == 1:
+                        acc = _multiply(
+                            words, acc, batch + batches > begin, slots, slot * STEPS, UB2, TA, BM, A
+                        )
+                    else:
+                        acc = _multiply_parts(words, acc, slots, slot * STEPS, UB2, TA, PARTS, BM, BN, A)
+                    if not RESIDENT:
+                        used += 1
+                        gl.thread_barrier()
+                        if SILENCE:
+                            fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
+                                fetch_rest,
+                                fetch_sub,
+                                fetch_turn,
+                                mask,
+                                stop,
+                                batches,
+                                batches2,
+                                PER_LIST,
+                                UB2,
+                            )
+                        _fetch(
+                            w_desc,
+                            slots,
+                            full,
+                            slot,
+                            begin + fetch_batch,
+                            batches,
+                            column,
+                            fetched < total,
+                            RING,
+                            STEPS,
+                            STEPS2,
+                            BN,
+                        )
+                        fetched += 1
+                        if not SILENCE:
+                            fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
+
+            if SPLIT > 1:
+                part_at = gl.arange(0, BM, layout=gl.SliceLayout(1, MMA)).expand_dims(1) * BN + gl.arange(
+                    0, BN, layout=gl.SliceLayout(0, MMA)
+                ).expand_dims(0)
+                tile_id = tile * gl.num_programs(1) + gl.program_id(1)
+                part_base = part_ptr + tile_id * (SPLIT * TA * BM * BN)
+                mine = _share(
+                    acc, part_base, count_ptr + tile_id, gl.program_id(2), part_at, SPLIT, BM * BN, TA
+                )
+            if mine:
+                bias = gl.load(bias_ptr + sum_col).expand_dims(0)
+                for a in gl.static_range(TA):
+                    if SPLIT > 1:
+                        whole = _gather(part_base, a, part_at, SPLIT, BM * BN, TA)
+                    else:
+                        whole = acc[a]
+                    sums = time_steps(whole, BM, BN, PAIR, SUMS)
+                    for s in gl.static_range(PAIR):
+                        t = t0 + (a * PAIR + s)
+                        current = sums[s] * scale + bias
+                        if DENSE:
+                            current += (
+                                gl.load(dense_ptr + (state + t * dense_step)).to(gl.float32) * skip_value
+                            )
+                        if SKIPS:
+                            gl.static_assert(BN == 64, "identity skips need BN == 64")
+                            half = gl.load(skip_ptr + (dst + t * out_step))
+                            current += gl.where(spread_spikes(half, current, PX), skip_value, 0.0)
+                        v = v * alpha + current
+                        spikes = v >= threshold
+                        if SOFT:
+                            v = gl.where(spikes, v - threshold, v)
+                        else:
+                            v = gl.where(spikes, v_reset, v)
+                        bits = pack_spikes(spikes, PX, BN)
+                        for blk in gl.static_range(BN // 64):
+                            piece = column_block(bits, blk, BN, PX, OUT)
+                            gl.store(
+                                out_ptr + (dst + (t * out_step + blk * 4)), piece.to(gl.int16), mask=inside
+                            )
+                            if EMIT:
+                                fired = note_firing(fired, blk, gl.where(piece != 0, 1 << t, 0), BN // 64)
+        if EMIT:
+            if mine:
+                for blk in gl.static_range(BN // 64):
+                    store_activity(
+                        out_act_ptr + (column // 64 + blk) * out_tiles,
+                        fired[blk],
+                        tile * NUM_WARPS,
+                        out_tiles,
+                        PX,
+                        NUM_WARPS,
+                    )
+        if WRITE_V:
+            if mine:
+                at = membranes_of(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS)
+                gl.store(v_out_ptr + at, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))
+    if SILENCE and RESIDENT:
+        # weights of blocks that were silent everywhere may still be on their way into this CTA's memory
+        for i in gl.static_range(RING):
+            mbarrier.wait(full.index(i), 0)

@@ -1,0 +1,128 @@
+"""The plain-torch meaning of one fused group (`spec.GroupSpec`); every backend is tested against it.
+
+Nothing here is fast and nothing is clever. It follows the recurrence in `spec.py` line by line, in whatever
+floating dtype the caller asks for; float64 makes it the yardstick for rounding errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+
+
+def run_convolution_reference(source: SpikeSource, spikes: torch.Tensor) -> torch.Tensor:
+    """One convolution of spikes, without bias.
+
+    Args:
+        source: Weight [C_out, C_in, k, k], stride and padding.
+        spikes: [T, N, C_in, H, W]; its dtype is the dtype of the computation.
+
+    Returns:
+        [T, N, C_out, H_out, W_out] in the dtype of `spikes`.
+    """
+    weight = source.weight.to(spikes)
+    out = F.conv2d(spikes.flatten(0, 1), weight, stride=source.stride, padding=source.padding)
+    return out.unflatten(0, spikes.shape[:2])
+
+
+def run_neuron_reference(
+    neuron: NeuronSpec, x: torch.Tensor, v: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Charge, fire and reset over time.
+
+    Args:
+        neuron: The dynamics.
+        x: Input current [T, N, C, H, W].
+        v: Membrane before the first step [N, C, H, W]; `neuron.v_rest` when None.
+
+    Returns:
+        Spikes [T, N, C, H, W] (0 or 1) and the membrane after the last step [N, C, H, W], both in x's dtype.
+    """
+    u = torch.full_like(x[0], neuron.v_rest) if v is None else v.to(x)
+    spikes = torch.empty_like(x)
+    for t in range(x.shape[0]):
+        charged = neuron.alpha * u + neuron.beta * x[t] + neuron.delta
+        fired = charged >= neuron.v_threshold
+        spikes[t] = fired.to(x.dtype)
+        if neuron.v_reset is None:
+            u = charged - spikes[t] * neuron.v_threshold
+        else:
+            u = torch.where(fired, torch.full_like(charged, neuron.v_reset), charged)
+    return spikes, u
+
+
+def run_group_input_reference(
+    spec: GroupSpec,
+    spikes: Sequence[torch.Tensor],
+    skips: Sequence[torch.Tensor] = (),
+    dense: Sequence[torch.Tensor] = (),
+    *,
+    time_steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """What reaches the group's neuron: x [T, N, C_out, H_out, W_out] in `dtype`.
+
+    Args:
+        spec: The group.
+        spikes: One [T, N, C_in, H, W] for each of `spec.sources`.
+        skips: `spec.skips` tensors [T, N, C_out, H_out, W_out].
+        dense: `spec.dense_inputs` tensors [T or 1, N, C_out, H_out, W_out].
+        time_steps: T, which constant dense inputs alone do not tell.
+        dtype: Floating dtype of the whole computation.
+    """
+    terms = [run_convolution_reference(s, x.to(dtype)) for s, x in zip(spec.sources, spikes, strict=True)]
+    terms += [skip.to(dtype) for skip in skips]
+    terms += [d.to(dtype).expand(time_steps, -1, -1, -1, -1) for d in dense]
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total + spec.bias.to(total).view(-1, 1, 1)
+
+
+def run_group_reference(
+    spec: GroupSpec,
+    spikes: Sequence[torch.Tensor],
+    skips: Sequence[torch.Tensor] = (),
+    dense: Sequence[torch.Tensor] = (),
+    post_skips: Sequence[torch.Tensor] = (),
+    v: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    time_steps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole group: convolutions, residuals, neuron, SEW addition.
+
+    Args:
+        spec: The group.
+        spikes: One [T, N, C_in, H, W] for each of `spec.sources`.
+        skips: `spec.skips` spike tensors added to the neuron's input.
+        dense: `spec.dense_inputs` real tensors [T or 1, N, C_out, H_out, W_out] added to the neuron's input.
+        post_skips: `spec.post_skips` spike tensors added to the neuron's output.
+        v: Membrane before the first step [N, C_out, H_out, W_out]; the neuron's rest value when None.
+        dtype: Floating dtype of the whole computation.
+        time_steps: T; by default the longest leading dimension among the inputs.
+
+    Returns:
+        Output [T, N, C_out, H_out, W_out] and final membrane [N, C_out, H_out, W_out], in `dtype`.
+
+    Raises:
+        ValueError: The number of inputs is not what the spec says.
+    """
+    for name, given, expected in (
+        ("spikes", len(spikes), len(spec.sources)),
+        ("skips", len(skips), spec.skips),
+        ("dense", len(dense), spec.dense_inputs),
+        ("post_skips", len(post_skips), spec.post_skips),
+    ):
+        if given != expected:
+            raise ValueError(f"the group takes {expected} `{name}`, got {given}")
+    steps = time_steps or max(x.shape[0] for x in (*spikes, *skips, *dense, *post_skips))
+    x = run_group_input_reference(spec, spikes, skips, dense, time_steps=steps, dtype=dtype)
+    out, v_final = run_neuron_reference(spec.neuron, x, v)
+    for post in post_skips:
+        out = out + post.to(dtype)
+    return out, v_final

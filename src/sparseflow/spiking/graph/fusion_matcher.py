@@ -1,0 +1,307 @@
+"""Find the groups of a spiking network: convolution(s) + BatchNorm + residual + neuron, as one piece of work.
+
+Starting at each neuron, walk back through additions, BatchNorms and convolutions that nobody else reads.
+What the walk ends on says how the value enters the neuron: as a convolution of spikes (a *source*), as spikes
+added as they are (a *skip*), or as a dense tensor (computed by a *dense convolution* of the group, or by
+anything else in the network). `kernels/spec.py` gives the arithmetic; this file only decides what belongs
+together. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graph.layer_rules import forward_is_librarys
+from sparseflow.spiking.graph.sites import is_plain, padding_of
+
+SPIKE_KINDS = ("binary", "integer")
+_ADDITIONS = {operator.add, operator.iadd, torch.add}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvMatch:
+    """A convolution of the group, with the BatchNorm that follows it (if any).
+
+    Attributes:
+        input: The fx node whose value is convolved; for a time-constant stem, the node before the repetition.
+        node, bn_node: The convolution's and the BatchNorm's own nodes.
+        name, bn_name: Their module names.
+        repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once;
+            None when the input has a time axis of its own.
+    """
+
+    input: fx.Node
+    node: fx.Node
+    name: str
+    bn_node: fx.Node | None = None
+    bn_name: str | None = None
+    repeats: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMatch:
+    """One group: everything that is added up before a neuron, the neuron, and what is added to its spikes.
+
+    Attributes:
+        neuron: The neuron's node; `neuron_name` is its module name.
+        output: The node whose value the group yields (the neuron, or the SEW addition behind it).
+        sources: Convolutions of spikes.
+        dense_convs: Convolutions of dense values (a stem).
+        skips, dense: Nodes added to the neuron's input as spikes, or as dense tensors.
+        post_skips: Nodes of spikes added to the neuron's output.
+        inner: Every node that the group replaces, in graph order, `output` last.
+    """
+
+    neuron: fx.Node
+    neuron_name: str
+    output: fx.Node
+    sources: tuple[ConvMatch, ...]
+    dense_convs: tuple[ConvMatch, ...]
+    skips: tuple[fx.Node, ...]
+    dense: tuple[fx.Node, ...]
+    post_skips: tuple[fx.Node, ...]
+    inner: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> str:
+        """The main convolution's name, or the neuron's when no convolution belongs to the group."""
+        convs = self.sources or self.dense_convs
+        return convs[0].name if convs else self.neuron_name
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """Every node whose value the group reads, without repetition."""
+        nodes = [c.input for c in (*self.sources, *self.dense_convs)]
+        return tuple(dict.fromkeys([*nodes, *self.skips, *self.dense, *self.post_skips]))
+
+
+@dataclass
+class _Terms:
+    """What the walk back from one neuron has collected."""
+
+    sources: list[ConvMatch] = field(default_factory=list)
+    dense_convs: list[ConvMatch] = field(default_factory=list)
+    skips: list[fx.Node] = field(default_factory=list)
+    dense: list[fx.Node] = field(default_factory=list)
+    inner: set[fx.Node] = field(default_factory=set)
+
+
+class GroupFinder:
+    """Finds the groups of one analysed network.
+
+    Args:
+        graph: What `graph.analyze` found; its fx module must be there.
+    """
+
+    def __init__(self, graph: SpikeGraph) -> None:
+        if graph.module is None:
+            raise ValueError("groups are found on a traced network; this one could not be traced")
+        self._graph = graph
+        self._modules = dict(graph.module.named_modules())
+        self._calls: dict[int, int] = {}
+        for node in graph.module.graph.nodes:
+            if node.op == "call_module":
+                key = id(self._modules[node.target])
+                self._calls[key] = self._calls.get(key, 0) + 1
+        self._replaceable = {site.name for site in graph.sites if site.replaceable}
+        self._claimed: set[fx.Node] = set()
+
+    def groups(self) -> Iterator[GroupMatch]:
+        """Yield every group, in the order in which the network runs them."""
+        module = self._graph.module
+        assert module is not None
+        order = {node: i for i, node in enumerate(module.graph.nodes)}
+        for node in module.graph.nodes:
+            if node.op != "call_module" or node.target not in self._graph.neurons:
+                continue
+            if self._graph.neurons[node.target].spec is None or len(node.all_input_nodes) != 1:
+                continue
+            if self._calls[id(self._modules[node.target])] > 1:
+                continue
+            terms = _Terms()
+            self._collect(node.all_input_nodes[0], node, terms)
+            output, post_skips = self._sew_addition(node)
+            inner = sorted({*terms.inner, node, output}, key=order.__getitem__)
+            yield GroupMatch(
+                neuron=node,
+                neuron_name=str(node.target),
+                output=output,
+                sources=tuple(terms.sources),
+                dense_convs=tuple(terms.dense_convs),
+                skips=tuple(terms.skips),
+                dense=tuple(terms.dense),
+                post_skips=post_skips,
+                inner=tuple(inner),
+            )
+
+    def _kind(self, node: fx.Node) -> str:
+        value = self._graph.values.get(node.name)
+        return "dense" if value is None else value.kind
+
+    def _called(self, node: fx.Node) -> nn.Module | None:
+        """The module that `node` calls, if that is the only call of it."""
+        if node.op != "call_module":
+            return None
+        module = self._modules[str(node.target)]
+        return module if self._calls[id(module)] == 1 else None
+
+    def _collect(self, node: fx.Node, reader: fx.Node, terms: _Terms) -> None:
+        """Sort the value of `node`, which `reader` takes in, into `terms`."""
+        alone = set(node.users) == {reader}
+        if self._kind(node) in SPIKE_KINDS:
+            terms.skips.append(node)
+            return
+        if alone and _is_addition(node):
+            left, right = node.args
+            assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+            if left is not right:
+                terms.inner.add(node)
+                self._collect(left, node, terms)
+                self._collect(right, node, terms)
+                return
+        conv = self._convolution(node) if alone else None
+        if conv is None:
+            terms.dense.append(node)
+            return
+        spikes = self._kind(conv.input) in SPIKE_KINDS
+        if spikes and conv.name not in self._replaceable:
+            terms.dense.append(node)
+            return
+        terms.inner.update(n for n in (conv.node, conv.bn_node) if n is not None)
+        (terms.sources if spikes else terms.dense_convs).append(conv)
+
+    def _convolution(self, node: fx.Node) -> ConvMatch | None:
+        bn_node: fx.Node | None = None
+        module = self._called(node)
+        if isinstance(module, nn.BatchNorm2d):
+            if not forward_is_librarys(module) or not module.track_running_stats or module.training:
+                return None
+            if len(node.all_input_nodes) != 1:
+                return None
+            bn_node, node = node, node.all_input_nodes[0]
+            if set(node.users) != {bn_node}:
+                return None
+            module = self._called(node)
+        if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
+            return None
+        if not is_plain(module) or not forward_is_librarys(module) or module.padding_mode != "zeros":
+            return None
+        source, repeats = node.all_input_nodes[0], None
+        if self._kind(source) not in SPIKE_KINDS:
+            source, repeats = before_repetition(source)
+        return ConvMatch(
+            input=source,
+            node=node,
+            name=str(node.target),
+            bn_node=bn_node,
+            bn_name=None if bn_node is None else str(bn_node.target),
+            repeats=repeats,
+        )
+
+    def _sew_addition(self, neuron: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        users = list(neuron.users)
+        if len(users) != 1 or not _is_addition(users[0]) or users[0] in self._claimed:
+            return neuron, ()
+        others = [a for a in users[0].all_input_nodes if a is not neuron]
+        if len(others) != 1 or self._kind(others[0]) not in SPIKE_KINDS:
+            return neuron, ()
+        self._claimed.add(users[0])
+        return users[0], (others[0],)
+
+
+def _is_addition(node: fx.Node) -> bool:
+    plain = node.op == "call_function" and node.target in _ADDITIONS
+    plain = plain or (node.op == "call_method" and node.target in ("add", "add_"))
+    return (
+        plain and len(node.args) == 2 and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
+    )
+
+
+def before_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """See through `x.unsqueeze(0).repeat(T, 1, …)` and `.expand(T, -1, …)`.
+
+    Returns:
+        The node of `x` and T, or `node` itself and None when it is not such a repetition.
+    """
+    if node.op != "call_method" or node.target not in ("repeat", "expand"):
+        return node, None
+    sizes: list[object] = list(node.args[1:])
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = list(sizes[0])
+    keep = 1 if node.target == "repeat" else -1
+    if len(sizes) < 2 or any(size != keep for size in sizes[1:]):
+        return node, None
+    steps = sizes[0]
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target not in ("unsqueeze", torch.unsqueeze):
+        return node, None
+    source, *rest = inner.args
+    position = rest[0] if rest else inner.kwargs.get("dim")
+    if position != 0 or not isinstance(source, fx.Node) or not isinstance(steps, int):
+        return node, None
+    return source, steps
+
+
+def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold an eval-mode BatchNorm into the convolution before it.
+
+    Returns:
+        float32 weight [C_out, C_in, k, k] and float32 bias [C_out], computed in float64.
+    """
+    weight = conv.weight.detach().double()
+    bias = torch.zeros(conv.out_channels, dtype=torch.float64, device=weight.device)
+    if conv.bias is not None:
+        bias = conv.bias.detach().double()
+    if bn is not None:
+        assert bn.running_mean is not None and bn.running_var is not None
+        scale = (bn.running_var.double() + bn.eps).rsqrt()
+        if bn.affine:
+            scale = scale * bn.weight.detach().double()
+        weight = weight * scale[:, None, None, None]
+        bias = (bias - bn.running_mean.double()) * scale
+        if bn.affine:
+            bias = bias + bn.bias.detach().double()
+    return weight.float(), bias.float()
+
+
+def group_spec(
+    match: GroupMatch, modules: dict[str, nn.Module], neuron: NeuronSpec, channels: int
+) -> GroupSpec:
+    """The arithmetic of `match`, with today's weights, for a neuron layer of `channels` channels."""
+    sources: list[SpikeSource] = []
+    bias = torch.zeros(channels)
+    for conv in match.sources:
+        module = modules[conv.name]
+        assert isinstance(module, nn.Conv2d)
+        padding = padding_of(module)
+        assert padding is not None and padding[0] == padding[1]
+        weight, shift = fold_match(conv, modules)
+        sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
+        bias = bias.to(shift.device) + shift
+    for conv in match.dense_convs:
+        # The neuron adds it on its way; a convolution with a bias of its own costs a GPU one more pass.
+        _, shift = fold_match(conv, modules)
+        bias = bias.to(shift.device) + shift
+    return GroupSpec(
+        sources=tuple(sources),
+        bias=bias,
+        neuron=neuron,
+        skips=len(match.skips),
+        dense_inputs=len(match.dense_convs) + len(match.dense),
+        post_skips=len(match.post_skips),
+    )
+
+
+def fold_match(conv: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`folded` for a `ConvMatch`."""
+    module = modules[conv.name]
+    bn = None if conv.bn_name is None else modules[conv.bn_name]
+    assert isinstance(module, nn.Conv2d) and (bn is None or isinstance(bn, nn.BatchNorm2d))
+    return folded(module, bn)

@@ -1,0 +1,1 @@
+"""Spiking ResNets: architectures, pretrained networks and the registry of networks by name."""

@@ -1,0 +1,152 @@
+"""The trained network and the test images that ship with the package.
+
+A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in fp16) and
+``<name>.json`` (its card: architecture, normalisation, exact score, firing rates, how it was trained).
+Images are one ``images.npz``; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparseflow.errors import FileFormatError, InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparseflow.spiking.models.spiking_resnet import SpikingResNet
+
+DEFAULT = "cifar10-sew-resnet18"
+_CARD_FIELDS = ("network", "normalization", "test_accuracy", "correct", "test_images")
+
+
+def _data() -> Traversable:
+    return files("sparseflow.spiking") / "data"
+
+
+def _damaged(name: str, what: str) -> FileFormatError:
+    return FileFormatError(f"package data {name!r} {what}; reinstall sparseflow")
+
+
+def _read(name: str) -> bytes:
+    try:
+        return (_data() / name).read_bytes()
+    except FileNotFoundError as error:
+        raise _damaged(name, "is missing") from error
+
+
+def names() -> list[str]:
+    """Names that :func:`load` accepts."""
+    found = (f.name for f in _data().iterdir())
+    return sorted(name.removesuffix(".safetensors") for name in found if name.endswith(".safetensors"))
+
+
+@cache
+def _card(name: str) -> dict[str, Any]:
+    if name not in names():
+        raise InputError(f"no shipped network is called {name!r}; there are: {', '.join(names()) or 'none'}")
+    try:
+        card = json.loads(_read(f"{name}.json"))
+    except ValueError as error:
+        raise _damaged(f"{name}.json", f"is not JSON ({error})") from error
+    missing = [field for field in _CARD_FIELDS if field not in card]
+    if missing:
+        raise _damaged(f"{name}.json", f"lacks {', '.join(missing)}")
+    return card
+
+
+def card(name: str = DEFAULT) -> dict[str, Any]:
+    """What is known about a shipped network.
+
+    Returns:
+        ``network`` (depth, width, T, residual, …), ``normalization`` (``mean``, ``std``), ``test_accuracy``
+        with ``correct`` and ``test_images``, ``firing_rate`` by neuron, ``conv_input_density`` by
+        convolution, ``seed``, ``command`` and more. A fresh copy.
+
+    Raises:
+        InputError: No network has this name.
+        FileFormatError: The card is damaged.
+    """
+    return json.loads(json.dumps(_card(name)))
+
+
+def load(name: str = DEFAULT) -> SpikingResNet:
+    """A shipped network in eval mode, float32, on the CPU, in multi-step mode.
+
+    Args:
+        name: One of :func:`names`.
+
+    Raises:
+        InputError: No network has this name.
+        FileFormatError: Its files are damaged.
+        MissingExtraError: spikingjelly is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
+    from sparseflow.spiking.models.spiking_resnet import spiking_resnet
+
+    network = _card(name)["network"]
+    net = spiking_resnet(
+        network["depth"],
+        width=network["width"],
+        num_classes=network["num_classes"],
+        T=network["T"],
+        stem=network["stem"],
+        residual=network["residual"],
+    )
+    try:
+        tensors = load_tensors(_read(f"{name}.safetensors"))
+        # load_state_dict copies into float32 parameters, so the fp16 values arrive exactly.
+        net.load_state_dict(tensors)
+    except (SafetensorError, RuntimeError) as error:
+        raise _damaged(f"{name}.safetensors", f"does not fit its card ({error})") from error
+    return net.eval()
+
+
+def images() -> tuple[np.ndarray, np.ndarray]:
+    """256 test images, classes evenly mixed.
+
+    Returns:
+        ``uint8 [256, 3, 32, 32]`` (RGB) and ``int64 [256]`` labels.
+
+    Raises:
+        FileFormatError: The file is damaged.
+    """
+    import io
+    import zipfile
+
+    try:
+        with np.load(io.BytesIO(_read("images.npz")), allow_pickle=False) as archive:
+            pixels, labels = archive["images"], archive["labels"]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise _damaged("images.npz", f"cannot be read ({error})") from error
+    return pixels, labels.astype(np.int64)
+
+
+def normalize(pixels: np.ndarray, name: str = DEFAULT) -> torch.Tensor:
+    """Images as a shipped network wants them.
+
+    Args:
+        pixels: ``uint8 [N, 3, H, W]``.
+        name: The network, whose card holds the mean and the standard deviation.
+
+    Returns:
+        ``float32 [N, 3, H, W]``.
+    """
+    import torch
+
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3:
+        raise InputError(
+            f"`pixels` is {pixels.dtype} {list(pixels.shape)}; expected uint8 [N, 3, H, W] (RGB)"
+        )
+    normalization = _card(name)["normalization"]
+    mean = torch.tensor(normalization["mean"]).view(1, 3, 1, 1)
+    std = torch.tensor(normalization["std"]).view(1, 3, 1, 1)
+    return (torch.from_numpy(pixels).float() / 255 - mean) / std

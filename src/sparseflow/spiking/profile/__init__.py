@@ -1,0 +1,1 @@
+"""Measurements: firing statistics of layers, dense baselines, and benchmarks of whole networks."""

@@ -1,0 +1,193 @@
+"""`SparseConv2d`: a convolution that takes spikes and skips their zeros, in place of `nn.Conv2d`."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from sparseflow.errors import InputError
+from sparseflow.spiking.backends.spec import SpikeSource
+from sparseflow.spiking.graph.sites import is_plain, padding_of
+
+ConvBackend = Literal["dense", "events", "blocks"]
+BLOCK_SIZES = (4, 8, 16)
+
+
+class SparseConv2d(nn.Conv2d):
+    """A 3x3 or 1x1 convolution of spikes. Parameters and state_dict keys are those of `nn.Conv2d`.
+
+    In eval mode and without gradients it runs on `backend`; otherwise (training, an input that requires
+    gradients, an input that is not spikes) it is `F.conv2d`, gradients intact.
+
+    Input [N, C, H, W] or [T, N, C, H, W], floating point; output alike, in the input's dtype.
+
+    Attributes:
+        backend: "events" (CPU, Numba), "blocks" (GPU, Triton, two-stage) or "dense".
+        block_size: Edge of a block of pixels for "blocks" (4, 8 or 16).
+        timed: Measure each call into `last_ms`. On a GPU this waits for the device.
+        last_ms: Milliseconds of the last call while `timed`, else None.
+    """
+
+    def __init__(
+        self, *args: Any, block_size: int = 16, backend: ConvBackend = "dense", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        reason = refusal(self)
+        if reason is not None:
+            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+        if block_size not in BLOCK_SIZES:
+            raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
+        self.block_size = block_size
+        self.backend: ConvBackend = backend
+        self.timed = False
+        self.last_ms: float | None = None
+        self._prepared: tuple[tuple[int, ...], Any] | None = None
+
+    @classmethod
+    def from_dense(
+        cls, conv: nn.Conv2d, block_size: int = 16, *, backend: ConvBackend | None = None
+    ) -> SparseConv2d:
+        """The sparse twin of `conv`, sharing its parameters.
+
+        Args:
+            conv: 3x3 or 1x1, stride 1 or 2, groups 1, dilation 1, zero padding.
+            block_size: Edge of a block of pixels (4, 8 or 16).
+            backend: Where to run; by default what `conv`'s device can do.
+
+        Raises:
+            InputError: `conv` is not a plain `nn.Conv2d`, has another geometry, or `block_size` is unknown.
+        """
+        if not isinstance(conv, nn.Conv2d) or not is_plain(conv):
+            raise InputError(
+                f"`conv` must compute what nn.Conv2d computes; {type(conv).__name__} has a forward of its own"
+            )
+        reason = refusal(conv)
+        if reason is not None:
+            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+        sparse = cls(
+            conv.in_channels,
+            conv.out_channels,
+            (conv.kernel_size[0], conv.kernel_size[1]),
+            stride=(conv.stride[0], conv.stride[1]),
+            padding=conv.padding,  # type: ignore[arg-type]
+            bias=conv.bias is not None,
+            block_size=block_size,
+            backend=backend or default_backend(conv.weight.device),
+            device="meta",
+        )
+        sparse.weight = conv.weight
+        sparse.bias = conv.bias
+        sparse.train(conv.training)
+        if hasattr(conv, "step_mode"):
+            sparse.step_mode = conv.step_mode  # type: ignore[assignment]
+        return sparse
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() not in (4, 5):
+            raise InputError(
+                f"SparseConv2d takes [N, C, H, W] or [T, N, C, H, W], not a shape of {tuple(input.shape)}"
+            )
+        if not self.timed:
+            return self._run(input)
+        if input.is_cuda:
+            torch.cuda.synchronize(input.device)
+        start = time.perf_counter()
+        output = self._run(input)
+        if input.is_cuda:
+            torch.cuda.synchronize(input.device)
+        self.last_ms = (time.perf_counter() - start) * 1e3
+        return output
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        if self.backend == "dense" or self.training or (torch.is_grad_enabled() and x.requires_grad):
+            return self._dense(x)
+        with torch.no_grad():
+            output = self._events(x) if self.backend == "events" else self._blocks(x)
+        return self._dense(x) if output is None else output
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        lead = x.shape[:-3]
+        y = super().forward(x.flatten(0, -4))
+        return y.view(*lead, *y.shape[1:])
+
+    def _events(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Event-driven; None when the input is not spikes or not float32 on a CPU."""
+        if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
+            return None
+        from sparseflow.spiking.backends import events
+
+        try:
+            coded = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
+        except InputError:
+            return None
+        stamp = tuple(
+            number
+            for tensor in (self.weight, self.bias)
+            if tensor is not None
+            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        )
+        if self._prepared is None or self._prepared[0] != stamp:
+            source = SpikeSource(weight=self.weight.detach(), stride=self.stride[0], padding=self._pixels())
+            self._prepared = stamp, events.prepare_conv(source, self.bias)
+        y = self._prepared[1](coded)
+        return y if x.dim() == 5 else y[0]
+
+    def _pixels(self) -> int:
+        """Zeros on every side."""
+        padding = padding_of(self)
+        assert padding is not None
+        return padding[0]
+
+    def _blocks(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not x.is_cuda:
+            return None
+        from sparseflow.spiking.backends.blocks import sparse_conv2d
+
+        y = sparse_conv2d(
+            x.flatten(0, -4),
+            self.weight,
+            self.bias,
+            stride=int(self.stride[0]),
+            padding=self._pixels(),
+            block_size=self.block_size,
+        )
+        return y.view(*x.shape[:-3], *y.shape[1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is prepared holds addresses of its own memory: a copy prepares anew.
+        return {**self.__dict__, "_prepared": None}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, backend={self.backend}, block_size={self.block_size}"
+
+
+def refusal(conv: nn.Conv2d) -> str | None:
+    """Why `conv` cannot be replaced (a sentence), or None when it can."""
+    kernel = tuple(conv.kernel_size)
+    if kernel not in ((3, 3), (1, 1)):
+        return f"kernel_size {kernel} is neither 3x3 nor 1x1"
+    if tuple(conv.stride) not in ((1, 1), (2, 2)):
+        return f"stride {tuple(conv.stride)} is neither 1 nor 2"
+    if conv.groups != 1:
+        return f"groups (={conv.groups}) is not 1"
+    if tuple(conv.dilation) != (1, 1):
+        return f"dilation {tuple(conv.dilation)} is not 1"
+    if conv.padding_mode != "zeros":
+        return f"padding_mode '{conv.padding_mode}' is not 'zeros'"
+    padding = padding_of(conv)
+    if padding not in ((0, 0), (1, 1)) or (kernel == (1, 1) and padding != (0, 0)):
+        return f"padding {conv.padding} with kernel {kernel} is not covered"
+    return None
+
+
+def default_backend(device: torch.device) -> ConvBackend:
+    """What this machine can run on `device`."""
+    if device.type == "cpu" and find_spec("numba"):
+        return "events"
+    if device.type == "cuda" and find_spec("triton"):
+        return "blocks"
+    return "dense"

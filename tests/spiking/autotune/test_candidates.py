@@ -1,0 +1,187 @@
+"""What is measured decides: never slower, never something else, and remembered on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from spikingjelly.activation_based import functional, neuron
+
+import sparseflow
+from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.autotune.candidates import _disagreement
+from sparseflow.spiking.backends.events.backend import EventBackend
+from tests.spiking.nets import (
+    KINDS,
+    Opaque,
+    from_rest,
+    images,
+    ready,
+    same,
+    small,
+)
+
+X = images(3, 2)
+Prefer = Callable[..., Any]
+
+
+def ways(net: nn.Module) -> dict[str, str]:
+    """The way of each group in the only plan of `net`."""
+    (plan,) = accelerated(net).plans()
+    assert plan is not None
+    return {group.name: group.way for group in plan.groups}
+
+
+# --- never slower -------------------------------------------------------------------------------------------
+
+
+def test_each_group_takes_its_fastest_way(prefer: Prefer) -> None:
+    prefer("dense", "sparse")
+    net = small()
+    sparseflow.optimize(net, X)
+    assert set(ways(net).values()) == {"dense"}
+    prefer("sparse", "dense", module=0.5)
+    sparseflow.optimize(net, X, cache=False)
+    assert set(ways(net).values()) == {"module"}
+
+
+@pytest.mark.parametrize("plan", [5.0, 5.1, (1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0)])
+def test_a_plan_that_is_not_surely_faster_is_dropped(plan: Any, prefer: Prefer) -> None:
+    prefer("sparse", plan=plan)
+    net = small()
+    expected = from_rest(net, X)
+    sparseflow.optimize(net, X)
+    state = accelerated(net)
+    assert state.plans() == [None] and state.whole is not None and state.whole.way == "own"
+    assert same(from_rest(net, X), expected)
+    assert sparseflow.explain(net).summary.startswith("left as it was: nothing surely beat")
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_way_that_computes_something_else_is_refused(
+    way: str, prefer: Prefer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(way, "dense", "sparse")
+    prepare = EventBackend.prepare
+
+    def lying(self: EventBackend, spec: Any, shape: Any, convolution: Any, *more: Any) -> Any:
+        group = prepare(self, spec, shape, convolution, *more)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if convolution == way and spec.sources and kwargs["v"] is None:
+                kwargs["v"] = torch.full((shape.images, *shape.output), 0.5)
+            return group(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(EventBackend, "prepare", lying)
+    net = small()
+    expected = from_rest(net, X)
+    functional.reset_net(net)
+    sparseflow.optimize(net, X)
+    assert way not in [w for name, w in ways(net).items() if name != "conv1"]
+    why = accelerated(net).decisions["conv2"].why
+    assert f"'{way}' disagreed with the network's own modules" in why and "spikes differ" in why
+    assert same(from_rest(net, X), expected)
+
+
+def test_a_few_spikes_at_the_threshold_may_flip() -> None:
+    expected = torch.zeros(100, 1000)
+    found = expected.clone()
+    found.view(-1)[:11] = 1
+    assert _disagreement(found, expected, torch.float32) is None
+    found.view(-1)[:12] = 1
+    assert "12 of 100000 spikes differ" in str(_disagreement(found, expected, torch.float32))
+
+
+# --- the cache ----------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_remembered(prefer: Prefer, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    times = prefer("sparse", "dense")
+    net = small()
+    sparseflow.optimize(net, X, cache=file)
+    assert len(times.asked) == 4 and file.exists()
+    first = {name: d.model_dump(exclude={"remembered"}) for name, d in accelerated(net).decisions.items()}
+    times.asked.clear()
+    other = small()
+    sparseflow.optimize(other, X, cache=file)
+    assert times.asked == [("own", "plan")], "groups are remembered; the whole is always checked"
+    again = accelerated(other).decisions
+    assert all(d.remembered for d in again.values())
+    assert {name: d.model_dump(exclude={"remembered"}) for name, d in again.items()} == first
+    assert ways(other) == ways(net)
+    times.asked.clear()
+    sparseflow.optimize(small(), images(3, 4), cache=file)
+    assert len(times.asked) == 4, "another batch is another shape"
+
+
+def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_path: Path) -> None:
+    class Neurons(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool, self.a, self.b = nn.AvgPool2d(2), neuron.IFNode(), neuron.IFNode()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.pool(self.a(x)))
+
+    times = prefer("dense")
+    sparseflow.optimize(Neurons().eval(), images(2), cache=tmp_path / "c.json")
+    assert times.asked == [("module", "dense"), ("module", "dense"), ("own", "plan")]
+
+
+@pytest.mark.parametrize("kind", ["plan", "layers"])
+def test_a_cache_that_cannot_be_written_does_not_cost_the_optimisation(
+    kind: str, prefer: Prefer, tmp_path: Path
+) -> None:
+    prefer("sparse", "events")
+    (tmp_path / "file").write_text("")
+    build, options = KINDS[kind]
+    net = build()
+    expected = from_rest(net, X)
+    with pytest.warns(UserWarning, match=r"cannot be (used|remembered)"):
+        sparseflow.optimize(net, X, cache=tmp_path / "file" / "decisions.json", **options)
+    assert accelerated(net).whole is not None and same(from_rest(net, X), expected)
+
+
+def test_a_damaged_cache_is_rebuilt(prefer: Prefer, tmp_path: Path) -> None:
+    times = prefer("sparse")
+    file = tmp_path / "c.json"
+    file.write_text("{")
+    with pytest.warns(UserWarning, match="rebuilt"):
+        sparseflow.optimize(small(), X, cache=file)
+    times.asked.clear()
+    sparseflow.optimize(small(), X, cache=file)
+    assert times.asked == [("own", "plan")]
+
+
+def test_no_cache_is_written_when_none_is_wanted(
+    prefer: Prefer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer("sparse")
+    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "nothing"))
+    sparseflow.optimize(small(), X, cache=False)
+    assert not (tmp_path / "nothing").exists()
+    sparseflow.optimize(small(), X)
+    assert (tmp_path / "nothing" / "decisions.json").exists()
+
+
+# --- telling ------------------------------------------------------------------------------------------------
+
+
+def test_progress_goes_forward_to_the_end(prefer: Prefer) -> None:
+    prefer("sparse", "events")
+    for build in (small, lambda: ready(Opaque())):
+        told: list[tuple[str, int, int]] = []
+        sparseflow.optimize(build(), X, progress=lambda *a, told=told: told.append(a))
+        parts = [done / total for _, done, total in told]
+        assert parts == sorted(parts) and parts[0] >= 0 and parts[-1] <= 1 and len(told) >= 2

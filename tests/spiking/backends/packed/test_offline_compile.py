@@ -1,0 +1,118 @@
+"""The kernels compile for real GPUs without spills, the plain ones through the calls that launch them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+pytest.importorskip("triton", reason="the packed kernels need triton")
+
+_COMPILE = """
+import json, sys
+import torch
+from benchmarks.spiking.offline_compile import compile_launches
+from sparseflow.spiking.backends.packed import codec, neuron, pooling, triton_fallback
+from sparseflow.spiking.backends.packed.format import empty_packed
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+
+lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
+
+
+def group(t, n, c_in, c_out, k, size, parts):
+    source = SpikeSource(weight=torch.ones(c_out, c_in, k, k), padding=k // 2)
+    spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=lif, skips=1)
+    run = triton_fallback.PreparedTwinGroup(spec, T=t, N=n, H=size, W=size, device="cpu", parts=parts,
+                                 emit_activity=int(sys.argv[1]) >= 90)  # only Hopper reads it
+    inputs = [empty_packed(t, n, c_in, size, size, "cpu")], [empty_packed(t, n, c_out, size, size, "cpu")]
+    run(*inputs, want_v=True)
+
+
+with compile_launches(int(sys.argv[1])) as launches:
+    for t, n, c, size in ((4, 2, 128, 28), (1, 1, 1, 1)):
+        x = torch.zeros(t, n, size, size, c, dtype=torch.float16).permute(0, 1, 4, 2, 3)
+        p = codec.pack(x)
+        codec.unpack(p, torch.float16, add=[p])
+        pooling.spatial_mean(p)
+        v = torch.zeros(n, size, size, c)
+        neuron.neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, v_out=True)
+        marked = codec.pack(x, tile=16)
+        neuron.neuron([x], lif, packed=marked)
+        neuron.neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
+        group(t, n, c, c, 3, size, 1)
+    for c, tile in ((64, 0), (64, 16), (512, 16)):
+        pooling.max_pool(empty_packed(4, 2, c, 28, 28, "cpu"), 3, 2, 1, tile=tile)
+    group(4, 2, 256, 64, 1, 14, 2)
+rows = [(c.kernel, c.ptxas.registers, c.ptxas.spill_bytes, c.shared_bytes, c.asm["ptx"].count("mma"))
+        for c in launches]
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_without_spills(arch: int) -> None:
+    # In a process of its own: in this one, Triton may be interpreting.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(arch)],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kernels = {name for name, *_ in found}
+    assert kernels == {
+        "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel", "neuron_kernel",
+        "twin_kernel",
+    }  # fmt: skip
+    for name, registers, spill_bytes, shared_bytes, multiplies in found:
+        assert spill_bytes == 0, (name, registers, spill_bytes)
+        assert shared_bytes <= 99 * 1024, (name, shared_bytes)
+        assert (multiplies > 0) == (name == "twin_kernel"), name
+
+
+_COMPILE_HOPPER = """
+import json
+import torch
+from sparseflow.spiking.backends.packed.hopper.group import kernel_constants, variants
+from benchmarks.spiking.offline_compile import compile_hopper_group
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+
+lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
+source = SpikeSource(weight=torch.ones(128, 128, 3, 3), padding=1)
+spec = GroupSpec(sources=(source,), bias=torch.zeros(128), neuron=lif)
+rows = []
+for parts, moved in ((1, False), (1, True), (2, False), (2, True)):
+    first = variants(spec, T=4, N=32, H=14, W=14, parts=parts)[0]
+    constants = kernel_constants(spec, first, H=14, W=14, in_sizes=[(14, 14)], parts=parts, read_v=True,
+                                 write_v=True, v_columns=moved)
+    report, _ = compile_hopper_group(constants, max_registers=first.max_registers if parts == 1 else None)
+    rows.append((parts, moved, report.spill_bytes, report.serialized))
+print(json.dumps(rows))
+"""
+
+
+def test_the_hopper_kernel_compiles_with_asynchronous_products() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE_HOPPER],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 4
+    for parts, moved, spill_bytes, serialised in rows:
+        assert spill_bytes == 0 and not serialised, (parts, moved, spill_bytes, serialised)

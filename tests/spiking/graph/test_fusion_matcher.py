@@ -1,0 +1,316 @@
+"""Which layers form a group: what is folded, what is added, and what is left to the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+pytest.importorskip("spikingjelly")
+
+from spikingjelly.activation_based import layer, neuron
+
+from sparseflow.spiking.backends.spec import NeuronSpec
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.fusion_matcher import (
+    GroupFinder,
+    GroupMatch,
+    before_repetition,
+    folded,
+    group_spec,
+)
+from sparseflow.spiking.graph.tracing import trace
+from tests.spiking.families import CASES, FAMILIES
+from tests.spiking.nets import Constant, Small, images, small
+
+SPEC = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
+
+
+class Parts(nn.Module):
+    """Layers to build a forward pass from. [N, 4, 6, 6] everywhere, one step at a time."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.start = neuron.IFNode()
+        self.a, self.b, self.c = neuron.IFNode(), neuron.IFNode(), neuron.LIFNode()
+        self.conv, self.conv2, self.down = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 1),
+        )
+        self.bn, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.pool = nn.AvgPool2d(3, 1, 1)
+        self.run = forward
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, self.start(x))
+
+
+def groups(net: nn.Module, sample: Any = None) -> dict[str, GroupMatch]:
+    return {group.neuron_name: group for group in GroupFinder(analyze(net, sample)).groups()}
+
+
+def of(forward: Callable[[Any, torch.Tensor], torch.Tensor], change: Callable[[Any], Any] = lambda m: None):
+    net = Parts(forward)
+    change(net)
+    return groups(net, images(2, channels=4, size=6))
+
+
+def test_a_small_network_is_three_groups() -> None:
+    found = groups(small(), images(3, 2))
+    assert list(found) == ["sn1", "sn2", "sn3"]
+    stem, middle, last = found.values()
+    assert [(c.name, c.bn_name, c.repeats) for c in stem.dense_convs] == [("conv1", "bn1", None)]
+    assert stem.sources == () and stem.name == "conv1" and stem.inputs[0].op == "placeholder"
+    assert [(c.name, c.bn_name) for c in middle.sources] == [("conv2", "bn2")]
+    assert middle.inputs == (stem.output,) and middle.dense_convs == ()
+    assert [(c.name, c.bn_name) for c in last.sources] == [("conv3", None)]
+    assert [n.name for n in middle.inner] == ["conv2", "bn2", "sn2"]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_groups_of_every_family_are_disjoint_and_end_in_their_output(name: str, mode: str) -> None:
+    net, x = FAMILIES[name](mode)
+    graph = analyze(net, x)
+    assert graph.module is not None
+    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+    taken: set[Any] = set()
+    for group in GroupFinder(graph).groups():
+        assert not taken & set(group.inner)
+        taken |= set(group.inner)
+        assert list(group.inner) == sorted(group.inner, key=order.__getitem__)
+        assert group.inner[-1] is group.output and group.neuron in group.inner
+        assert not set(group.inputs) & set(group.inner)
+        # Nobody else reads what the group keeps to itself.
+        for node in set(group.inner) - {group.output}:
+            assert set(node.users) <= set(group.inner)
+
+
+def test_an_identity_residual_is_a_skip() -> None:
+    found = of(lambda m, s: m.a(m.bn(m.conv(s)) + s))
+    assert [c.name for c in found["a"].sources] == ["conv"] and [n.name for n in found["a"].skips] == [
+        "start"
+    ]
+
+
+def test_a_strided_residual_is_a_second_source() -> None:
+    found = of(lambda m, s: m.a(m.bn(m.conv(s)) + m.bn2(m.down(s))))
+    assert [(c.name, c.bn_name) for c in found["a"].sources] == [("conv", "bn"), ("down", "bn2")]
+    assert found["a"].name == "conv" and len(found["a"].inputs) == 1
+
+
+def test_residuals_stack() -> None:
+    def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
+        b = m.b(m.conv2(s))
+        return m.a(((m.conv(s) + s) + b) + m.pool(s))
+
+    found = of(forward)["a"]
+    assert [c.name for c in found.sources] == ["conv"]
+    assert [n.name for n in found.skips] == ["start", "b"] and [n.name for n in found.dense] == ["pool"]
+    assert len(found.inner) == 5  # the convolution, three additions, the neuron
+
+
+@pytest.mark.parametrize(
+    ("forward", "skips"),
+    [
+        (lambda m, s: m.a(m.conv(s)) + s, 1),
+        (lambda m, s: torch.add(s, m.a(m.conv(s))), 1),
+        (lambda m, s: m.a(m.conv(s)).add(s), 1),
+        (lambda m, s: m.a(m.conv(s)) + m.pool(s), 0),
+        (lambda m, s: m.a(m.conv(s)) + 1, 0),
+        (lambda m, s: torch.add(m.a(m.conv(s)), s, alpha=2), 0),
+    ],
+)
+def test_spikes_added_behind_a_neuron(forward: Any, skips: int) -> None:
+    group = of(forward)["a"]
+    assert len(group.post_skips) == skips and (group.output is not group.neuron) == bool(skips)
+
+
+def test_one_addition_belongs_to_one_neuron() -> None:
+    found = of(lambda m, s: m.a(m.conv(s)) + m.b(m.conv2(s)))
+    assert [len(found[name].post_skips) for name in ("a", "b")].count(1) == 1
+
+
+def test_a_neuron_read_twice_does_not_swallow_the_addition() -> None:
+    def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
+        a = m.a(m.conv(s))
+        return m.b(m.conv2(a)) + (a + s)
+
+    found = of(forward)
+    assert found["a"].post_skips == () and found["a"].output is found["a"].neuron
+
+
+@pytest.mark.parametrize(
+    ("forward", "change"),
+    [
+        pytest.param(lambda m, s: m.a(m.bn(m.conv(s) * 2)), None, id="scaled between"),
+        pytest.param(lambda m, s: m.a(m.bn(m.conv(s))), lambda m: m.bn.train(), id="BatchNorm in training"),
+        pytest.param(
+            lambda m, s: m.a(m.bn(m.conv(s))),
+            lambda m: setattr(m, "bn", nn.BatchNorm2d(4, track_running_stats=False).eval()),
+            id="BatchNorm of the batch",
+        ),
+        pytest.param(
+            lambda m, s: m.a(m.bn(m.conv(s))),
+            lambda m: m.bn.register_forward_hook(lambda *a: None),
+            id="hooked BatchNorm",
+        ),
+        pytest.param(lambda m, s: m.a(m.bn(m.conv(s)) - m.conv(s)), None, id="shared convolution"),
+    ],
+)
+def test_what_cannot_be_folded_is_left_to_the_network(forward: Any, change: Any) -> None:
+    group = of(forward, change or (lambda m: None))["a"]
+    assert group.sources == () and group.dense_convs == () and len(group.dense) >= 1
+
+
+def test_a_convolution_that_two_read_is_run_once_by_the_network() -> None:
+    def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
+        y = m.conv(s)
+        return m.a(y) + m.b(y)
+
+    found = of(forward)
+    assert found["a"].sources == found["b"].sources == ()
+    assert [n.name for n in found["a"].dense] == [n.name for n in found["b"].dense] == ["conv"]
+
+
+def test_a_tensor_added_to_itself_is_not_two_sources() -> None:
+    def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
+        y = m.conv(s)
+        return m.a(y + y)
+
+    assert of(forward)["a"].sources == ()
+
+
+def test_a_neuron_that_runs_twice_has_no_group() -> None:
+    assert "a" not in of(lambda m, s: m.a(m.conv(m.a(s))))
+
+
+def test_a_neuron_without_known_dynamics_has_no_group() -> None:
+    found = of(lambda m, s: m.k(m.conv(s)), lambda m: setattr(m, "k", neuron.KLIFNode().eval()))
+    assert "k" not in found
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        layer.WSConv2d(4, 4, 3, padding=1),
+    ],
+)
+def test_a_convolution_that_computes_more_is_not_folded(conv: nn.Module) -> None:
+    for forward in (lambda m, s: m.a(m.special(s)), lambda m, s: m.a(m.special(m.pool(s)))):
+        group = of(forward, lambda m: setattr(m, "special", conv.eval()))["a"]
+        assert group.sources == () and group.dense_convs == ()
+
+
+def test_a_parametrized_convolution_is_folded_with_what_it_computes() -> None:
+    conv: Any = parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
+    weight, _ = folded(conv, None)
+    assert torch.equal(weight, conv.weight.detach())
+
+
+# --- a time-constant input ----------------------------------------------------------------------------------
+
+
+def test_a_constant_input_is_convolved_once() -> None:
+    from tests.spiking.nets import ready
+
+    group = groups(ready(Constant()), images(2))["sn1"]
+    (conv,) = group.dense_convs
+    assert conv.repeats == 3 and conv.input.op == "placeholder"
+
+
+@pytest.mark.parametrize(
+    ("repeat", "steps"),
+    [
+        (lambda x: x.unsqueeze(0).repeat(5, 1, 1, 1, 1), 5),
+        (lambda x: x.unsqueeze(0).repeat((5, 1, 1, 1, 1)), 5),
+        (lambda x: x.unsqueeze(0).expand(5, -1, -1, -1, -1), 5),
+        (lambda x: x.unsqueeze(dim=0).expand([5, -1, -1, -1, -1]), 5),
+        (lambda x: torch.unsqueeze(x, 0).repeat(5, 1, 1, 1, 1), 5),
+        (lambda x: x.unsqueeze(0).repeat(5, 2, 1, 1, 1), None),
+        (lambda x: x.unsqueeze(1).repeat(5, 1, 1, 1, 1), None),
+        (lambda x: x.unsqueeze(0).repeat(x.shape[0], 1, 1, 1, 1), None),
+        (lambda x: x.repeat(5, 1, 1, 1), None),
+        (lambda x: x.unsqueeze(0) * 1, None),
+    ],
+)
+def test_what_counts_as_a_repetition(repeat: Any, steps: int | None) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return repeat(x)
+
+    nodes = list(trace(Net()).graph.nodes)
+    source, found = before_repetition(nodes[-2])
+    assert found == steps
+    assert (source.op == "placeholder") == (steps is not None) and (steps is not None or source is nodes[-2])
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", [True, False])
+def test_folding_is_exact_to_float32(norm: bool, bias: bool, affine: bool) -> None:
+    torch.manual_seed(0)
+    conv, bn = nn.Conv2d(3, 5, 3, bias=bias), nn.BatchNorm2d(5, affine=affine).eval()
+    assert bn.running_mean is not None and bn.running_var is not None
+    bn.running_mean.normal_()
+    bn.running_var.uniform_(0.01, 9)
+    if affine:
+        nn.init.normal_(bn.weight)
+        nn.init.normal_(bn.bias)
+    weight, shift = folded(conv, bn if norm else None)
+    assert weight.dtype == shift.dtype == torch.float32 and not weight.requires_grad
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    y = conv.double()(x)
+    expected = bn.double()(y) if norm else y
+    found = torch.nn.functional.conv2d(x, weight.double(), shift.double())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(conv.float().weight, conv.weight)
+
+
+@pytest.mark.parametrize(("padding", "pixels"), [("same", 1), ("valid", 0), (1, 1), (0, 0)])
+def test_padding_in_words_is_padding_in_pixels(padding: Any, pixels: int) -> None:
+    net = small()
+    net.conv2 = layer.Conv2d(6, 6, 3, padding=padding, step_mode="m").eval()
+    graph = analyze(net, images(3, 2))
+    match = {g.neuron_name: g for g in GroupFinder(graph).groups()}["sn2"]
+    spec = group_spec(match, dict(net.named_modules()), SPEC, 6)
+    assert spec.sources[0].padding == pixels and spec.sources[0].stride == 1
+
+
+def test_a_group_knows_what_it_adds() -> None:
+    net = Parts(lambda m, s: m.a((m.bn(m.conv(s)) + s) + m.pool(s)) + s)
+    match = groups(net, images(2, channels=4, size=6))["a"]
+    spec = group_spec(match, dict(net.named_modules()), SPEC, 4)
+    assert (len(spec.sources), spec.skips, spec.dense_inputs, spec.post_skips) == (1, 1, 1, 1)
+    assert torch.equal(spec.bias, folded(net.conv, net.bn)[1])
+
+
+def test_only_a_traced_network_has_groups() -> None:
+    from tests.spiking.nets import Opaque, ready
+
+    with pytest.raises(ValueError, match="could not be traced"):
+        GroupFinder(analyze(ready(Opaque()), images(3, 2)))
+
+
+def test_small_networks_fire() -> None:
+    """What the tests of this folder rest on: the networks are neither silent nor saturated."""
+    for make in (neuron.IFNode, neuron.LIFNode, lambda: neuron.ParametricLIFNode(init_tau=2.0)):
+        net = small(make=make)
+        rates: list[float] = []
+        for name in ("sn1", "sn2", "sn3"):
+            net.get_submodule(name).register_forward_hook(
+                lambda m, i, o, rates=rates: rates.append(o.mean().item())
+            )
+        with torch.no_grad():
+            net(images(3, 2))
+        assert len(rates) == 3 and all(0.02 < rate < 0.9 for rate in rates), rates
+    assert isinstance(net, Small)

@@ -1,0 +1,146 @@
+"""Memories: taken down, put back, and a network that was looked at is as it was, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+
+from spikingjelly.activation_based import functional, neuron
+
+from sparseflow.spiking.graph.module_state import kept_state, memories, put_back, untouched
+from tests.spiking.nets import from_rest, images, membranes, same, small
+
+Held = dict[tuple[str, str, str], tuple[Any, torch.Tensor | None]]
+
+
+def state(net: nn.Module) -> Held:
+    """Everything that a module holds, by identity and by bits."""
+    found: Held = {}
+    for name, module in net.named_modules():
+        for key, value in vars(module).items():
+            items = value.items() if isinstance(value, dict) else [("", value)]
+            for inner, item in items:
+                bits = item.detach().clone() if isinstance(item, torch.Tensor) else None
+                found[name, key, str(inner)] = (item if isinstance(item, float) else id(item), bits)
+    return found
+
+
+def differences(left: Held, right: Held) -> list[tuple[str, str, str]]:
+    return [
+        key
+        for key in left.keys() | right.keys()
+        if key not in left
+        or key not in right
+        or left[key][0] != right[key][0]
+        or not same(left[key][1], right[key][1])
+    ]
+
+
+def test_memories_are_copies_that_can_be_put_back_again_and_again() -> None:
+    net, x = small(), images(3, 2)
+    from_rest(net, x)
+    saved = memories(net)
+    assert {type(m) for m in saved} >= {neuron.IFNode}
+    before = membranes(net)
+    with torch.no_grad():
+        first = net(x)
+        for _ in range(2):
+            put_back(saved)
+            assert same(membranes(net), before)
+            assert same(net(x), first)
+            net.sn1.v.fill_(99.0)
+    put_back(saved)
+    assert same(membranes(net), before)
+
+
+def test_memories_at_rest_are_numbers() -> None:
+    net = small()
+    saved = memories(net)
+    from_rest(net, images(3, 2))
+    put_back(saved)
+    assert net.sn1.v == 0.0 and not isinstance(net.sn1.v, torch.Tensor)
+
+
+def test_a_neuron_of_the_users_own_is_remembered_by_its_v() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v: Any = 0.0
+
+    net = nn.Sequential(Own())
+    saved = memories(net)
+    net[0].v = torch.ones(2)
+    put_back(saved)
+    assert net[0].v == 0.0
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_running_leaves_no_trace(carried: bool) -> None:
+    net, x = small(), images(3, 2)
+    net.bn2.eps = 1e-5
+    net.bn2.train()
+    net.sn1.store_v_seq = True
+    if carried:
+        from_rest(net, x)
+    before, seed = state(net), torch.random.get_rng_state()
+    with untouched(net):
+        assert not torch.is_grad_enabled()
+        net(x + 1)
+        torch.rand(3)
+        net.conv1.new = 1  # type: ignore[assignment]
+        del net.conv2.stride
+    assert differences(state(net), before) == [] and torch.equal(torch.random.get_rng_state(), seed)
+
+
+def test_a_failure_inside_leaves_no_trace_either() -> None:
+    net, x = small(), images(3, 2)
+    before = state(net)
+    with pytest.raises(RuntimeError), untouched(net):
+        net(x)
+        net(x[..., :1, :, :, :3])
+        raise RuntimeError
+    assert differences(state(net), before) == []
+    functional.reset_net(net)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(()),
+        torch.tensor([1.0, float("nan"), -0.0]),
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.ones(2, 3, dtype=torch.float16),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=torch.complex128),
+        torch.ones(0, 3),
+        # Contiguous, though its last stride is not 1: what a channels-last layer of one pixel holds.
+        torch.ones(1, 1, 1, 8).movedim(-1, -3),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(3, 1).expand(3, 4),
+    ],
+    ids=lambda t: f"{t.dtype} {tuple(t.shape)} {t.stride()}",
+)
+def test_tensors_of_every_kind_come_back(value: torch.Tensor) -> None:
+    net = nn.Module()
+    net.register_buffer("held", value)
+    before = value.clone()
+    with kept_state(net):
+        pass
+    assert net.held is value
+    if 0 not in value.stride() or value.numel() == 0:
+        with kept_state(net):
+            value.zero_()
+    assert net.held is value and torch.equal(value.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+def test_the_sign_of_zero_comes_back() -> None:
+    net = nn.Module()
+    net.register_buffer("held", torch.tensor([-0.0]))
+    with kept_state(net):
+        net.held.abs_()  # type: ignore[union-attr, operator]
+    assert net.held.signbit().item()  # type: ignore[union-attr, operator]

@@ -1,0 +1,615 @@
+"""A plan computes what its network computes, whatever way each group runs in; exactly, on exact weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from spikingjelly.activation_based import functional, layer, neuron
+
+from sparseflow.errors import RunError
+from sparseflow.spiking.backends.events import format
+from sparseflow.spiking.backends.events.backend import EventBackend
+from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
+from sparseflow.spiking.runtime.plan import Plan, Spikes
+from tests.spiking.families import BY_VALUE, CASES, FAMILIES
+from tests.spiking.nets import (
+    Constant,
+    Small,
+    dyadic,
+    force,
+    from_rest,
+    images,
+    membranes,
+    planned,
+    ready,
+    same,
+    small,
+)
+
+WAYS = ("module", "dense", "sparse")
+
+
+def agree(net: nn.Module, x: torch.Tensor, way: str, *, exact: bool = True) -> dict[str, str]:
+    """Two calls in a row, from rest: outputs and membranes are the network's. Returns each group's way."""
+    plan = planned(net, x)
+    ways = force(plan, way, x)
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [(net(x), membranes(net)) for _ in range(2)]
+        functional.reset_net(net)
+        found = [(plan.run(x), membranes(net)) for _ in range(2)]
+    assert not same(expected[0][1], expected[1][1]), "the second call starts from the first one's membranes"
+    if exact:
+        assert same(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    return ways
+
+
+# --- the thirteen families ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_family_in_every_way(name: str, mode: str, way: str) -> None:
+    net, x = FAMILIES[name](mode)
+    dyadic(net)
+    x = x.mul(16).round().div(16)
+    ways = agree(net, x, way, exact=name not in BY_VALUE)
+    assert way == "module" or not ways or set(ways.values()) & {way, "dense"}
+
+
+def test_the_families_reach_the_sparse_way() -> None:
+    """Otherwise the test above would compare the network with itself."""
+    reached = {}
+    for name, mode in CASES:
+        net, x = FAMILIES[name](mode)
+        ways = force(planned(net, x), "sparse", x)
+        reached[name, mode] = list(ways.values()).count("sparse")
+    assert reached["spiking_resnet", "s"] == reached["spiking_resnet", "m"] == 8
+    assert reached["sew_resnet", "s"] == reached["sew_resnet", "m"] >= 12
+    for name in ("ms_resnet", "spiking_vgg", "parametric_lif_net", "qkformer", "spike_driven_transformer"):
+        assert all(count > 0 for (family, _), count in reached.items() if family == name)
+
+
+# --- neurons and layers -------------------------------------------------------------------------------------
+
+NEURONS: dict[str, Callable[[], nn.Module]] = {
+    "IF": neuron.IFNode,
+    "IF soft": lambda: neuron.IFNode(v_reset=None),
+    "IF reset to -0.5": lambda: neuron.IFNode(v_threshold=0.75, v_reset=-0.5),
+    "LIF": neuron.LIFNode,
+    "LIF without decayed input": lambda: neuron.LIFNode(decay_input=False),
+    "LIF soft": lambda: neuron.LIFNode(tau=2.0, v_reset=None),
+    "LIF reset to 0.25": lambda: neuron.LIFNode(tau=2.0, v_reset=0.25),
+    "LIF reset to -1, input whole": lambda: neuron.LIFNode(tau=2.0, v_reset=-1.0, decay_input=False),
+    "PLIF": lambda: neuron.ParametricLIFNode(init_tau=2.0),
+    "PLIF soft": lambda: neuron.ParametricLIFNode(init_tau=2.0, v_reset=None, decay_input=False),
+}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["s", "m"])
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_every_neuron(make: Any, mode: str, way: str) -> None:
+    x = images(3, 2) if mode == "m" else images(2)
+    ways = agree(small(mode, make), x, way)
+    assert ways == {"conv1": "dense", "conv2": way, "conv3": way}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(("bias", "affine"), [(True, True), (True, False), (False, False)])
+def test_bias_and_plain_batchnorm(bias: bool, affine: bool, way: str) -> None:
+    agree(small(bias=bias, affine=affine), images(3, 2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(
+    "conv",
+    [
+        lambda: layer.Conv2d(6, 6, 3, stride=2, padding=1, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, padding="same", step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, padding="valid", step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 3, stride=2, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, stride=2, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, padding=1, step_mode="m"),
+        lambda: layer.Conv2d(6, 6, 1, step_mode="m"),
+    ],
+)
+def test_every_geometry_at_odd_sizes(conv: Any, way: str) -> None:
+    net = Small()
+    net.conv2 = conv()
+    ready(net)
+    for size in (3, 5, 8):
+        ways = agree(net, images(3, 1, size=size), way)
+        assert ways["conv2"] == way
+
+
+class Resnet(Small):
+    """Residuals before and behind neurons, stacked, strided, and through an average pool."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode)
+        self.conv4, self.sn4 = layer.Conv2d(6, 8, 3, stride=2, padding=1), neuron.LIFNode()
+        self.down = layer.Conv2d(6, 8, 1, stride=2)
+        self.conv5, self.sn5 = layer.Conv2d(8, 8, 3, padding=1), neuron.IFNode()
+        self.pool = layer.AvgPool2d(2)
+        self.conv6, self.sn6 = layer.Conv2d(8, 8, 3, padding=1), neuron.IFNode()
+        functional.set_step_mode(self, mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.sn1(self.bn1(self.conv1(x)))
+        b = self.sn2(self.bn2(self.conv2(a)) + a + a * 2)
+        c = self.sn4(self.conv4(b) + self.down(a))
+        d = self.sn5(self.conv5(c)) + c  # small integers
+        e = self.sn6(self.conv6(self.pool(d)) + self.pool(c)) + self.pool(d)
+        return self.fc(e.flatten(-2).mean(-1))
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["s", "m"])
+def test_residuals_of_every_kind(mode: str, way: str) -> None:
+    agree(ready(Resnet(mode)), images(3, 2) if mode == "m" else images(2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_integers_go_through_several_sew_blocks(way: str) -> None:
+    class Sew(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            b = self.sn2(self.bn2(self.conv2(a))) + a
+            c = b + a + b  # up to 5, outside of every group
+            return self.fc(self.sn3(self.conv3(c)).flatten(-2).mean(-1))
+
+    agree(ready(Sew()), images(3, 2), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_shared_convolution_and_a_shared_neuron(way: str) -> None:
+    class Shared(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            b = self.sn2(self.bn2(self.conv2(a)))
+            c = self.sn2(self.bn2(self.conv2(b)))
+            return self.fc(self.sn3(self.conv3(c)).flatten(-2).mean(-1))
+
+    ways = agree(ready(Shared()), images(3, 2), way)
+    assert set(ways) == {"conv1", "conv3"}
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1)), nn.AvgPool2d(2)])
+def test_pools_read_spikes(pool: nn.Module, way: str) -> None:
+    class Pooled(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.pool = pool
+            self.fc = nn.LazyLinear(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.pool(self.features(x)).flatten(1))
+
+    net = Pooled()
+    net(images(2))
+    agree(ready(net), images(2), way)
+
+
+# --- shapes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_constant_stem_is_computed_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = ready(Constant()), images(2)
+    agree(net, x, way)
+    plan = planned(net, x)
+    force(plan, way, x)
+    seen: list[tuple[int, ...]] = []
+    convolve = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda x, *a, **k: seen.append(tuple(x.shape)) or convolve(x, *a, **k))
+    functional.reset_net(net)
+    with torch.no_grad():
+        plan.run(x)
+    assert seen[0] == ((6, 3, 8, 8) if way == "module" else (2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_plan_runs_other_batches_and_sizes(way: str) -> None:
+    net = small()
+    plan = planned(net, images(3, 2))
+    force(plan, way, images(3, 2))
+    for x in (images(3, 5), images(3, 1, size=12), images(1, 2), images(7, 1, size=6), images(3, 2)):
+        expected, v = from_rest(net, x), membranes(net)
+        functional.reset_net(net)
+        assert same(plan.run(x), expected) and same(membranes(net), v)
+
+
+def test_what_is_prepared_fits_the_shapes_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend may lay out buffers for the shape that it is told."""
+    monkeypatch.setattr(EventBackend, "fits_every_shape", False)
+    prepare = EventBackend.prepare
+
+    def strict(self: EventBackend, spec: Any, shape: Any, *args: Any) -> Any:
+        group = prepare(self, spec, shape, *args)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out, v = group(*args, **kwargs)
+            assert tuple(v.shape) == (shape.images, *shape.output) and kwargs["steps"] == shape.steps
+            return out, v
+
+        return run
+
+    monkeypatch.setattr(EventBackend, "prepare", strict)
+    net = small()
+    plan = planned(net, images(3, 2))
+    for x in (images(3, 2), images(3, 5), images(2, 5), images(3, 2)):
+        for way in ("dense", "sparse", "dense"):
+            for group in plan.groups:
+                group.way = "dense" if group.name == "conv1" else way  # type: ignore[assignment]
+            functional.reset_net(net)
+            with torch.no_grad():
+                plan.run(x)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, x.shape[:2]),
+        lambda x: x[:1].expand(3, -1, -1, -1, -1),
+        lambda x: x.flip(-1).transpose(-1, -2),
+        lambda x: torch.stack([x, x], -1)[..., 0],
+    ],
+    ids=["channels last", "expanded", "transposed", "strided"],
+)
+def test_memory_layouts(layout: Any, way: str) -> None:
+    agree(small(), layout(images(3, 2)), way)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_membranes_of_another_batch_are_the_neurons_business(way: str) -> None:
+    net = small()
+    plan = planned(net, images(3, 2))
+    force(plan, way, images(3, 2))
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = [net(images(3, n)) for n in (2, 3, 3)], membranes(net)
+        functional.reset_net(net)
+        found = [plan.run(images(3, n)) for n in (2, 3, 3)], membranes(net)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_a_membrane_set_by_hand_is_where_it_starts(way: str) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, way, x)
+    functional.reset_net(net)
+    net.sn2.v = 0.25
+    with torch.no_grad():
+        expected, v = net(x), membranes(net)
+        functional.reset_net(net)
+        net.sn2.v = 0.25
+        assert same(plan.run(x), expected) and same(membranes(net), v)
+    assert not same(from_rest(net, x), expected)
+
+
+class Shifted(Small):
+    """Adds a parameter to what reaches a neuron."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sn1(self.bn1(self.conv1(x)))
+        x = self.sn2(self.bn2(self.conv2(x)) + self.shift)
+        return self.sn3(self.conv3(x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 2, 6, 8, 8), None),
+        ((3, 2, 6, 8, 8), None),
+        ((6, 1, 1), "not feature maps"),
+        ((1, 1, 6, 1, 1), "different shapes"),
+        ((1, 1, 6, 8, 8), "different shapes"),
+        ((3, 1, 6, 8, 8), "different shapes"),
+        ((1, 2, 1, 8, 8), "different shapes"),
+    ],
+)
+def test_broadcast_additions(shape: tuple[int, ...], reason: str | None) -> None:
+    net, x = ready(Shifted(*shape)), images(3, 2)
+    plan = planned(net, x)
+    found: list[str | None] = []
+
+    def around(group: Any, env: Any) -> Spikes:
+        found.append(group.misfit(env))
+        return group.run(env)
+
+    with torch.no_grad():
+        plan.run(x, around=around)
+    assert found[1] == reason or (reason is not None and reason in str(found[1]))
+    ways = agree(net, x, "sparse")
+    assert ways["conv2"] == ("module" if reason else "sparse")
+
+
+def test_a_skip_that_is_broadcast_over_time_is_left_to_the_network() -> None:
+    class First(Small):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            s = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.bn2(self.conv2(s)) + s[:1])))
+
+    ways = agree(ready(First()), images(3, 2), "sparse")
+    assert ways["conv2"] == "module"
+
+
+# --- inputs and outputs -------------------------------------------------------------------------------------
+
+
+def test_several_inputs_defaults_and_nested_outputs() -> None:
+    class Rich(Small):
+        def forward(  # type: ignore[override]
+            self, x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, mask: Any = None
+        ) -> Any:
+            a = self.sn1(self.bn1(self.conv1(x + y)))
+            b = self.sn2(self.bn2(self.conv2(a)))
+            out = self.fc(self.sn3(self.conv3(b)).flatten(-2).mean(-1)) * scale
+            return {"out": out, "spikes": (a, [b])}
+
+    net, x, y = ready(Rich()), images(3, 2), images(3, 2, seed=1)
+    plan = planned(net, x, y)
+    assert force(plan, "sparse", x, y)["conv2"] == "sparse"
+    expected = from_rest(net, x, y)
+    functional.reset_net(net)
+    assert expected["spikes"][1][0].sum() > 0
+    assert same(plan.run(x, y), expected)
+
+
+def test_a_convolution_called_by_keyword() -> None:
+    class Keyword(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.conv2(input=x))))
+
+    assert agree(ready(Keyword()), images(2), "sparse")["conv2"] == "sparse"
+
+
+def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    alive: list[int] = []
+
+    def around(group: Any, env: Any) -> Spikes:
+        alive.append(len(env))
+        return group.run(env)
+
+    with torch.no_grad():
+        plan.run(x, around=around)
+    assert alive == [1, 1, 1]
+
+
+# --- forms of spikes ----------------------------------------------------------------------------------------
+
+
+def test_spikes_convert_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EventBackend()
+    dense = (images(3, 2) > 0.5).float()
+    calls: list[str] = []
+    for name in ("encode", "decode"):
+        original = getattr(EventBackend, name)
+        monkeypatch.setattr(
+            EventBackend, name, lambda self, *a, name=name, f=original: calls.append(name) or f(self, *a)
+        )
+    spikes = Spikes(backend, dense=dense, single=False, dtype=torch.float32)
+    assert spikes.dense is dense and spikes.sequence is dense and calls == []
+    assert spikes.native is spikes.native and calls == ["encode"]
+    back = Spikes(backend, native=spikes.native, single=False, dtype=torch.float32)
+    assert same(back.spatial_mean(), dense.mean((-2, -1))) and calls == ["encode"]
+    assert same(back.dense, dense) and same(back.dense, dense) and calls == ["encode", "decode"]
+    single = Spikes(backend, dense=dense[0], single=True, dtype=torch.float32)
+    assert same(single.sequence, dense[:1]) and same(single.dense, dense[0])
+    again = Spikes(backend, native=single.native, single=True, dtype=torch.float32)
+    assert same(again.dense, dense[0]) and same(again.spatial_mean(), dense[0].mean((-2, -1)))
+
+
+def test_groups_emit_what_their_readers_take() -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    assert [group.emit for group in plan.groups] == ["native", "native", "dense"]
+    force(plan, "dense", x)
+    assert [group.emit for group in plan.groups] == ["dense", "dense", "dense"]
+
+
+def test_a_neuron_that_lies_about_its_spikes_is_found_out() -> None:
+    class Liar(neuron.IFNode):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            assert isinstance(out, torch.Tensor)
+            return out * 0.5
+
+    register_neuron(Liar)
+    try:
+        net = ready(Small())
+        net.sn1 = Liar(step_mode="m")
+        plan = planned_without_sample(net)
+        with torch.no_grad(), pytest.raises(RunError, match="holds other numbers"):
+            assert [group.name for group in plan.groups] == ["conv2", "conv3"]
+            plan.groups[0].way = "sparse"
+            plan.run(images(3, 2))
+    finally:
+        unregister_neuron(Liar)
+
+
+def planned_without_sample(net: nn.Module) -> Any:
+    from sparseflow.spiking.runtime.plan import Plan
+
+    return Plan(analyze(net), EventBackend())
+
+
+# --- when the network's own code must run -------------------------------------------------------------------
+
+
+def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(small())
+            self.head = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    net, x = Nested().eval(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, "sparse", x)
+    assert plan.overruled() is None and not plan.watched()
+    for name in (
+        "body",
+        "body.0",
+        "body.0.conv2",
+        "body.0.bn2",
+        "body.0.sn2",
+        "body.0.sn2.surrogate_function",
+    ):
+        for register in ("register_forward_hook", "register_forward_pre_hook"):
+            handle = getattr(net.get_submodule(name), register)(lambda *a: None)
+            assert "is hooked" in str(plan.overruled()) and plan.watched()
+            handle.remove()
+            assert plan.overruled() is None
+    calls: list[int] = []
+    handle = net.head.register_forward_hook(lambda *a: calls.append(1))
+    assert plan.overruled() is None and plan.watched()
+    with torch.no_grad():
+        plan.run(x)
+    assert calls == [1]
+    handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
+    assert plan.overruled() is not None
+    handle.remove()
+    net.body[0].conv2.forward = lambda x: x  # type: ignore[union-attr, method-assign]
+    assert "another forward" in str(plan.overruled())
+    del net.body[0].conv2.forward  # type: ignore[union-attr]
+    assert plan.overruled() is None
+    net.body[0].bn2.train()  # type: ignore[union-attr]
+    assert "training mode" in str(plan.overruled())
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+def test_forgotten_weights_are_prepared_anew(way: str) -> None:
+    net, x = small(), images(3, 2)
+    plan = planned(net, x)
+    force(plan, way, x)
+    before = from_rest(net, x)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(-1)
+    expected = from_rest(net, x)
+    functional.reset_net(net)
+    plan.forget()
+    assert not same(before, expected) and same(plan.run(x), expected)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of tensors that come into being while it is active, and of events on loan.
+
+    Attributes:
+        peak: The most that were alive at once. What an operation allocates and frees inside is not seen.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}
+        pool = format._Pool
+        take, give = pool.take, pool.give
+        monkeypatch.setattr(pool, "take", lambda p, nbytes: self._count(take(p, nbytes), 1))
+        monkeypatch.setattr(pool, "give", lambda p, buffer: give(p, self._count(buffer, -1)))
+
+    def _count(self, buffer: Any, sign: int) -> Any:
+        self._add(sign * buffer.raw.nbytes)
+        return buffer
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _see(self, tree: Any, *, new: bool) -> None:
+        for item in tree_leaves(tree):
+            if isinstance(item, torch.Tensor) and item.untyped_storage()._cdata not in self._known:
+                storage = item.untyped_storage()
+                self._known[storage._cdata] = storage.nbytes() if new else 0
+                self._add(self._known[storage._cdata])
+                weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._known.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs or {}), new=False)
+        out = func(*args, **(kwargs or {}))
+        self._see(out, new=True)
+        return out
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("images_", [1, 8])
+@pytest.mark.parametrize("family", ["small", "spiking_resnet", "sew_resnet"])
+def test_no_more_memory_than_the_network_itself(
+    family: str, images_: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its peak a run of the plan holds no more activations than the network's own code does."""
+    if family == "small":
+        net, x = small(channels=32), images(4, images_, size=16)
+    else:
+        net, x = FAMILIES[family]("m")
+        x = x.repeat(2, images_, 1, 1, 1)
+    plan = planned(net, x)
+    force(plan, way, x)
+    peaks = []
+    for run in (net, plan.run):
+        for _ in range(2):
+            functional.reset_net(net)
+            with monkeypatch.context() as patch, torch.no_grad():
+                live = LiveBytes(patch)
+                with live:
+                    run(x)
+            peaks.append(live.peak)
+    _, own, _, ours = peaks  # the first call of each prepares
+    assert 0 < ours <= own, f"{ours} bytes against {own}"
+
+
+def test_plans_of_one_network_share_what_fits_every_shape() -> None:
+    net = small()
+    shared: Any = weakref.WeakValueDictionary()
+    plans = [Plan(analyze(net, (x,)), EventBackend(), shared) for x in (images(3, 2), images(3, 5))]
+    for plan, x in zip(plans, (images(3, 2), images(3, 5)), strict=True):
+        force(plan, "sparse", x)
+    first, second = plans[0].groups[1], plans[1].groups[1]
+    assert first._prepared["sparse"] is second._prepared["sparse"]
+    for plan in plans:
+        plan.forget()
+    del first, second
+    assert not shared, "forgotten weights take no memory"

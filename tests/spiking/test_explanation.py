@@ -1,0 +1,237 @@
+"""`explain`: every convolution has its row, and what stands in it is true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+pytest.importorskip("spikingjelly")
+pytest.importorskip("numba")
+
+from spikingjelly.activation_based import neuron
+
+import sparseflow
+from sparseflow.errors import ModelError
+from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.profile.firing import activity_of
+from tests.spiking.nets import Opaque, Small, from_rest, images, ready, small
+
+X = images(3, 2)
+Prefer = Callable[..., Any]
+
+
+def rows(net: nn.Module) -> dict[str, Any]:
+    return {row.name: row for row in sparseflow.explain(net).layers}
+
+
+def test_a_measured_network(prefer: Prefer) -> None:
+    prefer("sparse", "dense", own=4.0, plan=2.0, module=3.0, sparse=1.0, dense=1.5)
+    net = small()
+    fed: dict[str, torch.Tensor] = {}
+    for name in ("conv2", "conv3"):
+        net.get_submodule(name).register_forward_pre_hook(
+            lambda m, args, name=name: fed.update({name: args[0].clone()})
+        )
+    from_rest(net, X)
+    for module in net.modules():
+        module._forward_pre_hooks.clear()
+    for name in ("sn1", "sn2", "sn3"):
+        net.get_submodule(name).reset()
+    sparseflow.optimize(net, X)
+    explanation = sparseflow.explain(net)
+    assert (explanation.model, explanation.policy) == ("Small", "measured")
+    assert explanation.summary == "4.00 ms → 2.00 ms, 2.00x (2.00–2.00) over the network's own modules"
+    stem, second, third = explanation.layers
+    assert (stem.name, second.name, third.name) == ("conv1", "conv2", "conv3")
+    assert (stem.fed_by, stem.values, stem.firing_rate, stem.zero_block_ratio) == ((), "dense", None, None)
+    assert (stem.backend, stem.ms_before, stem.ms_after) == ("dense, fused neuron", 3.0, 1.5)
+    assert "sparse refused: no convolution of spikes" in stem.why
+    assert (second.fed_by, second.values, second.backend) == (("sn1",), "binary", "events")
+    for row in (second, third):
+        seen = activity_of(fed[row.name])
+        assert (row.firing_rate, row.zero_block_ratio) == (seen.firing_rate, seen.zero_block_ratio)
+        assert (row.ms_before, row.ms_after, row.group) == (3.0, 1.0, row.name)
+        assert "3.00x" in row.why and row.flag is None
+
+
+def test_layers_of_one_group_and_integers(prefer: Prefer) -> None:
+    class Block(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.down = nn.Conv2d(6, 8, 1, stride=2)
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            b = self.sn2(self.bn2(self.conv2(a))) + a
+            return self.sn3(self.conv3(b) + self.down(a))
+
+    prefer("sparse", "dense")
+    net = ready(Block())
+    sparseflow.optimize(net, images(2))
+    found = rows(net)
+    assert (found["conv3"].values, found["conv3"].fed_by) == ("integer", ("sn1", "sn2"))
+    assert found["down"].values == "binary" and found["down"].group == found["conv3"].group == "conv3"
+    assert found["down"].backend == found["conv3"].backend == "events"
+    assert "in conv3" in str(sparseflow.explain(net))
+
+
+def test_the_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
+    class Mixed(Small):
+        def __init__(self) -> None:
+            super().__init__("s")
+            self.second = nn.Conv2d(3, 6, 3, padding=1)
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.bn2(self.conv2(a)) + self.second(x))))
+
+    prefer("sparse", "dense")
+    net = ready(Mixed())
+    sparseflow.optimize(net, images(2))
+    found = rows(net)
+    assert found["second"].group == found["conv2"].group == "conv2"
+    assert (found["conv2"].backend, found["second"].backend) == ("events", "dense, fused neuron")
+
+
+def test_a_network_left_as_it_was(prefer: Prefer) -> None:
+    prefer("sparse", plan=9.0)
+    net = small()
+    sparseflow.optimize(net, X)
+    explanation = sparseflow.explain(net)
+    assert explanation.summary.startswith("left as it was: nothing surely beat")
+    for row in explanation.layers:
+        assert row.backend == "dense"
+        assert row.ms_before == row.ms_after or row.ms_before is None
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "words"),
+    [
+        (lambda: small(), "conv1", "the network's input"),
+        (lambda: ready(with_conv(nn.Conv2d(6, 6, 5, padding=2))), "conv2", "`kernel_size` (=(5, 5))"),
+        (lambda: ready(with_conv(nn.Conv2d(6, 6, 3, padding=1, groups=2))), "conv2", "`groups` (=2)"),
+        (lambda: ready(with_conv(nn.Conv2d(6, 6, 3, padding=2, dilation=2))), "conv2", "`dilation`"),
+    ],
+)
+def test_every_refusal_has_its_reason(build: Any, name: str, words: str, prefer: Prefer) -> None:
+    prefer("sparse", plan=1.0)
+    net = build()
+    sparseflow.optimize(net, images(2) if net.sn1.step_mode == "s" else X)
+    row = rows(net)[name]
+    reasons = {site.name: site.reason for site in accelerated(net).graph.sites}
+    assert words in str(reasons[name])
+    assert words in row.why or row.group is not None
+
+
+def with_conv(conv: nn.Conv2d) -> Small:
+    net = Small("s")
+    net.conv2 = conv  # type: ignore[assignment]
+    return net
+
+
+def test_a_silent_layer_is_flagged(prefer: Prefer) -> None:
+    prefer("sparse")
+    net = small()
+    net.sn1.v_threshold = 1e6
+    sparseflow.optimize(net, X)
+    explanation = sparseflow.explain(net)
+    row = {r.name: r for r in explanation.layers}["conv2"]
+    assert row.firing_rate == 0.0 and row.zero_block_ratio == 1.0
+    assert "fires under 0.1 %" in str(row.flag)
+    shown = str(explanation)
+    assert "0.00 % !" in shown and "under 0.1 %" in shown.replace("\n", " ")
+
+
+def test_before_the_first_call() -> None:
+    net = small()
+    sparseflow.optimize(net)
+    explanation = sparseflow.explain(net)
+    assert explanation.summary == "not measured yet"
+    assert [r.backend for r in explanation.layers] == ["dense", "not measured yet", "not measured yet"]
+    assert "run the network once" in explanation.layers[1].why
+
+
+def test_the_static_policy_says_that_it_did_not_measure() -> None:
+    net = small()
+    sparseflow.optimize(net, images(1, 1, size=16), policy="static")
+    explanation = sparseflow.explain(net)
+    assert explanation.summary == "replaced by the static rule, not measured"
+    assert [r.backend for r in explanation.layers] == ["dense", "events", "events"]
+    assert all(r.ms_before is None and r.ms_after is None for r in explanation.layers)
+
+
+def test_a_network_that_could_not_be_traced(prefer: Prefer) -> None:
+    prefer(events=1.0, module=2.0)
+    net = ready(Opaque())
+    sparseflow.optimize(net, X)
+    found = rows(net)
+    assert "could not be traced" in sparseflow.explain(net).summary
+    assert (found["conv2"].backend, found["conv2"].ms_before, found["conv2"].ms_after) == ("events", 2.0, 1.0)
+    assert found["conv1"].backend == "dense" and found["conv2"].firing_rate is not None
+
+
+def test_it_goes_into_json_and_comes_out_the_same(prefer: Prefer) -> None:
+    prefer("sparse", "dense")
+    net = small()
+    sparseflow.optimize(net, X)
+    plain = json.loads(json.dumps(sparseflow.explain(net).to_dict()))
+    assert set(plain) == {"model", "policy", "summary", "layers"}
+    assert set(plain["layers"][0]) == {
+        "name", "fed_by", "values", "firing_rate", "zero_block_ratio", "flag", "backend", "why", "group",
+        "ms_before", "ms_after",
+    }  # fmt: skip
+
+
+def test_it_reads_as_a_table(prefer: Prefer) -> None:
+    prefer("sparse", "dense", module=3.0, sparse=1.0)
+    net = small()
+    sparseflow.optimize(net, X)
+    explanation = sparseflow.explain(net)
+    shown = str(explanation)
+    for part in (
+        "Small",
+        "layer",
+        "fed by",
+        "firing",
+        "zero blocks",
+        "conv2",
+        "sn1",
+        "events",
+        "3.000 → 1.000",
+    ):
+        assert part in shown
+    assert "\x1b" not in shown
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(explanation)
+    assert "conv3" in console.export_text()
+    console.file.close()
+
+
+def test_brackets_in_names_are_not_markup(prefer: Prefer) -> None:
+    """Module names can hold anything but a dot; Rich reads square brackets as commands."""
+    prefer("sparse")
+
+    class Bold(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sn = neuron.IFNode()
+            self.add_module("[red]conv", nn.Conv2d(3, 3, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule("[red]conv")(self.sn(x))
+
+    net = Bold().eval()
+    sparseflow.optimize(net, images(2))
+    assert "[red]conv" in str(sparseflow.explain(net))
+
+
+@pytest.mark.parametrize("what", [None, nn.Identity(), "model"])
+def test_what_was_not_optimised_is_refused(what: Any) -> None:
+    with pytest.raises(ModelError, match=r"has not been optimised; call sparseflow\.optimize"):
+        sparseflow.explain(what)
