@@ -33,7 +33,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         value=", ".join(f"{count} {name}" for name, count in counts.items()),
         target=None if kind == "cuda" else "9 Conv_Relu, 8 Conv_Add_Relu, 3 Conv among them",
         met=kind == "cuda" or all(counts.get(name) == count for name, count in CPU_COUNTS.items()),
-        command=f"sparseflow latency analyze resnet18.onnx --provider {kind}",
+        command=f"sparseflow latency analyze resnet18.onnx --device {kind}",
     )
 
 

@@ -53,7 +53,7 @@ def test_a_prediction_follows_the_load_and_fails_once_the_exporter_is_dead(
         with prometheus(tmp_path, target) as url:
             command = [
                 "latency", "predict", str(model), "--predictor", str(file), "--live", "prometheus", "--url",
-                url, "--label", f"instance={target}", "--max-age", str(MAX_AGE_S), "--window", str(WINDOW_S),
+                url, "--label", f"instance={target}", "--max-age-s", str(MAX_AGE_S), "--window-s", str(WINDOW_S),
                 "--json",
             ]  # fmt: skip
 
