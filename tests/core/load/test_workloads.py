@@ -1,4 +1,4 @@
-"""What keeps a device busy."""
+"""Tests of stressor workloads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sparseflow.errors import DeviceError
 
 
 @pytest.mark.parametrize("kind", ["cpu-fma", "cpu-stream"])
-def test_a_cpu_is_used_while_it_burns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = CpuWorkload(kind)
-    before = work.got_s()
+def test_cpu_workload_uses_cpu_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = CpuWorkload(kind)
+    before_s = workload.busy_s()
     ticks = iter([0.0, 0.0, 0.0, 1.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
-    work.burn(0.5)
-    assert work.got_s() > before
+    workload.run_until(0.5)
+    assert workload.busy_s() > before_s
     assert next(ticks, None) is None
 
 
-def test_the_caches_are_those_of_data(tmp_path: Path) -> None:
+def test_read_cache_bytes_skips_instruction_caches(tmp_path: Path) -> None:
     for index, (level, kind, size) in enumerate(
         [
             ("1", "Data", "32K"),
@@ -44,17 +44,17 @@ def test_the_caches_are_those_of_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said() -> None:
-    with pytest.raises(DeviceError, match="sees none here"):
+def test_gpu_workload_without_gpu_raises() -> None:
+    with pytest.raises(DeviceError, match="gpu-matmul"):
         GpuWorkload("gpu-matmul", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gpu-matmul", "gpu-copy"])
-def test_a_gpu_is_used_while_it_burns(kind: str) -> None:
-    work = GpuWorkload(kind, "cuda")
-    for held in (False, True):
-        work.held = held
-        before, begin = work.got_s(), time.monotonic()
-        work.burn(begin + 0.1)
-        assert 0.0 < work.got_s() - before < 2.0 * (time.monotonic() - begin)
+def test_gpu_workload_uses_gpu_time(kind: str) -> None:
+    workload = GpuWorkload(kind, "cuda")
+    for shared in (False, True):
+        workload.shared = shared
+        before_s, start_s = workload.busy_s(), time.monotonic()
+        workload.run_until(start_s + 0.1)
+        assert 0.0 < workload.busy_s() - before_s < 2.0 * (time.monotonic() - start_s)

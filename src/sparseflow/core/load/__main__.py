@@ -1,4 +1,4 @@
-"""`python -m sparseflow.core.load`: one process of a `Stressor`, which alone starts it."""
+"""Entry point of one stressor process; only `Stressor` starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent's side of a background load: starts its processes, gives orders, reads what they achieved."""
+"""Starts the processes of a background load, sends them commands and reads their reports."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from sparseflow.errors import DeviceError, InputError, RunError
 
 KINDS: Mapping[str, str] = {
     "cpu-fma": "matrix products that stay in the cache, on each CPU",
-    "cpu-stream": "copies that no cache holds, on each CPU",
+    "cpu-stream": "copies that exceed the caches, on each CPU",
     "gpu-matmul": "fp16 matrix products of 4096 x 4096",
     "gpu-copy": "copies within the GPU's memory",
 }
-"""Kind of load -> what it does."""
+"""Description of each kind of load."""
 
 PERIOD_S = 0.1
 TOLERANCE = 0.05
 WINDOW_S = 1.0
-"""What a share is averaged over: ten cycles."""
+"""Averaging window of a share: ten cycles."""
 
 START_S = 120.0
-"""Longest wait for a process to begin: torch and CUDA on a cold disk take tens of seconds."""
+"""Timeout of the start of a process: torch and CUDA take tens of seconds from a cold disk."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _EXIT_NO_DEVICE = 3
@@ -42,30 +42,31 @@ _EXIT_NO_DEVICE = 3
 
 @dataclass
 class _Process:
-    what: str
+    """One stressor process with the cycles it has reported."""
+
+    name: str
     handle: subprocess.Popen[bytes]
     report: BinaryIO
     errors: BinaryIO
-    read: int = 0
-    at_s: list[float] = field(default_factory=list)
-    got_s: list[float] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
+    offset: int = 0
+    times_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+    commands: list[int] = field(default_factory=list)
+    last_report: dict[str, Any] = field(default_factory=dict)
 
 
 class Stressor:
-    """A background load. As a context manager it starts with the block and is gone after it.
+    """A background load; as a context manager it runs for the duration of the block.
 
     Args:
         kind: One of `KINDS`.
-        level: Share of the device's time to use, in [0, 1]; see the package for what it means beside other
-            work.
-        device: The GPU of a GPU kind, as torch names it.
-        cpus: Numbers of the CPUs of a CPU kind: one process is pinned to each. By default those that this
-            process may run on.
-        workers: Use only this many of them.
-        period_s: Mean length of a cycle of work and rest, seconds.
-        seed: What the lengths of cycles are drawn from.
+        level: Share of the device's time to use, in [0, 1]; see the package docstring about competing work.
+        device: GPU of a GPU kind, as torch names it.
+        cpus: CPU numbers of a CPU kind; one process is pinned to each. By default all that this process may
+            use.
+        workers: Number of these CPUs to use; all by default.
+        period_s: Mean length of a cycle of work and idle time, seconds.
+        seed: Seed of the cycle lengths.
 
     Raises:
         InputError: An argument is out of range.
@@ -87,13 +88,13 @@ class Stressor:
         if not (math.isfinite(period_s) and 0.01 <= period_s <= 10.0):
             raise InputError(f"`period_s` (={period_s}) must be between 0.01 and 10")
         self.kind = kind
-        self.level = _checked(level)
+        self.level = _check_level(level)
         self.device = "cpu" if kind.startswith("cpu-") else device
-        self.cpus = _chosen(cpus, workers) if self.device == "cpu" else ()
+        self.cpus = _select_cpus(cpus, workers) if self.device == "cpu" else ()
         self._period_s = period_s
         self._seed = seed
         self._processes: list[_Process] = []
-        self._order = 0
+        self._command = 0
 
     def __enter__(self) -> Stressor:
         self.start()
@@ -105,25 +106,25 @@ class Stressor:
         self.close()
 
     def start(self) -> None:
-        """Start the processes and wait until each has done its first cycle.
+        """Start the processes and wait until each has finished its first cycle.
 
         Raises:
-            DeviceError: A GPU or a CPU is not there.
-            RunError: A process ended or did not begin.
+            DeviceError: A GPU or a CPU does not exist.
+            RunError: A process exited or did not start in time.
         """
         if self._processes:
             return
-        # Only until every process has opened its file: then no kill can leave the folder behind.
+        # The folder is deleted once every process has opened its file, so a later kill leaves nothing behind.
         folder = Path(tempfile.mkdtemp(prefix="sparseflow-load-"))
         try:
-            places = [("--cpu", str(cpu)) for cpu in self.cpus] or [("--device", self.device)]
-            for index, place in enumerate(places):
-                self._processes.append(self._spawn(index, place, folder))
-            end = time.monotonic() + START_S
-            while not all(process.at_s for process in self._processes):
-                self._look()
-                if time.monotonic() > end:
-                    raise RunError(f"the load `{self.kind}` did not begin within {START_S:.0f} s")
+            targets = [("--cpu", str(cpu)) for cpu in self.cpus] or [("--device", self.device)]
+            for index, target in enumerate(targets):
+                self._processes.append(self._spawn(index, target, folder))
+            end_s = time.monotonic() + START_S
+            while not all(process.times_s for process in self._processes):
+                self._poll()
+                if time.monotonic() > end_s:
+                    raise RunError(f"the load `{self.kind}` did not start within {START_S:.0f} s")
                 time.sleep(0.02)
         except BaseException:
             self.close()
@@ -132,10 +133,10 @@ class Stressor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End the processes. Closing twice changes nothing."""
+        """Stop the processes. Closing twice has no effect."""
         for process in self._processes:
             if process.handle.stdin is not None:
-                # A process that is already gone left orders in the pipe's buffer that nobody takes.
+                # The pipe of a process that has exited may still contain commands.
                 with suppress(BrokenPipeError):
                     process.handle.stdin.close()
         for process in self._processes:
@@ -149,26 +150,26 @@ class Stressor:
         self._processes = []
 
     def set_level(self, level: float) -> None:
-        """Ask for another level from now on, with the loop closed.
+        """Request another level, with the control loop closed.
 
         Raises:
-            InputError: It is not in [0, 1].
-            RunError: A process has ended.
+            InputError: The level is not in [0, 1].
+            RunError: A process has exited.
         """
-        self.level = _checked(level)
-        self._tell(level=self.level, held=False)
+        self.level = _check_level(level)
+        self._send(level=self.level, hold=False)
 
     def hold(self) -> None:
-        """Keep the duty as it is: what others take from the device shall not make the load ask for more."""
-        self._tell(held=True)
+        """Freeze the duty, so that competing work does not increase it."""
+        self._send(hold=True)
 
     def release(self) -> None:
-        """Close the loop again."""
-        self._tell(held=False)
+        """Close the control loop again."""
+        self._send(hold=False)
 
     @contextmanager
     def hold_duty(self) -> Iterator[None]:
-        """Hold the duty while the block runs; measure in here."""
+        """Freeze the duty while the block runs; measure inside it."""
         self.hold()
         try:
             yield
@@ -176,102 +177,100 @@ class Stressor:
             self.release()
 
     def wait_until_steady(self, timeout_s: float = 20.0) -> float:
-        """Wait until every process achieved its level over a second, and give their mean share.
+        """Wait until the share of every process equals the level over a second; return the mean share.
 
         Args:
-            timeout_s: Longest wait, seconds.
+            timeout_s: Timeout, seconds.
 
         Raises:
-            RunError: The level was not reached in that time, or a process has ended.
+            RunError: The level was not reached in time, or a process has exited.
         """
-        end = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         while True:
             shares = self.worker_shares()
-            reached = [share for share in shares if share is not None]
-            if len(reached) == len(shares) and all(abs(s - self.level) <= TOLERANCE for s in reached):
-                return sum(reached) / len(reached)
-            if time.monotonic() > end:
-                raise RunError(self._missed(shares, timeout_s))
+            measured = [share for share in shares if share is not None]
+            if len(measured) == len(shares) and all(abs(s - self.level) <= TOLERANCE for s in measured):
+                return sum(measured) / len(measured)
+            if time.monotonic() > end_s:
+                raise RunError(self._describe_timeout(shares, timeout_s))
             time.sleep(self._period_s / 2.0)
 
     def measure_share(self, window_s: float = WINDOW_S) -> float:
-        """Mean share of the device that the load got over the last `window_s` seconds, in [0, 1].
+        """Return the mean share of the device over the last `window_s` seconds, in [0, 1].
 
         Raises:
-            RunError: The load has not run for a cycle yet, or a process has ended.
+            RunError: No cycle has finished yet, or a process has exited.
         """
-        now = time.monotonic()
-        return self.measure_share_between(now - window_s, now)
+        now_s = time.monotonic()
+        return self.measure_share_between(now_s - window_s, now_s)
 
-    def measure_share_between(self, begin_s: float, end_s: float) -> float:
-        """Mean share of the device that the load got between two times of `time.monotonic()`, in [0, 1].
+    def measure_share_between(self, start_s: float, end_s: float) -> float:
+        """Return the mean share of the device between two times of `time.monotonic()`, in [0, 1].
 
-        Cycles are reported when they end, so a time between reports is interpolated, and of a time after the
-        last report the last cycle is taken.
+        Cycles are reported at their end: a time between two reports is interpolated, and a time after the
+        last report uses the last cycle.
 
         Raises:
-            RunError: The load has not run for a cycle yet, or a process has ended.
+            RunError: No cycle has finished yet, or a process has exited.
         """
-        self._look()
+        self._poll()
         shares = []
         for process in self._processes:
-            if len(process.at_s) < 2:
-                raise RunError(
-                    f"the load `{self.kind}` has not reported a whole cycle yet; wait for a moment"
-                )
-            last = min(max(end_s, process.at_s[1]), process.at_s[-1])
-            # At least one whole cycle, since within a cycle the share is 1 and then 0.
-            first = min(max(begin_s, process.at_s[0]), last - self._period_s)
-            first = max(first, process.at_s[0])
-            got = _at(process, last) - _at(process, first)
-            shares.append(min(max(got / (last - first), 0.0), 1.0))
+            if len(process.times_s) < 2:
+                raise RunError(f"the load `{self.kind}` has not finished a cycle yet; try again later")
+            last_s = min(max(end_s, process.times_s[1]), process.times_s[-1])
+            # At least one full cycle, because within a cycle the share is 1 and then 0.
+            first_s = min(max(start_s, process.times_s[0]), last_s - self._period_s)
+            first_s = max(first_s, process.times_s[0])
+            busy_s = _interpolate_busy_s(process, last_s) - _interpolate_busy_s(process, first_s)
+            shares.append(min(max(busy_s / (last_s - first_s), 0.0), 1.0))
         if not shares:
             raise RunError(f"the load `{self.kind}` is not running; start it first")
         return sum(shares) / len(shares)
 
     def worker_shares(self) -> list[float | None]:
-        """Share of each process over the last second of its present order; None where that is shorter.
+        """Return the share of each process over the last second; None if its command is more recent.
 
         Raises:
-            RunError: A process has ended.
+            RunError: A process has exited.
         """
-        self._look()
+        self._poll()
         if not self._processes:
             raise RunError(f"the load `{self.kind}` is not running; start it first")
-        return [_share_under(process, self._order) for process in self._processes]
+        return [_compute_share_since(process, self._command) for process in self._processes]
 
     def mean_duty(self) -> float:
-        """Mean share of time in which the processes work, as they last reported it."""
-        self._look()
-        return sum(process.last["duty"] for process in self._processes) / len(self._processes)
+        """Return the mean share of time in which the processes work, as last reported."""
+        self._poll()
+        return sum(process.last_report["duty"] for process in self._processes) / len(self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Ids of the processes that run."""
+        """Ids of the running processes."""
         return tuple(process.handle.pid for process in self._processes)
 
-    def _spawn(self, index: int, place: tuple[str, str], folder: Path) -> _Process:
-        report, errors = folder / f"{index}.jsonl", folder / f"{index}.txt"
+    def _spawn(self, index: int, target: tuple[str, str], folder: Path) -> _Process:
+        report_file, error_file = folder / f"{index}.jsonl", folder / f"{index}.txt"
         command = [
             sys.executable, "-m", "sparseflow.core.load", "--kind", self.kind, "--level", repr(self.level),
-            "--period", repr(self._period_s), "--report", str(report), "--parent", str(os.getpid()),
-            "--seed", str(self._seed + index), *place,
+            "--period", repr(self._period_s), "--report", str(report_file), "--parent", str(os.getpid()),
+            "--seed", str(self._seed + index), *target,
         ]  # fmt: skip
-        told, said = report.open("x+b"), errors.open("x+b")
+        report, errors = report_file.open("x+b"), error_file.open("x+b")
         handle = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=errors,
             env={**os.environ, **_ONE_THREAD},
         )
-        what = f"CPU {place[1]}" if place[0] == "--cpu" else place[1]
-        return _Process(what=what, handle=handle, report=told, errors=said)
+        name = f"CPU {target[1]}" if target[0] == "--cpu" else target[1]
+        return _Process(name=name, handle=handle, report=report, errors=errors)
 
-    def _tell(self, **what: Any) -> None:
-        self._look()
-        self._order += 1
-        line = json.dumps({"order": self._order, **what}).encode() + b"\n"
+    def _send(self, **fields: Any) -> None:
+        self._poll()
+        self._command += 1
+        line = json.dumps({"command": self._command, **fields}).encode() + b"\n"
         for process in self._processes:
             assert process.handle.stdin is not None
             try:
@@ -279,80 +278,78 @@ class Stressor:
                 process.handle.stdin.flush()
             except OSError:
                 process.handle.wait(5.0)
-                self._look()
+                self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
+        """Read new reports and raise if a process has exited."""
         for process in self._processes:
             code = process.handle.poll()
             if code is not None:
                 process.errors.seek(0)
-                said = process.errors.read().decode(errors="replace").strip().splitlines()
-                why = said[-1] if said else f"it ended with code {code}"
+                lines = process.errors.read().decode(errors="replace").strip().splitlines()
+                reason = lines[-1] if lines else f"exit code {code}"
                 if code == _EXIT_NO_DEVICE:
-                    raise DeviceError(f"the load `{self.kind}` cannot run on {process.what}: {why}")
-                raise RunError(f"the load `{self.kind}` on {process.what} ended by itself: {why}")
+                    raise DeviceError(f"the load `{self.kind}` cannot run on {process.name}: {reason}")
+                raise RunError(f"the load `{self.kind}` on {process.name} exited: {reason}")
             _read_reports(process)
 
-    def _missed(self, shares: list[float | None], timeout_s: float) -> str:
-        got = ", ".join(
-            f"{process.what} {'not measured' if share is None else format(share, '.2f')}"
+    def _describe_timeout(self, shares: list[float | None], timeout_s: float) -> str:
+        achieved = ", ".join(
+            f"{process.name} {'not measured' if share is None else format(share, '.2f')}"
             for process, share in zip(self._processes, shares, strict=True)
         )
         return (
-            f"the load `{self.kind}` was asked for a level of {self.level:.2f} and achieved, after "
-            f"{timeout_s:g} s: {got}; something else uses the device, or it is too slow for cycles of "
-            f"{1e3 * self._period_s:.0f} ms: stop what runs beside it, or ask for a lower level"
+            f"the load `{self.kind}` did not reach level {self.level:.2f} within {timeout_s:g} s: {achieved}"
+            f"; other work uses the device, or it is too slow for cycles of {1e3 * self._period_s:.0f} ms: "
+            "stop the other work, or request a lower level"
         )
 
 
-def _checked(level: float) -> float:
+def _check_level(level: float) -> float:
     if isinstance(level, bool) or not (math.isfinite(level) and 0.0 <= level <= 1.0):
-        raise InputError(
-            f"`level` (={level}) of a load must be in [0, 1]: the share of the device's time to use"
-        )
+        raise InputError(f"`level` (={level}) must be in [0, 1]: the share of the device's time to use")
     return float(level)
 
 
-def _chosen(cpus: Collection[int] | None, workers: int | None) -> tuple[int, ...]:
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    chosen = tuple(sorted(allowed if cpus is None else set(cpus)))
-    if not chosen:
-        raise InputError("`cpus` must hold at least one CPU")
+def _select_cpus(cpus: Collection[int] | None, workers: int | None) -> tuple[int, ...]:
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    selected = tuple(sorted(usable if cpus is None else set(cpus)))
+    if not selected:
+        raise InputError("`cpus` must contain at least one CPU")
     if workers is None:
-        return chosen
-    if not 1 <= workers <= len(chosen):
-        raise InputError(f"`workers` (={workers}) must be between 1 and {len(chosen)}, one for each CPU")
-    return chosen[:workers]
+        return selected
+    if not 1 <= workers <= len(selected):
+        raise InputError(f"`workers` (={workers}) must be between 1 and {len(selected)}, one for each CPU")
+    return selected[:workers]
 
 
 def _read_reports(process: _Process) -> None:
-    process.report.seek(process.read)
+    process.report.seek(process.offset)
     content = process.report.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    process.read += len(whole)
-    for line in whole.splitlines():
+    complete = content[: content.rfind(b"\n") + 1]
+    process.offset += len(complete)
+    for line in complete.splitlines():
         row = json.loads(line)
-        process.at_s.append(row["at_s"])
-        process.got_s.append(row["got_s"])
-        process.order.append(row["order"])
-        process.last = row
+        process.times_s.append(row["time_s"])
+        process.busy_s.append(row["busy_s"])
+        process.commands.append(row["command"])
+        process.last_report = row
 
 
-def _share_under(process: _Process, order: int) -> float | None:
-    """The share over the last second of cycles that wholly obeyed `order`."""
-    first = bisect_left(process.order, order)
-    if first >= len(process.at_s):
+def _compute_share_since(process: _Process, command: int) -> float | None:
+    """Compute the share over the last second of cycles under `command`; None if there are fewer."""
+    first = bisect_left(process.commands, command)
+    if first >= len(process.times_s):
         return None
-    begin = max(process.at_s[first], process.at_s[-1] - WINDOW_S)
-    if begin > process.at_s[-1] - 0.9 * WINDOW_S:
+    start_s = max(process.times_s[first], process.times_s[-1] - WINDOW_S)
+    if start_s > process.times_s[-1] - 0.9 * WINDOW_S:
         return None
-    got = process.got_s[-1] - _at(process, begin)
-    return got / (process.at_s[-1] - begin)
+    busy_s = process.busy_s[-1] - _interpolate_busy_s(process, start_s)
+    return busy_s / (process.times_s[-1] - start_s)
 
 
-def _at(process: _Process, when: float) -> float:
-    """Seconds of the device got until `when`, interpolated between reports."""
-    index = min(max(bisect_left(process.at_s, when), 1), len(process.at_s) - 1)
-    t0, t1 = process.at_s[index - 1], process.at_s[index]
-    g0, g1 = process.got_s[index - 1], process.got_s[index]
-    return g0 + (g1 - g0) * (when - t0) / (t1 - t0)
+def _interpolate_busy_s(process: _Process, time_s: float) -> float:
+    index = min(max(bisect_left(process.times_s, time_s), 1), len(process.times_s) - 1)
+    t0, t1 = process.times_s[index - 1], process.times_s[index]
+    b0, b1 = process.busy_s[index - 1], process.busy_s[index]
+    return b0 + (b1 - b0) * (time_s - t0) / (t1 - t0)

@@ -1,9 +1,16 @@
-"""One process of a stressor: works and rests, measures what it got, corrects its duty and reports.
+"""One stressor process: works, idles, measures its share, corrects its duty and reports.
 
-It takes orders as JSON lines on standard input: `{"order": 3, "level": 0.6}`, `{"order": 4, "held": true}`.
-It reports to a file of JSON lines, one a cycle: `at_s` (monotonic clock), `got_s` (of its device, since the
-start), `level`, `duty`, `held` and `order` (the last one obeyed during the whole cycle). It ends when its
-standard input does or its parent is gone, so that no load outlives whoever asked for it.
+It reads commands as JSON lines from standard input: `{"command": 3, "level": 0.6}`, `{"command": 4, "hold":
+true}`. It appends one JSON line per cycle to a report file: `time_s` (monotonic clock), `busy_s` (device time
+used since the start), `level`, `duty`, `hold` and `command` (the last one in effect for the whole cycle). It
+exits when standard input ends or the parent process dies, so that no load outlives its `Stressor`.
+
+Control law, with the level r, the share y of the last cycle and the duty u, all in [0, 1]::
+
+    e = r - y        I <- I + k_i e        u = clip(r + k_p e + I, 0, 1)
+
+The share follows the duty within one cycle with a gain near 1, so u starts at r and the integral compensates
+only the losses of a cycle. The integral is frozen while u is saturated (anti-windup).
 """
 
 from __future__ import annotations
@@ -19,85 +26,118 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from sparseflow.core.load.control import DutyController
 from sparseflow.core.load.workloads import CpuWorkload, GpuWorkload, Workload
 from sparseflow.errors import DeviceError
 
 EXIT_NO_DEVICE = 3
 JITTER = 0.2
-"""Cycles differ by up to this share: work that is measured must not lock its own rhythm into theirs."""
+"""Relative variation of the cycle length, so that cycles do not synchronize with the measured work."""
+
+K_P = 0.1
+K_I = 0.2
+MAX_CORRECTION = 0.5
+"""Bound of the integral. A larger deviation means that the device is busy, which the caller must notice."""
+
+
+class DutyController:
+    """PI controller of the duty of one worker.
+
+    Args:
+        level: Requested share, in [0, 1].
+    """
+
+    def __init__(self, level: float) -> None:
+        self.hold = False
+        self.set_level(level)
+
+    def set_level(self, level: float) -> None:
+        """Set the requested share and reset the integral."""
+        self.level = level
+        self.duty = level
+        self._integral = 0.0
+
+    def update(self, share: float) -> None:
+        """Correct the duty by the share of the last cycle, unless `hold` is set."""
+        # Levels 0 and 1 are exact without correction.
+        if self.hold or self.level in (0.0, 1.0):
+            return
+        error = self.level - share
+        saturated = (self.duty >= 1.0 and error > 0.0) or (self.duty <= 0.0 and error < 0.0)
+        if not saturated:
+            self._integral = min(max(self._integral + K_I * error, -MAX_CORRECTION), MAX_CORRECTION)
+        self.duty = min(max(self.level + K_P * error + self._integral, 0.0), 1.0)
 
 
 class Worker:
-    """The loop of one process.
+    """Control loop of one stressor process.
 
     Args:
-        work: What keeps the device busy.
-        level: Share asked for, in [0, 1].
+        workload: Work that keeps the device busy.
+        level: Requested share, in [0, 1].
         period_s: Mean length of a cycle.
-        report: Takes one report a cycle.
-        seed: What the lengths of cycles are drawn from.
+        report: Receives one report per cycle.
+        seed: Seed of the cycle lengths.
     """
 
     def __init__(
         self,
-        work: Workload,
+        workload: Workload,
         level: float,
         period_s: float,
         report: Callable[[dict[str, Any]], None],
         seed: int,
     ) -> None:
-        self._work = work
-        self._control = DutyController(level)
+        self._workload = workload
+        self._controller = DutyController(level)
         self._period_s = period_s
         self._report = report
         self._random = random.Random(seed)
-        self._orders: list[dict[str, Any]] = []
-        self._ordered = threading.Event()
-        self._order = 0
-        self._at_s, self._got_s = time.monotonic(), work.got_s()
+        self._commands: list[dict[str, Any]] = []
+        self._interrupt = threading.Event()
+        self._command = 0
+        self._time_s, self._busy_s = time.monotonic(), workload.busy_s()
 
-    def order(self, what: dict[str, Any]) -> None:
-        """Leave an order; it cuts a rest short. May be called from another thread."""
-        self._orders.append(what)
-        self._ordered.set()
+    def send(self, command: dict[str, Any]) -> None:
+        """Queue a command and interrupt the idle phase. Thread-safe."""
+        self._commands.append(command)
+        self._interrupt.set()
 
-    def cycle(self) -> None:
-        """Obey orders, work, rest, correct, report."""
-        self._ordered.clear()
-        while self._orders:
-            self._obey(self._orders.pop(0))
-        begin = time.monotonic()
+    def run_cycle(self) -> None:
+        """Apply commands, work, idle, correct the duty and report."""
+        self._interrupt.clear()
+        while self._commands:
+            self._apply(self._commands.pop(0))
+        start_s = time.monotonic()
         period_s = self._period_s * self._random.uniform(1.0 - JITTER, 1.0 + JITTER)
-        self._work.burn(begin + self._control.duty * period_s)
-        rest_s = begin + period_s - time.monotonic()
-        cut = rest_s > 0.0 and self._ordered.wait(rest_s)
-        at_s, got_s = time.monotonic(), self._work.got_s()
-        # A rest that an order cut short says nothing about the duty.
-        if not cut and at_s > self._at_s:
-            self._control.update((got_s - self._got_s) / (at_s - self._at_s))
-        self._at_s, self._got_s = at_s, got_s
+        self._workload.run_until(start_s + self._controller.duty * period_s)
+        idle_s = start_s + period_s - time.monotonic()
+        interrupted = idle_s > 0.0 and self._interrupt.wait(idle_s)
+        time_s, busy_s = time.monotonic(), self._workload.busy_s()
+        # An interrupted cycle has a shorter idle phase than its duty requires.
+        if not interrupted and time_s > self._time_s:
+            self._controller.update((busy_s - self._busy_s) / (time_s - self._time_s))
+        self._time_s, self._busy_s = time_s, busy_s
         self._report(
             {
-                "at_s": round(at_s, 6),
-                "got_s": round(got_s, 6),
-                "level": self._control.level,
-                "duty": round(self._control.duty, 4),
-                "held": self._control.held,
-                "order": self._order,
+                "time_s": round(time_s, 6),
+                "busy_s": round(busy_s, 6),
+                "level": self._controller.level,
+                "duty": round(self._controller.duty, 4),
+                "hold": self._controller.hold,
+                "command": self._command,
             }
         )
 
-    def _obey(self, what: dict[str, Any]) -> None:
-        if "level" in what:
-            self._control.set_level(float(what["level"]))
-        if "held" in what:
-            self._control.held = self._work.held = bool(what["held"])
-        self._order = int(what["order"])
+    def _apply(self, command: dict[str, Any]) -> None:
+        if "level" in command:
+            self._controller.set_level(float(command["level"]))
+        if "hold" in command:
+            self._controller.hold = self._workload.shared = bool(command["hold"])
+        self._command = int(command["command"])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run until standard input ends or the parent is gone."""
+    """Run cycles until standard input ends or the parent process dies."""
     parser = argparse.ArgumentParser(prog="python -m sparseflow.core.load")
     parser.add_argument("--kind", required=True)
     parser.add_argument("--level", type=float, required=True)
@@ -107,29 +147,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", type=int)
     parser.add_argument("--device", default="cuda")
-    given = parser.parse_args(arguments)
-    # The interrupt of a terminal reaches every process of it; the parent decides what it means.
+    args = parser.parse_args(arguments)
+    # A terminal interrupts all of its processes; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        if given.cpu is not None:
-            os.sched_setaffinity(0, {given.cpu})
-        is_cpu = given.kind.startswith("cpu-")
-        work: Workload = CpuWorkload(given.kind) if is_cpu else GpuWorkload(given.kind, given.device)
+        if args.cpu is not None:
+            os.sched_setaffinity(0, {args.cpu})
+        is_cpu = args.kind.startswith("cpu-")
+        workload: Workload = CpuWorkload(args.kind) if is_cpu else GpuWorkload(args.kind, args.device)
     except (DeviceError, OSError, MemoryError, ImportError) as error:
         print(error, file=sys.stderr)
         return EXIT_NO_DEVICE
-    with open(given.report, "a", encoding="ascii") as file:
-        worker = Worker(work, given.level, given.period, lambda row: _write(file, row), given.seed)
-        threading.Thread(target=_listen, args=(worker,), daemon=True).start()
-        while os.getppid() == given.parent:
-            worker.cycle()
+    with open(args.report, "a", encoding="ascii") as file:
+        worker = Worker(workload, args.level, args.period, lambda row: _write(file, row), args.seed)
+        threading.Thread(target=_read_commands, args=(worker,), daemon=True).start()
+        while os.getppid() == args.parent:
+            worker.run_cycle()
     return 0
 
 
-def _listen(worker: Worker) -> None:
+def _read_commands(worker: Worker) -> None:
     for line in sys.stdin:
-        worker.order(json.loads(line))
-    # Whoever held the other end is gone or wants no more load; a step in progress is not worth waiting for.
+        worker.send(json.loads(line))
+    # Standard input ends when the stressor closes or dies; exit without finishing the current step.
     os._exit(0)
 
 

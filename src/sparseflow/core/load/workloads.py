@@ -1,16 +1,16 @@
-"""What a stressor's process does while it works, and how it counts what it got.
+"""Workloads of a stressor process, and how their device time is measured.
 
 =============  =======================================================  ====================================
-kind           one step                                                 got
+kind           one step                                                 device time
 =============  =======================================================  ====================================
-`cpu-fma`      a float32 matrix product that stays in the L2 cache      CPU time of the process
-`cpu-stream`   a copy of 1 MiB, walking through more than the caches    CPU time of the process
-`gpu-matmul`   an fp16 matrix product, 4096 x 4096                      time between CUDA events
-`gpu-copy`     a copy of 256 MiB within the GPU's memory                time between CUDA events
+`cpu-fma`      float32 matrix product within the L2 cache               CPU time of the process
+`cpu-stream`   copy of 1 MiB out of buffers larger than the caches      CPU time of the process
+`gpu-matmul`   fp16 matrix product, 4096 x 4096                         time between CUDA events
+`gpu-copy`     copy of 256 MiB within GPU memory                        time between CUDA events
 =============  =======================================================  ====================================
 
-CUDA events also count the time in which the GPU served somebody else in between. While the duty is held,
-which is when others are expected, a GPU's steps count as what they took before.
+CUDA events also include the time in which the GPU runs the work of other processes. Therefore a GPU step
+counts as its earlier time while the duty is held and other work is expected.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MATMUL_SIDE = 4096
 COPY_BYTES = 256 * MIB
 CHUNK_S = 0.002
-"""Work that is handed to a GPU at a time: what a stressor overshoots its duty by at most."""
+"""GPU time of one launch, which bounds the overshoot of the duty."""
 
-IN_FLIGHT = 2
-"""Chunks queued on a GPU: one runs while the next is launched. No more, since no queue can be recalled."""
+MAX_QUEUED = 2
+"""Chunks queued on a GPU: one runs while the next is launched. A queued chunk cannot be cancelled."""
 
 
 class Workload(Protocol):
-    """Keeps a device busy. `held` tells it that others use the device too."""
+    """Work that keeps a device busy.
 
-    held: bool
+    Attributes:
+        shared: Whether other work is expected on the device.
+    """
 
-    def burn(self, until_s: float) -> None:
-        """Work until `time.monotonic()` reaches `until_s`."""
+    shared: bool
+
+    def run_until(self, end_s: float) -> None:
+        """Work until `time.monotonic()` reaches `end_s`."""
         ...
 
-    def got_s(self) -> float:
-        """Seconds of its device that it has used since it was made."""
+    def busy_s(self) -> float:
+        """Return the device time that was used since construction."""
         ...
 
 
@@ -57,15 +61,15 @@ class CpuWorkload:
     """
 
     def __init__(self, kind: str) -> None:
-        self.held = False
-        self._step = _fma() if kind == "cpu-fma" else _stream()
+        self.shared = False
+        self._step = _make_fma() if kind == "cpu-fma" else _make_stream()
         self._step()
 
-    def burn(self, until_s: float) -> None:
-        while time.monotonic() < until_s:
+    def run_until(self, end_s: float) -> None:
+        while time.monotonic() < end_s:
             self._step()
 
-    def got_s(self) -> float:
+    def busy_s(self) -> float:
         return time.process_time()
 
 
@@ -74,68 +78,68 @@ class GpuWorkload:
 
     Args:
         kind: `"gpu-matmul"` or `"gpu-copy"`.
-        device: As torch names it.
+        device: Device name in torch.
 
     Raises:
-        DeviceError: torch sees no such GPU, or its memory is full.
+        DeviceError: torch does not see the GPU, or its memory is full.
     """
 
     def __init__(self, kind: str, device: str) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise DeviceError(f"`{kind}` loads a GPU, and torch {torch.__version__} sees none here")
-        self.held = False
-        self._event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True, blocking=True)
-        self._got_s = 0.0
+            raise DeviceError(f"`{kind}` needs a GPU, but torch {torch.__version__} sees none")
+        self.shared = False
+        self._make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True, blocking=True)
+        self._busy_s = 0.0
         try:
             torch.cuda.set_device(device)
-            self._step = _matmul(device) if kind == "gpu-matmul" else _copy(device)
+            self._step = _make_matmul(device) if kind == "gpu-matmul" else _make_copy(device)
             for _ in range(10):
                 self._step()
             torch.cuda.synchronize(device)
-            self._step_s = self._timed(20)
+            self._step_s = self._measure_step_s(20)
         except (RuntimeError, AssertionError) as error:
-            raise DeviceError(f"{device} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise DeviceError(f"{device} cannot run `{kind}`: {str(error).splitlines()[0]}") from error
 
-    def burn(self, until_s: float) -> None:
-        chunk = max(1, round(CHUNK_S / self._step_s))
+    def run_until(self, end_s: float) -> None:
+        steps = max(1, round(CHUNK_S / self._step_s))
         queued: deque[tuple[Any, Any]] = deque()
-        while time.monotonic() < until_s:
-            queued.append(self._launch(chunk))
-            if len(queued) >= IN_FLIGHT:
-                self._finish(*queued.popleft(), chunk)
+        while time.monotonic() < end_s:
+            queued.append(self._launch(steps))
+            if len(queued) >= MAX_QUEUED:
+                self._finish(*queued.popleft(), steps)
         while queued:
-            self._finish(*queued.popleft(), chunk)
+            self._finish(*queued.popleft(), steps)
 
-    def got_s(self) -> float:
-        return self._got_s
+    def busy_s(self) -> float:
+        return self._busy_s
 
     def _launch(self, steps: int) -> tuple[Any, Any]:
-        first, last = self._event(), self._event()
-        first.record()
+        start, end = self._make_event(), self._make_event()
+        start.record()
         for _ in range(steps):
             self._step()
-        last.record()
-        return first, last
+        end.record()
+        return start, end
 
-    def _finish(self, first: Any, last: Any, steps: int) -> None:
-        last.synchronize()
-        if self.held:
-            self._got_s += steps * self._step_s
+    def _finish(self, start: Any, end: Any, steps: int) -> None:
+        end.synchronize()
+        if self.shared:
+            self._busy_s += steps * self._step_s
             return
-        took_s = first.elapsed_time(last) / 1e3
-        self._got_s += took_s
-        self._step_s += 0.1 * (took_s / steps - self._step_s)
+        elapsed_s = start.elapsed_time(end) / 1e3
+        self._busy_s += elapsed_s
+        self._step_s += 0.1 * (elapsed_s / steps - self._step_s)
 
-    def _timed(self, steps: int) -> float:
-        first, last = self._launch(steps)
-        last.synchronize()
-        return max(first.elapsed_time(last) / 1e3 / steps, 1e-6)
+    def _measure_step_s(self, steps: int) -> float:
+        start, end = self._launch(steps)
+        end.synchronize()
+        return max(start.elapsed_time(end) / 1e3 / steps, 1e-6)
 
 
 def read_cache_bytes(level: int, *, caches: Path = CACHES) -> int | None:
-    """Size of the data cache of a level (1, 2, 3), or None where the kernel does not tell."""
+    """Read the size of the data cache of a level (1, 2, 3); None if the kernel does not report it."""
     for index in sorted(caches.glob("index*")):
         try:
             if (index / "level").read_text().strip() != str(level):
@@ -149,37 +153,37 @@ def read_cache_bytes(level: int, *, caches: Path = CACHES) -> int | None:
     return None
 
 
-def _fma() -> Callable[[], object]:
+def _make_fma() -> Callable[[], object]:
     import numpy as np
 
-    # Three matrices that fill half of the cache, so that the arithmetic and not the memory is kept busy.
-    fitting = int(((read_cache_bytes(2) or MIB) / 2 / (3 * 4)) ** 0.5) // 16 * 16
-    side = min(max(fitting, 64), 256)
+    # Three matrices fill half of the cache, so that arithmetic and not memory is the bottleneck.
+    max_side = int(((read_cache_bytes(2) or MIB) / 2 / (3 * 4)) ** 0.5) // 16 * 16
+    side = min(max(max_side, 64), 256)
     generator = np.random.default_rng(0)
     a = generator.random((side, side), dtype=np.float32)
     b, out = a.T.copy(), np.zeros_like(a)
     return lambda: np.matmul(a, b, out=out)
 
 
-def _stream() -> Callable[[], object]:
+def _make_stream() -> Callable[[], object]:
     import numpy as np
 
-    # Twice the last cache in each buffer, or what was copied would be met again in it.
-    last = max(read_cache_bytes(3) or 0, read_cache_bytes(2) or 0, 16 * MIB)
-    slices = min(2 * last, 256 * MIB) // STREAM_SLICE_BYTES
+    # Each buffer is twice the last-level cache, so that no copied slice is still cached.
+    cache_bytes = max(read_cache_bytes(3) or 0, read_cache_bytes(2) or 0, 16 * MIB)
+    slices = min(2 * cache_bytes, 256 * MIB) // STREAM_SLICE_BYTES
     source = np.ones((slices, STREAM_SLICE_BYTES // 8))
     target = np.zeros_like(source)
-    place = 0
+    position = 0
 
     def step() -> None:
-        nonlocal place
-        np.copyto(target[place], source[place])
-        place = (place + 1) % slices
+        nonlocal position
+        np.copyto(target[position], source[position])
+        position = (position + 1) % slices
 
     return step
 
 
-def _matmul(device: str) -> Callable[[], object]:
+def _make_matmul(device: str) -> Callable[[], object]:
     import torch
 
     a = torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=device, dtype=torch.float16)
@@ -187,7 +191,7 @@ def _matmul(device: str) -> Callable[[], object]:
     return lambda: torch.mm(a, b, out=out)
 
 
-def _copy(device: str) -> Callable[[], object]:
+def _make_copy(device: str) -> Callable[[], object]:
     import torch
 
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
