@@ -28,8 +28,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from exhaustive import exhaust
+from benchmarks.codesign.exhaustive import exhaust
 from frame import begun, ended, options
+from benchmarks.codesign.random_problem import random_problem
 
 from benchmarks.claims import Claim
 from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound
@@ -41,7 +42,7 @@ SAME = 1e-9
 FIRST = """
 import time; begin = time.perf_counter()
 from sparseflow.codesign.mapping import MappingSolver
-from random_problem import random_problem
+from benchmarks.codesign.random_problem import random_problem
 MappingSolver().solve_mapping(random_problem(14, 8, seed=0))
 print(time.perf_counter() - begin)
 """

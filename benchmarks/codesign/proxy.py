@@ -35,6 +35,7 @@ from sparseflow.codesign.hardware.proxy import (
     Grid,
     Point,
     device_here,
+    fit,
     judge,
     read_points,
 )

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from frame import begun, ended, logits_tolerance, options
-from layer_times import layer_times
-from link_probe import probe
+from benchmarks.codesign.layer_times import layer_times
+from benchmarks.codesign.link_probe import probe
 from torch import nn
 
 from benchmarks.claims import Claim

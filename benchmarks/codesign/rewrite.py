@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from frame import begun, ended, options
-from random_plan import random_plan
+from benchmarks.codesign.random_plan import random_plan
 from torch import Tensor
 
 from benchmarks.claims import Claim

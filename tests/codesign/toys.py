@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.decision import Decision
-from sparseflow.codesign.hardware import Hardware
-from sparseflow.codesign.joint import Designed, JointTrainer, Mode
+from sparseflow.codesign.design.config import Settings, settings_of
+from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.hardware import Hardware
+from sparseflow.codesign.joint.trace import TRACE
+from sparseflow.codesign.joint.trainer import Designed, JointTrainer, Mode
 from sparseflow.codesign.layout import Wafer, WaferLayout
-from sparseflow.codesign.objective import part_layer
-from sparseflow.codesign.settings import Settings, settings_of
-from sparseflow.codesign.trace import TRACE
+from sparseflow.codesign.workload.layers import part_layer
 from sparseflow.core.layers import LayerNode
 from tests.codesign.nodes import made_layers
 

@@ -20,23 +20,24 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.codesign.chips import ChipLibrary, ChipType, Link, read_library
-    from sparseflow.codesign.decision import Decision
-    from sparseflow.codesign.hardware import Hardware
-    from sparseflow.codesign.hw_loss import Lambdas, compute_hw_loss
-    from sparseflow.codesign.joint import JointTrainer
+    from sparseflow.codesign.design.config import Lambdas, Settings, read_settings
+    from sparseflow.codesign.design.decision import Decision
+    from sparseflow.codesign.design.hardware import Hardware
+    from sparseflow.codesign.execution.rewrite import apply
+    from sparseflow.codesign.execution.verification import verify
+    from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType, Link, read_library
+    from sparseflow.codesign.hardware.network import Network
+    from sparseflow.codesign.hardware.proxy import LayerHwProxy
+    from sparseflow.codesign.hardware.slots import ChipSlotConfig
+    from sparseflow.codesign.joint.hw_loss import compute_hw_loss
+    from sparseflow.codesign.joint.trace import replay
+    from sparseflow.codesign.joint.trainer import JointTrainer
     from sparseflow.codesign.layout import WaferLayout
     from sparseflow.codesign.mapping import MappingSolver
-    from sparseflow.codesign.network import Network
-    from sparseflow.codesign.partition import PartitionPlanner, Plan
-    from sparseflow.codesign.proxy import LayerHwProxy
-    from sparseflow.codesign.rewrite import RewritePlan, Split, apply
-    from sparseflow.codesign.segments import LayerNode, Segment, SegmentGraph
-    from sparseflow.codesign.settings import Settings, read_settings
-    from sparseflow.codesign.slots import ChipSlotConfig
-    from sparseflow.codesign.splits import PartitionConfig
-    from sparseflow.codesign.trace import replay
-    from sparseflow.codesign.verification import verify
+    from sparseflow.codesign.partition.planner import PartitionPlanner, Plan
+    from sparseflow.codesign.partition.split_search import PartitionConfig
+    from sparseflow.codesign.workload.segments import LayerNode, Segment, SegmentGraph
+    from sparseflow.codesign.workload.splits import RewritePlan, Split
 
 __all__ = [
     "ChipLibrary",
@@ -71,22 +72,23 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "chips": ["ChipLibrary", "ChipType", "Link", "read_library"],
-        "decision": ["Decision"],
-        "hardware": ["Hardware"],
-        "hw_loss": ["Lambdas", "compute_hw_loss"],
-        "joint": ["JointTrainer"],
-        "layout": ["WaferLayout"],
+        "workload.segments": ["LayerNode", "Segment", "SegmentGraph"],
+        "workload.splits": ["RewritePlan", "Split"],
+        "hardware.chips": ["ChipLibrary", "ChipType", "Link", "read_library"],
+        "hardware.network": ["Network"],
+        "hardware.slots": ["ChipSlotConfig"],
+        "hardware.proxy": ["LayerHwProxy"],
         "mapping": ["MappingSolver"],
-        "network": ["Network"],
-        "partition": ["PartitionPlanner", "Plan"],
-        "proxy": ["LayerHwProxy"],
-        "rewrite": ["RewritePlan", "Split", "apply"],
-        "segments": ["LayerNode", "Segment", "SegmentGraph"],
-        "settings": ["Settings", "read_settings"],
-        "slots": ["ChipSlotConfig"],
-        "splits": ["PartitionConfig"],
-        "trace": ["replay"],
-        "verification": ["verify"],
+        "partition.split_search": ["PartitionConfig"],
+        "partition.planner": ["PartitionPlanner", "Plan"],
+        "layout": ["WaferLayout"],
+        "design.config": ["Lambdas", "Settings", "read_settings"],
+        "design.decision": ["Decision"],
+        "design.hardware": ["Hardware"],
+        "joint.hw_loss": ["compute_hw_loss"],
+        "joint.trace": ["replay"],
+        "joint.trainer": ["JointTrainer"],
+        "execution.rewrite": ["apply"],
+        "execution.verification": ["verify"],
     },
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparseflow.codesign.layout.pareto import knee, objectives, pareto_front
-from sparseflow.codesign.layout.qap import cost
+from sparseflow.codesign.layout.qap.problem import cost
 from sparseflow.codesign.layout.sites import Sites, Wafer, grid_sites
 from sparseflow.errors import InputError
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.mapping import Goal, Problem, evaluate, synthetic
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import Goal, Problem, evaluate
 
 GOALS = (Goal(), Goal(mode="serial"), Goal(tie_weight=0.0), Goal(tie_weight=0.4))
 
@@ -74,7 +75,7 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem
     """A small problem of some kind: chain or not, tight or not, on links or without some of them."""
     rng = np.random.default_rng([seed, 7])
     segments, slots = int(rng.integers(1, most_segments + 1)), int(rng.integers(1, most_slots + 1))
-    problem = synthetic(
+    problem = random_problem(
         segments,
         slots,
         seed=seed,

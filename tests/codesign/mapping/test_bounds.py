@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from sparseflow.codesign.mapping import Goal, Problem, bounds, lower_bound, synthetic
-from sparseflow.codesign.mapping.reference import exhaust
+from benchmarks.codesign.exhaustive import exhaust
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import Goal, Problem, bounds, lower_bound
 from tests.codesign.mapping.naive import GOALS, changed, varied
 
 CLOSE = 1.0 + 1e-12
@@ -60,21 +61,21 @@ def test_multipliers_of_any_size_make_a_bound(dear: float, monkeypatch: pytest.M
 def test_what_is_known_makes_the_bound_better() -> None:
     better = 0
     for seed in range(10):
-        problem = synthetic(10, 4, seed=seed, slack=2.0)
+        problem = random_problem(10, 4, seed=seed, slack=2.0)
         ((best, _),) = exhaust(problem, [Goal()])
         better += lower_bound(problem, Goal(), known_ms=best).value_ms > lower_bound(problem, Goal()).value_ms
     assert better > 0
 
 
 def test_a_single_slot_has_no_gap() -> None:
-    problem = synthetic(6, 1, seed=0)
+    problem = random_problem(6, 1, seed=0)
     for goal in GOALS:
         ((best, _),) = exhaust(problem, [goal])
         assert lower_bound(problem, goal).value_ms == pytest.approx(best, rel=1e-9)
 
 
 def test_without_transfers_the_sum_is_reached() -> None:
-    problem = synthetic(6, 3, seed=1, slack=100.0, traffic=0.0)
+    problem = random_problem(6, 3, seed=1, slack=100.0, traffic=0.0)
     goal = Goal(mode="serial")
     ((best, _),) = exhaust(problem, [goal])
     assert lower_bound(problem, goal).value_ms == pytest.approx(best, rel=1e-9)
@@ -102,14 +103,14 @@ def test_memory_that_forces_a_cut_is_paid_for() -> None:
 
 
 def test_nothing_known_is_better_than_what_cannot_be_beaten() -> None:
-    problem = synthetic(5, 2, seed=0)
+    problem = random_problem(5, 2, seed=0)
     assert lower_bound(problem, Goal(), known_ms=1e-6).value_ms == 1e-6
 
 
 @pytest.mark.parametrize("mode", ["balanced", "serial"])
 def test_without_the_linear_program_the_bound_still_holds(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     goal = Goal(mode=mode)  # pyright: ignore[reportArgumentType]
-    problem = synthetic(8, 3, seed=3, slack=1.2)
+    problem = random_problem(8, 3, seed=3, slack=1.2)
     whole = lower_bound(problem, goal).value_ms
     monkeypatch.setattr(bounds, "MOST_PAIRS", 0)
     assert (

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from sparseflow.codesign.mapping import Goal, Problem, Progress, cpsat, synthetic
-from sparseflow.codesign.mapping.local import NONE, local
-from sparseflow.codesign.mapping.reference import exhaust
-from sparseflow.codesign.mapping.strategy import Answer, Request
+from benchmarks.codesign.exhaustive import exhaust
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import Goal, Problem, Progress, cpsat
+from sparseflow.codesign.mapping.local_search import NONE, local
+from sparseflow.codesign.mapping.search import Answer, Request
 from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import GOALS, changed, objective, value, varied
 
@@ -43,7 +44,7 @@ def test_it_is_the_best_of_all_mappings(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_best_it_stays_there(seed: int) -> None:
-    problem = synthetic(7, 3, seed=seed, slack=1.2, skips=0.5)
+    problem = random_problem(7, 3, seed=seed, slack=1.2, skips=0.5)
     for goal in GOALS[:2]:
         ((best, mapping),) = exhaust(problem, [goal])
         found = asked(problem, goal, start=np.array(mapping))
@@ -52,7 +53,7 @@ def test_from_the_best_it_stays_there(seed: int) -> None:
 
 
 def test_what_is_out_of_time_is_not_impossible() -> None:
-    problem = synthetic(24, 8, seed=0, skips=0.3)
+    problem = random_problem(24, 8, seed=0, skips=0.3)
     start = local(Request(problem=problem, goal=Goal(), time_limit_s=60.0), effort=NONE).mapping
     assert start is not None
     late = asked(problem, Goal(), seconds=1e-6, start=start, workers=1)
@@ -62,7 +63,7 @@ def test_what_is_out_of_time_is_not_impossible() -> None:
 
 def test_progress_closes_in() -> None:
     told: list[Progress] = []
-    problem = synthetic(8, 3, seed=0)
+    problem = random_problem(8, 3, seed=0)
     found = asked(problem, Goal(), progress=told.append)
     assert told and all(one.strategy == "cpsat" for one in told)
     assert all(one.lower_bound_ms <= one.objective_ms for one in told)
@@ -83,12 +84,12 @@ def test_some_mapping_or_none(seed: int) -> None:
 
 def test_too_many_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpsat, "MOST_VARIABLES", 10)
-    with pytest.raises(InputError, match="use 'local'"):
-        asked(synthetic(5, 3, seed=0), Goal())
+    with pytest.raises(InputError, match="'local'"):
+        asked(random_problem(5, 3, seed=0), Goal())
 
 
 def test_other_weights_of_the_sum() -> None:
-    problem = synthetic(6, 3, seed=4, slack=2.0)
+    problem = random_problem(6, 3, seed=4, slack=2.0)
     for weight in (1e-5, 0.0123, 1.0, 3.0):
         goal = Goal(tie_weight=weight)
         ((best, mapping),) = exhaust(problem, [goal])

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.codesign import exhaustive as kernel
 from sparseflow.codesign.mapping import Goal, Problem, evaluate
-from sparseflow.codesign.mapping.kernels import local as local_kernel
-from sparseflow.codesign.mapping.kernels import reference as kernel
-from sparseflow.codesign.mapping.tables import tables
+from sparseflow.codesign.mapping.arrays import tables
+from sparseflow.codesign.mapping.kernels import annealing as local_kernel
 from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import GOALS, busy, fits, objective, varied
 

@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.codesign.layout.assignment import Assignment, assign
-    from sparseflow.codesign.layout.batch import assign_batch
-    from sparseflow.codesign.layout.bound import lower_bound
     from sparseflow.codesign.layout.pareto import Front, Layout, pareto_front
-    from sparseflow.codesign.layout.picture import front_picture, wafer_picture
-    from sparseflow.codesign.layout.qap import Instance, cost, padded, read_qaplib
+    from sparseflow.codesign.layout.qap.assignment import Assignment, assign
+    from sparseflow.codesign.layout.qap.batch import assign_batch
+    from sparseflow.codesign.layout.qap.problem import Instance, cost, lower_bound, padded, read_qaplib
     from sparseflow.codesign.layout.refinement import Refined, refine
     from sparseflow.codesign.layout.sites import Sites, Wafer, grid_sites
     from sparseflow.codesign.layout.thermal import Package, ThermalMap, temperatures
@@ -45,7 +43,6 @@ __all__ = [
     "assign",
     "assign_batch",
     "cost",
-    "front_picture",
     "grid_sites",
     "lower_bound",
     "padded",
@@ -53,18 +50,15 @@ __all__ = [
     "read_qaplib",
     "refine",
     "temperatures",
-    "wafer_picture",
 ]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "assignment": ["Assignment", "assign"],
-        "batch": ["assign_batch"],
-        "bound": ["lower_bound"],
         "pareto": ["Front", "Layout", "pareto_front"],
-        "picture": ["front_picture", "wafer_picture"],
-        "qap": ["Instance", "cost", "padded", "read_qaplib"],
+        "qap.assignment": ["Assignment", "assign"],
+        "qap.batch": ["assign_batch"],
+        "qap.problem": ["Instance", "cost", "lower_bound", "padded", "read_qaplib"],
         "refinement": ["Refined", "refine"],
         "sites": ["Sites", "Wafer", "grid_sites"],
         "thermal": ["Package", "ThermalMap", "temperatures"],

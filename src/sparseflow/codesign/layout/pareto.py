@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.layout.assignment import assign
-from sparseflow.codesign.layout.qap import padded
+from sparseflow.codesign.layout.qap.assignment import assign
+from sparseflow.codesign.layout.qap.problem import padded
 from sparseflow.codesign.layout.sites import Sites
 from sparseflow.errors import InputError
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.layout.qap import checked_permutation
+from sparseflow.codesign.layout.qap.problem import checked_permutation
 from sparseflow.codesign.layout.sites import Sites, Wafer, chip_sizes
 from sparseflow.errors import InputError
 

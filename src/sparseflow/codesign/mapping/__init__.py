@@ -14,10 +14,8 @@ from __future__ import annotations
 from sparseflow.codesign.mapping.bounds import lower_bound
 from sparseflow.codesign.mapping.objective import Evaluation, Goal, Mode, evaluate
 from sparseflow.codesign.mapping.problem import Problem
-from sparseflow.codesign.mapping.result import Mapping
+from sparseflow.codesign.mapping.search import Mapping, Progress
 from sparseflow.codesign.mapping.solver import MappingSolver
-from sparseflow.codesign.mapping.strategy import Progress
-from sparseflow.codesign.mapping.synthetic import synthetic
 
 __all__ = [
     "Evaluation",
@@ -29,5 +27,4 @@ __all__ = [
     "Progress",
     "evaluate",
     "lower_bound",
-    "synthetic",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparseflow.codesign.mapping.objective import Goal, evaluate
 from sparseflow.codesign.mapping.problem import Problem
-from sparseflow.codesign.mapping.strategy import Answer, Request
+from sparseflow.codesign.mapping.search import Answer, Request
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 

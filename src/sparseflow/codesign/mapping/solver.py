@@ -11,16 +11,13 @@ from math import isfinite, log2
 import numpy as np
 
 from sparseflow.codesign.mapping.bounds import lower_bound
+from sparseflow.codesign.mapping.branch_and_bound import exact
+from sparseflow.codesign.mapping.contiguous import dp, steps
 from sparseflow.codesign.mapping.cpsat import any_mapping, cpsat
-from sparseflow.codesign.mapping.dp import dp, steps
-from sparseflow.codesign.mapping.exact import exact
-from sparseflow.codesign.mapping.feasible import check_possible, impossible
-from sparseflow.codesign.mapping.local import NONE, Effort, local
+from sparseflow.codesign.mapping.local_search import NONE, Effort, local
 from sparseflow.codesign.mapping.objective import SERIAL_WEIGHT, Goal, Mode, checked, evaluate
-from sparseflow.codesign.mapping.problem import Problem
-from sparseflow.codesign.mapping.result import Mapping
-from sparseflow.codesign.mapping.strategy import Answer, Progress, Request
-from sparseflow.codesign.mapping.synthetic import synthetic
+from sparseflow.codesign.mapping.problem import Problem, check_possible, impossible
+from sparseflow.codesign.mapping.search import Answer, Mapping, Progress, Request
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, MissingExtraError, RunError
 
@@ -156,7 +153,12 @@ def _known(strategy: str) -> str:
 @functools.cache
 def _compiled() -> None:
     """Compile the kernels, or load them from disk, before any clock starts."""
-    request = Request(problem=synthetic(3, 2, seed=0), goal=Goal(), time_limit_s=float("inf"))
+    links = np.array([[0.0, 1.0], [1.0, 0.0]])
+    problem = Problem.chain(
+        latency_ms=np.ones((3, 2)), memory_mb=np.ones(3), limit_mb=np.full(2, 3.0), traffic_bytes=np.ones(2),
+        fixed_ms=links, ms_per_byte=links,
+    )  # fmt: skip
+    request = Request(problem=problem, goal=Goal(), time_limit_s=float("inf"))
     dp(request)
     exact(request)
     local(request, effort=Effort(rounds=1, steps=1, tries=1))

@@ -31,7 +31,7 @@ def test_measured_ceilings_say_the_rate_of_each_precision() -> None:
 
 def test_a_device_survives_json() -> None:
     assert DeviceSpec.from_dict(GPU.to_dict()) == GPU
-    with pytest.raises(FileFormatError, match="cannot be read"):
+    with pytest.raises(FileFormatError):
         DeviceSpec.from_dict({"name": "half a device"})
 
 
@@ -84,5 +84,5 @@ def test_ceilings_make_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_cpu_somebody_must_say_what_it_draws() -> None:
-    with pytest.raises(InputError, match="give `tdp_w`"):
+    with pytest.raises(InputError, match="`tdp_w`"):
         device_here("cpu")

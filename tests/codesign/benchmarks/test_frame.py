@@ -1,0 +1,49 @@
+"""What benchmarks keep of a run: where and how it was, and that it failed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[3] / "benchmarks" / "codesign" / "frame.py"
+
+
+@pytest.fixture
+def frame() -> Any:
+    spec = util.spec_from_file_location("codesign_frame", FILE)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("wrong", [[], ["a bound is too high", "memory is exceeded"]])
+def test_a_run_that_failed_says_so(frame: Any, wrong: list[str], tmp_path: Path) -> None:
+    parser = frame.options("What it does.", seed="weights")
+    parser.add_argument("--budget", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args(["--seed", "3", "--out", str(tmp_path / "a.json"), "--folder", str(tmp_path)])
+    record = frame.begun(asked) | {"samples": [1.5]}
+    assert frame.ended(asked, record, wrong, lambda record: []) == int(bool(wrong))
+    kept = json.loads((tmp_path / "a.json").read_text())
+    assert kept["settings"] == {"seed": 3, "budget": None} and kept["samples"] == [1.5]
+    assert kept["environment"]["seed"] == 3 and kept["environment"]["device"]["name"]
+    assert kept.get("failed") == ("a bound is too high; memory is exceeded" if wrong else None)
+
+
+def test_nothing_is_kept_that_nobody_asked_for(frame: Any, tmp_path: Path) -> None:
+    asked = frame.options(None).parse_args([])
+    assert asked.out is None and frame.ended(asked, frame.begun(asked), [], lambda record: []) == 0
+    with pytest.raises(SystemExit):
+        frame.options(None, required=True).parse_args([])
+    assert str(FILE.parent) not in sys.path and not list(tmp_path.iterdir())
+
+
+def test_logits_of_plans_without_splits_are_equal(frame: Any) -> None:
+    assert frame.logits_tolerance("bfloat16", split=False) == 0.0
+    assert 0.0 < frame.logits_tolerance("float64", split=True) < frame.logits_tolerance("float32", split=True)

@@ -1,0 +1,48 @@
+"""Plans drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.codesign.random_plan import random_plan
+from sparseflow.codesign.workload.splits import check
+from sparseflow.errors import InputError
+from tests.codesign.nodes import made_layers
+
+LAYERS = made_layers(6, seed=0)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 4, 14])
+def test_they_fit(slots: int, back: bool) -> None:
+    groups, changes = set(), set()
+    for seed in range(20):
+        homes, plan = random_plan(LAYERS, slots, seed=seed, back=back)
+        check(LAYERS, plan, homes)
+        assert (homes, plan) == random_plan(LAYERS, slots, seed=seed, back=back)
+        assert back or set(homes) == set(range(slots))
+        groups |= {len(split.sizes) for split in plan.splits}
+        changes.add(sum(one != other for one, other in pairwise(homes)))
+    assert groups == set(range(2, min(slots, max(groups, default=0)) + 1))
+    assert back or changes == {slots - 1}
+
+
+def test_all_that_can_be_split() -> None:
+    _, plan = random_plan(LAYERS, 2, seed=0, share=1.0)
+    assert [split.layer for split in plan.splits] == [layer.id for layer in LAYERS if layer.splittable]
+
+
+def test_a_single_unit_is_not_split() -> None:
+    layers = [replace(each, units=1) if each.id == 2 else each for each in LAYERS]
+    homes, plan = random_plan(layers, 3, seed=0, share=1.0)
+    check(layers, plan, homes)
+    assert 2 not in {split.layer for split in plan.splits} and len(plan.splits) > 5
+
+
+@pytest.mark.parametrize("slots", [0, 15])
+def test_slots(slots: int) -> None:
+    with pytest.raises(InputError, match="`slots`"):
+        random_plan(LAYERS, slots, seed=0)

@@ -1,0 +1,170 @@
+"""Decisions: by names of layers, since which of them there are changes; and there and back through JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+
+from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.workload.splits import RewritePlan, Split
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import InputError
+from tests.codesign.toys import chain, hardware
+
+LAYERS = chain()
+NAMES = tuple(layer.name for layer in LAYERS)
+"""Embed, two blocks of an attention and a perceptron, head."""
+
+
+def split(layer: int, slots: tuple[int, ...] = (0, 1)) -> Split:
+    return Split(layer=layer, permutation=(2, 0, 1), sizes=(1,) * (len(slots) - 1) + (4 - len(slots),),
+                 slots=slots)  # fmt: skip
+
+
+def decision(**changes: Any) -> Decision:
+    whole: dict[str, Any] = {
+        "chips": ("npu-m", None, "npu-s"), "segments": (NAMES[:2], NAMES[2:3], NAMES[3:]),
+        "mapping": (0, 2, 0), "positions_mm": ((0.0, 1.5), (-2.0, 0.1), (1e-3, 7.0)),
+        "rewrite_plan": RewritePlan(splits=(split(2, (2, 0)), split(4, (0, 2)))),
+    }  # fmt: skip
+    return Decision(**whole | changes)
+
+
+def without(*places: int) -> list[LayerNode]:
+    left = [layer for layer in LAYERS if layer.id not in places]
+    return [replace(layer, id=at) for at, layer in enumerate(left)]
+
+
+def test_layers_are_found_by_name() -> None:
+    found = decision()
+    assert found.homes(LAYERS) == (0, 0, 2, 0, 0, 0)
+    assert {at: each.slots for at, each in found.splits(LAYERS).items()} == {2: (2, 0), 4: (0, 2)}
+    assert decision(rewrite_plan=None).splits(LAYERS) == {}
+
+
+def test_layers_that_are_gone_are_left_out() -> None:
+    found = decision()
+    assert found.homes(without(1)) == (0, 2, 0, 0, 0)
+    assert {at: each.slots for at, each in found.splits(without(1)).items()} == {1: (2, 0), 3: (0, 2)}
+    assert found.homes(without(2)) == (0,) * 5
+    assert {at: each.slots for at, each in found.splits(without(2)).items()} == {3: (0, 2)}
+
+
+def test_a_layer_that_the_plan_did_not_know_goes_where_the_one_before_it_is() -> None:
+    found = decision(segments=(NAMES[:1], NAMES[2:3], NAMES[5:]), mapping=(1, 2, 0), rewrite_plan=None)
+    assert found.homes(LAYERS) == (1, 1, 2, 2, 2, 0)
+    assert decision(segments=(NAMES[3:],), mapping=(2,), rewrite_plan=None).homes(LAYERS) == (2,) * 6
+
+
+SLOT = st.integers(0, 3)
+PLACE = st.floats(-1e3, 1e3)
+DECISIONS = st.builds(
+    Decision,
+    chips=st.lists(st.sampled_from(["npu-s", "npu-m", None]), min_size=4, max_size=4).map(tuple),
+    segments=st.just(tuple((name,) for name in NAMES)),
+    mapping=st.lists(SLOT, min_size=6, max_size=6).map(tuple),
+    positions_mm=st.lists(st.tuples(PLACE, PLACE), min_size=4, max_size=4).map(tuple),
+    rewrite_plan=st.one_of(
+        st.none(),
+        st.lists(st.integers(0, 5), unique=True, max_size=3).map(
+            lambda layers: RewritePlan(splits=tuple(split(layer) for layer in layers))
+        ),
+    ),
+)
+
+
+@given(DECISIONS)
+@budget(max_examples=100, deadline=None)
+def test_there_and_back(whole: Decision) -> None:
+    assert Decision.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+
+
+def test_decisions_that_are_taken_come_back() -> None:
+    hw = hardware(hardware={"link": "ucie"})
+    first = hw.begin(LAYERS)
+    taken = hw.remap(LAYERS, first, fine=True)
+    assert taken is not None and taken.rewrite_plan is not None
+    assert Decision.from_dict(json.loads(json.dumps(taken.to_dict()))) == taken
+
+
+def change(told: Any, where: tuple[Any, ...], value: Any) -> Any:
+    found = copy.deepcopy(told)
+    at = found
+    for name in where[:-1]:
+        at = at[name]
+    at[where[-1]] = value
+    return found
+
+
+DAMAGE = [
+    (("chips",), None), (("chips",), 3), (("chips",), "npu"), (("chips", 0), 3), (("segments",), None),
+    (("segments", 0), None), (("segments", 0), "embed"), (("segments", 0, 0), 7), (("mapping",), None),
+    (("mapping", 0), None), (("mapping", 0), "x"), (("mapping", 0), 1.5), (("mapping", 0), -1),
+    (("mapping",), [0]), (("mapping",), [0, 0, 9]), (("positions_mm",), 1), (("positions_mm", 0), [1.0]),
+    (("positions_mm", 0), [1.0, "x"]), (("positions_mm", 0), [1.0, float("nan")]),
+    (("positions_mm",), [[0.0, 0.0]]), (("rewrite_plan",), 3), (("rewrite_plan", "splits"), None),
+    (("rewrite_plan", "splits", 0, "sizes"), [9]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "value"), DAMAGE)
+def test_what_is_no_decision_is_refused(where: tuple[Any, ...], value: Any) -> None:
+    with pytest.raises(InputError):
+        Decision.from_dict(change(decision().to_dict(), where, value))
+
+
+@pytest.mark.parametrize("name", ["chips", "segments", "mapping", "positions_mm", "rewrite_plan"])
+def test_every_part_is_needed(name: str) -> None:
+    told = decision().to_dict()
+    del told[name]
+    with pytest.raises(InputError, match=rf".*{name}"):
+        Decision.from_dict(told)
+    for whole in (None, [], "decision", 3):
+        with pytest.raises(InputError):
+            Decision.from_dict(whole)  # pyright: ignore[reportArgumentType]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"mapping": (0, 2)}, "3 segments with 2 slots"),
+    ({"positions_mm": ((0.0, 0.0),)}, "3 chips at 1 places"),
+    ({"mapping": (0, 3, 0)}, r"`mapping` \(=\[0, 3, 0\]\) must name slots from 0 to 2"),
+    ({"mapping": (0, -1, 0)}, "must name slots from 0 to 2"),
+    ({"rewrite_plan": RewritePlan(splits=(split(6),))}, "layer 6 is split, and there are 6 layers"),
+    (
+        {"rewrite_plan": RewritePlan(splits=(split(2, (2, 5)),))},
+        "part of layer 2 is on slot 5; there are slots 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_a_decision_that_cannot_be_is_refused_wherever_it_is_made(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        decision(**changes)
+
+
+def test_a_decision_without_segments_places_nothing() -> None:
+    with pytest.raises(InputError):
+        decision(segments=(), mapping=(), rewrite_plan=None).homes(LAYERS)
+
+
+def test_what_is_left_of_a_decision() -> None:
+    found = decision(rewrite_plan=None)
+    assert found.left(LAYERS) is found
+    gone = found.left(without(1, 2))
+    assert gone.segments == ((NAMES[0], *NAMES[3:]),) and gone.mapping == (0,)
+    # Splits of other units are dropped; those of three units are of no layer here.
+    assert decision().left(LAYERS) == found
+    assert decision().splits(LAYERS, same_units=True) == {}
+    narrow = [replace(layer, units=3) for layer in LAYERS]
+    assert decision().left(narrow) == decision()
+    assert set(decision().splits(narrow, same_units=True)) == {2, 4}

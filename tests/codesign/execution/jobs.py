@@ -1,0 +1,112 @@
+"""What processes of tests do: functions that another process can import."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.codesign.link_probe import probe
+from benchmarks.codesign.random_plan import random_plan
+from sparseflow.codesign.execution import Measured, RankExecutor
+from sparseflow.errors import InputError
+from sparseflow.pruning import compact
+from sparseflow.pruning.steps import Steps
+from tests.pruning.models import awake, clips
+
+AST: dict[str, Any] = {"stages": {1: 0.5, 2: 0.3}, "merge": True}
+MODELS: tuple[tuple[str | None, torch.dtype], ...] = (
+    (None, torch.float64), (None, torch.float32), ("ast", torch.float64), ("tome", torch.float64),
+)  # fmt: skip
+"""Selector, dtype."""
+
+Ran = dict[str, Any]
+
+
+def made(case: int) -> Steps:
+    """A model of `MODELS`."""
+    selector, dtype = MODELS[case % len(MODELS)]
+    model = awake(depth=4, seed=case) if selector is None else compact(awake(AST | {"selector": selector}))
+    return Steps(model.to(dtype))
+
+
+def batches(steps: Steps, count: int = 6, size: int = 2) -> list[Tensor]:
+    return [clips(steps.model, size, seed=seed) for seed in range(count)]
+
+
+def planned(case: int, slots: int) -> tuple[list[int], Any]:
+    return random_plan(made(case).describe_layers(2), slots, seed=case, back=case % 2 == 1)
+
+
+def run_all(device: torch.device, *, slots: int, cases: int) -> list[Ran]:
+    """Random plans, one after the other, each with batches of two sizes."""
+    found = []
+    for case in range(cases):
+        steps = made(case)
+        homes, plan = planned(case, slots)
+        with RankExecutor(steps, homes, plan, device=device, timeout_s=60.0) as executor:
+            logits = executor.run([each.to("meta") if executor.slot != homes[0] else each
+                                   for each in batches(steps)])  # fmt: skip
+            moved = dict(executor.moved)
+            more = executor.run(batches(steps, 2, size=3))
+            modules = [executor._model.model, *executor._parts.values()]  # pyright: ignore
+            held = sum(
+                each.numel() * each.element_size() for module in modules for each in module.parameters()
+            )
+            mine: Ran = {
+                "slot": executor.slot, "logits": [each.cpu() for each in logits],
+                "more": [each.cpu() for each in more], "moved": moved, "held": held,
+            }  # fmt: skip
+            if case == 0:
+                mine["measured"] = executor.measure(batches(steps, 1)[0], repeats=3, batches=4, warmup=2)
+                executor.close()
+        found.append(mine)
+    return found
+
+
+def measured(ran: Ran) -> Measured:
+    return ran["measured"]
+
+
+def broken(device: torch.device, *, how: str) -> None:
+    """One process of two fails: before it joins, within a layer, or for good."""
+    steps = made(0)
+    homes = [0] * 5 + [1] * 5
+    mine = int(os.environ["RANK"])
+    if how == "early" and mine == 1:
+        raise ValueError("it could not be made")
+    with RankExecutor(steps, homes, device=device, timeout_s=60.0) as executor:
+        if how == "died" and mine == 1:
+            os._exit(7)
+        if how == "layer" and mine == 1:
+            executor._model.replace_layer(8, torch.nn.Linear(3, 3).double())
+        executor.run(batches(steps))
+
+
+def refused(device: torch.device) -> list[str]:
+    """What is refused, in both processes alike."""
+    steps = made(0)
+    told = []
+    with RankExecutor(steps, [0] * 5 + [1] * 5, device=device, timeout_s=60.0) as executor:
+        for call in (
+            lambda: executor.run([*batches(steps, 1, 2), *batches(steps, 1, 3)]),
+            lambda: executor.measure(batches(steps, 1)[0], batches=1),
+            lambda: RankExecutor(steps, [0] * 5 + [1] * 3 + [2] * 2, device=device),
+        ):
+            try:
+                call()
+            except InputError as error:
+                told.append(str(error))
+        assert executor.run([]) == []
+    return told
+
+
+Link = tuple[dict[str, Any], dict[int, list[float]]]
+
+
+def two(device: torch.device, *, cases: int) -> tuple[list[Ran], list[str], Link]:
+    """All that two processes are good for; to start them takes longer."""
+    link, samples = probe(device, sizes=(1 << 10, 1 << 16), repeats=3, trips=2)
+    return run_all(device, slots=2, cases=cases), refused(device), (link.model_dump(), samples)

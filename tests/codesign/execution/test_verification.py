@@ -1,0 +1,242 @@
+"""Verifying: a plan of the model is exact, one of another model is refused, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.codesign.random_plan import random_plan
+from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.execution import LocalExecutor, verification
+from sparseflow.codesign.execution.rewrite import apply
+from sparseflow.codesign.execution.verification import TOLERANCES, check_model, error_of, verify, whole
+from sparseflow.codesign.workload.splits import RewritePlan, plan_bytes
+from sparseflow.errors import InputError, RunError
+from sparseflow.pruning import compact
+from sparseflow.pruning.steps import Steps
+from tests.pruning.models import awake, clips
+
+AST: dict[str, Any] = {"stages": {1: 0.5, 2: 0.3}, "selector": "ast"}
+
+
+def made(*, seed: int = 0, pruned: bool = False, dtype: torch.dtype = torch.float32, **sizes: Any) -> Steps:
+    model = compact(awake(AST, seed=seed)) if pruned else awake(seed=seed, **sizes)
+    return Steps(model.to(dtype))
+
+
+def planned(steps: Steps, *, seed: int = 0, slots: int = 3, share: float = 0.8, batch: int = 2) -> Decision:
+    """A plan drawn at random, a segment for each layer."""
+    layers = steps.describe_layers(batch)
+    homes, plan = random_plan(layers, slots, seed=seed, share=share)
+    return Decision(
+        chips=("npu-m",) * slots, segments=tuple((layer.name,) for layer in layers), mapping=tuple(homes),
+        positions_mm=((0.0, 0.0),) * slots, rewrite_plan=plan if plan.splits else None,
+    )  # fmt: skip
+
+
+def weights(steps: Steps) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in steps.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_plan_of_the_model_is_exact(dtype: torch.dtype, pruned: bool) -> None:
+    steps = made(pruned=pruned, dtype=dtype, seed=1)
+    decision, samples, before = planned(steps, seed=3), clips(steps.model), weights(steps)
+    assert decision.rewrite_plan is not None
+    found = verify(steps, decision, samples)
+    assert set(found["error"]) == {"rewritten", "local"}
+    assert all(0.0 <= error <= TOLERANCES[dtype] for error in found["error"].values())
+    homes = decision.homes(steps.describe_layers(2))
+    wanted = sum(plan_bytes(steps.describe_layers(2), homes, decision.rewrite_plan).values())
+    assert found["moved_bytes"] == {"planned": wanted, "local": wanted} and wanted > 0
+    assert found["splits"] == len(decision.rewrite_plan.splits) and found["slots"] == 3
+    # The model is left as it was.
+    torch.testing.assert_close(weights(steps), before, rtol=0.0, atol=0.0)
+
+
+def test_without_splits_or_with_one_slot_nothing_is_rounded() -> None:
+    steps = made()
+    for slots, share in ((1, 0.0), (4, 0.0)):
+        decision = planned(steps, slots=slots, share=share)
+        found = verify(steps, decision, clips(steps.model))
+        assert found["error"] == {"rewritten": 0.0, "local": 0.0} and found["splits"] == 0
+        assert (found["moved_bytes"]["local"] == 0) is (slots == 1)
+
+
+@pytest.mark.slow
+def test_processes_for_slots_find_the_same() -> None:
+    steps = made(pruned=True)
+    found = verify(steps, planned(steps, slots=2, seed=2), clips(steps.model), ranks=True)
+    assert set(found["error"]) == set(found["moved_bytes"]) - {"planned"} | {"rewritten"} >= {"ranks"}
+    assert len(set(found["moved_bytes"].values())) == 1
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    steps, samples = made(), clips(made().model)
+    with pytest.raises(InputError, match="10"):
+        verify(steps, planned(made(depth=3)), samples)
+    other = made(num_heads=2, mlp_ratio=4.0)
+    plan = planned(other, seed=1, share=1.0)
+    with pytest.raises(InputError):
+        verify(steps, plan, samples)
+    decision = planned(steps)
+    renamed = replace(decision, segments=(("patches",), *decision.segments[1:]))
+    with pytest.raises(InputError):
+        verify(steps, renamed, samples)
+    before = weights(steps)
+    assert torch.equal(whole(steps, samples), whole(made(), samples))
+    torch.testing.assert_close(weights(steps), before, rtol=0.0, atol=0.0)
+
+
+def test_a_plan_of_nothing_is_refused() -> None:
+    steps = made()
+    with pytest.raises(InputError):
+        verify(steps, replace(planned(steps), segments=(), mapping=()), clips(steps.model))
+
+
+def test_a_split_that_does_not_begin_at_home_is_refused() -> None:
+    steps = made()
+    decision = planned(steps, seed=3)
+    moved = replace(decision, mapping=tuple((slot + 1) % 3 for slot in decision.mapping))
+    with pytest.raises(InputError, match="layer's"):
+        verify(steps, moved, clips(steps.model))
+
+
+def tampered(model: Any, plan: RewritePlan) -> Any:
+    """The rewriting, and then a weight of a part that is no longer what it was."""
+    rewrite = apply(model, plan)
+    with torch.no_grad():
+        next(iter(rewrite.forms.values())).parts[0].weight.view(-1)[0] += 1.0  # pyright: ignore
+    return rewrite
+
+
+def test_weights_of_the_rewritten_model_that_were_tampered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = made()
+    decision = planned(steps, share=1.0, seed=4)  # with the embedding, which is linear
+    assert decision.rewrite_plan is not None and decision.rewrite_plan.splits[0].layer == 0
+    monkeypatch.setattr(verification, "apply", tampered)
+    with pytest.raises(RunError, match="rewritten"):
+        verify(steps, decision, clips(steps.model))
+
+
+def test_weights_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = made()
+
+    def spoils(model: Steps, plan: RewritePlan) -> Any:
+        with torch.no_grad():
+            model.model.blocks[1].attention.proj.bias[0] += 1e-3  # pyright: ignore
+        return apply(model, plan)
+
+    monkeypatch.setattr(verification, "apply", spoils)
+    with pytest.raises(RunError):
+        verify(steps, planned(steps), clips(steps.model))
+
+
+class Lossy(LocalExecutor):
+    """Hands on what is a little off."""
+
+    def run(self, batches: Any) -> list[Tensor]:
+        return [logits + 1e-3 for logits in super().run(batches)]
+
+
+class Silent(LocalExecutor):
+    """Forgets to count one transfer."""
+
+    def run(self, batches: Any) -> list[Tensor]:
+        found = super().run(batches)
+        self.moved[next(iter(self.moved))] -= 4
+        return found
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"), [(Lossy, "local: logits differ by"), (Silent, "local: moved .* planned were")]
+)
+def test_an_executor_that_does_something_else(
+    executor: type[LocalExecutor], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = made()
+    monkeypatch.setattr(verification, "LocalExecutor", executor)
+    with pytest.raises(RunError, match=said):
+        verify(steps, planned(steps), clips(steps.model))
+
+
+def test_logits_that_are_no_numbers_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = made()
+
+    class Nothing(LocalExecutor):
+        def run(self, batches: Any) -> list[Tensor]:
+            return [logits * float("nan") for logits in super().run(batches)]
+
+    monkeypatch.setattr(verification, "LocalExecutor", Nothing)
+    with pytest.raises(RunError):
+        verify(steps, planned(steps), clips(steps.model))
+
+
+def test_errors_are_relative_to_the_largest_or_1() -> None:
+    wanted = torch.tensor([[4.0, -8.0]])
+    assert error_of(wanted + torch.tensor([[0.0, 0.5]]), wanted) == pytest.approx(0.5 / 8.0)
+    assert error_of(torch.tensor([0.25]), torch.tensor([0.125])) == 0.125
+    assert error_of(wanted.bfloat16(), wanted) == 0.0
+
+
+def test_the_whole_is_what_the_model_does() -> None:
+    steps = made(pruned=True, dtype=torch.float64)
+    samples = clips(steps.model)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(steps, samples), steps.model(samples), rtol=0.0, atol=1e-12)
+
+
+def test_the_wings_name_for_it_is_the_function_whatever_was_imported_before() -> None:
+    script = (
+        "import sparseflow.codesign.execution.verification; from sparseflow import codesign; "
+        "codesign.verify.__code__"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tolerances_are_of_every_precision() -> None:
+    assert isinstance(TOLERANCES, Mapping) and list(TOLERANCES.values()) == sorted(TOLERANCES.values())
+
+
+def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
+    # Names are the same, and nothing is split: only what layers cost tells them apart.
+    steps, other = made(), made(mlp_ratio=4.0)
+    decision, samples = planned(steps, share=0.0), clips(other.model)
+    verify(other, decision, samples)
+    told = r"another model: blocks\.0\.perceptron has `flops` .* \(planned: .*`units` 64 \(planned: 32\)"
+    with pytest.raises(InputError, match=told + r".*, and 3 other layers differ; name the model"):
+        verify(other, decision, samples, planned=steps.describe_layers(8))
+    # Batches of another size are no other model, and neither are other weights.
+    verify(made(seed=5), decision, samples, planned=steps.describe_layers(8))
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (made(num_heads=2), "num_heads"), (made(num_classes=9), "flops"),
+        (made(dtype=torch.float64), "precision"), (made(num_frames=8), "seq_len"),
+    ],
+)  # fmt: skip
+def test_whatever_differs_is_named(other: Steps, field: str) -> None:
+    with pytest.raises(InputError, match=rf"`{field}`"):
+        check_model(other, made().describe_layers(4))
+
+
+def test_layers_that_are_missing_are_told() -> None:
+    with pytest.raises(InputError, match="10"):
+        check_model(made(depth=3), made().describe_layers(1))
+    with pytest.raises(InputError, match="0"):
+        check_model(made(), ())
+    # Figures with gradients are figures.
+    layers = [replace(layer, flops=torch.tensor(float(layer.flops), requires_grad=True))
+              for layer in made().describe_layers(2)]  # fmt: skip
+    check_model(made(), layers)

@@ -1,0 +1,93 @@
+"""What is learned on top of the roofline, and that it keeps within what it knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparseflow.codesign.hardware.proxy import FEATURES, LayerProxyModel
+
+COUNT = len(FEATURES)
+
+
+def data(count: int = 120, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features, of which all but six never change, and what depends on two of them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.zeros(count, COUNT, dtype=torch.float64)
+    x[:, :6] = torch.rand(count, 6, generator=generator, dtype=torch.float64) * 4.0
+    y = torch.full((count, 3), float("nan"), dtype=torch.float64)
+    y[:, 0] = 0.5 * torch.sin(x[:, 0]) + 0.2 * x[:, 1]
+    return x, y
+
+
+def test_it_says_nothing_before_it_has_learned() -> None:
+    x, _ = data(5)
+    assert torch.equal(LayerProxyModel()(x), torch.zeros(5, 3, dtype=torch.float64))
+
+
+def test_it_learns() -> None:
+    model, (x, y) = LayerProxyModel(), data(200)
+    model.learn(x, y)
+    new, wanted = data(100, seed=1)
+    inside = ((new >= x.min(0).values) & (new <= x.max(0).values)).all(-1)
+    found = model(new)[inside, 0]
+    assert float((found - wanted[inside, 0]).abs().median()) < 0.05
+    # Memory and power were not measured, so nothing is said about them.
+    assert torch.equal(model(new)[:, 1:], torch.zeros(100, 2, dtype=torch.float64))
+
+
+def test_noise_teaches_little() -> None:
+    model, (x, y) = LayerProxyModel(), data()
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    y[:, 0] = 0.3 * noise
+    model.learn(x, y)
+    new, _ = data(100, seed=1)
+    assert float(model(new)[:, 0].abs().mean()) < 0.1
+
+
+def test_far_from_what_was_measured_nothing_is_left() -> None:
+    model, (x, y) = LayerProxyModel(), data()
+    model.learn(x, y)
+    assert float(model(x)[:, 0].abs().mean()) > 0.1
+    for column, far in ((0, 14.0), (1, -10.0), (COUNT - 1, 1.0)):
+        beyond = x.clone()
+        beyond[:, column] = far
+        assert float(model(beyond).abs().max()) < 1e-3
+    # It fades on the way there, and never grows.
+    steps = x[:1].repeat(50, 1)
+    steps[:, 0] = torch.linspace(4.0, 12.0, 50)
+    told = model(steps)[:, 0].abs()
+    assert bool((told.diff() <= 1e-12).all())
+
+
+def test_it_is_bounded_by_what_was_seen() -> None:
+    model, (x, y) = LayerProxyModel(), data()
+    model.learn(x, y)
+    generator = torch.Generator().manual_seed(3)
+    anything = torch.randn(500, COUNT, generator=generator, dtype=torch.float64) * 10.0
+    most = float(y[:, 0].abs().max())
+    assert float(model(anything)[:, 0].abs().max()) <= 1.25 * most + 1e-9
+    assert bool(torch.isfinite(model(anything)).all())
+
+
+def test_a_seed_decides_all() -> None:
+    x, y = data(40)
+    state = torch.random.get_rng_state()
+    found = []
+    for seed in (1, 1, 2):
+        model = LayerProxyModel(members=2, hidden=8)
+        model.learn(x, y, decays=(1.0,), steps=20, seed=seed)
+        found.append(model(x))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_members_leave_out_whole_groups(grouped: bool) -> None:
+    model = LayerProxyModel(members=3)
+    groups = [at // 2 for at in range(12)] if grouped else list(range(12))
+    left_out = model._left_out(groups, torch.Generator().manual_seed(0))
+    assert left_out.sum(0).tolist() == [1] * 12
+    if grouped:
+        assert torch.equal(left_out[:, 0::2], left_out[:, 1::2])
+    assert left_out.sum(1).tolist() == [4, 4, 4]

@@ -1,0 +1,345 @@
+"""The chip library: what ships, what is refused and how that is said, and any content at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+pytest.importorskip("yaml")
+
+from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType, Link, library_of, read_library
+from sparseflow.core.config import read_config_file
+from sparseflow.errors import FileFormatError, InputError
+
+CHIP: dict[str, Any] = {
+    "name": "npu", "peak_flops": 2.0e13, "peak_bw": 4.0e11, "mem_gb": 8, "area_mm2": 100, "tdp_w": 30,
+}  # fmt: skip
+LINK: dict[str, Any] = {"name": "ucie", "bandwidth": 6.4e10, "latency_us": 0.1}
+MORE_THAN_ZERO = {"chips": ("peak_flops", "peak_bw", "mem_gb", "area_mm2", "tdp_w"), "links": ("bandwidth",)}
+NOT_BELOW_ZERO = {
+    "chips": ("idle_w",), "links": ("latency_us", "latency_us_per_mm", "pj_per_bit", "pj_per_bit_mm"),
+}  # fmt: skip
+FIGURES = [(kind, name) for each in (MORE_THAN_ZERO, NOT_BELOW_ZERO) for kind in each for name in each[kind]]
+
+
+def content(kind: str = "chips", at: int = 1, /, **changes: Any) -> dict[str, Any]:
+    """A library of two chips and two links, with an entry changed; None takes a field away."""
+    found = {
+        "chips": [CHIP | {"name": "small"}, dict(CHIP)], "links": [LINK | {"name": "slow"}, dict(LINK)],
+    }  # fmt: skip
+    for name, value in changes.items():
+        found[kind][at][name] = value
+        if value is None:
+            del found[kind][at][name]
+    return found
+
+
+def test_the_shipped_library_is_consistent() -> None:
+    library = read_library()
+    assert {chip.name for chip in library.chips} >= {"npu-s", "npu-m", "npu-l", "memory-m", "a100", "h200"}
+    for chip in library.chips:
+        width, height = chip.size_mm
+        assert width * height == pytest.approx(chip.area_mm2, rel=0.01)
+        # No die is larger than a reticle, 26 x 33 mm, or hotter than 1.5 W/mm2.
+        assert chip.area_mm2 <= 858.0 and max(width, height) <= 33.0
+        assert 0.0 < chip.idle_w < chip.tdp_w < 1.5 * chip.area_mm2
+        # FLOP for a byte, and FLOP for a joule, of any accelerator since 2015.
+        assert 1.0 < chip.peak_flops / chip.peak_bw < 1000.0
+        assert 1e11 < chip.peak_flops / chip.tdp_w < 1e13
+        assert chip.source
+    for link in library.links:
+        assert 0.1 <= link.pj_per_bit <= 50.0 and 1e9 <= link.bandwidth <= 1e12
+        # A memory is faster than a wire to another chip.
+        assert link.bandwidth < max(chip.peak_bw for chip in library.chips)
+        # Nothing is faster than light, 3.3 ps a mm.
+        assert link.latency_us_per_mm == 0.0 or link.latency_us_per_mm >= 3.3e-6
+
+
+def test_shipped_chips_have_the_figures_of_their_data_sheets() -> None:
+    library = read_library()
+    a100, h200 = library.chip("a100"), library.chip("h200")
+    assert (a100.peak_flops, a100.peak_bw, a100.mem_gb, a100.tdp_w) == (312e12, 2039e9, 80.0, 400.0)
+    assert (h200.peak_flops, h200.peak_bw, h200.mem_gb, h200.tdp_w) == (989e12, 4.8e12, 141.0, 700.0)
+    assert (a100.area_mm2, h200.area_mm2) == (826.0, 814.0)
+    assert library.link("nvlink4").bandwidth == 450e9  # 900 GB/s, both ways together
+    assert all("data sheet" in chip.source for chip in (a100, h200))
+
+
+def test_larger_shipped_chips_do_more() -> None:
+    library = read_library()
+    sizes = [library.chip(f"npu-{size}") for size in "sml"]
+    for name in (*MORE_THAN_ZERO["chips"], "idle_w"):
+        figures = [getattr(chip, name) for chip in sizes]
+        assert figures == sorted(set(figures)), name
+    memory, npu = library.chip("memory-m"), library.chip("npu-m")
+    assert memory.peak_bw > npu.peak_bw and memory.peak_flops < npu.peak_flops
+
+
+def test_shipped_settings_name_what_the_shipped_library_has() -> None:
+    hardware = read_config_file("version_c", package="sparseflow.codesign", extra="codesign")["hardware"]
+    library = read_library()
+    assert [library.chip(name).name for name in hardware["chips"]] == hardware["chips"]
+    assert library.chip(hardware["first"]).name in hardware["chips"]
+    assert library.link(hardware["link"]).name == hardware["link"]
+
+
+def test_a_file_is_read_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "chips:\n"
+        "  - {name: npu, peak_flops: 2e13, peak_bw: 4.0e11, mem_gb: 8, area_mm2: 100, tdp_w: 30}\n"
+        "  - {name: long, peak_flops: 1, peak_bw: 2, mem_gb: 3, area_mm2: 50, tdp_w: 5, idle_w: 5,\n"
+        "     size: [5, 10], source: measured}\n"
+        "links:\n"
+        "  - {name: ucie, bandwidth: 6.4e10, latency_us: 0}\n"
+    )
+    library = read_library(file)
+    npu, long = library.chips
+    assert npu.model_dump() == CHIP | {"idle_w": 0.0, "size": None, "source": "illustrative"}
+    assert npu.size_mm == (10.0, 10.0) and long.size_mm == (5.0, 10.0)
+    assert (long.idle_w, long.tdp_w, long.source) == (5.0, 5.0, "measured")
+    assert library.links[0].model_dump() == {
+        "name": "ucie", "bandwidth": 6.4e10, "latency_us": 0.0, "latency_us_per_mm": 0.0, "pj_per_bit": 0.0,
+        "pj_per_bit_mm": 0.0, "source": "illustrative",
+    }  # fmt: skip
+    assert read_library(str(file)) == library
+    assert library_of(json.loads(library.model_dump_json())) == library
+
+
+def test_entries_cannot_be_changed() -> None:
+    library = library_of(content())
+    for entry, name in ((library.chips[0], "tdp_w"), (library.links[0], "bandwidth"), (library, "chips")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(entry, name, 1.0)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are() -> None:
+    library = library_of(content())
+    assert library.chip("npu").name == "npu" and library.link("slow").name == "slow"
+    with pytest.raises(InputError, match="'ucie'"):
+        library.chip("ucie")
+    with pytest.raises(InputError, match="has"):
+        library.link("")
+
+
+def test_a_refusal_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(content(tdp_w=0)))
+    with pytest.raises(FileFormatError, match=r"chips\.1\.tdp_w"):
+        read_library(file)
+    with pytest.raises(InputError, match=r".*gone\.yaml"):
+        read_library(tmp_path / "gone.yaml")
+    file.write_text("[1, 2]")
+    with pytest.raises(FileFormatError, match=r"mine\.yaml"):
+        read_library(file)
+    with pytest.raises(FileFormatError, match="chips"):
+        read_library("version_c")
+
+
+@pytest.mark.parametrize("name", ["name", *MORE_THAN_ZERO["chips"]])
+def test_a_chip_that_lacks_a_field_is_refused(name: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"chips\.1\.{name}"):
+        library_of(content(**{name: None}))
+
+
+@pytest.mark.parametrize("name", ["name", "bandwidth", "latency_us"])
+def test_a_link_that_lacks_a_field_is_refused(name: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"links\.0\.{name}"):
+        library_of(content("links", 0, **{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("chips", "peak_flop"), ("links", "bandwith"), ("chips", "size_mm")]
+)
+def test_an_unknown_field_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"{kind}\.1\.{name}"):
+        library_of(content(kind, **{name: 1.0}))
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(FileFormatError, match="routers"):
+        library_of(content() | {"routers": []})
+
+
+@pytest.mark.parametrize(("kind", "name"), FIGURES)
+@pytest.mark.parametrize(
+    "value", [-1.0, -1e-300, math.nan, math.inf, -math.inf, "nan", "fast", [1.0], {}, 10**400]
+)
+def test_a_figure_that_is_none_is_refused(kind: str, name: str, value: Any) -> None:
+    with pytest.raises(FileFormatError, match=rf"{kind}\.1\.{name}"):
+        library_of(content(kind, **{name: value}))
+
+
+@pytest.mark.parametrize(("kind", "name"), FIGURES)
+def test_zero_is_refused_where_something_is_divided_by_it(kind: str, name: str) -> None:
+    changed = content(kind, **{name: 0.0})
+    if name in MORE_THAN_ZERO[kind]:
+        with pytest.raises(FileFormatError, match=rf"{kind}\.1\.{name}"):
+            library_of(changed)
+    else:
+        assert getattr(getattr(library_of(changed), kind)[1], name) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["chips", "links"])
+@pytest.mark.parametrize("name", ["", 3, ["npu"], True])
+def test_a_name_that_is_none_is_refused(kind: str, name: Any) -> None:
+    with pytest.raises(FileFormatError, match=rf"{kind}\.1\.name"):
+        library_of(content(kind, name=name))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("chips", "small"), ("links", "slow")])
+def test_a_name_that_is_taken_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"{kind}"):
+        library_of(content(kind, name=name))
+
+
+def test_a_chip_and_a_link_may_have_the_same_name() -> None:
+    library = library_of(content("links", name="npu"))
+    assert isinstance(library.chip("npu"), ChipType) and isinstance(library.link("npu"), Link)
+
+
+def test_more_watts_at_rest_than_at_work_are_refused() -> None:
+    with pytest.raises(FileFormatError, match=r"chips\.1: .*idle_w \(=31.0\)"):
+        library_of(content(idle_w=31))
+    assert library_of(content(idle_w=30)).chips[1].idle_w == 30.0
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ([-10, -10], "must be two positive numbers"),
+        ([0, 10], "must be two positive numbers"),
+        ([10, 11], "has 110 mm2, and area_mm2 is 100"),
+        ([1e200, 1e200], "has inf mm2"),
+        ([10], "Field required"),
+        ([10, 10, 1], "at most 2"),
+        ([math.nan, 10], "finite"),
+        ("10x10", "tuple"),
+    ],
+)
+def test_a_size_that_is_not_the_area_is_refused(size: Any, message: str) -> None:
+    with pytest.raises(FileFormatError, match=rf"chips\.1.*{message}"):
+        library_of(content(size=size))
+
+
+def test_a_size_may_be_rounded() -> None:
+    assert library_of(content(size=[12.5, 8.05])).chips[1].size_mm == (12.5, 8.05)
+
+
+@pytest.mark.parametrize("part", ["chips", "links"])
+@pytest.mark.parametrize("value", [[], {}, "npu", None, 3, [3], [None]])
+def test_a_part_without_entries_is_refused(part: str, value: Any) -> None:
+    with pytest.raises(FileFormatError, match=rf"{part}"):
+        library_of(content() | {part: value})
+
+
+def test_a_library_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "round.yaml"
+    file.write_text("&all\nchips: *all\nlinks: *all\n")
+    with pytest.raises(FileFormatError):
+        read_library(file)
+    file.write_text("chips: &all [*all]\nlinks: *all\n")
+    with pytest.raises(FileFormatError):
+        read_library(file)
+
+
+def usable(library: ChipLibrary) -> None:
+    """What all that stands on a library takes for granted."""
+    for kind, names in MORE_THAN_ZERO.items():
+        entries = getattr(library, kind)
+        assert entries and len({entry.name for entry in entries}) == len(entries)
+        for entry in entries:
+            assert all(0.0 < getattr(entry, name) < math.inf for name in names)
+            assert all(0.0 <= getattr(entry, name) < math.inf for name in NOT_BELOW_ZERO[kind])
+    for chip in library.chips:
+        assert all(0.0 < side < math.inf for side in chip.size_mm)
+        assert chip.idle_w <= chip.tdp_w
+
+
+ANYTHING = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.dates(),
+        st.binary(max_size=5), st.sampled_from(["npu", "1e12", "nan", 0, 1, [10, 10], {}]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["chips", "links", *CHIP, 3]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = {
+    "chips": [*CHIP, "idle_w", "size", "source", "other", 3],
+    "links": [*LINK, "latency_us_per_mm", "pj_per_bit", "source", "other", 3],
+}
+
+
+@st.composite
+def nearly(draw: st.DrawFn) -> Any:
+    """A library in which a few fields or parts hold anything."""
+    found: Any = copy.deepcopy(content())
+    for _ in range(draw(st.integers(0, 3))):
+        kind, at = draw(st.sampled_from(["chips", "links"])), draw(st.integers(0, 1))
+        if draw(st.booleans()) and isinstance(found.get(kind), list) and isinstance(found[kind][at], dict):
+            found[kind][at][draw(st.sampled_from(FIELDS[kind]))] = draw(ANYTHING)
+        else:
+            found[draw(st.sampled_from(["chips", "links", "other", 3]))] = draw(ANYTHING)
+            break
+    return found
+
+
+@given(st.one_of(nearly(), ANYTHING))
+@budget(max_examples=300, deadline=None)
+def test_any_content_is_a_library_or_refused(found: Any) -> None:
+    try:
+        library = library_of(found)
+    except FileFormatError as error:
+        assert "cannot be used" in str(error)
+    else:
+        usable(library)
+
+
+@given(
+    nearly(),
+    st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from("[]{}:,-#&*!|>'\"%@` \n\té0e.")), max_size=3),
+)
+@budget(max_examples=200, deadline=None)
+def test_any_damage_to_a_file_leaves_a_library_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, found: Any, damage: list[tuple[int, str]]
+) -> None:
+    import yaml
+
+    text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+    for at, character in damage:
+        place = at % (len(text) + 1)
+        text = text[:place] + character + text[place + 1 :]
+    file = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        library = read_library(file)
+    except InputError as error:
+        assert "damaged.yaml" in str(error)
+    else:
+        usable(library)
+
+
+def test_an_entry_is_told_by_its_name_where_it_has_one() -> None:
+    content = read_library().model_dump(mode="json")
+    content["chips"][2]["tdp_w"] = -1.0
+    with pytest.raises(FileFormatError, match=r"chips\.2\.tdp_w"):
+        library_of(content)
+    content = read_library().model_dump(mode="json")
+    del content["links"][1]["bandwidth"]
+    with pytest.raises(FileFormatError, match=r"links\.1\.bandwidth"):
+        library_of(content)
+    content["links"][1] = 3
+    with pytest.raises(FileFormatError, match=r"links\.1"):
+        library_of(content)

@@ -1,0 +1,393 @@
+"""L_hw: what it is for chips that are decided, where its gradients lead, and what each lambda does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseflow.codesign.design.config import Lambdas
+from sparseflow.codesign.design.decision import Decision, Reference
+from sparseflow.codesign.design.hardware import Hardware
+from sparseflow.codesign.hardware.network import Network
+from sparseflow.codesign.hardware.proxy import LayerHwProxy
+from sparseflow.codesign.hardware.slots import ChipSlotConfig
+from sparseflow.codesign.joint.hw_loss import EMPTY_COST, SMOOTHNESS, Placement, compute_hw_loss
+from sparseflow.codesign.partition.objective import PartCosts, Weights, evaluate
+from sparseflow.codesign.workload.layers import number
+from sparseflow.codesign.workload.splits import Split
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import InputError, RunError
+from tests.codesign.toys import chain, hardware
+
+TERMS = {
+    "latency_ms": "lambda_T", "energy_mj": "lambda_E", "mem_over": "lambda_mem", "area_mm2": "lambda_area",
+    "chips": "lambda_chip", "layout": "lambda_layout",
+}  # fmt: skip
+ONE = Reference(latency_ms=1.0, energy_mj=1.0, area_mm2=1.0)
+NOTHING = dict.fromkeys(TERMS.values(), 0.0)
+
+
+def only(**lambdas: float) -> Lambdas:
+    return Lambdas(**NOTHING | lambdas)
+
+
+def holding(hw: Hardware, chips: Sequence[str | None], **others: Any) -> ChipSlotConfig:
+    config = ChipSlotConfig(hw.chips, len(chips), **others)
+    config.hold(chips)
+    return config
+
+
+def placed(hw: Hardware, homes: Sequence[int], splits: Any = None) -> Placement:
+    return Placement(homes=tuple(homes), splits=splits or {}, mode=hw.settings.mapping.mode)
+
+
+def loss_of(
+    hw: Hardware,
+    layers: Sequence[LayerNode],
+    slots: ChipSlotConfig,
+    homes: Sequence[int],
+    *,
+    lambdas: Lambdas | None = None,
+    splits: Any = None,
+    **others: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return compute_hw_loss(
+        layers, slots, placed(hw, homes, splits), hw.network(hw.places.grid()), hw.proxy,
+        hw.lambdas if lambdas is None else lambdas, hw.reference or ONE, **others,
+    )  # fmt: skip
+
+
+def by_name(layers: Sequence[LayerNode], hw: Hardware, chips: Any, homes: Sequence[int]) -> Decision:
+    """A decision whose segments are single layers."""
+    return Decision(
+        chips=tuple(chips), segments=tuple((layer.name,) for layer in layers), mapping=tuple(homes),
+        positions_mm=hw.places.grid(),
+    )  # fmt: skip
+
+
+CHOICES = [
+    (("npu-m", "npu-m", "npu-m"), (0, 0, 1, 1, 2, 2)),
+    (("npu-s", "memory-m", "npu-m"), (2, 1, 0, 1, 2, 0)),
+    (("npu-m", None, "npu-s"), (0, 2, 2, 0, 0, 2)),
+    ((None, "memory-m", None), (1,) * 6),
+]
+
+
+@pytest.mark.parametrize(("chips", "homes"), CHOICES)
+@pytest.mark.parametrize("mode", ["serial", "balanced"])
+def test_chips_that_are_decided_cost_what_a_decision_does(
+    mode: str, chips: tuple[str | None, ...], homes: tuple[int, ...]
+) -> None:
+    hw, layers = hardware(mapping={"mode": mode}), chain(seed=1)
+    hw.begin(layers)
+    decision = by_name(layers, hw, chips, homes)
+    priced = hw.price(layers, decision)
+    slots = holding(hw, chips)
+    layout = hw.layout_loss(layers, decision, 1.0 - slots()[0][:, -1])
+    loss, terms = loss_of(hw, layers, slots, homes, layout=layout)
+    assert number(terms["area_mm2"]) == pytest.approx(priced.area_mm2)
+    assert number(terms["chips"]) == pytest.approx(priced.chips)
+    assert number(terms["layout"]) == pytest.approx(priced.layout, rel=1e-4)
+    assert number(terms["mem_over"]) == 0.0
+    latency = number(terms["latency_ms"])
+    if mode == "serial":
+        assert latency == pytest.approx(priced.stats.serial_ms, rel=1e-12)
+        assert number(terms["energy_mj"]) == pytest.approx(priced.stats.energy_mj, rel=1e-12)
+        assert number(loss) == pytest.approx(priced.objective, rel=1e-4)
+    else:
+        off = SMOOTHNESS * math.log(hw.slots)
+        assert latency == pytest.approx(priced.stats.period_ms, rel=off)
+        assert number(terms["energy_mj"]) == pytest.approx(priced.stats.energy_mj, rel=off)
+
+
+def test_a_draw_is_one_of_the_chips_there_are() -> None:
+    hw, layers, homes = hardware(mapping={"mode": "serial"}), chain(), (0,) * 6
+    wanted = []
+    for name in ("npu-s", "npu-m", "memory-m"):
+        hw.begin(layers)
+        wanted.append(hw.price(layers, by_name(layers, hw, (name,) * 3, homes)).stats.serial_ms)
+    slots = ChipSlotConfig(hw.chips, 3)
+    with torch.no_grad():
+        slots.logits[:, -1] = -50.0  # never empty
+    found = set()
+    for seed in range(20):
+        drawn = torch.Generator().manual_seed(seed)
+        latency = number(loss_of(hw, layers, slots, homes, generator=drawn)[1]["latency_ms"])
+        found.add(min(range(3), key=lambda at: abs(wanted[at] - latency)))
+        assert min(abs(each - latency) for each in wanted) < 1e-12
+    assert found == {0, 1, 2}
+
+
+def test_the_same_draw_gives_the_same_loss() -> None:
+    hw, layers = hardware(), chain()
+    slots = ChipSlotConfig(hw.chips, 3, hard=False)
+    losses = [
+        float(loss_of(hw, layers, slots, (0, 0, 1, 1, 2, 2), generator=g)[0].detach())
+        for g in (torch.Generator().manual_seed(3), torch.Generator().manual_seed(3), None, None)
+    ]
+    assert losses[0] == losses[1] and losses[2] == losses[3] and losses[0] != losses[2]
+
+
+def test_a_slot_that_is_empty_costs_more_than_the_slowest_chip() -> None:
+    hw, layers, homes = hardware(mapping={"mode": "serial"}), chain(), (0,) * 6
+    table = hw.proxy.table(layers, hw.chips)["lat_ms"]
+    _, terms = loss_of(hw, layers, holding(hw, (None,) * 3), homes, lambdas=only(lambda_T=1.0))
+    assert number(terms["latency_ms"]) == pytest.approx(EMPTY_COST * table.max(1).sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["serial", "balanced"])
+@pytest.mark.parametrize("joins", [False, True])
+def test_parts_cost_their_shares(mode: str, joins: bool) -> None:
+    hw, layers = hardware(mapping={"mode": mode}), chain(seed=2)
+    chips, homes = ("npu-m", "npu-s", "memory-m"), (0, 0, 1, 1, 1, 2)
+    at = 0 if joins else 2
+    units, places = layers[at].units, (0, 1) if joins else (1, 0, 2)
+    sizes = (units // 3, units - units // 3) if joins else (units - 7, 3, 4)
+    assert layers[at].split_joins is joins
+    split = Split(layer=at, permutation=tuple(range(units)), sizes=sizes, slots=places)
+    costs = hw.planner.costs(layers, [hw.library.chip(name) for name in chips], hw.network(hw.places.grid()))
+    shares = [size / units for size in sizes]
+    parts = PartCosts(
+        latency_ms=tuple(
+            share * costs.latency_ms[at, slot] for share, slot in zip(shares, places, strict=True)
+        ),
+        power_w=tuple(costs.power_w[at, slot] for slot in places),
+        memory_mb=tuple(share * costs.memory_mb[at] for share in shares),
+    )
+    wanted = evaluate(costs, homes, {at: (split, parts)}, Weights(mode=hw.settings.mapping.mode))
+    _, terms = loss_of(hw, layers, holding(hw, chips), homes, splits={at: split})
+    if mode == "serial":
+        assert number(terms["latency_ms"]) == pytest.approx(wanted.serial_ms, rel=1e-12)
+        assert number(terms["energy_mj"]) == pytest.approx(wanted.energy_mj, rel=1e-12)
+    else:
+        assert number(terms["latency_ms"]) == pytest.approx(wanted.period_ms, rel=0.06)
+
+
+def test_gradients_reach_every_slots_logits() -> None:
+    hw, layers = hardware(), chain()
+    slots = ChipSlotConfig(hw.chips, 3)
+    loss, _ = loss_of(hw, layers, slots, (0, 0, 1, 1, 2, 2))
+    loss.backward()
+    gradient = slots.logits.grad
+    assert gradient is not None and torch.isfinite(gradient).all() and (gradient.abs().amax(1) > 0).all()
+    # Softmax does not see a constant.
+    torch.testing.assert_close(gradient.sum(1), torch.zeros(3), atol=1e-5, rtol=0.0)
+
+
+def gated(layers: Sequence[LayerNode], gates: Tensor) -> list[LayerNode]:
+    return [
+        replace(layer, flops=layer.flops * gate, bytes=layer.bytes * gate)
+        for layer, gate in zip(layers, gates, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["serial", "balanced"])
+@pytest.mark.parametrize("term", ["latency_ms", "energy_mj"])
+def test_gradients_reach_every_gate(mode: str, term: str) -> None:
+    hw, layers = hardware(mapping={"mode": mode}), chain()
+    gates = torch.full((6,), 0.5, requires_grad=True)
+    _, terms = loss_of(hw, gated(layers, gates), holding(hw, ("npu-m",) * 3), (0, 0, 1, 1, 2, 2))
+    (gradient,) = torch.autograd.grad(terms[term], gates)
+    assert torch.isfinite(gradient).all() and (gradient != 0.0).all()
+    if mode == "serial":
+        assert (gradient > 0.0).all()
+
+
+def test_a_gate_alone_moves_operations_or_bytes() -> None:
+    hw, layers = hardware(mapping={"mode": "serial"}), chain()
+    for name in ("flops", "bytes"):
+        gate = torch.ones((), requires_grad=True)
+        soft = [replace(layer, **{name: gate * getattr(layer, name)}) for layer in layers]
+        loss, _ = loss_of(hw, soft, ChipSlotConfig(hw.chips, 3), (0, 1, 2, 0, 1, 2))
+        loss.backward()
+        assert gate.grad is not None and float(gate.grad) > 0.0, name
+
+
+@pytest.mark.parametrize("lambdas", [only(**{name: 1.0}) for name in TERMS.values()] + [Lambdas()])
+def test_soft_gradients_are_those_of_differences(lambdas: Lambdas) -> None:
+    # In serial mode: the smooth maximum's own scale is held still.
+    hw, layers = hardware(mapping={"mode": "serial"}), chain(seed=3)
+    decision = hw.begin(layers)
+    # So little memory that every slot has too little of it.
+    fat = [replace(layer, memory_bytes=layer.memory_bytes + 2 * 10**9) for layer in layers]
+    slots = ChipSlotConfig(hw.chips, 3, hard=False, tau=0.9).double()
+    generator = torch.Generator().manual_seed(0)
+    where = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    gates = (0.5 + torch.rand(6, generator=generator, dtype=torch.float64)).requires_grad_()
+
+    def value() -> Tensor:
+        layout = hw.layout_loss(layers, decision, 1.0 - slots()[0][:, -1])
+        return loss_of(hw, gated(fat, gates), slots, (0, 1, 1, 2, 0, 2), lambdas=lambdas, layout=layout)[0]
+
+    with torch.no_grad():
+        slots.logits.copy_(where)
+    value().backward()
+    step = 1e-4
+    for parameter in (slots.logits, gates):
+        assert parameter.grad is not None
+        for at in range(parameter.numel()):
+            with torch.no_grad():
+                ends = []
+                for sign in (1.0, -1.0):
+                    parameter.view(-1)[at] += sign * step
+                    ends.append(float(value()))
+                    parameter.view(-1)[at] -= sign * step
+            slope = (ends[0] - ends[1]) / (2 * step)
+            found = float(parameter.grad.view(-1)[at])
+            # The layout is computed in float32.
+            assert found == pytest.approx(slope, rel=1e-3, abs=3e-3 if lambdas.lambda_layout else 1e-6)
+
+
+def test_of_a_layout_gradients_reach_the_probability_of_empty() -> None:
+    hw, layers = hardware(), chain()
+    decision = by_name(layers, hw, ("npu-m",) * 3, (0, 0, 1, 1, 2, 2))
+    slots = ChipSlotConfig(hw.chips, 3, hard=False)
+    layout = hw.layout_loss(layers, decision, 1.0 - slots()[0][:, -1])
+    loss, terms = loss_of(
+        hw, layers, slots, (0, 0, 1, 1, 2, 2), lambdas=only(lambda_layout=2.0), layout=layout
+    )
+    assert number(loss) == pytest.approx(2.0 * number(terms["layout"]), rel=1e-6)
+    loss.backward()
+    assert slots.logits.grad is not None
+    assert (slots.logits.grad[:, -1] < 0.0).all() and (slots.logits.grad[:, :-1] > 0.0).all()
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_each_lambda_weighs_its_own_term(name: str) -> None:
+    hw, layers = hardware(), chain()
+    reference = Reference(latency_ms=3.0, energy_mj=5.0, area_mm2=7.0)
+    scale = {"latency_ms": 3.0, "energy_mj": 5.0, "area_mm2": 7.0, "chips": 3.0}.get(name, 1.0)
+    fat = [replace(layer, memory_bytes=10**9) for layer in layers]
+    slots = ChipSlotConfig(hw.chips, 3, hard=False)
+    for value in (0.0, 1.0, 2.5):
+        loss, terms = compute_hw_loss(
+            fat, slots, placed(hw, (0,) * 6), hw.network(hw.places.grid()), hw.proxy,
+            only(**{TERMS[name]: value}), reference, layout=torch.tensor(0.75),
+        )  # fmt: skip
+        assert set(terms) == set(TERMS) and number(terms[name]) > 0.0
+        assert number(loss) == pytest.approx(value * number(terms[name]) / scale)
+
+
+def test_what_is_over_the_memory_counts_and_leads_to_the_chip_that_has_more() -> None:
+    hw, layers, homes = hardware(), chain(), (0,) * 6
+    for total_mb, over in ((900.0, 0.0), (1500.0, 0.25), (6000.0, 25.0)):
+        fat = [replace(layer, memory_bytes=round(total_mb * 1e6 / 6)) for layer in layers]
+        _, terms = loss_of(hw, fat, holding(hw, ("npu-s", None, None)), homes)  # 1 GB
+        assert number(terms["mem_over"]) == pytest.approx(over, rel=1e-5)
+    slots = holding(hw, ("npu-s",) * 3)
+    loss, _ = loss_of(hw, fat, slots, homes, lambdas=only(lambda_mem=1.0))
+    loss.backward()
+    assert slots.logits.grad is not None
+    small, middle, large, _ = slots.logits.grad[0].tolist()
+    assert large < middle < 0.0 < small and not slots.logits.grad[1:].any()
+
+
+def test_a_draw_that_leaves_a_needed_slot_empty_does_not_end_learning() -> None:
+    hw, layers, homes = hardware(), chain(), (0, 0, 1, 1, 2, 2)
+    slots = ChipSlotConfig(hw.chips, 3, tau=2.0)
+    optimizer = torch.optim.Adam(slots.parameters(), lr=0.1)
+
+    def stepped(generator: torch.Generator | None) -> Tensor:
+        optimizer.zero_grad()
+        loss_of(hw, layers, slots, homes, generator=generator)[0].backward()
+        before = slots.logits.detach().clone()
+        optimizer.step()
+        return (slots.logits.detach() - before).abs().amax(1)
+
+    emptied = set()
+    for seed in range(12):
+        drawn, _ = slots(torch.Generator().manual_seed(seed))
+        emptied |= set(torch.nonzero(drawn[:, -1] > 0.5).flatten().tolist())
+        stepped(torch.Generator().manual_seed(seed))
+    assert emptied == {0, 1, 2}
+    moved = stepped(torch.Generator().manual_seed(100))
+    assert (moved > 0.0).all(), f"slots stand still for good: {moved.tolist()}"
+
+
+def test_a_draw_that_leaves_a_needed_slot_empty_does_not_drown_the_rest() -> None:
+    hw, layers = hardware(), chain()
+    full, _ = loss_of(hw, layers, holding(hw, ("npu-m",) * 3), (0, 0, 1, 1, 2, 2))
+    empty, _ = loss_of(hw, layers, holding(hw, ("npu-m", "npu-m", None)), (0, 0, 1, 1, 2, 2))
+    # What float32 adds to the task's loss without wiping it out, whatever lambda is.
+    assert 1.0 < number(empty) / number(full) < 1e5
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6, 0.3])
+def test_less_work_on_a_slot_is_never_slower(share: float) -> None:
+    # Slot 0 has the most work, slot 1 a share of it.
+    hw, layers = hardware(), chain()
+    first, second = (replace(layers[2], id=at, traffic_in_bytes=0) for at in (0, 1))
+    latencies = []
+    for gate in (share, share - 0.05):
+        soft = [first, replace(second, flops=second.flops * gate, bytes=second.bytes * gate)]
+        nothing = Network.all_to_all(hw.library.link("interposer").model_copy(update={"latency_us": 0.0,
+                                     "latency_us_per_mm": 0.0}), torch.zeros(3, 3).numpy())  # fmt: skip
+        _, terms = compute_hw_loss(
+            soft, holding(hw, ("npu-m",) * 3), placed(hw, (0, 1)), nothing, hw.proxy, hw.lambdas, ONE
+        )
+        latencies.append(number(terms["latency_ms"]))
+    assert latencies[1] <= latencies[0] * (1 + 1e-12)
+
+
+class Broken(LayerHwProxy):
+    """Tells NaN for one figure."""
+
+    wrong: str
+    value: float
+
+    def predict_grid(self, layers: Any, devices: Any) -> dict[str, Tensor]:
+        found = LayerHwProxy.analytic().predict_grid(layers, devices)
+        return found | {self.wrong: found[self.wrong] * self.value}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("figure", "term"), [("lat_ms", "latency_ms"), ("power_w", "energy_mj"), ("mem_mb", "mem_over")]
+)
+def test_a_loss_that_is_not_finite_names_its_term(figure: str, term: str, value: float) -> None:
+    hw, layers = hardware(mapping={"mode": "serial"}), chain()
+    proxy = Broken.__new__(Broken)
+    proxy.wrong, proxy.value = figure, value
+    with pytest.raises(RunError, match=rf"finite: .*{term} ="):
+        compute_hw_loss(
+            layers, holding(hw, ("npu-m",) * 3), placed(hw, (0,) * 6), hw.network(hw.places.grid()), proxy,
+            hw.lambdas, ONE,
+        )  # fmt: skip
+
+
+def test_a_layout_that_is_not_finite_is_told_too() -> None:
+    hw, layers = hardware(), chain()
+    with pytest.raises(RunError, match="="):
+        loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0,) * 6, layout=torch.tensor(math.nan))
+
+
+def test_sizes_must_agree() -> None:
+    hw, layers = hardware(), chain()
+    with pytest.raises(InputError, match="5"):
+        loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0,) * 5)
+    with pytest.raises(InputError, match="4|4"):
+        loss_of(hw, layers, ChipSlotConfig(hw.chips, 4), (0,) * 6)
+
+
+@pytest.mark.parametrize("slot", [3, -1])
+def test_slots_that_are_not_there(slot: int) -> None:
+    hw, layers = hardware(), chain()
+    with pytest.raises(InputError):
+        loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0, 0, slot, 0, 0, 0))
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_lambdas_and_references_of_no_use_are_refused(value: float) -> None:
+    for name in TERMS.values():
+        with pytest.raises(InputError, match=rf"`{name}` \(={value}\)"):
+            Lambdas(**{name: value})
+    for name in ("latency_ms", "energy_mj", "area_mm2"):
+        for each in (value, 0.0):
+            with pytest.raises(InputError, match=rf"`{name}` \(={each}\)"):
+                Reference(**{"latency_ms": 1.0, "energy_mj": 1.0, "area_mm2": 1.0} | {name: each})

@@ -1,0 +1,118 @@
+"""A batch finds what one core finds, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparseflow.codesign.layout.qap.assignment import assign
+from sparseflow.codesign.layout.qap.batch import assign_batch
+from sparseflow.codesign.layout.qap.problem import cost
+from sparseflow.errors import DeviceError, InputError
+from tests.codesign.layout.qap.problems import KINDS, chain, random_problem
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_finds_what_a_core_finds(kind: str) -> None:
+    flow, distance = random_problem(kind, 8)
+    core = assign(flow, distance, method="tabu", restarts=3, iterations=60, seed=5)
+    batch = assign_batch(flow, distance, restarts=3, iterations=60, seed=5, device="cpu")
+    np.testing.assert_array_equal(batch.permutations, core.permutations)
+    assert (batch.costs, batch.cost, batch.lower_bound) == (core.costs, core.cost, core.lower_bound)
+    assert batch.evaluations == core.evaluations and batch.finished
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_triton_finds_it_too(floats: bool) -> None:
+    pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
+    flow, distance = random_problem("dummies", 7, floats=floats)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = assign_batch(flow, distance, restarts=2, iterations=15, device=device, backend="triton", warps=1)
+    core = assign(flow, distance, method="tabu", restarts=2, iterations=15)
+    assert list(found.costs) == [cost(flow, distance, p) for p in found.permutations]
+    if not floats:
+        np.testing.assert_array_equal(found.permutations, core.permutations)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_many_restarts_find_the_best() -> None:
+    flow, distance, best = chain(24)
+    found = assign_batch(flow, distance, restarts=512, iterations=2000)
+    assert found.cost == best
+    core = assign(flow, distance, method="tabu", restarts=3, iterations=2000)
+    np.testing.assert_array_equal(found.permutations[:3], core.permutations)
+
+
+def test_floats_are_searched_too() -> None:
+    flow, distance, best = chain(8)
+    found = assign_batch(flow * 0.1, distance / 3.0, restarts=4, iterations=80, device="cpu")
+    assert found.cost == pytest.approx(best * 0.1 / 3.0)
+
+
+def test_huge_integers_are_exact() -> None:
+    flow, distance, best = chain(6)
+    found = assign_batch(flow * (2**45 + 1), distance, restarts=4, iterations=60, device="cpu")
+    assert found.cost == best * (2**45 + 1)
+
+
+def test_when_time_is_over_the_best_so_far_is_the_answer() -> None:
+    flow, distance = random_problem("symmetric", 10)
+    found = assign_batch(flow, distance, restarts=200, iterations=2**29, seconds=1e-3, device="cpu")
+    assert not found.finished and len(found.costs) == 200
+    assert found.cost == cost(flow, distance, found.permutation)
+
+
+def test_a_start_is_never_made_worse() -> None:
+    flow, distance = random_problem("asymmetric", 6)
+    start = [5, 4, 3, 2, 1, 0]
+    found = assign_batch(flow, distance, restarts=2, iterations=1, start=start, device="cpu")
+    assert found.costs[0] <= cost(flow, distance, start)
+
+
+def test_where_nothing_is_to_be_found() -> None:
+    one = assign_batch([[3]], [[5]], restarts=2, device="cpu")
+    assert (one.cost, one.gap, one.evaluations) == (15, 0.0, 0)
+    idle = assign_batch(np.zeros((3, 3)), np.ones((3, 3)), restarts=2, start=[2, 0, 1], device="cpu")
+    assert idle.permutations[0].tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "numba"}, r"`backend` \(='numba'\) must be one of 'auto', 'triton', 'reference'"),
+        ({"device": "abacus"}, r"`device` \(='abacus'\) is no device of torch"),
+        ({"restarts": 0}, r"`restarts` \(=0\)"),
+        ({"iterations": -1}, r"`iterations` \(=-1\)"),
+        ({"start": [1, 1, 0]}, r"a permutation of 0 … 2"),
+    ],
+)
+def test_what_cannot_be_asked_for(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        assign_batch(np.eye(3), np.eye(3), **{"device": "cpu", **settings})
+
+
+def test_more_sites_than_a_program_holds_are_refused() -> None:
+    pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
+    flow, distance, _ = chain(129)
+    with pytest.raises(InputError, match="128"):
+        assign_batch(flow, distance, device="cpu", backend="triton")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceError, match="'cuda:2'"):
+        assign_batch(np.eye(3), np.eye(3), device="cuda:2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device here")
+def test_without_a_gpu_the_message_names_the_way_out() -> None:
+    with pytest.raises(DeviceError, match="`device='cpu'`"):
+        assign_batch(np.eye(3), np.eye(3))

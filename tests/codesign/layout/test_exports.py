@@ -1,0 +1,36 @@
+"""The room's names are there, and importing it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sparseflow.codesign import layout
+
+
+def test_every_name_is_there() -> None:
+    for name in layout.__all__:
+        assert getattr(layout, name).__name__ == name
+    assert set(layout.__all__) <= set(dir(layout))
+    with pytest.raises(AttributeError, match="'nowhere'"):
+        layout.nowhere  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, sparseflow.codesign.layout; "
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(done.stdout.split())
+
+
+def test_searching_imports_numba_and_scipy_only_when_it_runs() -> None:
+    script = (
+        "import sys; from sparseflow.codesign.layout import assign, grid_sites, pareto_front, temperatures; "
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(done.stdout.split())

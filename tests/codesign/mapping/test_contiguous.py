@@ -1,0 +1,85 @@
+"""Contiguous mappings: the best of them where that is promised, and good ones elsewhere."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+import numpy as np
+import pytest
+
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import Goal, MappingSolver, Problem
+from sparseflow.codesign.mapping.contiguous import dp
+from sparseflow.codesign.mapping.search import Request
+from sparseflow.errors import InputError
+from tests.codesign.mapping.naive import GOALS, best_contiguous, changed, value, varied
+
+
+def asked(problem: Problem, goal: Goal) -> np.ndarray | None:
+    return dp(Request(problem=problem, goal=goal, time_limit_s=60.0)).mapping
+
+
+def assert_contiguous(mapping: np.ndarray) -> None:
+    runs = [slot for slot, _ in groupby(mapping.tolist())]
+    assert len(set(runs)) == len(runs)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_a_chain_it_is_the_best(seed: int) -> None:
+    problem = varied(seed, most_segments=6)
+    ends = np.arange(1, problem.segments)
+    problem = changed(problem, src=ends - 1, dst=ends, traffic_bytes=problem.traffic_bytes[: len(ends)])
+    for goal in GOALS:
+        found = asked(problem, goal)
+        assert value(problem, goal, found) == pytest.approx(best_contiguous(problem, goal), rel=1e-12)
+        if found is not None:
+            assert_contiguous(found)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_an_even_network_it_is_the_best_whatever_the_edges(seed: int) -> None:
+    problem = random_problem(6, 3, seed=seed, skips=1.0, slack=1.3 + seed % 3)
+    apart = 1.0 - np.eye(3)
+    problem = changed(problem, fixed_ms=0.03 * apart, ms_per_byte=2e-6 * apart)
+    for goal in GOALS:
+        assert value(problem, goal, asked(problem, goal)) == pytest.approx(best_contiguous(problem, goal))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_any_problem_it_can_run_and_is_contiguous(seed: int) -> None:
+    problem = varied(seed, most_segments=7)
+    for goal in GOALS:
+        found = asked(problem, goal)
+        if found is not None:
+            assert math.isfinite(value(problem, goal, found))
+            assert_contiguous(found)
+
+
+def test_twelve_slots_are_the_most() -> None:
+    with pytest.raises(InputError, match="12"):
+        asked(random_problem(14, 13, seed=0), Goal())
+
+
+def test_slots_without_chips_do_not_count() -> None:
+    problem = random_problem(6, 15, seed=0, slack=3.0)
+    limit = problem.limit_mb.copy()
+    limit[4:] = 0.0
+    limit[:4] = 1e4
+    found = MappingSolver(strategy="dp").solve_mapping(changed(problem, limit_mb=limit))
+    assert found.strategy == "dp" and max(found.mapping) < 4
+
+
+def test_where_no_runs_fit_it_says_so() -> None:
+    # 30 + 30 and 20 + 20 fit, in this order only if not in runs.
+    problem = Problem.chain(
+        latency_ms=np.ones((4, 2)),
+        memory_mb=[30.0, 20.0, 30.0, 20.0],
+        limit_mb=[60.0, 40.0],
+        traffic_bytes=np.zeros(3),
+        fixed_ms=np.zeros((2, 2)),
+        ms_per_byte=np.zeros((2, 2)),
+    )
+    with pytest.raises(InputError):
+        MappingSolver(strategy="dp").solve_mapping(problem)
+    assert MappingSolver().solve_mapping(problem).mapping == [0, 1, 0, 1]

@@ -1,0 +1,110 @@
+"""Local search: whatever it does, memory holds, starts are not made worse, and it can be done again."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.codesign.exhaustive import exhaust
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import Goal, Problem, Progress
+from sparseflow.codesign.mapping.local_search import NONE, Effort, local
+from sparseflow.codesign.mapping.search import Answer, Request
+from tests.codesign.mapping.naive import GOALS, changed, objective, value, varied
+
+LITTLE = Effort(rounds=2, steps=2_000, tries=0)
+
+
+def asked(problem: Problem, goal: Goal, *, effort: Effort = LITTLE, **others: object) -> Answer:
+    request = Request(problem=problem, goal=goal, time_limit_s=60.0, **others)  # pyright: ignore[reportArgumentType]
+    return local(request, effort=effort)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_can_run_and_is_near_the_best(seed: int) -> None:
+    problem = varied(seed)
+    for goal, (best, _) in zip(GOALS, exhaust(problem, GOALS), strict=True):
+        found = asked(problem, goal)
+        if math.isinf(best):
+            assert found.mapping is None
+            continue
+        # It may miss the few that fit where next to none does; what it returns always fits.
+        if found.mapping is not None:
+            worth = objective(problem, goal, found.mapping.tolist())
+            assert worth == pytest.approx(value(problem, goal, found.mapping), rel=1e-12)
+            assert best * (1.0 - 1e-9) <= worth <= best * 1.25
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tightest_memory_is_met(seed: int) -> None:
+    problem = random_problem(20, 5, seed=seed, slack=1.02)
+    found = asked(problem, Goal())
+    assert found.mapping is not None and math.isfinite(objective(problem, Goal(), found.mapping.tolist()))
+
+
+def test_a_start_is_not_made_worse() -> None:
+    problem = random_problem(10, 4, seed=5, slack=1.3)
+    for goal in GOALS:
+        ((best, mapping),) = exhaust(problem, [goal])
+        found = asked(problem, goal, effort=Effort(rounds=1, steps=100, tries=1), start=np.array(mapping))
+        assert value(problem, goal, found.mapping) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_seed_makes_it_the_same_again() -> None:
+    problem = random_problem(30, 6, seed=1, skips=0.5)
+    first, again = (asked(problem, Goal(), seed=3) for _ in range(2))
+    assert first.mapping is not None and again.mapping is not None
+    assert first.mapping.tolist() == again.mapping.tolist()
+    short = Effort(rounds=1, steps=400, tries=0)
+    found = [asked(problem, Goal(), seed=seed, effort=short).mapping for seed in range(4)]
+    assert len({tuple(mapping.tolist()) for mapping in found if mapping is not None}) > 1
+
+
+def test_more_steps_are_no_worse_and_end_with_time() -> None:
+    problem = random_problem(40, 6, seed=2, slack=1.2)
+    values = [
+        value(problem, Goal(), asked(problem, Goal(), effort=effort).mapping) for effort in (NONE, LITTLE)
+    ]
+    assert values[1] <= values[0]
+    endless = Effort(rounds=1, steps=10**9, tries=10**9)
+    late = local(Request(problem=problem, goal=Goal(), time_limit_s=1e-9), effort=endless)
+    assert late.mapping is not None and not late.finished
+
+
+def test_edges_lead_only_where_slots_are_connected() -> None:
+    # Slots in a ring, one way around: 0 -> 1 -> 2 -> 3 -> 0.
+    problem = random_problem(9, 4, seed=0, slack=1.4)
+    fixed = np.full((4, 4), np.inf)
+    np.fill_diagonal(fixed, 0.0)
+    for slot in range(4):
+        fixed[slot, (slot + 1) % 4] = 0.1
+    ring = changed(problem, fixed_ms=fixed)
+    for goal in GOALS[:2]:
+        ((best, _),) = exhaust(ring, [goal])
+        found = asked(ring, goal, effort=Effort(rounds=4, steps=25_000, tries=0))
+        assert found.mapping is not None
+        assert best * (1.0 - 1e-9) <= objective(ring, goal, found.mapping.tolist()) <= best * 1.1
+
+
+def test_what_takes_no_time_is_done_at_once() -> None:
+    problem = random_problem(5, 2, seed=0, slack=10.0, traffic=0.0)
+    nothing = changed(problem, latency_ms=np.zeros((5, 2)))
+    assert value(nothing, Goal(), asked(nothing, Goal()).mapping) == 0.0
+
+
+def test_it_stops_at_a_bound_and_tells_how_far_it_is() -> None:
+    problem, told = random_problem(10, 3, seed=0), []
+    asked(problem, Goal(), progress=told.append)
+    assert told and all(isinstance(one, Progress) and one.strategy == "local" for one in told)
+    objectives = [one.objective_ms for one in told]
+    assert objectives == sorted(objectives, reverse=True)
+    told.clear()
+    asked(problem, Goal(), progress=told.append, lower_bound_ms=1e9)
+    assert not told
+
+
+def test_steps_grow_with_the_problem() -> None:
+    steps = [Effort.of(random_problem(k, s, seed=0)).steps for k, s in ((2, 2), (12, 4), (24, 8), (200, 36))]
+    assert steps == sorted(steps) and steps[0] < steps[-1]

@@ -1,0 +1,487 @@
+"""The planner: what it costs and promises, against every mapping, against a fresh look, and what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+pytest.importorskip("scipy")
+
+from sparseflow.codesign.hardware.chips import ChipType, Link
+from sparseflow.codesign.hardware.network import Network
+from sparseflow.codesign.hardware.proxy import LayerHwProxy
+from sparseflow.codesign.mapping import MappingSolver, Mode
+from sparseflow.codesign.mapping import evaluate as evaluate_mapping
+from sparseflow.codesign.partition import split_search as looking
+from sparseflow.codesign.partition.objective import Costs, HwStats, PartCosts, evaluate, feasible
+from sparseflow.codesign.partition.planner import PartitionPlanner, Plan, problem_of
+from sparseflow.codesign.partition.split_search import PartitionConfig
+from sparseflow.codesign.workload.layers import part_layer
+from sparseflow.codesign.workload.segments import chain, coarse
+from sparseflow.codesign.workload.splits import RewritePlan, check, plan_bytes
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import InputError
+from tests.codesign.nodes import made_layers
+
+MODES: tuple[Mode, ...] = ("balanced", "serial")
+PROXY = LayerHwProxy.analytic()
+LOG = "sparseflow.codesign.partition.planner"
+
+
+def chip(name: str = "chip", **figures: Any) -> ChipType:
+    told: dict[str, Any] = {
+        "peak_flops": 1e10,
+        "peak_bw": 1e10,
+        "mem_gb": 1.0,
+        "area_mm2": 10.0,
+        "tdp_w": 10.0,
+        "idle_w": 1.0,
+    }
+    return ChipType(name=name, **(told | figures))
+
+
+def wires(slots: int, bandwidth: float = 1e9, latency_us: float = 1.0) -> Network:
+    link = Link(name="wire", bandwidth=bandwidth, latency_us=latency_us, pj_per_bit=1.0)
+    return Network.all_to_all(link, np.zeros((slots, slots)))
+
+
+def a_planner(mode: Mode = "balanced", **changes: Any) -> PartitionPlanner:
+    return PartitionPlanner(MappingSolver(mode=mode, time_limit_s=600.0), PROXY, PartitionConfig(**changes))
+
+
+def with_giant(blocks: int = 2, times: float = 50.0) -> list[LayerNode]:
+    """Layers of which one perceptron has by far the most operations and weights."""
+    layers = made_layers(blocks, seed=0)
+    layers[2] = replace(layers[2], flops=times * float(layers[2].flops))
+    return layers
+
+
+Instance = tuple[list[LayerNode], list[ChipType | None], Network]
+
+
+def an_instance(seed: int) -> Instance:
+    """Some layers, chips of all kinds, some slots empty, links from slow to fast; in half of them a giant."""
+    rng = np.random.default_rng(seed)
+    layers = made_layers(int(rng.integers(1, 4)), seed=seed)
+    if seed % 2:
+        at = int(rng.integers(1, len(layers) - 1))
+        layers[at] = replace(layers[at], flops=30.0 * float(layers[at].flops))
+    needed = sum(layer.memory_bytes for layer in layers) / 1e9
+    slots = int(rng.integers(2, 6))
+    chips: list[ChipType | None] = [
+        chip(f"chip-{slot}", peak_flops=10 ** rng.uniform(9.0, 11.0), peak_bw=10 ** rng.uniform(9.0, 11.0),
+             mem_gb=needed * rng.uniform(0.5, 3.0), idle_w=rng.uniform(0.0, 5.0))
+        for slot in range(slots)
+    ]  # fmt: skip
+    if slots > 3:
+        chips[int(rng.integers(slots))] = None
+    return layers, chips, wires(slots, 10 ** rng.uniform(8.0, 12.0), rng.uniform(0.0, 2.0))
+
+
+def held_mb(layers: Sequence[LayerNode], plan: Plan, slots: int) -> list[float]:
+    """Memory of each slot, from layers alone."""
+    splits = {} if plan.rewrite_plan is None else {each.layer: each for each in plan.rewrite_plan.splits}
+    found = [0.0] * slots
+    for layer, home in zip(layers, plan.homes, strict=True):
+        if layer.id not in splits:
+            found[home] += layer.memory_bytes / 1e6
+            continue
+        for slot, size in zip(splits[layer.id].slots, splits[layer.id].sizes, strict=True):
+            found[slot] += part_layer(layer, size).memory_bytes / 1e6
+    return found
+
+
+def best_of_all(planner: PartitionPlanner, plan: Plan, instance: Instance) -> float:
+    """The lowest latency of any mapping of a plan's segments that can run."""
+    costs = planner.costs(*instance)
+    place = {layer: each.id for each in plan.segments.segments for layer in each.layer_ids}
+    best = np.inf
+    for mapping in itertools.product(range(costs.slots), repeat=len(plan.segments.segments)):
+        homes = [mapping[place[layer]] for layer in range(len(costs.layers))]
+        if feasible(costs, homes, {}):
+            best = min(best, evaluate(costs, homes, {}, planner.weights).total_latency_ms)
+    return best
+
+
+def test_costs_are_what_the_proxy_says() -> None:
+    layers = made_layers(2, seed=3)
+    chips = [chip("a", idle_w=0.5), None, chip("b", peak_bw=2e9, mem_gb=2.5), None]
+    costs = a_planner().costs(layers, chips, wires(4))
+    assert costs.limit_mb.tolist() == [1000.0, 0.0, 2500.0, 0.0] and costs.idle_w.tolist() == [
+        0.5,
+        0.0,
+        1.0,
+        0.0,
+    ]
+    for slot, each in enumerate(chips):
+        for at, layer in enumerate(layers):
+            if each is None:
+                assert np.isinf(costs.latency_ms[at, slot])
+                continue
+            told = {name: float(value) for name, value in PROXY.predict_layer(layer, each).items()}
+            assert costs.latency_ms[at, slot] == told["lat_ms"] and costs.power_w[at, slot] == told["power_w"]
+            assert costs.memory_mb[at] == told["mem_mb"] == layer.memory_bytes / 1e6
+
+
+def test_parts_cost_what_the_proxy_says() -> None:
+    layer = made_layers(1, seed=0)[2]
+    chips = [chip("a"), chip("b", peak_flops=1e9)]
+    sizes = (5, layer.units - 5)
+    found = a_planner().part_costs(layer, sizes, chips)
+    for at, (size, each) in enumerate(zip(sizes, chips, strict=True)):
+        told = {
+            name: float(value) for name, value in PROXY.predict_layer(part_layer(layer, size), each).items()
+        }
+        assert (found.latency_ms[at], found.power_w[at], found.memory_mb[at]) == tuple(
+            told[name] for name in ("lat_ms", "power_w", "mem_mb")
+        )
+
+
+@pytest.mark.parametrize(
+    ("chips", "slots", "match"),
+    [
+        ([chip()] * 2, 3, "2 slots hold 2 chips, and the network joins 3 slots"),
+        ([None, None], 2, "2 slots hold 0 chips"),
+        ([], 0, "0 slots hold 0 chips"),
+    ],
+)
+def test_as_many_chips_as_slots(chips: list[ChipType | None], slots: int, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        a_planner().plan(made_layers(1, seed=0), chips, wires(slots))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_segments_cost_what_their_layers_do(seed: int) -> None:
+    layers, chips, network = an_instance(seed)
+    chips = [each or chip() for each in chips]
+    planner = a_planner()
+    costs = planner.costs(layers, chips, network)
+    graph = coarse(layers, 5)
+    problem = problem_of(costs, graph)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        mapping = rng.integers(network.slots, size=len(graph.segments))
+        homes = [0] * len(layers)
+        for segment, slot in zip(graph.segments, mapping.tolist(), strict=True):
+            for layer in segment.layer_ids:
+                homes[layer] = slot
+        found, told = evaluate(costs, homes, {}, planner.weights), evaluate_mapping(problem, mapping)
+        for name in ("serial_ms", "period_ms", "comm_ms"):
+            assert getattr(found, name) == pytest.approx(getattr(told, name)), name
+        np.testing.assert_allclose(found.busy_ms, told.busy_ms)
+        np.testing.assert_allclose(found.memory_mb, told.memory_mb, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plans_keep_what_they_promise(mode: Mode) -> None:
+    split = none = 0
+    for seed in range(25):
+        layers, chips, network = instance = an_instance(seed)
+        planner = a_planner(mode, segments=6)
+        drawn = [
+            np.random.default_rng([seed, at]).permutation(each.units).tolist()
+            for at, each in enumerate(layers)
+        ]
+        try:
+            plan = planner.plan(*instance, orders=drawn.__getitem__)
+        except InputError as error:
+            assert "MB" in str(error)
+            continue
+        costs = planner.costs(*instance)
+        rewrite = plan.rewrite_plan
+        split, none = split + (rewrite is not None), none + (rewrite is None)
+        assert plan.hw_stats == evaluate(costs, plan.homes, plan.splits, planner.weights)
+        assert plan.hw_stats.objective <= plan.coarse_stats.objective
+        assert plan.hw_stats.comm_bytes == sum(plan_bytes(layers, plan.homes, rewrite).values())
+        assert plan.weights == planner.weights and plan.weights.mode == mode
+        assert [id for each in plan.segments.segments for id in each.layer_ids] == list(range(len(layers)))
+        for segment, slot in zip(plan.segments.segments, plan.mapping, strict=True):
+            assert {plan.homes[layer] for layer in segment.layer_ids} == {slot}
+        for slot, held in enumerate(held_mb(layers, plan, network.slots)):
+            here = chips[slot]
+            assert held <= (0.0 if here is None else 1e3 * here.mem_gb * (1 + 1e-12))
+        assert rewrite is None or rewrite.splits
+        for each in () if rewrite is None else rewrite.splits:
+            assert list(each.permutation) == drawn[each.layer]
+            assert len(each.slots) <= planner.config.max_groups_per_layer
+        if rewrite is not None:
+            check(layers, rewrite, plan.homes)
+            assert len(rewrite.splits) <= planner.config.max_split_layers
+            assert sum(len(each.slots) - 1 for each in rewrite.splits) <= planner.config.max_new_segments
+            # The whole gain is at least what the accepted ones say, one on top of the other.
+            gains = [1.0 - each.gain_ratio for each in plan.considered if each.accepted]
+            assert all(each <= 1.0 - planner.config.min_split_gain_ratio for each in gains)
+            assert plan.hw_stats.objective == pytest.approx(plan.coarse_stats.objective * np.prod(gains))
+        coarse_plan = planner.plan(*instance, use_fine_split=False)
+        assert coarse_plan.hw_stats == coarse_plan.coarse_stats == plan.coarse_stats
+        assert coarse_plan.rewrite_plan is None and not coarse_plan.considered
+    assert min(split, none) >= 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bounds_against_every_mapping(mode: Mode) -> None:
+    below = 0
+    for seed in range(20):
+        instance = an_instance(seed)
+        planner = a_planner(mode, segments=5)
+        try:
+            plan = planner.plan(*instance, use_fine_split=False)
+        except InputError:
+            continue
+        latency = plan.coarse_stats.total_latency_ms
+        assert 0.0 < plan.lower_bound_ms <= latency
+        assert plan.gap == pytest.approx((latency - plan.lower_bound_ms) / latency, abs=1e-12)
+        assert 0.0 <= plan.gap < 1.0
+        best = best_of_all(planner, plan, instance)
+        assert plan.lower_bound_ms <= best * (1 + 1e-9), f"{seed}: {plan.lower_bound_ms} > {best}"
+        below += plan.gap > 1e-9
+    assert below > 0 or mode == "serial"
+
+
+def test_a_single_segment_has_no_gap() -> None:
+    layers = made_layers(2, seed=0)
+    plan = a_planner().plan(layers, [chip()] * 4, wires(4), graph=chain(layers, [0]), use_fine_split=False)
+    assert plan.lower_bound_ms == pytest.approx(plan.coarse_stats.period_ms, rel=1e-9)
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_slow_links_split_nothing_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    layers = with_giant()
+    with caplog.at_level(logging.INFO, logger=LOG):
+        plan = a_planner().plan(layers, [chip()] * 3, wires(3, 1e6, 100.0))
+    assert plan.rewrite_plan is None and plan.splits == {} and plan.hw_stats == plan.coarse_stats
+    assert plan.considered and not any(each.accepted for each in plan.considered)
+    assert all(each.gain_ratio < 0.05 for each in plan.considered)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(plan.considered) + 1
+    for line, each in zip(lines, plan.considered, strict=False):
+        assert line.startswith(f"no split of {each.name} into {each.sizes} on slots {each.slots}")
+        before, after = each.objective_before, each.objective_after
+        assert f"objective {before:.6g} -> {after:.6g}, gain {100.0 * each.gain_ratio:.2f} %" in line
+    assert "rewrite_plan is None: no split gained enough" in lines[-1]
+    assert f"{plan.coarse_stats.objective:.6g}" in lines[-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fast_links_and_a_giant_layer_split(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
+    layers = with_giant()
+    with caplog.at_level(logging.INFO, logger=LOG):
+        plan = a_planner(mode).plan(layers, [chip()] * 4, wires(4, 1e12, 0.0))
+    assert plan.rewrite_plan is not None
+    (giant,) = [each for each in plan.rewrite_plan.splits if each.layer == 2]
+    assert len(giant.slots) >= 3
+    assert plan.hw_stats.objective < 0.5 * plan.coarse_stats.objective
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(plan.considered) + 1
+    accepted = [line for line in lines if line.startswith("split of ")]
+    assert len(accepted) == len(plan.rewrite_plan.splits)
+    assert any(
+        f"split of {layers[2].name} into {giant.sizes} on slots {giant.slots}" in line for line in accepted
+    )
+    assert f"{len(plan.rewrite_plan.splits)} layers split" in lines[-1] and "None" not in lines[-1]
+    assert f"{plan.hw_stats.objective:.6g}" in lines[-1] and f"{plan.coarse_stats.objective:.6g}" in lines[-1]
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e12])
+def test_the_log_has_all_that_was_tried(bandwidth: float, caplog: pytest.LogCaptureFixture) -> None:
+    layers = with_giant()
+    with caplog.at_level(logging.DEBUG, logger=LOG):
+        plan = a_planner().plan(layers, [chip()] * 3, wires(3, bandwidth))
+    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.DEBUG]
+    assert len(lines) == len(plan.tried) > 3 * len(plan.considered)
+    for line, each in zip(lines, plan.tried, strict=True):
+        moved = ", segments moved" if each.moved else ""
+        assert f"round {each.round}: {each.name} into {each.sizes} on slots {each.slots}{moved}: " in line
+        assert each.objective_after is not None and each.gain_ratio is not None
+        assert f"objective {each.objective_after:.6g}, gain {100.0 * each.gain_ratio:.2f} %" in line
+    last = caplog.records[-1].getMessage()
+    assert f"{len(plan.tried)} splits tried" in last
+    told = plan.to_dict()["tried"]
+    assert len(told["rows"]) == len(plan.tried)
+    for row, each in zip(told["rows"], plan.tried, strict=True):
+        assert row == [getattr(each, name) for name in told["columns"]]
+    assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(told["columns"])
+
+
+def test_where_no_split_fits_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    # There is room for the model, and for none of the states that a part is sent and sends back.
+    layers = sized(100, 100, 100, 100)
+    chips = [chip(mem_gb=0.4), chip(mem_gb=1e-6)]
+    with caplog.at_level(logging.DEBUG, logger=LOG):
+        plan = a_planner().plan(layers, chips, wires(2, 1e12, 0.0))
+    assert plan.rewrite_plan is None and plan.considered == () and plan.tried
+    assert all(each.objective_after is None for each in plan.tried)
+    assert "cannot run, or does not fit" in caplog.text
+    assert "rewrite_plan is None: no split fits" in caplog.text
+
+
+def test_where_no_layer_can_be_split_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    layers = made_layers(2, seed=0, splittable=False)
+    with caplog.at_level(logging.INFO, logger=LOG):
+        plan = a_planner().plan(layers, [chip()] * 3, wires(3, 1e12, 0.0))
+    assert plan.rewrite_plan is None and plan.considered == ()
+    assert "rewrite_plan is None: no split was looked at" in caplog.text
+
+
+def test_a_coarse_plan_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=LOG):
+        plan = a_planner().plan(with_giant(), [chip()] * 3, wires(3, 1e12), use_fine_split=False)
+    assert plan.rewrite_plan is None and not caplog.records
+
+
+def test_a_chip_alone_has_nothing_to_split() -> None:
+    plan = a_planner().plan(with_giant(), [None, chip(), None], wires(3))
+    assert set(plan.homes) == {1} and plan.rewrite_plan is None and plan.hw_stats.comm_bytes == 0
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+    assert plan.hw_stats.serial_ms == pytest.approx(plan.hw_stats.period_ms)
+
+
+def sized(*megabytes: float) -> list[LayerNode]:
+    """Layers that need so much memory and have little else."""
+    some = made_layers(len(megabytes), seed=0)
+    return [
+        replace(some[at], memory_bytes=round(1e6 * mb), weight_bytes=1, flops=1e6, bytes=1e6)
+        for at, mb in enumerate(megabytes)
+    ]
+
+
+def test_a_model_that_fits_no_configuration() -> None:
+    planner = a_planner()
+    with pytest.raises(InputError, match=r"2000(\.0)? MB: 100(\.0)?"):
+        planner.plan(sized(600, 900, 600), [chip(), None, chip()], wires(3))
+    with pytest.raises(InputError, match="1200"):
+        planner.plan(sized(100, 1200, 100), [chip()] * 3, wires(3))
+    # Two of them never go together.
+    with pytest.raises(InputError, match="run: 3"):
+        planner.plan(sized(600, 600, 600), [chip()] * 2, wires(2))
+
+
+def test_what_is_lacking_is_told_of_small_models_too() -> None:
+    # 300 kB, and there are 299: one kB is too little, not 0.0 MB.
+    with pytest.raises(InputError) as caught:
+        a_planner().plan(sized(0.1, 0.2), [chip(mem_gb=0.000299)], wires(1))
+    lacking = re.search(r"(\S+) MB too little", str(caught.value))
+    assert lacking is not None and float(lacking[1]) == pytest.approx(1e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_may_be_used_up(count: int) -> None:
+    # 0.1 + 0.2 is a little more than 0.3.
+    layers = sized(0.1, 0.2) if count == 1 else sized(0.1, 0.2, 0.7)
+    plan = a_planner().plan(layers, [chip(mem_gb=0.0003), chip(mem_gb=0.0009)][:count], wires(count))
+    assert plan.homes == ((0, 0) if count == 1 else (0, 0, 1))
+
+
+def test_fractions_of_bytes_do_not_add_up_to_too_much() -> None:
+    # Each layer's memory is a whole number of bytes and a little less than a thousandth of one.
+    layers = made_layers(4, seed=0)
+    whole = np.arange(1000, 1000 + len(layers))
+    costs = Costs(
+        layers=tuple(layers), latency_ms=np.ones((len(layers), 1)), power_w=np.ones((len(layers), 1)),
+        memory_mb=(whole + 0.0009) / 1e6, limit_mb=np.array([whole.sum() / 1e6]), idle_w=np.zeros(1),
+        network=wires(1),
+    )  # fmt: skip
+    planner = a_planner()
+    assert planner.decide(costs, no_parts, use_fine_split=False).homes == (0,) * len(layers)
+    short = replace(costs, limit_mb=np.array([(whole.sum() - 1) / 1e6]))
+    with pytest.raises(InputError, match="1e-06"):
+        planner.decide(short, no_parts, use_fine_split=False)
+
+
+def no_parts(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
+    raise AssertionError("a coarse plan has no parts")
+
+
+def test_empty_slots_stay_empty() -> None:
+    layers = with_giant()
+    chips = [None, chip("a"), None, chip("b"), chip("c"), None]
+    plan = a_planner().plan(layers, chips, wires(6, 1e12, 0.0))
+    used = set(plan.homes) | {slot for split, _ in plan.splits.values() for slot in split.slots}
+    assert plan.rewrite_plan is not None and used <= {1, 3, 4}
+    assert all(plan.hw_stats.busy_ms[slot] == plan.hw_stats.memory_mb[slot] == 0.0 for slot in (0, 2, 5))
+
+
+def test_segments_of_ones_own_and_a_start() -> None:
+    layers = made_layers(3, seed=1)
+    graph = chain(layers, [0, 3, 5])
+    planner = a_planner()
+    plan = planner.plan(layers, [chip()] * 3, wires(3), graph=graph, start=[0, 1, 2])
+    assert plan.segments is graph and len(plan.mapping) == 3
+    assert len(planner.plan(layers, [chip()] * 3, wires(3)).mapping) == 8
+    for others, match in ((4, "hold 10 layers .the highest is 9."), (2, "hold 6 layers .the highest is 5.")):
+        other = coarse(made_layers(others, seed=1), 3)
+        with pytest.raises(InputError, match=match):
+            planner.plan(layers, [chip()] * 3, wires(3), graph=other)
+    assert len(a_planner(segments=4).plan(layers, [chip()] * 3, wires(3)).mapping) == 4
+    with pytest.raises(InputError, match="3"):
+        planner.plan(layers, [chip()] * 3, wires(3), graph=graph, start=[0, 1])
+
+
+def test_units_go_by_default_in_the_order_that_the_layer_has_them() -> None:
+    plan = a_planner().plan(with_giant(), [chip()] * 3, wires(3, 1e12, 0.0))
+    assert plan.rewrite_plan is not None
+    for split in plan.rewrite_plan.splits:
+        assert split.permutation == tuple(range(len(split.permutation)))
+
+
+def test_orders_must_name_every_unit_once() -> None:
+    with pytest.raises(InputError):
+        a_planner().plan(with_giant(), [chip()] * 3, wires(3, 1e12), orders=lambda _: [0, 0])
+
+
+def test_layers_that_gates_decide_upon() -> None:
+    layers = with_giant()
+    soft = [
+        replace(
+            each, flops=torch.tensor(each.flops, requires_grad=True), bytes=torch.tensor(float(each.bytes))
+        )
+        for each in layers
+    ]
+    network = wires(3, 1e12, 0.0)
+    found, expected = (a_planner().plan(each, [chip()] * 3, network) for each in (soft, layers))
+    assert found.rewrite_plan == expected.rewrite_plan and found.mapping == expected.mapping
+    assert found.hw_stats.objective == pytest.approx(expected.hw_stats.objective, rel=1e-6)
+
+
+def test_the_same_again() -> None:
+    instance = an_instance(1)
+    assert a_planner().plan(*instance).to_dict() == a_planner().plan(*instance).to_dict()
+
+
+@pytest.mark.parametrize("bandwidth", [1e7, 1e12])
+def test_plans_as_json(bandwidth: float) -> None:
+    plan = a_planner().plan(with_giant(), [chip()] * 3, wires(3, bandwidth))
+    told = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+    assert told["mapping"] == list(plan.mapping) and told["mode"] == "balanced"
+    assert told["hw_stats"] == json.loads(json.dumps(asdict(plan.hw_stats)))
+    assert len(told["considered"]) == len(plan.considered)
+    assert told["segments"] == [list(each.layer_ids) for each in plan.segments.segments]
+    if plan.rewrite_plan is None:
+        assert told["rewrite_plan"] is None
+    else:
+        assert RewritePlan.from_dict(told["rewrite_plan"]) == plan.rewrite_plan
+
+
+def test_a_coarse_plan_takes_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def counted(*given: Any) -> HwStats:
+        nonlocal calls
+        calls += 1
+        return evaluate(*given)
+
+    monkeypatch.setattr(looking, "evaluate", counted)
+    chips = [chip(f"chip-{at}", peak_flops=1e10 * (1 + at)) for at in range(8)]
+    plan = a_planner().plan(made_layers(12, seed=0), chips, wires(8), use_fine_split=False)
+    # One to begin with, and rounds of each of 12 segments on each of 7 other slots.
+    assert len(plan.mapping) == 12 and calls <= 1 + 8 * 12 * 7

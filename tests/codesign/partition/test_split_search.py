@@ -1,0 +1,582 @@
+"""Looking for splits: moves against all others, limits, sizes against all others, nothing made up."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseflow.codesign.hardware.chips import Link
+from sparseflow.codesign.hardware.network import Network
+from sparseflow.codesign.partition import split_search as module
+from sparseflow.codesign.partition.objective import (
+    Costs,
+    HwStats,
+    Mode,
+    PartCosts,
+    Weights,
+    evaluate,
+    feasible,
+)
+from sparseflow.codesign.partition.split_search import Considered, Found, Orders, PartitionConfig, SplitSearch
+from sparseflow.codesign.workload.layers import part_layer
+from sparseflow.codesign.workload.segments import SegmentGraph, chain, coarse
+from sparseflow.codesign.workload.splits import Split
+from sparseflow.core.layers import LayerNode
+from sparseflow.errors import InputError
+from tests.codesign.nodes import made_layers
+
+MODES: tuple[Mode, ...] = ("balanced", "serial")
+
+
+def wires(slots: int, bandwidth: float, latency_us: float = 0.1) -> Network:
+    link = Link(name="wire", bandwidth=bandwidth, latency_us=latency_us, pj_per_bit=1.0)
+    return Network.all_to_all(link, np.zeros((slots, slots)))
+
+
+def a_cost(
+    layers: Sequence[LayerNode], speeds: Sequence[float], *, bandwidth: float = 1e10, room: float = 3.0
+) -> Costs:
+    """Slots of so many GFLOP/s, 0 for an empty one, that hold `room` times the model in all."""
+    speed, work = np.array(speeds), np.array([float(layer.flops) for layer in layers])
+    there = speed > 0.0
+    latency = np.full((len(layers), len(speed)), np.inf)
+    latency[:, there] = work[:, None] / speed[there] / 1e6
+    held = np.array([layer.memory_bytes / 1e6 for layer in layers])
+    return Costs(
+        layers=tuple(layers), latency_ms=latency, power_w=np.full(latency.shape, 10.0), memory_mb=held,
+        limit_mb=np.where(there, room * held.sum() / there.sum(), 0.0), idle_w=np.ones(len(speed)),
+        network=wires(len(speed), bandwidth),
+    )  # fmt: skip
+
+
+def linear(costs: Costs) -> Callable[[LayerNode, Sequence[int], Sequence[int]], PartCosts]:
+    """Parts that take their share of the time."""
+
+    def priced(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
+        parts = [part_layer(layer, size) for size in sizes]
+        whole = costs.latency_ms[layer.id]
+        return PartCosts(
+            latency_ms=tuple(
+                float(whole[slot]) * size / layer.units for size, slot in zip(sizes, slots, strict=True)
+            ),
+            power_w=(10.0,) * len(sizes),
+            memory_mb=tuple(part.memory_bytes / 1e6 for part in parts),
+        )
+
+    return priced
+
+
+def a_search(
+    costs: Costs,
+    graph: SegmentGraph | None = None,
+    mode: Mode = "balanced",
+    **changes: Any,
+) -> tuple[SplitSearch, PartitionConfig, Weights]:
+    config = PartitionConfig(**changes)
+    weights = Weights(mode=mode, w_latency=config.w_latency, w_comm=config.w_comm, w_balance=config.w_balance)
+    graph = coarse(costs.layers, config.segments) if graph is None else graph
+    return SplitSearch(costs, graph, weights, config, linear(costs)), config, weights
+
+
+def begun(search: SplitSearch, costs: Costs, segments: int, seed: int) -> tuple[int, ...] | None:
+    """A mapping that can run, if one is soon found."""
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        mapping = tuple(rng.integers(costs.slots, size=segments).tolist())
+        if search.stats(mapping, {}) is not None:
+            return mapping
+    return None
+
+
+def an_instance(seed: int) -> tuple[Costs, SegmentGraph]:
+    """Slots of all speeds, one in five empty; links from slow to fast; memory from scarce to plenty."""
+    rng = np.random.default_rng(seed)
+    layers = made_layers(int(rng.integers(1, 5)), seed=seed)
+    giant = int(rng.integers(1, len(layers) - 1))
+    if seed % 2:
+        layers[giant] = replace(layers[giant], flops=20.0 * float(layers[giant].flops))
+    speeds = rng.uniform(0.5, 2.0, int(rng.integers(2, 7)))
+    speeds[2:] *= rng.random(len(speeds) - 2) < 0.8
+    costs = a_cost(
+        layers, speeds.tolist(), bandwidth=10 ** rng.uniform(8.0, 11.5), room=float(rng.uniform(1.5, 6.0))
+    )
+    return costs, coarse(layers, int(rng.integers(2, 9)))
+
+
+def held_mb(costs: Costs, homes: Sequence[int], splits: dict[int, Split]) -> list[float]:
+    """Memory of each slot, from layers alone."""
+    found = [0.0] * costs.slots
+    for at, layer in enumerate(costs.layers):
+        if at not in splits:
+            found[homes[at]] += layer.memory_bytes / 1e6
+            continue
+        for slot, size in zip(splits[at].slots, splits[at].sizes, strict=True):
+            found[slot] += part_layer(layer, size).memory_bytes / 1e6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"w_latency": -1.0}, r"`w_latency` \(=-1.0\) must be finite and not negative"),
+        ({"w_comm": float("nan")}, r"`w_comm` \(=nan\)"),
+        ({"w_balance": float("inf")}, r"`w_balance` \(=inf\)"),
+        ({"min_split_gain_ratio": -0.01}, "`min_split_gain_ratio`"),
+        ({"flops_ratio_thresh": -0.01}, "`flops_ratio_thresh`"),
+        ({"traffic_ratio_thresh": float("nan")}, "`traffic_ratio_thresh`"),
+        ({"max_split_layers": -1}, "`max_split_layers`"),
+        ({"max_new_segments": -1}, "`max_new_segments`"),
+        ({"max_groups_per_layer": 1}, r"`max_groups_per_layer` \(=1\) must be at least 2"),
+        ({"segments": 0}, r"`segments` \(=0\)"),
+    ],
+)
+def test_configurations_that_cannot_be(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        PartitionConfig(**changes)
+
+
+def test_defaults_are_those_of_the_document() -> None:
+    config = PartitionConfig()
+    assert (config.w_latency, config.w_comm, config.w_balance) == (1.0, 0.1, 0.1)
+    assert (config.flops_ratio_thresh, config.traffic_ratio_thresh) == (0.05, 0.2)
+    assert (config.min_split_gain_ratio, config.max_split_layers) == (0.05, 4)
+    assert (config.max_groups_per_layer, config.max_new_segments) == (4, 8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_descending_ends_where_no_single_move_is_lower(mode: Mode) -> None:
+    lower = 0
+    for seed in range(30):
+        costs, graph = an_instance(seed)
+        search, _, weights = a_search(costs, graph, mode)
+        begin = begun(search, costs, len(graph.segments), seed)
+        if begin is None:
+            continue
+        found, stats = search.descend(begin, {})
+        first = search.stats(begin, {})
+        assert first is not None and stats.objective <= first.objective
+        lower += stats.objective < first.objective
+        assert stats == evaluate(costs, search.homes(found), {}, weights)
+        for segment, slot in itertools.product(range(len(found)), range(costs.slots)):
+            homes = search.homes([*found[:segment], slot, *found[segment + 1 :]])
+            if feasible(costs, homes, {}):
+                assert evaluate(costs, homes, {}, weights).objective >= stats.objective * (1 - 1e-9)
+    assert lower > 15
+
+
+def test_segments_that_hold_a_split_layer_stay() -> None:
+    layers = made_layers(2, seed=0)
+    costs = a_cost(layers, [1.0, 5.0, 1.0])
+    search, _, _ = a_search(costs, chain(layers, [0, 2, 4]))
+    split = Split(
+        layer=2, permutation=tuple(range(layers[2].units)), sizes=(1, layers[2].units - 1), slots=(0, 2)
+    )
+    parts = linear(costs)(layers[2], split.sizes, split.slots)
+    found, _ = search.descend((0, 0, 0), {2: (split, parts)})
+    assert found[1] == 0 and found != (0, 0, 0)
+    # Without the split it moves, too.
+    assert search.descend((0, 0, 0), {})[0] == (1, 1, 1)
+
+
+def test_homes_are_those_of_segments() -> None:
+    layers = made_layers(2, seed=0)
+    search, _, _ = a_search(a_cost(layers, [1.0, 1.0]), chain(layers, [0, 1, 4]))
+    assert search.homes((1, 0, 1)) == (1, 0, 0, 0, 1, 1)
+
+
+def test_who_is_a_candidate() -> None:
+    layers = [
+        replace(each, flops=1.0, traffic_out_bytes=1, splittable=True, units=2)
+        for each in made_layers(2, seed=0)
+    ]
+    layers[1] = replace(layers[1], flops=95.0)
+    layers[2] = replace(layers[2], traffic_out_bytes=15)
+    costs = a_cost(layers, [1.0, 1.0])
+
+    def candidates(**thresholds: Any) -> list[int]:
+        return a_search(costs, **thresholds)[0].candidates()
+
+    # Of 100 operations and 20 bytes.
+    assert candidates(flops_ratio_thresh=0.95, traffic_ratio_thresh=0.75) == [1, 2]
+    assert candidates(flops_ratio_thresh=0.96, traffic_ratio_thresh=0.75) == [2]
+    assert candidates(flops_ratio_thresh=0.95, traffic_ratio_thresh=0.76) == [1]
+    assert candidates(flops_ratio_thresh=1.1, traffic_ratio_thresh=1.1) == []
+    assert candidates(flops_ratio_thresh=0.01, traffic_ratio_thresh=1.1) == [0, 1, 2, 3, 4, 5]
+    layers[1] = replace(layers[1], splittable=False)
+    layers[2] = replace(layers[2], units=1)
+    costs = a_cost(layers, [1.0, 1.0])
+    assert candidates(flops_ratio_thresh=0.0, traffic_ratio_thresh=0.0) == [0, 3, 4, 5]
+
+
+def test_nothing_has_no_share_of_nothing() -> None:
+    layers = [
+        replace(each, flops=0.0, traffic_out_bytes=0, splittable=True, units=2)
+        for each in made_layers(1, seed=0)
+    ]
+    assert a_search(a_cost(layers, [1.0, 1.0]))[0].candidates() == []
+
+
+def is_honest(
+    search: SplitSearch,
+    costs: Costs,
+    config: PartitionConfig,
+    weights: Weights,
+    base: Found,
+    found: Found,
+    orders: Orders,
+) -> None:
+    """All that a search promises, checked from its result."""
+    homes = search.homes(found.mapping)
+    splits = {layer: split for layer, (split, _) in found.splits.items()}
+    added = sum(len(split.slots) - 1 for split in splits.values())
+    assert len(splits) <= config.max_split_layers and added <= config.max_new_segments
+    for layer, split in splits.items():
+        node = costs.layers[layer]
+        assert split.layer == layer and node.splittable and layer in search.candidates()
+        assert 2 <= len(split.slots) == len(set(split.slots)) == len(split.sizes)
+        assert len(split.slots) <= config.max_groups_per_layer
+        assert min(split.sizes) >= 1 and sum(split.sizes) == node.units
+        assert sorted(split.permutation) == list(range(node.units))
+        assert list(split.permutation) == list(orders(layer))
+        assert split.slots[0] == homes[layer]
+        assert found.splits[layer][1] == linear(costs)(node, split.sizes, split.slots)
+    for slot, held in enumerate(held_mb(costs, homes, splits)):
+        assert held <= costs.limit_mb[slot] * (1 + 1e-12)
+    for slot in {*homes, *(slot for split in splits.values() for slot in split.slots)}:
+        assert costs.limit_mb[slot] > 0.0
+    assert found.stats == evaluate(costs, homes, found.splits, weights)
+    assert found.stats.objective <= base.stats.objective
+    before, accepted = base.stats.objective, []
+    for tried in rounds(found):
+        assert len(accepted) == len({each.layer for each in accepted})
+        assert len({each.layer for each in tried}) == len(tried)
+        for each in tried:
+            assert each.objective_before == before
+            assert each.gain_ratio == pytest.approx((before - each.objective_after) / before, abs=1e-12)
+            assert each.name == costs.layers[each.layer].name and each.layer not in {
+                other.layer for other in accepted
+            }
+        # The best of a round is accepted, if it gains enough.
+        best = min(tried, key=lambda each: each.objective_after)
+        taken = [each for each in tried if each.accepted]
+        enough = best.gain_ratio >= config.min_split_gain_ratio and best.gain_ratio > 1e-9
+        assert taken == ([best] if enough else [])
+        for each in taken:
+            split = splits[each.layer]
+            assert (each.sizes, each.slots) == (split.sizes, split.slots)
+            accepted.append(each)
+            before = each.objective_after
+    assert before == found.stats.objective and len(accepted) == len(splits)
+    all_is_told(search, found)
+
+
+def all_is_told(search: SplitSearch, found: Found) -> None:
+    """What was tried, against what was considered, and evaluated once more."""
+    assert [each.round for each in found.tried] == sorted(each.round for each in found.tried)
+    for number, tried in enumerate(rounds(found), start=1):
+        evaluated = [each for each in found.tried if each.round == number]
+        assert {each.objective_before for each in evaluated} == {tried[0].objective_before}
+        for best in tried:
+            of_layer = [each for each in evaluated if each.layer == best.layer]
+            here = [each for each in of_layer if not each.moved]
+            moved = [each for each in of_layer if each.moved]
+            assert len({(each.sizes, each.slots) for each in here}) == len(here)
+            # For each number of parts the best is tried again with segments moved, and the best of these ...
+            for count in {len(each.slots) for each in here if each.objective_after is not None}:
+                worth = [each.objective_after for each in here if len(each.slots) == count]
+                least = min(each for each in worth if each is not None)
+                (again,) = [each for each in moved if len(each.slots) == count]
+                assert again.objective_after is not None and again.objective_after <= least
+                assert (again.sizes, again.slots, least) in [
+                    (each.sizes, each.slots, each.objective_after) for each in here
+                ]
+            # ... is what was considered.
+            assert best.objective_after == min(each.objective_after or np.inf for each in moved)
+            assert (best.sizes, best.slots, best.name) in [
+                (each.sizes, each.slots, each.name)
+                for each in moved
+                if each.objective_after == best.objective_after
+            ]
+    for each in found.tried:
+        before, after = each.objective_before, each.objective_after
+        if after is None:
+            assert each.gain_ratio is None
+        else:
+            assert each.gain_ratio == pytest.approx((before - after) / before, abs=1e-12)
+
+
+def test_what_was_tried_is_worth_what_it_says() -> None:
+    """All slots and sizes of the first round, and some of them do not fit."""
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0, 3.0, 0.7, 1.0], bandwidth=1e9, room=20.0)
+    room = costs.limit_mb.copy()
+    room[1] = 0.5 * costs.memory_mb[1]
+    costs = replace(costs, limit_mb=room)
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = search.split(base, None)
+    here = [each for each in found.tried if not each.moved]
+    assert {each.slots for each in here} == {
+        (0, *others) for count in (1, 2, 3) for others in itertools.combinations((1, 2, 3), count)
+    }
+    lacking = 0
+    for each in here:
+        split = Split(layer=1, permutation=tuple(range(24)), sizes=each.sizes, slots=each.slots)
+        splits = {1: (split, linear(costs)(layers[1], each.sizes, each.slots))}
+        assert each.objective_before == base.stats.objective and each.name == layers[1].name
+        if not feasible(costs, [0] * 3, splits):
+            lacking += 1
+            assert each.objective_after is None and each.gain_ratio is None
+        else:
+            assert each.objective_after == evaluate(costs, [0] * 3, splits, weights).objective
+    assert 0 < lacking < len(here)
+
+
+@pytest.mark.parametrize("cost", ["fixed_ms", "ms_per_byte"])
+def test_slots_that_cannot_be_reached_get_no_part(cost: str) -> None:
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0, 3.0, 3.0], bandwidth=1e12, room=20.0)
+    there = getattr(costs.network, cost).copy()
+    there[2, 0] = np.inf
+    costs = replace(costs, network=replace(costs.network, **{cost: there}))
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = within(50_000, lambda: search.split(base, None))
+    assert found.splits[1][0].slots == (0, 1)
+    assert all(2 not in each.slots for each in found.tried)
+
+
+def rounds(found: Found) -> list[list[Considered]]:
+    """What was considered, by the plan that it was compared with."""
+    return [
+        list(group)
+        for _, group in itertools.groupby(found.considered, key=lambda each: each.objective_before)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"min_split_gain_ratio": 0.0},
+        {"min_split_gain_ratio": 0.2},
+        {"max_split_layers": 1, "max_groups_per_layer": 2},
+        {"max_new_segments": 3, "max_groups_per_layer": 3, "min_split_gain_ratio": 0.01},
+        {"flops_ratio_thresh": 0.3, "w_balance": 1.0, "w_comm": 0.0},
+    ],
+)
+def test_nothing_is_made_up(mode: Mode, changes: dict[str, Any]) -> None:
+    layers_split = []
+    for seed in range(12):
+        costs, graph = an_instance(seed)
+        search, config, weights = a_search(costs, graph, mode, **changes)
+        begin = begun(search, costs, len(graph.segments), seed)
+        if begin is None:
+            continue
+        mapping, stats = search.descend(begin, {})
+        base = Found(mapping=mapping, stats=stats)
+        drawn = [
+            np.random.default_rng([seed, at]).permutation(layer.units).tolist()
+            for at, layer in enumerate(costs.layers)
+        ]
+        found = search.split(base, drawn.__getitem__)
+        assert found == search.split(base, drawn.__getitem__)
+        is_honest(search, costs, config, weights, base, found, drawn.__getitem__)
+        layers_split.append(len(found.splits))
+        if not found.splits:
+            assert (found.mapping, found.stats) == (base.mapping, base.stats)
+    assert sum(map(bool, layers_split)) > 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_split_layers": 0},
+        {"max_new_segments": 0},
+        {"flops_ratio_thresh": 2.0, "traffic_ratio_thresh": 2.0},
+    ],
+)
+def test_nothing_is_looked_at_where_nothing_may_be(changes: dict[str, Any]) -> None:
+    costs, graph = an_instance(1)
+    search, *_ = a_search(costs, graph, **changes)
+    begin = begun(search, costs, len(graph.segments), 0)
+    assert begin is not None
+    mapping, stats = search.descend(begin, {})
+    base = Found(mapping=mapping, stats=stats)
+    assert search.split(base, None) == base
+
+
+def one_giant(units: int, *, joins: bool = False) -> list[LayerNode]:
+    """Three layers, the second of which does all the work."""
+    layers = made_layers(1, seed=0)[:3]
+    layers[1] = replace(
+        layers[1], flops=1e9, splittable=True, units=units, split_joins=joins, split_in_bytes=4000,
+        split_out_bytes=8000, num_heads=units,
+    )  # fmt: skip
+    return [replace(each, flops=1e6, splittable=False) if each.id != 1 else each for each in layers]
+
+
+def compositions(units: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to share out units among parts, each of at least one."""
+    return [
+        tuple(np.diff([0, *cuts, units]).tolist())
+        for cuts in itertools.combinations(range(1, units), parts - 1)
+    ]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 3.0, 0.7], [2.0, 0.3, 1.0], [1.0, 2.0, 0.0, 0.5]])
+def test_sizes_against_all_others(speeds: list[float], bandwidth: float, joins: bool) -> None:
+    layers = one_giant(24, joins=joins)
+    costs = a_cost(layers, speeds, bandwidth=bandwidth, room=20.0)
+    search, _, weights = a_search(
+        costs, chain(layers, [0]), w_comm=0.0, w_balance=0.0, min_split_gain_ratio=0.0
+    )
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    (tried,) = search.split(base, None).considered
+    best = np.inf
+    there = [slot for slot in range(1, len(speeds)) if speeds[slot] > 0.0]
+    for count in range(1, len(there) + 1):
+        for others in itertools.combinations(there, count):
+            for sizes in compositions(24, count + 1):
+                split = Split(layer=1, permutation=tuple(range(24)), sizes=sizes, slots=(0, *others))
+                parts = linear(costs)(layers[1], sizes, split.slots)
+                best = min(best, evaluate(costs, [0] * 3, {1: (split, parts)}, weights).objective)
+    unit = float(np.max(costs.latency_ms[1], where=np.isfinite(costs.latency_ms[1]), initial=0.0)) / 24
+    assert best <= tried.objective_after * (1 + 1e-9)
+    assert tried.objective_after <= best + unit
+
+
+def test_sizes_follow_speeds() -> None:
+    layers = one_giant(400)
+    costs = a_cost(layers, [1.0, 3.0], bandwidth=1e13, room=20.0)
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = search.split(base, None)
+    assert abs(found.splits[1][0].sizes[0] - 100) <= 1
+    assert found.stats.objective < 0.3 * base.stats.objective
+
+
+class TooMuch(Exception):
+    pass
+
+
+def within(lines: int, work: Callable[[], Any]) -> Any:
+    """What some work gives; an error where it runs more lines of the module than that."""
+    ran = 0
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal ran
+        ran += event == "line"
+        if ran > lines:
+            raise TooMuch(f"more than {lines} lines of {module.__name__} ran, last line {frame.f_lineno}")
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if frame.f_code.co_filename == module.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        return work()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 1e6, 1e3, 1.0])
+def test_slow_links_are_no_more_work(bandwidth: float) -> None:
+    layers = one_giant(3072)
+    costs = a_cost(layers, [1.0, 1.5, 1.0], bandwidth=bandwidth, room=20.0)
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    found = within(50_000, lambda: search.split(base, None))
+    assert len(found.considered) == 1
+    assert bool(found.splits) == (bandwidth >= 1e6)
+
+
+def test_the_least_taken_up_slots_are_tried() -> None:
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0] * 6, bandwidth=1e12, room=40.0)
+    search, _, weights = a_search(costs, chain(layers, [0, 1, 2]), max_slots_tried=2)
+    tried: set[int] = set()
+
+    def priced(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
+        tried.update(slots)
+        return linear(costs)(layer, sizes, slots)
+
+    search = SplitSearch(costs, chain(layers, [0, 1, 2]), weights, PartitionConfig(max_slots_tried=2), priced)
+    stats = search.stats((4, 0, 1), {})
+    assert stats is not None
+    search.split(Found(mapping=(4, 0, 1), stats=stats), None)
+    assert tried == {0, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("orders", "match"), [(lambda _: [0] * 24, "`permutation`"), (lambda _: [0, 1], "units")]
+)
+def test_orders_that_are_none(orders: Orders, match: str) -> None:
+    layers = one_giant(24)
+    costs = a_cost(layers, [1.0, 1.0], room=20.0)
+    search, _, weights = a_search(costs, chain(layers, [0]))
+    base = Found(mapping=(0,), stats=evaluate(costs, [0] * 3, {}, weights))
+    with pytest.raises(InputError, match=match):
+        search.split(base, orders)
+
+
+def test_a_split_needs_memory() -> None:
+    layers = one_giant(24)
+    whole = a_cost(layers, [1.0, 1.0], bandwidth=1e12, room=20.0)
+    half = part_layer(layers[1], 12).memory_bytes / 1e6
+    for room, fits in ((0.99 * half, False), (1.01 * half, True)):
+        costs = replace(whole, limit_mb=np.array([whole.limit_mb[0], room]))
+        search, *_ = a_search(costs, chain(layers, [0]))
+        stats = search.stats((0,), {})
+        assert stats is not None
+        found = search.split(Found(mapping=(0,), stats=stats), None)
+        assert bool(found.splits) is bool(found.considered) is fits
+
+
+def test_several_layers_are_split_one_after_the_other() -> None:
+    layers = made_layers(2, seed=0)
+    for giant in (2, 4):
+        layers[giant] = replace(layers[giant], flops=1e9)
+    costs = a_cost(layers, [1.0, 1.0, 1.0], bandwidth=1e12, room=20.0)
+    search, *_ = a_search(costs, chain(layers, [0]), "serial")
+    stats = search.stats((0,), {})
+    assert stats is not None
+    found = search.split(Found(mapping=(0,), stats=stats), None)
+    assert set(found.splits) == {2, 4} and [len(each) for each in rounds(found)] == [2, 1]
+    assert [each.accepted for each in found.considered].count(True) == 2
+    # Three alike share both.
+    assert found.stats.serial_ms == pytest.approx(stats.serial_ms / 3, rel=0.05)
+
+
+def test_evaluations_of_a_search_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = made_layers(12, seed=0)
+    costs = a_cost(layers, np.linspace(0.5, 2.0, 8).tolist(), room=20.0)
+    search, config, _ = a_search(costs)
+    calls = 0
+
+    def counted(*given: Any) -> HwStats:
+        nonlocal calls
+        calls += 1
+        return evaluate(*given)
+
+    monkeypatch.setattr(module, "evaluate", counted)
+    mapping, stats = search.descend([0] * config.segments, {})
+    # A round tries every segment on every other slot.
+    a_round = config.segments * (costs.slots - 1)
+    assert calls <= 25 * a_round
+    calls = 0
+    search.split(Found(mapping=mapping, stats=stats), None)
+    slots = 5 + 10 + 10
+    assert calls <= (config.max_split_layers + 1) * len(search.candidates()) * (2 * slots + 4 * a_round)

@@ -1,0 +1,79 @@
+"""Pictures say in words what they show, and show what they were given."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from sparseflow.codesign.layout.pareto import Front, pareto_front
+from sparseflow.codesign.layout.sites import Wafer, grid_sites
+from sparseflow.codesign.layout.thermal import temperatures
+from sparseflow.codesign.report.wafer import front_picture, wafer_picture
+from sparseflow.errors import InputError
+
+WAFER = Wafer(radius_mm=60.0)
+SIZES = [[14.0, 10.0], [10.0, 10.0], [12.0, 16.0]]
+PLACES = [[-25.0, 10.0], [0.0, -20.0], [28.0, 12.0]]
+TRAFFIC = np.array([[9.0, 5e6, 0.0], [1e6, 0.0, 1e3], [2e6, 0.0, 0.0]])
+
+
+def test_a_wafer_with_everything() -> None:
+    heat = temperatures(WAFER, PLACES, SIZES, [30.0, 80.0, 20.0])
+    found = wafer_picture(
+        WAFER,
+        PLACES,
+        SIZES,
+        names=["big", "hot <1>", "tall"],
+        traffic_bytes=TRAFFIC,
+        heat=heat,
+        caption="So.",
+    )
+    assert found.title == "Layout" and found.caption == "So."
+    assert "3 chips on a wafer with a radius of 60 mm" in found.alt
+    assert "the busiest link, big to hot <1>, is 39.1 mm long" in found.alt
+    assert f"The hottest chip is hot <1> with {heat.chip_peak_c[1]:.1f} °C" in found.alt
+    for text in ("big", "hot &lt;1&gt;", "tall", "°C", f"hottest, {heat.peak_c:.1f} °C"):
+        assert text in found.svg
+    # The page's colours, so that it can be read on a dark page, too.
+    assert {"--ink", "--paper", "--after"} <= set(re.findall(r"var\((--\w+)\)", found.svg))
+    assert len(found.svg) < 300_000
+
+
+def test_links_are_as_wide_as_their_traffic() -> None:
+    found = wafer_picture(WAFER, PLACES, SIZES, traffic_bytes=TRAFFIC)
+    widths = re.findall(r"stroke: var\(--after\)[^\"]*stroke-width: ([\d.]+)", found.svg)
+    # Both ways together: 6 MB, 2 MB, and 1 kB that is too faint to draw.
+    assert sorted(float(width) for width in widths) == pytest.approx([5.0 / 3.0, 5.0], rel=1e-3)
+
+
+def test_a_wafer_with_chips_only() -> None:
+    found = wafer_picture(WAFER, PLACES, SIZES)
+    assert found.alt == "3 chips on a wafer with a radius of 60 mm."
+    assert "var(--after)" not in found.svg
+    cold = temperatures(WAFER, PLACES, SIZES, [0.0, 0.0, 0.0])
+    assert "with 25.0 °C" in wafer_picture(WAFER, PLACES, SIZES, heat=cold).alt
+
+
+def small_front() -> Front:
+    sites = grid_sites(WAFER, SIZES)
+    return pareto_front(sites, TRAFFIC, [30.0, 80.0, 20.0], sigma_mm=20.0, iterations=50)
+
+
+def test_a_front_with_its_knee() -> None:
+    front = small_front()
+    found = front_picture(front)
+    assert f"{len(front.layouts)} layouts of which none is better in both" in found.alt
+    assert f"{front.best.comm:.3g} and {front.best.therm:.3g}" in found.alt
+    for text in ("layouts", "knee", "plain grid", "communication"):
+        assert text in found.svg
+
+
+def test_arrays_must_fit() -> None:
+    with pytest.raises(InputError, match=r"\(2, 2\), 3"):
+        wafer_picture(WAFER, PLACES[:2], SIZES)
+    with pytest.raises(InputError, match="2"):
+        wafer_picture(WAFER, PLACES, SIZES, names=["a", "b"])
+    with pytest.raises(InputError, match=r"\(2, 2\)"):
+        wafer_picture(WAFER, PLACES, SIZES, traffic_bytes=np.zeros((2, 2)))
