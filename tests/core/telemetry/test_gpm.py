@@ -1,4 +1,4 @@
-"""GPM readings, from an NVML of our own making."""
+"""Tests of GPM readings with a simulated NVML."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparseflow.errors import DeviceError, InputError, MissingExtraError
 
 
 class NVMLError(Exception):
-    """As in pynvml."""
+    """Stand-in for `pynvml.NVMLError`."""
 
 
 class Library(ModuleType):
-    """A pynvml with one Hopper, whose counters are whatever `values` says."""
+    """Simulated pynvml with one Hopper GPU whose counters are `values`."""
 
     NVMLError = NVMLError
     NVML_GPM_METRICS_GET_VERSION = 1
@@ -30,7 +30,7 @@ class Library(ModuleType):
         super().__init__("pynvml")
         self.values = {1: 60.0, 2: 50.0, 3: 25.0, 5: 12.5, 10: 100.4, 20: 100.0, 21: 200.0}
         self.returns: dict[int, int] = {}
-        self.alive = 0
+        self.live_samples = 0
         self.supported = 1
 
     def nvmlGpmQueryDeviceSupport(self, gpu: str) -> Any:
@@ -52,23 +52,23 @@ class Library(ModuleType):
         return 16
 
     def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
-        self.alive += 1
+        self.live_samples += 1
         return SimpleNamespace(taken=False)
 
     def nvmlGpmSampleGet(self, gpu: str, sample: SimpleNamespace) -> None:
         sample.taken = True
 
     def nvmlGpmSampleFree(self, sample: SimpleNamespace) -> None:
-        self.alive -= 1
+        self.live_samples -= 1
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        # What nobody writes shows: an untouched value is NaN and an untouched return code an error.
-        untouched = [SimpleNamespace(metricId=0, nvmlReturn=999, value=math.nan) for _ in range(20)]
-        return SimpleNamespace(version=0, numMetrics=0, sample1=None, sample2=None, metrics=untouched)
+        # Entries that are not written stay visible: the value is NaN and the return code an error.
+        entries = [SimpleNamespace(metricId=0, nvmlReturn=999, value=math.nan) for _ in range(20)]
+        return SimpleNamespace(version=0, numMetrics=0, sample1=None, sample2=None, metrics=entries)
 
-    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
-        assert asked.version == 1 and asked.sample1.taken and asked.sample2.taken
-        for metric in asked.metrics[: asked.numMetrics]:
+    def nvmlGpmMetricsGet(self, request: SimpleNamespace) -> None:
+        assert request.version == 1 and request.sample1.taken and request.sample2.taken
+        for metric in request.metrics[: request.numMetrics]:
             metric.value = self.values[metric.metricId]
             metric.nvmlReturn = self.returns.get(metric.metricId, 0)
 
@@ -89,7 +89,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return module
 
 
-def test_percent_becomes_a_share(library: Library) -> None:
+def test_read_converts_percent_to_shares(library: Library) -> None:
     reader = GpmReader("cuda:0")
     load = reader.read(0.5)
     assert load.shares == {"busy": 0.5, "active": 0.6, "occupancy": 0.25, "tensor": 0.125, "dram": 1.0}
@@ -98,93 +98,93 @@ def test_percent_becomes_a_share(library: Library) -> None:
     assert (reader.index, reader.uuid, reader.model) == (3, "GPU-abc", "NVIDIA H200")
 
 
-def test_bytes_become_a_share_of_the_link(library: Library) -> None:
+def test_read_divides_bytes_by_link_bandwidth(library: Library) -> None:
     load = GpmReader("cuda:0", metrics=("pcie_tx", "pcie_rx", "busy")).read()
     link = 3938e6 * 16 / 2**20
     assert load.shares == pytest.approx({"busy": 0.5, "pcie_tx": 100 / link, "pcie_rx": 200 / link})
 
 
-def test_every_sample_is_given_back(library: Library) -> None:
+def test_read_frees_all_samples(library: Library) -> None:
     reader = GpmReader("cuda:0")
     reader.read()
-    assert library.alive == 0
+    assert library.live_samples == 0
 
     library.returns = {5: 3}
     with pytest.raises(DeviceError):
         reader.read()
-    assert library.alive == 0
+    assert library.live_samples == 0
 
     def refuse(gpu: str, sample: SimpleNamespace) -> None:
         raise NVMLError("Insufficient Permissions")
 
     library.nvmlGpmSampleGet = refuse  # type: ignore[method-assign]
-    with pytest.raises(DeviceError, match="no GPM sample: Insufficient Permissions"):
+    with pytest.raises(DeviceError, match="Insufficient Permissions"):
         reader.read()
-    assert library.alive == 0
+    assert library.live_samples == 0
 
 
-def test_a_metric_that_nvml_did_not_compute_is_an_error_and_never_zero(library: Library) -> None:
+def test_read_failed_metric_raises(library: Library) -> None:
     library.returns = {5: 3}
-    with pytest.raises(DeviceError, match=r"GPM metric 5 \(`tensor`\) of cuda:0 cannot be read .*returned 3"):
+    with pytest.raises(DeviceError, match=r"GPM metric 5 \(`tensor`\) of cuda:0.*returned 3"):
         GpmReader("cuda:0").read()
 
 
 @pytest.mark.parametrize("value", [math.nan, -5.0, 250.0])
-def test_a_value_that_is_no_percentage_is_an_error(library: Library, value: float) -> None:
+def test_read_invalid_percentage_raises(library: Library, value: float) -> None:
     library.values[2] = value
     with pytest.raises(DeviceError, match="`busy`"):
         GpmReader("cuda:0").read()
 
 
-def test_a_watch_is_stopped_once(library: Library) -> None:
-    watch = GpmReader("cuda:0").start()
-    watch.stop()
-    with pytest.raises(InputError, match="stopped before"):
-        watch.stop()
-    assert library.alive == 0
+def test_stop_twice_raises(library: Library) -> None:
+    recording = GpmReader("cuda:0").start()
+    recording.stop()
+    with pytest.raises(InputError):
+        recording.stop()
+    assert library.live_samples == 0
 
 
-def test_a_gpu_without_the_counters_says_what_to_do(library: Library) -> None:
+def test_reader_without_counters_raises(library: Library) -> None:
     library.supported = 0
-    with pytest.raises(DeviceError, match="came with Hopper; run DCGM"):
+    with pytest.raises(DeviceError, match=r"Hopper.*DCGM"):
         GpmReader("cuda:0")
 
 
-def test_what_gpm_does_not_count_is_an_error(library: Library) -> None:
-    with pytest.raises(DeviceError, match="`steal` is not told by GPM"):
+def test_reader_unsupported_metric_raises(library: Library) -> None:
+    with pytest.raises(DeviceError, match="`steal`"):
         GpmReader("cuda:0", metrics=("steal",))
-    with pytest.raises(InputError, match="at least one"):
+    with pytest.raises(InputError, match="`metrics`"):
         GpmReader("cuda:0", metrics=())
 
 
-@pytest.mark.parametrize("wrong", ["nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkGeneration"])
-def test_an_unknown_link_is_an_error(library: Library, wrong: str) -> None:
-    odd: Callable[[str], int] = lambda gpu: 0  # noqa: E731
-    setattr(library, wrong, odd)
-    with pytest.raises(DeviceError, match="leave pcie_tx and pcie_rx out"):
+@pytest.mark.parametrize("method", ["nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkGeneration"])
+def test_reader_unknown_link_raises(library: Library, method: str) -> None:
+    zero: Callable[[str], int] = lambda gpu: 0  # noqa: E731
+    setattr(library, method, zero)
+    with pytest.raises(DeviceError, match="pcie_tx"):
         GpmReader("cuda:0", metrics=("pcie_tx",))
 
 
-def test_a_device_that_is_none_or_not_there(library: Library) -> None:
+def test_reader_invalid_device_raises(library: Library) -> None:
     with pytest.raises(InputError, match="'cpu'"):
         GpmReader("cpu")
     with pytest.raises(DeviceError, match="cuda:9"):
         GpmReader("cuda:9")
 
 
-def test_without_a_gpu_the_host_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_gpu_names_host(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="read the host instead"):
+    with pytest.raises(DeviceError, match=r"cuda:0.*host"):
         GpmReader("cuda:0")
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_package_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparseflow.core.extras.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"sparseflow\[latency\]"):
         GpmReader("cuda:0")
 
 
 @pytest.mark.gpu
-def test_this_machines_gpu_can_be_read() -> None:
+def test_read_gpu_of_this_machine() -> None:
     reader = GpmReader("cuda:0")
     assert tuple(reader.read(0.5).shares) == reader.metrics

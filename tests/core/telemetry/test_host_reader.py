@@ -1,4 +1,4 @@
-"""The host's load, from a /proc that changes between two readings as the test says."""
+"""Tests of host load with a simulated /proc and clock."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    250 kB\n"
 Write = Callable[..., None]
 
 
-def stat(*cores: tuple[int, int, int], switches: int, running: int) -> str:
-    """A /proc/stat of cores with (busy, idle, stolen) ticks."""
+def format_stat(*cores: tuple[int, int, int], switches: int, running: int) -> str:
+    """Format a /proc/stat of cores with (busy, idle, stolen) ticks."""
     lines = [f"cpu{n} {busy} 0 0 {idle} 0 0 0 {stolen} 0 0" for n, (busy, idle, stolen) in enumerate(cores)]
     return "\n".join(["cpu  0 0 0 0 0", *lines, "intr 5 0", f"ctxt {switches}", f"procs_running {running}\n"])
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Time that passes only when the test, or a sleep, says so."""
-    now = SimpleNamespace(wall=100.0, own=7.0)
+    """Simulated clock that advances by sleeps and by the test."""
+    clock = SimpleNamespace(wall_s=100.0, process_s=7.0)
 
     def sleep(seconds: float) -> None:
-        now.wall += seconds
+        clock.wall_s += seconds
 
     fake = SimpleNamespace(
-        monotonic=lambda: now.wall, process_time=lambda: now.own, time=lambda: 1e9 + now.wall, sleep=sleep
+        monotonic=lambda: clock.wall_s,
+        process_time=lambda: clock.process_s,
+        time=lambda: 1e9 + clock.wall_s,
+        sleep=sleep,
     )
     monkeypatch.setattr(host_reader, "time", fake)
-    return now
+    return clock
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def write(text: str, *, stalled_us: int = 0) -> None:
+    def write(text: str, *, stall_us: int = 0) -> None:
         (tmp_path / "stat").write_text(text)
         (tmp_path / "meminfo").write_text(MEMINFO)
         (tmp_path / "pressure").mkdir(exist_ok=True)
-        for scale, what in enumerate(("cpu", "memory", "io"), start=1):
-            (tmp_path / "pressure" / what).write_text(
-                f"some avg10=99.00 avg60=0.00 avg300=0.00 total={stalled_us * scale}\n"
+        for scale, resource in enumerate(("cpu", "memory", "io"), start=1):
+            (tmp_path / "pressure" / resource).write_text(
+                f"some avg10=99.00 avg60=0.00 avg300=0.00 total={stall_us * scale}\n"
                 "full avg10=0.00 avg60=0.00 avg300=0.00 total=999\n"
             )
 
-    write(stat((100, 900, 0), (100, 900, 0), switches=1000, running=1))
+    write(format_stat((100, 900, 0), (100, 900, 0), switches=1000, running=1))
     return write
 
 
-def test_every_share_is_what_its_counters_moved_by(
+def test_stop_computes_shares_from_counter_differences(
     tmp_path: Path, write: Write, clock: SimpleNamespace
 ) -> None:
     reader = HostReader((0, 1), proc=tmp_path)
-    watch = reader.start()
-    clock.wall += 2.0
-    clock.own += 1.0
-    # 200 ticks a core passed: core 0 busy for 150, core 1 for 50, 10 of these stolen; 8 others runnable.
-    write(stat((250, 950, 0), (140, 1050, 10), switches=41_000, running=9), stalled_us=200_000)
-    load = watch.stop()
+    recording = reader.start()
+    clock.wall_s += 2.0
+    clock.process_s += 1.0
+    # 200 ticks per core: core 0 is busy for 150 and core 1 for 50, of which 10 are stolen; 8 other tasks run.
+    write(format_stat((250, 950, 0), (140, 1050, 10), switches=41_000, running=9), stall_us=200_000)
+    load = recording.stop()
     assert (load.source, load.device, load.interval_s) == ("host", "cpu", 2.0)
     assert load.timestamp_s == 1e9 + 102.0
     assert load.shares == pytest.approx(
@@ -82,72 +85,70 @@ def test_every_share_is_what_its_counters_moved_by(
     assert tuple(load.shares) == reader.metrics
 
 
-def test_only_the_cpus_that_may_be_used_count(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
-    watch = HostReader((1,), proc=tmp_path, metrics=("active", "busy")).start()
-    clock.wall += 1.0
-    write(stat((200, 900, 0), (120, 980, 0), switches=1000, running=1))
-    assert watch.stop().shares == {"busy": 0.2, "active": 0.2}
+def test_stop_uses_selected_cpus(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
+    recording = HostReader((1,), proc=tmp_path, metrics=("active", "busy")).start()
+    clock.wall_s += 1.0
+    write(format_stat((200, 900, 0), (120, 980, 0), switches=1000, running=1))
+    assert recording.stop().shares == {"busy": 0.2, "active": 0.2}
 
 
-def test_reading_looks_at_the_queue_all_along(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
+def test_read_samples_queue_throughout(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
     reader = HostReader((0,), proc=tmp_path, metrics=("queue",))
     sleep = host_reader.time.sleep
 
-    def busy_meanwhile(seconds: float) -> None:
+    def sleep_with_load(seconds: float) -> None:
         sleep(seconds)
-        write(stat((101, 900, 0), (100, 900, 0), switches=1000, running=5))
+        write(format_stat((101, 900, 0), (100, 900, 0), switches=1000, running=5))
 
-    host_reader.time.sleep = busy_meanwhile
-    # 20 looks at 4 runnable tasks on 2 CPUs and one at none, and the last one again.
+    host_reader.time.sleep = sleep_with_load
+    # 20 samples with 4 runnable tasks on 2 CPUs, one without load, and the last one again.
     assert reader.read(1.0)["queue"] == pytest.approx(0.5, abs=0.03)
 
 
-def test_a_kernel_without_pressure_does_not_tell_it(tmp_path: Path, write: Write) -> None:
-    for what in ("cpu", "memory", "io"):
-        (tmp_path / "pressure" / what).unlink()
+def test_reader_without_psi_has_no_pressure(tmp_path: Path, write: Write) -> None:
+    for resource in ("cpu", "memory", "io"):
+        (tmp_path / "pressure" / resource).unlink()
     reader = HostReader((0,), proc=tmp_path)
     assert "busy" in reader.metrics and "cpu_pressure" not in reader.metrics
     with pytest.raises(DeviceError, match="pressure/cpu"):
         HostReader((0,), proc=tmp_path, metrics=("busy", "cpu_pressure"))
 
 
-def test_what_a_host_has_not_is_an_error_when_asked_for(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(DeviceError, match="`tensor` is not told by a host"):
+def test_reader_unsupported_metric_raises(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(DeviceError, match="`tensor`"):
         HostReader((0,), proc=tmp_path, metrics=("tensor",))
     with pytest.raises(InputError, match="'speed'"):
         HostReader((0,), proc=tmp_path, metrics=("speed",))
-    with pytest.raises(InputError, match="at least one"):
+    with pytest.raises(InputError, match="`metrics`"):
         HostReader((0,), proc=tmp_path, metrics=())
 
 
 @pytest.mark.parametrize("cpus", [(), (7,)])
-def test_cpus_that_are_not_there_are_an_error(tmp_path: Path, write: Write, cpus: tuple[int, ...]) -> None:
+def test_reader_missing_cpus_raise(tmp_path: Path, write: Write, cpus: tuple[int, ...]) -> None:
     with pytest.raises((InputError, DeviceError), match="CPU"):
         HostReader(cpus, proc=tmp_path)
 
 
-def test_a_cpu_that_goes_offline_ends_the_reading(
-    tmp_path: Path, write: Write, clock: SimpleNamespace
-) -> None:
-    watch = HostReader((0, 1), proc=tmp_path).start()
-    clock.wall += 1.0
-    write(stat((200, 900, 0), switches=1000, running=1))
+def test_stop_offline_cpu_raises(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
+    recording = HostReader((0, 1), proc=tmp_path).start()
+    clock.wall_s += 1.0
+    write(format_stat((200, 900, 0), switches=1000, running=1))
     with pytest.raises(DeviceError, match="CPU 1"):
-        watch.stop()
+        recording.stop()
 
 
-def test_counters_that_stand_still_are_an_error(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
-    watch = HostReader((0,), proc=tmp_path).start()
-    clock.wall += 1.0
-    with pytest.raises(DeviceError, match="no clock tick"):
-        watch.stop()
+def test_stop_without_ticks_raises(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
+    recording = HostReader((0,), proc=tmp_path).start()
+    clock.wall_s += 1.0
+    with pytest.raises(DeviceError, match="20 ms"):
+        recording.stop()
 
 
-def test_too_short_a_watch_is_an_error(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
-    watch = HostReader((0,), proc=tmp_path).start()
-    clock.wall += 0.05
+def test_stop_too_early_raises(tmp_path: Path, write: Write, clock: SimpleNamespace) -> None:
+    recording = HostReader((0,), proc=tmp_path).start()
+    clock.wall_s += 0.05
     with pytest.raises(DeviceError, match="50 ms"):
-        watch.stop()
+        recording.stop()
     with pytest.raises(InputError, match="window_s"):
         HostReader((0,), proc=tmp_path).read(0.05)
 
@@ -158,7 +159,7 @@ def test_too_short_a_watch_is_an_error(tmp_path: Path, write: Write, clock: Simp
         "",
         "cpu  1 2 3 4 5\n",
         "cpu0 1 2 3\nctxt 1\nprocs_running 1\n",
-        stat((1, 2, 3), switches=1, running=1)[:40],
+        format_stat((1, 2, 3), switches=1, running=1)[:40],
     ],
 )
 def test_a_stat_of_another_form_is_an_error(tmp_path: Path, write: Write, content: str) -> None:

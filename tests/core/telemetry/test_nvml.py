@@ -1,4 +1,4 @@
-"""NVML's readings, from an NVML of our own making."""
+"""Tests of NVML readings with a simulated library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sparseflow.core.telemetry import nvml
 
 
 class NVMLError(Exception):
-    """As in pynvml."""
+    """Stand-in for `pynvml.NVMLError`."""
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    nvml._available.cache_clear()
+def clear_cache() -> Iterator[None]:
+    nvml._is_available.cache_clear()
     yield
-    nvml._available.cache_clear()
+    nvml._is_available.cache_clear()
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A pynvml that knows one GPU, by its UUID."""
+    """Simulated pynvml with one GPU."""
     module: Any = ModuleType("pynvml")
     module.NVMLError, module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM = NVMLError, 1, 2
 
@@ -39,20 +39,20 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.nvmlDeviceGetHandleByUUID = by_uuid
     module.nvmlSystemGetDriverVersion = lambda: b"580.1"
     module.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 2500
-    module.nvmlDeviceGetClockInfo = lambda handle, which: {1: 1980, 2: 3201}[which]
+    module.nvmlDeviceGetClockInfo = lambda handle, domain: {1: 1980, 2: 3201}[domain]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     return module
 
 
 @pytest.mark.usefixtures("library")
-def test_readings_carry_their_units() -> None:
+def test_readings_have_units() -> None:
     assert nvml.read_energy_j("cuda:0") == 2.5
     assert nvml.read_clocks_mhz("cuda:0") == {"core": 1980.0, "memory": 3201.0}
     assert nvml.read_driver_version() == "580.1"
 
 
-def test_what_the_gpu_does_not_count_is_none_and_not_zero(library: Any) -> None:
+def test_unsupported_counter_is_none(library: Any) -> None:
     def unsupported(*_: object) -> int:
         raise NVMLError("not supported")
 
@@ -62,12 +62,12 @@ def test_what_the_gpu_does_not_count_is_none_and_not_zero(library: Any) -> None:
     assert nvml.read_clocks_mhz("cuda:0") == {}
 
 
-def test_a_gpu_that_nvml_does_not_know_has_no_readings(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_gpu_is_none(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="other"))
     assert nvml.read_energy_j("cuda:0") is None
 
 
-def test_without_the_drivers_library_there_are_no_readings(library: Any) -> None:
+def test_missing_driver_library_is_none(library: Any) -> None:
     def absent() -> None:
         raise NVMLError("library not found")
 
@@ -75,11 +75,11 @@ def test_without_the_drivers_library_there_are_no_readings(library: Any) -> None
     assert nvml.read_energy_j("cuda:0") is None and nvml.read_driver_version() is None
 
 
-def test_without_the_package_there_are_no_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.read_energy_j("cuda:0") is None and nvml.read_driver_version() is None
 
 
-def test_a_cpu_has_no_energy_counter_and_does_not_pretend() -> None:
+def test_cpu_is_none() -> None:
     assert nvml.read_energy_j("cpu") is None
     assert nvml.read_clocks_mhz("cpu") == {}

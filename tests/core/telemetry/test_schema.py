@@ -1,4 +1,4 @@
-"""Readings: what they may hold, and what asking them for something absent does."""
+"""Tests of load readings, metric names and sources."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from sparseflow.core.telemetry.schema import METRICS, LoadReading
 from sparseflow.errors import DeviceError, InputError
 
 
-def load(**shares: float) -> LoadReading:
+def make_reading(**shares: float) -> LoadReading:
     return LoadReading(timestamp_s=5.0, interval_s=1.0, source="host", device="cpu", shares=shares)
 
 
-def test_a_reading_gives_what_it_holds_in_one_order() -> None:
-    found = load(queue=0.25, busy=0.5)
-    assert found["busy"] == 0.5
-    assert list(found.shares) == ["busy", "queue"]
-    assert found.select(("queue", "busy")) == {"queue": 0.25, "busy": 0.5}
+def test_reading_orders_and_selects_shares() -> None:
+    reading = make_reading(queue=0.25, busy=0.5)
+    assert reading["busy"] == 0.5
+    assert list(reading.shares) == ["busy", "queue"]
+    assert reading.select(("queue", "busy")) == {"queue": 0.25, "busy": 0.5}
 
 
-def test_an_absent_metric_is_an_error_and_never_zero() -> None:
-    with pytest.raises(DeviceError, match=r"`tensor` was not read from host \(cpu\), which tells: busy"):
-        load(busy=0.5)["tensor"]
+def test_reading_missing_metric_raises() -> None:
+    with pytest.raises(DeviceError, match=r"`tensor`.*host \(cpu\).*busy"):
+        make_reading(busy=0.5)["tensor"]
     with pytest.raises(DeviceError, match="tensor"):
-        load(busy=0.5).select(("busy", "tensor"))
+        make_reading(busy=0.5).select(("busy", "tensor"))
 
 
-def test_an_unknown_metric_is_bad_input() -> None:
-    with pytest.raises(InputError, match="'busyness' is no metric"):
-        load(busy=0.5)["busyness"]
+def test_reading_unknown_metric_raises() -> None:
     with pytest.raises(InputError, match="'busyness'"):
-        load(busyness=0.5)
+        make_reading(busy=0.5)["busyness"]
+    with pytest.raises(InputError, match="'busyness'"):
+        make_reading(busyness=0.5)
 
 
 @pytest.mark.parametrize("value", [-0.01, 1.01, 55.0, math.nan, math.inf])
-def test_a_share_outside_its_range_is_refused(value: float) -> None:
+def test_reading_share_outside_range_raises(value: float) -> None:
     with pytest.raises(InputError, match="`busy`"):
-        load(busy=value)
+        make_reading(busy=value)
 
 
-def test_a_reading_without_shares_or_with_odd_times_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one share"):
-        load()
+def test_reading_without_shares_or_invalid_time_raises() -> None:
+    with pytest.raises(InputError, match="share"):
+        make_reading()
     with pytest.raises(InputError, match="timestamp_s"):
         LoadReading(timestamp_s=math.nan, interval_s=1.0, source="host", device="cpu", shares={"busy": 0.5})
 
 
 @given(st.dictionaries(st.sampled_from(METRICS), st.floats(0.0, 1.0), min_size=1))
-def test_a_reading_survives_a_row_json_and_another_process(shares: dict[str, float]) -> None:
-    found = load(**shares)
-    row = json.loads(json.dumps({"kernel": "Conv_1", **found.to_row()}))
-    assert LoadReading.from_row(row) == found
-    assert pickle.loads(pickle.dumps(found)) == found
+def test_reading_round_trips_through_row_json_and_pickle(shares: dict[str, float]) -> None:
+    reading = make_reading(**shares)
+    row = json.loads(json.dumps({"kernel": "Conv_1", **reading.to_row()}))
+    assert LoadReading.from_row(row) == reading
+    assert pickle.loads(pickle.dumps(reading)) == reading
 
 
-def test_a_row_with_an_empty_column_has_no_such_metric() -> None:
-    row = {**load(busy=0.5).to_row(), "load_tensor": None}
+def test_from_row_null_share_is_absent() -> None:
+    row = {**make_reading(busy=0.5).to_row(), "load_tensor": None}
     assert "tensor" not in LoadReading.from_row(row).shares
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "name"),
     [
         ({"load_device": None}, "load_device"),
         ({"load_busy": "0.5"}, "load_busy"),
@@ -77,25 +77,25 @@ def test_a_row_with_an_empty_column_has_no_such_metric() -> None:
         ({"load_speed": 0.5}, "'speed'"),
     ],
 )
-def test_a_row_of_another_form_is_refused(change: dict[str, object], what: str) -> None:
-    with pytest.raises(InputError, match=what):
-        LoadReading.from_row({**load(busy=0.5).to_row(), **change})
+def test_from_row_invalid_column_raises(change: dict[str, object], name: str) -> None:
+    with pytest.raises(InputError, match=name):
+        LoadReading.from_row({**make_reading(busy=0.5).to_row(), **change})
 
 
-def test_rounding_past_one_is_cut_and_more_is_a_lie() -> None:
-    assert schema.normalize_share(100.5, 100.0, "it") == 1.0
+def test_normalize_share_clips_rounding_and_raises_beyond() -> None:
+    assert schema.normalize_share(100.5, 100.0, "busy of cpu") == 1.0
     for value in (102.0, -1.0, math.nan, math.inf, 9223372036854775794.0):
-        with pytest.raises(DeviceError, match="it is"):
-            schema.normalize_share(value, 100.0, "it")
+        with pytest.raises(DeviceError, match="busy of cpu"):
+            schema.normalize_share(value, 100.0, "busy of cpu")
 
 
 @pytest.mark.parametrize("window_s", [0.0, 0.05, -1.0, math.nan, math.inf])
-def test_a_window_that_means_nothing_is_refused(window_s: float) -> None:
+def test_check_window_invalid_raises(window_s: float) -> None:
     with pytest.raises(InputError, match="window_s"):
         schema.check_window(window_s)
 
 
-def test_every_metric_has_a_name_in_prometheus_and_none_has_two_meanings() -> None:
+def test_series_cover_all_metrics_uniquely() -> None:
     assert {series.metric for series in dcgm.SERIES} == set(METRICS)
     assert len(dcgm.SERIES_BY_NAME) == len(dcgm.SERIES)
     assert [series.name for series in dcgm.list_series("active")] == [
@@ -104,7 +104,7 @@ def test_every_metric_has_a_name_in_prometheus_and_none_has_two_meanings() -> No
     ]
 
 
-def test_a_source_is_opened_by_its_name() -> None:
+def test_open_reader_by_source() -> None:
     assert open_reader("prometheus", url="http://127.0.0.1:9", metrics=("busy",)).metrics == ("busy",)
     with pytest.raises(InputError, match="url"):
         open_reader("prometheus")

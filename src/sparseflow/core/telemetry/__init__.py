@@ -1,4 +1,4 @@
-"""Readings of the machine while something runs: from /proc, from NVML, or from a Prometheus server.
+"""Load of a device while other code runs: from /proc, from NVML, or from a Prometheus server.
 
-`schema.py` says what they have in common, `readers.py` opens one by name.
+`schema` defines readings and readers; `readers` opens a reader by the name of its source.
 """

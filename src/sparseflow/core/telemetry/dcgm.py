@@ -1,8 +1,8 @@
-"""What the metrics of a load are called in Prometheus: DCGM's names, and ours for what DCGM does not have.
+"""Names of load metrics in Prometheus: DCGM fields, and `SPARSEFLOW_*` for metrics that DCGM does not have.
 
-DCGM's profiling fields are shares already; `DCGM_FI_DEV_GPU_UTIL` is in percent and its PCIe fields are
-bytes a second, which need the link's rate to become shares. Its exporter leaves out what a GPU does not
-count, and only some of these fields are in its default list.
+DCGM's profiling fields are shares, `DCGM_FI_DEV_GPU_UTIL` is in percent, and its PCIe fields are bytes per
+second, which are divided by the link bandwidth. Its exporter omits fields that a GPU does not support, and
+its default list contains only some of these fields.
 
 Source: NVIDIA DCGM API Reference, "Field Identifiers".
 """
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from sparseflow.core.telemetry.schema import METRICS
 
 HOST_SOURCE = "sparseflow-host"
-"""Value of the label `source` where DCGM's names carry a CPU's readings."""
+"""Label `source` of CPU readings that are exported under DCGM names."""
 
 GPM_SOURCE = "sparseflow-gpm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One name in Prometheus.
+    """One metric name in Prometheus.
 
     Attributes:
-        name: The metric's name there.
-        metric: What it stands for, among `METRICS`.
-        scale: The value there that is a share of 1. None means the bytes a second of the PCIe link.
-        help: What it is, as the exporter says it.
+        name: Name in Prometheus.
+        metric: Load metric, among `METRICS`.
+        scale: Value that corresponds to a share of 1; None for the bandwidth of the PCIe link.
+        help: Help text of the exporter.
     """
 
     name: str
@@ -59,7 +59,7 @@ SERIES = (
         name="DCGM_FI_PROF_SM_OCCUPANCY",
         metric="occupancy",
         scale=1.0,
-        help="Share of the warps that fit which were resident.",
+        help="Resident warps as a share of the maximum.",
     ),
     Series(
         name="DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
@@ -77,25 +77,25 @@ SERIES = (
         name="DCGM_FI_PROF_PCIE_TX_BYTES",
         metric="pcie_tx",
         scale=None,
-        help="Bytes sent over PCIe, a second.",
+        help="Bytes sent over PCIe per second.",
     ),
     Series(
         name="DCGM_FI_PROF_PCIE_RX_BYTES",
         metric="pcie_rx",
         scale=None,
-        help="Bytes received over PCIe, a second.",
+        help="Bytes received over PCIe per second.",
     ),
     Series(
         name="SPARSEFLOW_OTHERS_BUSY",
         metric="others",
         scale=1.0,
-        help="Busy share of the CPUs less what the exporter itself used.",
+        help="Busy share of the CPUs minus the share of the exporter.",
     ),
     Series(
         name="SPARSEFLOW_STEAL",
         metric="steal",
         scale=1.0,
-        help="Share of CPU time that a hypervisor gave to others.",
+        help="Share of CPU time that a hypervisor gave to other guests.",
     ),
     Series(
         name="SPARSEFLOW_QUEUE",
@@ -131,21 +131,21 @@ SERIES = (
         name="SPARSEFLOW_MEMORY_USED",
         metric="memory_used",
         scale=1.0,
-        help="Share of memory that a new process could not have.",
+        help="Share of memory that a new process cannot use.",
     ),
 )
-"""Every name. Where two stand for one metric the first is preferred."""
+"""All series. If two series provide one metric, the first is preferred."""
 
 HOST_HELP = {
-    "busy": "Busy share of the CPUs that may be used; a CPU's value under DCGM's name.",
-    "active": "Busy share of the busiest CPU; a CPU's value under DCGM's name.",
+    "busy": "Busy share of the usable CPUs; a CPU value under the DCGM name.",
+    "active": "Busy share of the busiest CPU; a CPU value under the DCGM name.",
 }
 
 SERIES_BY_NAME = {series.name: series for series in SERIES}
 
 
 def list_series(metric: str) -> tuple[Series, ...]:
-    """The names that stand for a metric, best first."""
+    """List the series that provide a metric, in order of preference."""
     return tuple(series for series in SERIES if series.metric == metric)
 
 

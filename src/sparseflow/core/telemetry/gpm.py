@@ -1,7 +1,6 @@
-"""The load of an NVIDIA GPU from NVML's GPM counters: what DCGM shows, with no daemon; Hopper and later.
+"""Load of an NVIDIA GPU from NVML's GPM counters (Hopper and later), which DCGM reports through a daemon.
 
-Two samples are taken and NVML computes each metric between them. GPM counts in percent and MiB/s; both
-become shares here and nowhere else.
+NVML computes each metric between two samples. GPM reports percent and MiB/s, which are converted to shares.
 
 Source: NVML API Reference, "GPM" (docs.nvidia.com/deploy/nvml-api).
 """
@@ -28,25 +27,25 @@ if TYPE_CHECKING:
     import torch
 
 GPM_IDS = {"busy": 2, "active": 1, "occupancy": 3, "tensor": 5, "dram": 10, "pcie_tx": 20, "pcie_rx": 21}
-"""Metric -> its number in `nvmlGpmMetricId_t`."""
+"""Number of each metric in `nvmlGpmMetricId_t`."""
 
 DEFAULT_METRICS = ("busy", "active", "occupancy", "tensor", "dram")
 
 LANE_BYTES_PER_S = {1: 250e6, 2: 500e6, 3: 984.6e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}
-"""PCIe generation -> what one lane carries in one direction, after line coding."""
+"""Bandwidth of one lane in one direction after line coding, by PCIe generation."""
 
 
 class GpmReader:
-    """Reads one GPU as a whole, whoever uses it. A `LoadReader`.
+    """`LoadReader` of one GPU, including the work of other processes.
 
     Args:
-        device: The GPU, as torch names it: `"cuda"` or `"cuda:N"`.
-        metrics: What to read, among the keys of `GPM_IDS`.
+        device: `"cuda"` or `"cuda:N"`.
+        metrics: Metrics to read, among the keys of `GPM_IDS`.
 
     Raises:
-        InputError: An unknown metric.
+        InputError: A metric is unknown.
         MissingExtraError: `nvidia-ml-py` is not installed.
-        DeviceError: NVML, the GPU, its GPM counters or (for the PCIe metrics) its link cannot be read.
+        DeviceError: NVML, the GPU, its GPM counters or, for PCIe metrics, its link cannot be read.
     """
 
     name = "gpm"
@@ -56,39 +55,40 @@ class GpmReader:
     ) -> None:
         check_metrics(metrics)
         if unknown := [name for name in metrics if name not in GPM_IDS]:
-            raise DeviceError(f"`{unknown[0]}` is not told by GPM, which tells: {', '.join(GPM_IDS)}")
+            raise DeviceError(f"GPM does not provide `{unknown[0]}`; it provides: {', '.join(GPM_IDS)}")
         if not metrics:
-            raise InputError("`metrics` must name at least one")
+            raise InputError("`metrics` must contain at least one metric")
         self.metrics = tuple(name for name in METRICS if name in metrics)
         self._nvml: Any = require("pynvml", "latency")
-        self._gpu = _find(device)
+        self._gpu = _find_gpu(device)
         self.device = str(device)
         try:
             supported = self._nvml.nvmlGpmQueryDeviceSupport(self._gpu).isSupportedDevice
-            self.uuid = _text(self._nvml.nvmlDeviceGetUUID(self._gpu))
-            self.model = _text(self._nvml.nvmlDeviceGetName(self._gpu))
+            self.uuid = _decode(self._nvml.nvmlDeviceGetUUID(self._gpu))
+            self.model = _decode(self._nvml.nvmlDeviceGetName(self._gpu))
             self.index = int(self._nvml.nvmlDeviceGetIndex(self._gpu))
         except self._nvml.NVMLError as error:
-            raise DeviceError(f"{device}: NVML does not describe this GPU: {error}") from error
+            raise DeviceError(f"{device}: NVML cannot describe this GPU: {error}") from error
         if not supported:
             raise DeviceError(
-                f"{device} ({self.model}) has no GPM counters, which came with Hopper; "
+                f"{device} ({self.model}) has no GPM counters, which need Hopper or later; "
                 "run DCGM and read it through Prometheus instead"
             )
-        self.pcie_bytes_per_s = self._link() if {"pcie_tx", "pcie_rx"} & set(self.metrics) else None
+        needs_link = bool({"pcie_tx", "pcie_rx"} & set(self.metrics))
+        self.pcie_bytes_per_s = self._read_link_bandwidth() if needs_link else None
 
     def read(self, window_s: float = 1.0) -> LoadReading:
-        """Watch for `window_s` seconds. Raises as `LoadReader.read` says."""
+        """Record for `window_s` seconds; raises like `LoadReader.read`."""
         check_window(window_s)
-        watch = self.start()
+        recording = self.start()
         time.sleep(window_s)
-        return watch.stop()
+        return recording.stop()
 
     def start(self) -> GpmRecording:
-        """Begin to watch. Raises DeviceError where NVML gives no sample."""
-        return GpmRecording(self, self._sample(), time.monotonic())
+        """Start to record; raises DeviceError if NVML returns no sample."""
+        return GpmRecording(self, self._take_sample(), time.monotonic())
 
-    def _sample(self) -> Any:
+    def _take_sample(self) -> Any:
         sample = None
         try:
             sample = self._nvml.nvmlGpmSampleAlloc()
@@ -96,75 +96,75 @@ class GpmReader:
         except self._nvml.NVMLError as error:
             if sample is not None:
                 self._nvml.nvmlGpmSampleFree(sample)
-            raise DeviceError(f"{self.device}: NVML gave no GPM sample: {error}") from error
+            raise DeviceError(f"{self.device}: NVML returned no GPM sample: {error}") from error
         return sample
 
-    def _between(self, first: Any, last: Any) -> dict[str, float]:
-        asked = self._nvml.c_nvmlGpmMetricsGet_t()
-        asked.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        asked.numMetrics = len(self.metrics)
-        asked.sample1, asked.sample2 = first, last
-        for place, name in enumerate(self.metrics):
-            asked.metrics[place].metricId = GPM_IDS[name]
+    def _compute_shares(self, first: Any, last: Any) -> dict[str, float]:
+        request = self._nvml.c_nvmlGpmMetricsGet_t()
+        request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(self.metrics)
+        request.sample1, request.sample2 = first, last
+        for index, name in enumerate(self.metrics):
+            request.metrics[index].metricId = GPM_IDS[name]
         try:
-            self._nvml.nvmlGpmMetricsGet(asked)
+            self._nvml.nvmlGpmMetricsGet(request)
         except self._nvml.NVMLError as error:
             raise DeviceError(f"{self.device}: NVML computed no GPM metrics: {error}") from error
-        found = {}
-        for place, name in enumerate(self.metrics):
-            told = asked.metrics[place]
-            what = f"GPM metric {GPM_IDS[name]} (`{name}`) of {self.device}"
-            if told.nvmlReturn != 0:
+        shares = {}
+        for index, name in enumerate(self.metrics):
+            result = request.metrics[index]
+            source = f"GPM metric {GPM_IDS[name]} (`{name}`) of {self.device}"
+            if result.nvmlReturn != 0:
                 raise DeviceError(
-                    f"{what} cannot be read here: NVML returned {told.nvmlReturn}; leave it out of `metrics`"
+                    f"{source} cannot be read: NVML returned {result.nvmlReturn}; leave it out of `metrics`"
                 )
-            found[name] = normalize_share(told.value, self._scale(name), what)
-        return found
+            shares[name] = normalize_share(result.value, self._get_scale(name), source)
+        return shares
 
-    def _scale(self, name: str) -> float:
+    def _get_scale(self, name: str) -> float:
         return (
             100.0
             if self.pcie_bytes_per_s is None or name in DEFAULT_METRICS
             else self.pcie_bytes_per_s / 2**20
         )
 
-    def _link(self) -> float:
+    def _read_link_bandwidth(self) -> float:
         try:
             generation = self._nvml.nvmlDeviceGetMaxPcieLinkGeneration(self._gpu)
             lanes = self._nvml.nvmlDeviceGetMaxPcieLinkWidth(self._gpu)
         except self._nvml.NVMLError as error:
             raise DeviceError(
-                f"{self.device}: NVML does not tell its PCIe link ({error}); leave pcie_tx and pcie_rx out"
+                f"{self.device}: NVML cannot read its PCIe link ({error}); leave out pcie_tx and pcie_rx"
             ) from error
         if generation not in LANE_BYTES_PER_S or lanes < 1:
             raise DeviceError(
-                f"{self.device}: a PCIe link of generation {generation} with {lanes} lanes is not known; "
-                "leave pcie_tx and pcie_rx out"
+                f"{self.device}: unknown PCIe link of generation {generation} with {lanes} lanes; "
+                "leave out pcie_tx and pcie_rx"
             )
         return LANE_BYTES_PER_S[generation] * lanes
 
 
 class GpmRecording:
-    """A reading of the GPU that has begun; made by `GpmReader.start`."""
+    """Reading of a GPU in progress; created by `GpmReader.start`."""
 
-    def __init__(self, reader: GpmReader, first: Any, at_s: float) -> None:
+    def __init__(self, reader: GpmReader, first: Any, start_s: float) -> None:
         self._reader = reader
         self._first = first
-        self._at_s = at_s
+        self._start_s = start_s
 
     def stop(self) -> LoadReading:
-        """The load since the start; only once. Raises as `Watch.stop` says."""
+        """Return the load since the start, once; raises like `LoadRecording.stop`."""
         if self._first is None:
-            raise InputError("this watch was stopped before; start another")
+            raise InputError("this recording is already stopped; start another one")
         first, self._first = self._first, None
         last = None
         try:
-            seconds = time.monotonic() - self._at_s
+            seconds = time.monotonic() - self._start_s
             check_recording_length(seconds)
-            last = self._reader._sample()
-            shares = self._reader._between(first, last)
+            last = self._reader._take_sample()
+            shares = self._reader._compute_shares(first, last)
         finally:
-            # NVML allocates them outside Python's memory.
+            # Samples are allocated by NVML and not garbage-collected.
             for sample in (first, last):
                 if sample is not None:
                     self._reader._nvml.nvmlGpmSampleFree(sample)
@@ -177,23 +177,23 @@ class GpmRecording:
         )
 
 
-def _find(device: str | torch.device) -> Any:
+def _find_gpu(device: str | torch.device) -> Any:
     if not str(device).startswith("cuda"):
         raise InputError(f"`device` (={str(device)!r}) must be 'cuda' or 'cuda:N' to be read through GPM")
     import torch
 
     if not torch.cuda.is_available():
-        raise DeviceError(f"{device} was asked for and torch sees no CUDA device here; read the host instead")
+        raise DeviceError(f"{device} does not exist: torch sees no CUDA device; read the host instead")
     try:
-        found = nvml.get_handle(device)
+        handle = nvml.get_handle(device)
     except (AssertionError, RuntimeError) as error:
-        raise DeviceError(f"{device} is not there: {error}") from error
-    if found is None:
+        raise DeviceError(f"{device} does not exist: {error}") from error
+    if handle is None:
         raise DeviceError(
-            f"{device}: NVML is absent or does not know this GPU; is the driver's library there?"
+            f"{device}: NVML is missing or does not know this GPU; check the driver installation"
         )
-    return found
+    return handle
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

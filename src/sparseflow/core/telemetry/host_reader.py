@@ -1,14 +1,14 @@
-"""The load of this host's CPUs, from two readings of /proc and what the counters moved by in between.
+"""Load of this host's CPUs from the difference of two readings of /proc.
 
-Notation: n CPUs may be used, Δ is what a counter moved by over the window of T seconds. ::
+Notation: n usable CPUs, Δ the increase of a counter over the window of T seconds. ::
 
-    busy      = Δbusy / Δtotal, over these CPUs together       active = the same of the busiest one
+    busy      = Δbusy / Δtotal, summed over these CPUs         active = the same of the busiest CPU
     others    = busy - Δ(CPU time of this process) / (n T)     steal  = Δstolen / Δtotal
     queue     = max(0, r - N) / r, averaged                    r runnable tasks, N CPUs of the machine
     switching = Δswitches · 10 µs / (N T)                      pressures: Δ(stalled time) / T
 
-`queue` and `switching` are the whole machine's: /proc does not tell them by CPU. In a container /proc/stat
-shows the machine below it.
+`queue` and `switching` are machine-wide, since /proc does not report them per CPU. In a container /proc/stat
+describes the host machine.
 """
 
 from __future__ import annotations
@@ -30,34 +30,32 @@ from sparseflow.core.telemetry.schema import (
 from sparseflow.errors import DeviceError, InputError
 
 SWITCH_COST_S = 10e-6
-"""What one context switch costs with the caches that it empties; it only sets the scale of `switching`."""
+"""Cost of one context switch including cold caches; it only scales `switching`."""
 
-QUEUE_EVERY_S = 0.05
-ALWAYS = ("busy", "active", "others", "steal", "queue", "switching", "memory_used")
-PRESSURE_OF = {f"{resource}_pressure": resource for resource in procfs.PSI_RESOURCES}
+QUEUE_INTERVAL_S = 0.05
+BASE_METRICS = ("busy", "active", "others", "steal", "queue", "switching", "memory_used")
+PSI_METRICS = {f"{resource}_pressure": resource for resource in procfs.PSI_RESOURCES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    at_s: float
-    own_s: float
-    activity: procfs.CpuStat
-    stalled_s: dict[str, float]
+    time_s: float
+    process_s: float
+    stat: procfs.CpuStat
+    stall_s: dict[str, float]
 
 
 class HostReader:
-    """Reads the CPUs that this process may use. A `LoadReader`.
-
-    Pressure is among `metrics` where the kernel keeps it, which it was asked about here and now.
+    """`LoadReader` of the CPUs that this process may use.
 
     Args:
-        cpus: Numbers of the CPUs to read; by default those that this process may run on.
-        metrics: What to read, among `METRICS`; by default all that this kernel tells.
-        proc: Where /proc is mounted.
+        cpus: CPU numbers to read; by default all that this process may use.
+        metrics: Metrics to read, among `METRICS`; by default all that this kernel provides.
+        proc: Mount point of /proc.
 
     Raises:
-        InputError: An unknown metric, or no CPU.
-        DeviceError: A metric that was asked for, or a CPU, is not there.
+        InputError: A metric is unknown, or there are no CPUs.
+        DeviceError: A requested metric or CPU is not available.
     """
 
     name = "host"
@@ -70,110 +68,107 @@ class HostReader:
         metrics: Collection[str] | None = None,
         proc: Path = procfs.PROC,
     ) -> None:
-        self.cpus = tuple(sorted(_usable() if cpus is None else set(cpus)))
+        self.cpus = tuple(sorted(_list_usable_cpus() if cpus is None else set(cpus)))
         if not self.cpus:
-            raise InputError("`cpus` must hold at least one CPU")
+            raise InputError("`cpus` must contain at least one CPU")
         self._proc = proc
-        told = ALWAYS + tuple(name for name, what in PRESSURE_OF.items() if _tells(what, proc))
-        asked = told if metrics is None else tuple(metrics)
-        check_metrics(asked)
-        for name in asked:
-            if name in PRESSURE_OF and name not in told:
-                procfs.read_stall_s(PRESSURE_OF[name], proc=proc)  # says what is wrong with the file
-            if name not in told:
-                raise DeviceError(f"`{name}` is not told by a host, which tells: {', '.join(told)}")
-        if not asked:
-            raise InputError("`metrics` must name at least one")
-        self.metrics = tuple(name for name in METRICS if name in asked)
-        self._snapshot()
+        pressures = (name for name, resource in PSI_METRICS.items() if _has_pressure(resource, proc))
+        available = (*BASE_METRICS, *pressures)
+        requested = available if metrics is None else tuple(metrics)
+        check_metrics(requested)
+        for name in requested:
+            if name in PSI_METRICS and name not in available:
+                procfs.read_stall_s(PSI_METRICS[name], proc=proc)  # raises with the reason
+            if name not in available:
+                raise DeviceError(f"a host does not provide `{name}`; it provides: {', '.join(available)}")
+        if not requested:
+            raise InputError("`metrics` must contain at least one metric")
+        self.metrics = tuple(name for name in METRICS if name in requested)
+        self._take_snapshot()
 
     def read(self, window_s: float = 1.0) -> LoadReading:
-        """Watch for `window_s` seconds. Raises as `LoadReader.read` says."""
+        """Record for `window_s` seconds; raises like `LoadReader.read`."""
         check_window(window_s)
-        watch = self.start()
-        end = time.monotonic() + window_s
-        while (left := end - time.monotonic()) > 0.0:
-            time.sleep(min(left, QUEUE_EVERY_S))
-            watch.look()
-        return watch.stop()
+        recording = self.start()
+        end_s = time.monotonic() + window_s
+        while (remaining_s := end_s - time.monotonic()) > 0.0:
+            time.sleep(min(remaining_s, QUEUE_INTERVAL_S))
+            recording.sample_queue()
+        return recording.stop()
 
     def start(self) -> HostRecording:
-        """Begin to watch. Raises DeviceError where something cannot be read."""
-        return HostRecording(self, self._snapshot())
+        """Start to record; raises DeviceError if a metric cannot be read."""
+        return HostRecording(self, self._take_snapshot())
 
-    def _snapshot(self) -> _Snapshot:
-        activity = procfs.read_cpu_stat(proc=self._proc)
-        if lacking := [cpu for cpu in self.cpus if cpu not in activity.cores]:
-            raise DeviceError(f"{self._proc}/stat tells nothing about CPU {lacking[0]}; is it offline?")
-        wanted = [what for name, what in PRESSURE_OF.items() if name in self.metrics]
+    def _take_snapshot(self) -> _Snapshot:
+        stat = procfs.read_cpu_stat(proc=self._proc)
+        if missing := [cpu for cpu in self.cpus if cpu not in stat.cores]:
+            raise DeviceError(f"{self._proc}/stat has no CPU {missing[0]}; is it offline?")
+        resources = [resource for name, resource in PSI_METRICS.items() if name in self.metrics]
         return _Snapshot(
-            at_s=time.monotonic(),
-            own_s=time.process_time(),
-            activity=activity,
-            stalled_s={what: procfs.read_stall_s(what, proc=self._proc) for what in wanted},
+            time_s=time.monotonic(),
+            process_s=time.process_time(),
+            stat=stat,
+            stall_s={resource: procfs.read_stall_s(resource, proc=self._proc) for resource in resources},
         )
 
 
 class HostRecording:
-    """A reading of the host that has begun; made by `HostReader.start`."""
+    """Reading of a host in progress; created by `HostReader.start`."""
 
     def __init__(self, reader: HostReader, before: _Snapshot) -> None:
         self._reader = reader
         self._before = before
-        self._waiting = [_waiting(before.activity)]
+        self._queue = [_compute_queue(before.stat)]
 
-    def look(self) -> None:
-        """Count the runnable tasks once more: there is no counter of them, so `queue` is a mean of looks."""
-        self._waiting.append(_waiting(procfs.read_cpu_stat(proc=self._reader._proc)))
+    def sample_queue(self) -> None:
+        """Sample the runnable tasks: /proc has no counter of them, so `queue` is the mean of samples."""
+        self._queue.append(_compute_queue(procfs.read_cpu_stat(proc=self._reader._proc)))
 
     def stop(self) -> LoadReading:
-        """The load since the start. Raises as `Watch.stop` says."""
-        before, after = self._before, self._reader._snapshot()
-        seconds = after.at_s - before.at_s
+        """Return the load since the start; raises like `LoadRecording.stop`."""
+        before, after = self._before, self._reader._take_snapshot()
+        seconds = after.time_s - before.time_s
         check_recording_length(seconds)
-        self._waiting.append(_waiting(after.activity))
+        self._queue.append(_compute_queue(after.stat))
         cpus = self._reader.cpus
-        first = [before.activity.cores[cpu] for cpu in cpus]
-        last = [after.activity.cores[cpu] for cpu in cpus]
-        whole = procfs.sum_ticks(first), procfs.sum_ticks(last)
-        busy = procfs.compute_utilization(*whole)
-        own = (after.own_s - before.own_s) / (len(cpus) * seconds)
-        switches = after.activity.switches - before.activity.switches
-        stolen = whole[1].stolen - whole[0].stolen
-        found = {
+        core_pairs = [(before.stat.cores[cpu], after.stat.cores[cpu]) for cpu in cpus]
+        first = procfs.sum_ticks(core for core, _ in core_pairs)
+        last = procfs.sum_ticks(core for _, core in core_pairs)
+        busy = procfs.compute_utilization(first, last)
+        switches = after.stat.switches - before.stat.switches
+        shares = {
             "busy": busy,
-            # A virtual CPU that its host has stopped for so long has no tick, and the others still have.
+            # A virtual CPU that its hypervisor stopped for the whole window has no new ticks.
             "active": max(
-                procfs.compute_utilization(*each)
-                for each in zip(first, last, strict=True)
-                if each[1].total > each[0].total
+                procfs.compute_utilization(*pair) for pair in core_pairs if pair[1].total > pair[0].total
             ),
-            "others": busy - own,
-            "steal": stolen / (whole[1].total - whole[0].total),
-            "queue": sum(self._waiting) / len(self._waiting),
-            "switching": switches * SWITCH_COST_S / (len(after.activity.cores) * seconds),
+            "others": busy - (after.process_s - before.process_s) / (len(cpus) * seconds),
+            "steal": (last.stolen - first.stolen) / (last.total - first.total),
+            "queue": sum(self._queue) / len(self._queue),
+            "switching": switches * SWITCH_COST_S / (len(after.stat.cores) * seconds),
             "memory_used": procfs.read_memory_used(proc=self._reader._proc),
         }
-        for name, what in PRESSURE_OF.items():
-            if what in after.stalled_s:
-                found[name] = (after.stalled_s[what] - before.stalled_s[what]) / seconds
+        for name, resource in PSI_METRICS.items():
+            if resource in after.stall_s:
+                shares[name] = (after.stall_s[resource] - before.stall_s[resource]) / seconds
         return LoadReading(
             timestamp_s=time.time(),
             interval_s=seconds,
             source=self._reader.name,
             device=self._reader.device,
-            # Ticks and the clock are not read at one instant, so a share may leave its range by a hair.
-            shares={name: min(max(found[name], 0.0), 1.0) for name in self._reader.metrics},
+            # Ticks and clock are not read at the same instant, so a share may slightly exceed its range.
+            shares={name: min(max(shares[name], 0.0), 1.0) for name in self._reader.metrics},
         )
 
 
-def _waiting(activity: procfs.CpuStat) -> float:
-    # Whoever reads /proc runs while it does, and is not part of the load.
-    runnable = activity.running - 1
-    return max(0, runnable - len(activity.cores)) / max(runnable, 1)
+def _compute_queue(stat: procfs.CpuStat) -> float:
+    # The process that reads /proc is running and not part of the load.
+    runnable = stat.running - 1
+    return max(0, runnable - len(stat.cores)) / max(runnable, 1)
 
 
-def _tells(resource: str, proc: Path) -> bool:
+def _has_pressure(resource: str, proc: Path) -> bool:
     try:
         procfs.read_stall_s(resource, proc=proc)
     except DeviceError:
@@ -181,7 +176,7 @@ def _tells(resource: str, proc: Path) -> bool:
     return True
 
 
-def _usable() -> set[int]:
+def _list_usable_cpus() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

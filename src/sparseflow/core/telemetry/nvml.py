@@ -1,4 +1,7 @@
-"""What NVML tells about an NVIDIA GPU. Absent NVML, package or counter gives None or nothing, never 0."""
+"""NVML readings of an NVIDIA GPU.
+
+Without NVML, its Python package or a counter, the result is None or empty, never 0.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,24 @@ if TYPE_CHECKING:
 
 
 def read_driver_version() -> str | None:
-    """Version of the NVIDIA driver, or None where NVML is absent."""
-    if not _available():
+    """Read the version of the NVIDIA driver; None without NVML."""
+    if not _is_available():
         return None
     import pynvml
 
-    found = pynvml.nvmlSystemGetDriverVersion()
-    return found.decode() if isinstance(found, bytes) else str(found)
+    version = pynvml.nvmlSystemGetDriverVersion()
+    return version.decode() if isinstance(version, bytes) else str(version)
 
 
 def read_energy_j(device: str | torch.device) -> float | None:
-    """Joules that the GPU has used since its driver was loaded; take it twice and subtract.
+    """Read the energy in joules that the GPU has used since its driver was loaded.
 
-    None where nothing counts them: on a CPU, without `nvidia-ml-py`, without the driver's library, or on a
-    GPU that has no such counter. The counter moves about every 20 to 100 ms, so measure for seconds.
+    The difference of two readings gives the energy of an interval. The counter advances every 20 to 100 ms,
+    so measure for seconds.
+
+    Returns:
+        The energy, or None on a CPU, without `nvidia-ml-py` or the driver library, or if the GPU has no such
+        counter.
     """
     gpu = get_handle(device)
     if gpu is None:
@@ -37,31 +44,31 @@ def read_energy_j(device: str | torch.device) -> float | None:
 
 
 def read_clocks_mhz(device: str | torch.device) -> dict[str, float]:
-    """The GPU's clocks right now, by what they drive (`core`, `memory`); only those that can be read."""
+    """Read the current clocks of the GPU by domain (`core`, `memory`); unreadable clocks are left out."""
     gpu = get_handle(device)
     if gpu is None:
         return {}
     import pynvml
 
     clocks: dict[str, float] = {}
-    for name, which in (("core", pynvml.NVML_CLOCK_SM), ("memory", pynvml.NVML_CLOCK_MEM)):
+    for name, domain in (("core", pynvml.NVML_CLOCK_SM), ("memory", pynvml.NVML_CLOCK_MEM)):
         try:
-            clocks[name] = float(pynvml.nvmlDeviceGetClockInfo(gpu, which))
+            clocks[name] = float(pynvml.nvmlDeviceGetClockInfo(gpu, domain))
         except pynvml.NVMLError:
             continue
     return clocks
 
 
 def get_handle(device: str | torch.device) -> Any | None:
-    """NVML's handle of a GPU, or None for a CPU, where NVML is absent, or where it does not know that GPU."""
+    """Return the NVML handle of a GPU; None for a CPU, without NVML, or if NVML does not know the GPU."""
     import torch
 
     target = torch.device(device)
-    if target.type != "cuda" or not _available():
+    if target.type != "cuda" or not _is_available():
         return None
     import pynvml
 
-    # By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+    # By UUID, because CUDA_VISIBLE_DEVICES renumbers the devices of torch but not those of NVML.
     uuid = str(torch.cuda.get_device_properties(target).uuid)
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
@@ -70,7 +77,7 @@ def get_handle(device: str | torch.device) -> Any | None:
 
 
 @lru_cache(maxsize=1)
-def _available() -> bool:
+def _is_available() -> bool:
     try:
         import pynvml
     except ImportError:

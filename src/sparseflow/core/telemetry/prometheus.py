@@ -1,8 +1,8 @@
-"""The load of a GPU, or of a host, from a Prometheus server that scrapes DCGM's exporter or ours.
+"""Load of a GPU or a host from a Prometheus server that scrapes the exporter of DCGM or of SparseFlow.
 
-A reading is the mean of the samples of the last seconds. It is refused, and nothing is filled in, when a
-metric is absent, when its newest sample is too old, when a value cannot be a share, or when the labels fit
-more than one device.
+A reading is the mean of the samples of the last seconds. An error is raised, and no value is substituted, if
+a metric is missing, its newest sample is too old, a value is not a share, or the labels match more than one
+device.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from sparseflow.core.telemetry.schema import (
 )
 from sparseflow.errors import DeviceError, InputError
 
-SEARCH_S = 600.0
-"""How far back an absent series is looked for, to say whether it ever was there."""
+LOOKBACK_S = 600.0
+"""How far back a missing series is searched, to report whether it ever existed."""
 
-AHEAD_S = 1.0
-NAMES_OF_A_DEVICE = ("UUID", "gpu", "device", "Hostname", "instance")
+MAX_CLOCK_SKEW_S = 1.0
+DEVICE_LABELS = ("UUID", "gpu", "device", "Hostname", "instance")
 
 
 class PrometheusReader:
-    """Reads one device from a Prometheus server. A `LoadReader`.
+    """`LoadReader` of one device on a Prometheus server.
 
     Args:
-        url: Where the server is, such as `"http://127.0.0.1:9090"`.
-        labels: What picks the device, such as `{"gpu": "0", "Hostname": "node7"}`.
-        metrics: What to read, among `METRICS`. By default what the server has when it is first asked; from
-            then on it must have all of them.
-        max_age_s: A newest sample older than this is stale. It must be longer than the scrape interval.
-        timeout_s: Seconds that an answer may take.
-        pcie_bytes_per_s: What the device's PCIe link carries in one direction; `pcie_tx` and `pcie_rx` cannot
-            be read without it. DCGM's fields are taken as bytes a second.
-        headers: Sent along, for a server that asks for credentials.
+        url: URL of the server, such as `"http://127.0.0.1:9090"`.
+        labels: Labels that select the device, such as `{"gpu": "0", "Hostname": "node7"}`.
+        metrics: Metrics to read, among `METRICS`. By default the metrics of the first response, which all
+            later responses must contain.
+        max_age_s: Age from which the newest sample is stale; must exceed the scrape interval.
+        timeout_s: Timeout of a request, seconds.
+        pcie_bytes_per_s: Bandwidth of the PCIe link in one direction, required for `pcie_tx` and `pcie_rx`.
+        headers: Request headers, such as credentials.
 
     Raises:
-        InputError: An argument cannot be used.
+        InputError: An argument is invalid.
     """
 
     name = "prometheus"
@@ -67,20 +66,20 @@ class PrometheusReader:
         if metrics is not None:
             check_metrics(metrics)
             if not metrics:
-                raise InputError("`metrics` must name at least one, or be None for all that there are")
+                raise InputError("`metrics` must contain at least one metric, or be None for all")
             if {"pcie_tx", "pcie_rx"} & set(metrics) and pcie_bytes_per_s is None:
-                raise InputError("pcie_tx and pcie_rx need `pcie_bytes_per_s`, what the link carries")
-        self.server = PrometheusClient(url, timeout_s=timeout_s, headers=headers)
+                raise InputError("pcie_tx and pcie_rx need `pcie_bytes_per_s`, the bandwidth of the link")
+        self.client = PrometheusClient(url, timeout_s=timeout_s, headers=headers)
         self.labels = dict(labels or {})
         self.max_age_s = max_age_s
-        self._link = pcie_bytes_per_s
+        self._pcie_bytes_per_s = pcie_bytes_per_s
         self._metrics = None if metrics is None else tuple(name for name in METRICS if name in metrics)
-        self._chosen: tuple[Series, ...] | None = None
+        self._series: tuple[Series, ...] | None = None
         format_selector(("x",), self.labels)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names that every reading holds. Asks the server if none were given and it was not read yet."""
+        """Metrics of every reading; queries the server if none were passed and nothing was read yet."""
         if self._metrics is None:
             self.read()
         assert self._metrics is not None
@@ -88,164 +87,166 @@ class PrometheusReader:
 
     @property
     def device(self) -> str:
-        """The labels that pick the device, as Prometheus writes them."""
+        """Labels that select the device."""
         return ",".join(f"{label}={value}" for label, value in self.labels.items()) or "the only device"
 
     def read(self, window_s: float = 1.0) -> LoadReading:
-        """The mean over the last `window_s` seconds, and of the newest sample at least; it does not wait.
+        """Average the samples of the last `window_s` seconds, at least the newest one; does not wait.
 
         Raises:
             InputError: `window_s` is too short.
-            DeviceError: The server cannot be reached or answers wrongly; a metric is absent, stale, no share,
-                or there are several series of it.
+            DeviceError: The server is unreachable or its response is invalid; a metric is missing, stale, not
+                a share, or has several series.
         """
         check_window(window_s)
-        wanted = self._chosen or self._candidates()
-        picked = format_selector(tuple(series.name for series in wanted), self.labels)
-        found = self._by_name(self.server.samples(picked, max(window_s, self.max_age_s)))
-        now = self.server.now()
-        chosen = self._choose(found, now)
+        candidates = self._series or self._list_candidates()
+        selector = format_selector(tuple(series.name for series in candidates), self.labels)
+        responses = self._index_by_name(self.client.read_samples(selector, max(window_s, self.max_age_s)))
+        now_s = self.client.read_time_s()
+        selected = self._select_series(responses, now_s)
         shares: dict[str, float] = {}
-        used: list[float] = []
-        newest = math.inf
-        for series in chosen:
-            samples = found[series.name].samples
-            self._check_age(series.name, now - samples[-1][0])
-            recent = [sample for sample in samples if sample[0] > now - window_s] or [samples[-1]]
-            values = [self._share(series, text) for _, text in recent]
+        times_s: list[float] = []
+        newest_s = math.inf
+        for series in selected:
+            samples = responses[series.name].samples
+            self._check_age(series.name, now_s - samples[-1][0])
+            recent = [sample for sample in samples if sample[0] > now_s - window_s] or [samples[-1]]
+            values = [self._parse_share(series, text) for _, text in recent]
             shares[series.metric] = sum(values) / len(values)
-            used += [at for at, _ in recent]
-            newest = min(newest, recent[-1][0])
-        # Only now, so that a reading that was refused has chosen nothing.
-        self._chosen, self._metrics = chosen, tuple(name for name in METRICS if name in shares)
+            times_s += [time_s for time_s, _ in recent]
+            newest_s = min(newest_s, recent[-1][0])
+        # Only after all checks, so that a failed reading does not fix the series.
+        self._series, self._metrics = selected, tuple(name for name in METRICS if name in shares)
         return LoadReading(
-            timestamp_s=newest,
-            interval_s=max(used) - min(used),
+            timestamp_s=newest_s,
+            interval_s=max(times_s) - min(times_s),
             source=self.name,
-            device=_device(found[chosen[0].name].labels),
+            device=_format_device(responses[selected[0].name].labels),
             shares=shares,
         )
 
     def start(self) -> PrometheusRecording:
-        """Begin to watch; the server keeps the samples. Raises DeviceError where a reading is refused now."""
+        """Start to record; the server keeps the samples. Raises DeviceError if a reading fails now."""
         self.read()
         return PrometheusRecording(self)
 
-    def _candidates(self) -> tuple[Series, ...]:
+    def _list_candidates(self) -> tuple[Series, ...]:
         metrics = METRICS if self._metrics is None else self._metrics
         return tuple(
             series
             for series in SERIES
-            if series.metric in metrics and (series.scale is not None or self._link is not None)
+            if series.metric in metrics and (series.scale is not None or self._pcie_bytes_per_s is not None)
         )
 
-    def _by_name(self, answer: tuple[TimeSeries, ...]) -> dict[str, TimeSeries]:
-        found: dict[str, TimeSeries] = {}
-        for one in answer:
-            if one.name not in SERIES_BY_NAME:
+    def _index_by_name(self, responses: tuple[TimeSeries, ...]) -> dict[str, TimeSeries]:
+        by_name: dict[str, TimeSeries] = {}
+        for response in responses:
+            if response.name not in SERIES_BY_NAME:
                 raise DeviceError(
-                    f"{self.server.url} answered with a metric {one.name!r} that was not asked for"
+                    f"{self.client.url} answered with {response.name!r}, which was not requested"
                 )
-            if one.name in found:
-                raise self._several(one.name, [each for each in answer if each.name == one.name])
-            found[one.name] = one
-        devices = {tuple(each.labels.get(label) for label in NAMES_OF_A_DEVICE) for each in found.values()}
+            if response.name in by_name:
+                duplicates = [other for other in responses if other.name == response.name]
+                raise self._make_ambiguity_error(response.name, duplicates)
+            by_name[response.name] = response
+        devices = {tuple(item.labels.get(label) for label in DEVICE_LABELS) for item in by_name.values()}
         if len(devices) > 1:
-            raise self._several("the load", list(found.values()))
-        return found
+            raise self._make_ambiguity_error("the load", list(by_name.values()))
+        return by_name
 
-    def _choose(self, found: Mapping[str, TimeSeries], now: float) -> tuple[Series, ...]:
-        if self._chosen is not None:
-            for series in self._chosen:
-                if series.name not in found:
-                    raise self._absent((series,), now)
-            return self._chosen
-        chosen = []
+    def _select_series(self, responses: Mapping[str, TimeSeries], now_s: float) -> tuple[Series, ...]:
+        if self._series is not None:
+            for series in self._series:
+                if series.name not in responses:
+                    raise self._make_missing_error((series,), now_s)
+            return self._series
+        selected = []
         for metric in METRICS if self._metrics is None else self._metrics:
-            here = [series for series in list_series(metric) if series.name in found]
-            if here:
-                chosen.append(here[0])
+            available = [series for series in list_series(metric) if series.name in responses]
+            if available:
+                selected.append(available[0])
             elif self._metrics is not None:
-                raise self._absent(list_series(metric), now)
-        if not chosen:
-            raise self._absent(self._candidates(), now)
-        return tuple(chosen)
+                raise self._make_missing_error(list_series(metric), now_s)
+        if not selected:
+            raise self._make_missing_error(self._list_candidates(), now_s)
+        return tuple(selected)
 
     def _check_age(self, name: str, age_s: float) -> None:
         if age_s > self.max_age_s:
-            raise self._stale(name, age_s)
-        if age_s < -AHEAD_S:
+            raise self._make_stale_error(name, age_s)
+        if age_s < -MAX_CLOCK_SKEW_S:
             raise DeviceError(
-                f"{name} at {self.server.url} has a sample from {-age_s:.1f} s after the server's own clock; "
-                "expected none from the future: mend the clocks, or `honor_timestamps: false` in its scrape"
+                f"{name} at {self.client.url} has a sample from {-age_s:.1f} s after the server's own clock; "
+                "synchronize the clocks, or set `honor_timestamps: false` in the scrape configuration"
             )
 
-    def _share(self, series: Series, text: str) -> float:
-        what = f"{series.name} (`{series.metric}`) of {self.device} at {self.server.url}"
+    def _parse_share(self, series: Series, text: str) -> float:
+        source = f"{series.name} (`{series.metric}`) of {self.device} at {self.client.url}"
         try:
             value = float(text)
         except ValueError as error:
-            raise DeviceError(f"{what} is {text!r}; expected a number") from error
-        scale = self._link if series.scale is None else series.scale
+            raise DeviceError(f"{source} is {text!r}; expected a number") from error
+        scale = self._pcie_bytes_per_s if series.scale is None else series.scale
         assert scale is not None
-        return normalize_share(value, scale, what)
+        return normalize_share(value, scale, source)
 
-    def _stale(self, name: str, age_s: float) -> DeviceError:
+    def _make_stale_error(self, name: str, age_s: float) -> DeviceError:
         return DeviceError(
-            f"{name} of {self.device} at {self.server.url} is stale: its newest sample is "
-            f"{age_s:.1f} s old, and at most {self.max_age_s:g} s were expected; is the exporter still "
-            "running, and `max_age_s` longer than the scrape interval?"
+            f"{name} of {self.device} at {self.client.url} is stale: its newest sample is {age_s:.1f} s old, "
+            f"expected at most {self.max_age_s:g} s; check that the exporter is running and that `max_age_s` "
+            "exceeds the scrape interval"
         )
 
-    def _several(self, what: str, found: list[TimeSeries]) -> DeviceError:
+    def _make_ambiguity_error(self, name: str, responses: list[TimeSeries]) -> DeviceError:
         labels = sorted(
             {
                 label
-                for one in found
-                for label in one.labels
-                if len({str(o.labels.get(label)) for o in found}) > 1
+                for response in responses
+                for label in response.labels
+                if len({str(other.labels.get(label)) for other in responses}) > 1
             }
         )
-        shown = "; ".join(
-            ", ".join(f"{label}={one.labels.get(label, '')}" for label in labels) for one in found[:4]
+        examples = "; ".join(
+            ", ".join(f"{label}={response.labels.get(label, '')}" for label in labels)
+            for response in responses[:4]
         )
         return DeviceError(
-            f"{what} at {self.server.url} has {len(found)} series for {self.device}, and one device was "
-            f"expected; they differ in {', '.join(labels)} ({shown}): pick one with `labels`"
+            f"{name} at {self.client.url} has {len(responses)} series for {self.device}, expected one; "
+            f"they differ in {', '.join(labels)} ({examples}): select one with `labels`"
         )
 
-    def _absent(self, wanted: tuple[Series, ...], now: float) -> DeviceError:
-        """Why there is nothing: it was there and is stale, it is there for others, or it never was."""
-        names = tuple(series.name for series in wanted)
-        shown = " or ".join(names[:2]) if len(names) <= 2 else f"any of {', '.join(names[:3])}, …"
-        before = self.server.samples(format_selector(names, self.labels), SEARCH_S)
-        if before:
-            last = max(before, key=lambda one: one.samples[-1][0])
-            return self._stale(last.name, max(now - last.samples[-1][0], 0.0))
-        expected = f"{self.server.url} has no samples of {shown} for {self.device}"
-        others = self.server.samples(format_selector(names, {}), SEARCH_S) if self.labels else ()
+    def _make_missing_error(self, candidates: tuple[Series, ...], now_s: float) -> DeviceError:
+        """Make the error of a missing metric: stale, only for other devices, or never there."""
+        names = tuple(series.name for series in candidates)
+        text = " or ".join(names[:2]) if len(names) <= 2 else f"any of {', '.join(names[:3])}, …"
+        earlier = self.client.read_samples(format_selector(names, self.labels), LOOKBACK_S)
+        if earlier:
+            last = max(earlier, key=lambda series: series.samples[-1][0])
+            return self._make_stale_error(last.name, max(now_s - last.samples[-1][0], 0.0))
+        message = f"{self.client.url} has no samples of {text} for {self.device}"
+        others = self.client.read_samples(format_selector(names, {}), LOOKBACK_S) if self.labels else ()
         if others:
-            there = "; ".join(sorted({_device(one.labels) for one in others})[:4])
-            return DeviceError(f"{expected}, only for {there}: mend `labels`")
+            devices = "; ".join(sorted({_format_device(series.labels) for series in others})[:4])
+            return DeviceError(f"{message}, only for {devices}: correct `labels`")
         return DeviceError(
-            f"{expected} in the last {SEARCH_S:g} s; expected a server that scrapes DCGM's exporter, or "
-            "`sparseflow latency exporter`, with this field in its list"
+            f"{message} in the last {LOOKBACK_S:g} s; the server must scrape the exporter of DCGM, or "
+            "`sparseflow latency exporter`, with this field"
         )
 
 
 class PrometheusRecording:
-    """A reading that has begun; made by `PrometheusReader.start`."""
+    """Reading in progress; created by `PrometheusReader.start`."""
 
     def __init__(self, reader: PrometheusReader) -> None:
         self._reader = reader
-        self._at_s = time.monotonic()
+        self._start_s = time.monotonic()
 
     def stop(self) -> LoadReading:
-        """The mean of the samples since the start, and of the newest at least. Raises as `read` does."""
-        seconds = time.monotonic() - self._at_s
+        """Average the samples since the start, at least the newest; raises like `PrometheusReader.read`."""
+        seconds = time.monotonic() - self._start_s
         check_recording_length(seconds)
         return self._reader.read(seconds)
 
 
-def _device(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{name}={labels[name]}" for name in NAMES_OF_A_DEVICE if labels.get(name)) or "no labels"
+def _format_device(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={labels[name]}" for name in DEVICE_LABELS if labels.get(name)) or "no labels"

@@ -1,7 +1,7 @@
-"""Asking a Prometheus server over its HTTP API, and believing nothing of the answer before it is checked.
+"""Client of the Prometheus HTTP API that validates every response.
 
-Only range selectors are asked for (`metric[5s]`): they give samples with the times at which they were
-scraped. A plain query answers with the time of the question, and with values up to five minutes old.
+It sends only range selectors (`metric[5s]`), which return samples with their scrape times. An instant query
+returns the time of the query instead, and values up to five minutes old.
 
 Source: Prometheus 2.42, "HTTP API", "Querying basics: Staleness".
 """
@@ -22,18 +22,18 @@ from typing import Any
 
 from sparseflow.errors import DeviceError, InputError
 
-MOST_BYTES = 16 * 2**20
-LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+MAX_RESPONSE_BYTES = 16 * 2**20
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSeries:
-    """One series of an answer.
+    """One time series of a response.
 
     Attributes:
-        name: The metric's name.
-        labels: Its labels, without the name.
-        samples: (seconds since 1970 by the server's clock, value as the server wrote it), oldest first.
+        name: Metric name.
+        labels: Labels without the metric name.
+        samples: (seconds since 1970 by the server's clock, value as text), oldest first.
     """
 
     name: str
@@ -42,15 +42,15 @@ class TimeSeries:
 
 
 class PrometheusClient:
-    """A Prometheus server, or one that speaks its API (Thanos, Mimir, VictoriaMetrics).
+    """Client of a Prometheus server or a compatible one (Thanos, Mimir, VictoriaMetrics).
 
     Args:
-        url: Where it is, such as `"http://127.0.0.1:9090"`; a path before `/api` may follow.
-        timeout_s: Seconds that an answer may take, from connecting to its last byte.
-        headers: Sent along, such as `{"Authorization": "Bearer …"}`. Never shown in an error.
+        url: URL such as `"http://127.0.0.1:9090"`, optionally with a path prefix before `/api`.
+        timeout_s: Timeout of a request from connecting to the last byte, seconds.
+        headers: Request headers such as `{"Authorization": "Bearer …"}`; never shown in an error.
 
     Raises:
-        InputError: `url` is no http or https address, or `timeout_s` is not positive.
+        InputError: `url` is not an http or https URL, or `timeout_s` is not positive.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None) -> None:
@@ -58,148 +58,150 @@ class PrometheusClient:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as error:
-            raise InputError(f"`url` (={url!r}) is no address: {error}") from error
+            raise InputError(f"`url` (={url!r}) is not a URL: {error}") from error
         if "@" in parts.netloc:
-            raise InputError("a Prometheus url must hold no user or password; give them as `headers`")
+            raise InputError("`url` must not contain a user or password; pass them as `headers`")
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise InputError(
-                f"`url` (={url!r}) must be the address of a Prometheus server, like http://127.0.0.1:9090"
+                f"`url` (={url!r}) must be the URL of a Prometheus server, such as http://127.0.0.1:9090"
             )
         if not (math.isfinite(timeout_s) and timeout_s > 0.0):
             raise InputError(f"`timeout_s` (={timeout_s}) must be positive")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers = dict(headers or {})
-        # A proxy that the environment names cannot reach this machine's own loopback.
-        own = host == "localhost" or host == "::1" or host.startswith("127.")
-        handlers = [urllib.request.ProxyHandler({})] if own else []
+        # A proxy from the environment cannot reach the loopback interface of this machine.
+        is_loopback = host == "localhost" or host == "::1" or host.startswith("127.")
+        handlers = [urllib.request.ProxyHandler({})] if is_loopback else []
         self._open = urllib.request.build_opener(*handlers).open
 
-    def samples(self, selector: str, window_s: float) -> tuple[TimeSeries, ...]:
-        """Every sample of the last `window_s` seconds in the series that `selector` picks.
+    def read_samples(self, selector: str, window_s: float) -> tuple[TimeSeries, ...]:
+        """Read all samples of the last `window_s` seconds of the series that match `selector`.
 
         Raises:
-            DeviceError: The server cannot be reached, refuses, or answers in another form.
+            DeviceError: The server is unreachable, refuses the request or returns an invalid response.
         """
         query = f"{selector}[{max(1, math.ceil(1e3 * window_s))}ms]"
-        return tuple(self._found(series, query) for series in self._result(query, "matrix"))
+        return tuple(self._parse_series(series, query) for series in self._query(query, "matrix"))
 
-    def now(self) -> float:
-        """The server's clock, seconds since 1970. Raises as `samples` does."""
+    def read_time_s(self) -> float:
+        """Read the clock of the server, seconds since 1970; raises like `read_samples`."""
         query = "time()"
-        result = self._result(query, "scalar")
+        result = self._query(query, "scalar")
         try:
-            return _number(result[1])
+            return _parse_number(result[1])
         except (IndexError, TypeError, ValueError) as error:
-            raise self._odd(query, "a pair of two times", result) from error
+            raise self._make_error(query, "a pair of two times", result) from error
 
-    def _result(self, query: str, kind: str) -> list[Any]:
+    def _query(self, query: str, kind: str) -> list[Any]:
         body = self._get(query)
         try:
-            answer = json.loads(body)
+            response = json.loads(body)
         except ValueError as error:
-            raise self._odd(query, "JSON", body) from error
-        data = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(data, dict) or answer.get("status") != "success":
-            raise self._odd(query, '{"status": "success", "data": …}', answer)
+            raise self._make_error(query, "JSON", body) from error
+        data = response.get("data") if isinstance(response, dict) else None
+        if not isinstance(data, dict) or response.get("status") != "success":
+            raise self._make_error(query, '{"status": "success", "data": …}', response)
         if data.get("resultType") != kind or not isinstance(data.get("result"), list):
-            raise self._odd(query, f"a result of type {kind}", answer)
+            raise self._make_error(query, f"a result of type {kind}", response)
         return data["result"]
 
     def _get(self, query: str) -> bytes:
-        address = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        end = time.monotonic() + self.timeout_s
-        slow = DeviceError(
-            f"{self.url} did not answer {query} within {self.timeout_s:g} s; is the server overloaded, or "
-            "`timeout_s` too short?"
+        url = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        end_s = time.monotonic() + self.timeout_s
+        timeout_error = DeviceError(
+            f"{self.url} did not answer {query} within {self.timeout_s:g} s; check the load of the server, "
+            "or increase `timeout_s`"
         )
         try:
-            request = urllib.request.Request(address, headers=self._headers)
-            with self._open(request, timeout=self.timeout_s) as answer:
+            request = urllib.request.Request(url, headers=self._headers)
+            with self._open(request, timeout=self.timeout_s) as response:
                 body = b""
-                # The socket's timeout starts anew with every byte that arrives.
-                while piece := answer.read1(2**16):
-                    body += piece
-                    if time.monotonic() > end:
-                        raise slow
-                    if len(body) > MOST_BYTES:
-                        raise self._odd(query, f"at most {MOST_BYTES} bytes", body)
+                # The timeout of the socket restarts with every byte that arrives.
+                while chunk := response.read1(2**16):
+                    body += chunk
+                    if time.monotonic() > end_s:
+                        raise timeout_error
+                    if len(body) > MAX_RESPONSE_BYTES:
+                        raise self._make_error(query, f"at most {MAX_RESPONSE_BYTES} bytes", body)
                 return body
         except urllib.error.HTTPError as error:
             with error:
                 raise DeviceError(
-                    f"{self.url} refused {query} with HTTP {error.code}: {_reason(error)}; is this the "
-                    "address of a Prometheus server?"
+                    f"{self.url} refused {query} with HTTP {error.code}: {_read_reason(error)}; check that "
+                    "it is a Prometheus server"
                 ) from error
         except TimeoutError as error:
-            raise slow from error
+            raise timeout_error from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                raise slow from error
+                raise timeout_error from error
             raise DeviceError(
-                f"{self.url} cannot be reached ({reason or type(error).__name__}); expected a Prometheus "
+                f"{self.url} is unreachable ({reason or type(error).__name__}); expected a Prometheus "
                 "server that answers /api/v1/query"
             ) from error
         except ValueError as error:
             raise InputError(f"`url` (={self.url!r}) or `headers` cannot be sent: {error}") from error
 
-    def _found(self, series: Any, query: str) -> TimeSeries:
+    def _parse_series(self, series: Any, query: str) -> TimeSeries:
         try:
             labels = {str(key): str(value) for key, value in series["metric"].items()}
-            samples = tuple(sorted((_number(at), _text(value)) for at, value in series["values"]))
+            samples = tuple(
+                sorted((_parse_number(at_s), _check_text(value)) for at_s, value in series["values"])
+            )
             name = labels.pop("__name__")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._odd(
+            raise self._make_error(
                 query, 'series like {"metric": {…}, "values": [[time, "value"], …]}', series
             ) from error
         if not samples:
-            raise self._odd(query, "at least one sample in every series", series)
+            raise self._make_error(query, "at least one sample in every series", series)
         return TimeSeries(name=name, labels=labels, samples=samples)
 
-    def _odd(self, query: str, expected: str, got: Any) -> DeviceError:
-        text = got.decode(errors="replace") if isinstance(got, bytes) else json.dumps(got, ensure_ascii=False)
-        shown = text if len(text) <= 200 else text[:200] + "…"
-        return DeviceError(f"{self.url} answered {query} with {shown!r}; expected {expected}")
+    def _make_error(self, query: str, expected: str, response: Any) -> DeviceError:
+        is_bytes = isinstance(response, bytes)
+        text = response.decode(errors="replace") if is_bytes else json.dumps(response, ensure_ascii=False)
+        excerpt = text if len(text) <= 200 else text[:200] + "…"
+        return DeviceError(f"{self.url} answered {query} with {excerpt!r}; expected {expected}")
 
 
 def format_selector(names: tuple[str, ...], labels: Mapping[str, str]) -> str:
-    """PromQL that picks the series of any of `names` with all of `labels`.
+    """Format a PromQL selector of the series of any of `names` with all of `labels`.
 
     Raises:
-        InputError: A label's name is none.
+        InputError: A label name is invalid.
     """
     for label in labels:
-        if not LABEL.fullmatch(label) or label.startswith("__"):
-            raise InputError(f"{label!r} is no label's name; expected letters, digits and underscores")
-    picks = [f"{label}={_quoted(value)}" for label, value in labels.items()]
-    return "{" + ", ".join([f"__name__=~{_quoted('|'.join(names))}", *picks]) + "}"
+        if not _LABEL.fullmatch(label) or label.startswith("__"):
+            raise InputError(f"invalid label name {label!r}; expected letters, digits and underscores")
+    matchers = [f"{label}={_quote(value)}" for label, value in labels.items()]
+    return "{" + ", ".join([f"__name__=~{_quote('|'.join(names))}", *matchers]) + "}"
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     if isinstance(value, bool):
-        raise TypeError("a truth value is no number")
-    found = float(value)
-    if not math.isfinite(found):
+        raise TypeError("expected a number, not a boolean")
+    number = float(value)
+    if not math.isfinite(number):
         raise ValueError("not finite")
-    return found
+    return number
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError("a value must be text")
+        raise TypeError("expected text")
     return value
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _read_reason(error: urllib.error.HTTPError) -> str:
     try:
-        body = error.read(2**12)
-        told = json.loads(body)
-        return f"{told['errorType']}: {told['error']}"
+        response = json.loads(error.read(2**12))
+        return f"{response['errorType']}: {response['error']}"
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return str(error.reason)

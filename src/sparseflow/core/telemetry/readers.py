@@ -1,4 +1,4 @@
-"""Choosing a source of load readings by its name, as the command line and configuration files do."""
+"""Open a reader of device load by the name of its source."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def open_reader(
     labels: Mapping[str, str] | None = None,
     max_age_s: float = 30.0,
 ) -> LoadReader:
-    """A reader of `source`.
+    """Open a reader of `source`.
 
     Args:
         source: `"host"`, `"gpm"` or `"prometheus"`.
-        device: The GPU to read through GPM; the others do not look at it.
-        metrics: What to read; by default what the source tells.
-        url: The Prometheus server.
-        labels: What picks the device on that server.
-        max_age_s: From when on a sample of that server is stale.
+        device: GPU of a GPM reader; ignored by the other sources.
+        metrics: Metrics to read; by default the metrics that the source provides.
+        url: URL of the Prometheus server.
+        labels: Labels that select the device on that server.
+        max_age_s: Age from which a sample of that server is stale.
 
     Raises:
-        InputError: An unknown source, or one that lacks what it needs.
-        DeviceError: The source is not there.
+        InputError: The source is unknown, or an argument that it needs is missing.
+        DeviceError: The source is not available.
     """
     if source == "host":
         from sparseflow.core.telemetry.host_reader import HostReader
@@ -45,6 +45,6 @@ def open_reader(
         from sparseflow.core.telemetry.prometheus import PrometheusReader
 
         if url is None:
-            raise InputError("a load from Prometheus needs the server's `url`, like http://127.0.0.1:9090")
+            raise InputError("`url` is required for a Prometheus source, such as http://127.0.0.1:9090")
         return PrometheusReader(url, labels, metrics=metrics, max_age_s=max_age_s)
     raise InputError(f"`source` (={source!r}) must be one of: {', '.join(SOURCES)}")

@@ -1,28 +1,28 @@
-"""How busy a device is, as shares in [0, 1]: one table of names, whichever source they were read from.
+"""Device load as shares in [0, 1]: one table of metric names for all sources.
 
 =================  =======================================  ===========================================
-name               a GPU (NVML GPM, or DCGM by Prometheus)  a host (/proc)
+name               GPU (NVML GPM, or DCGM by Prometheus)    host (/proc)
 =================  =======================================  ===========================================
-`busy`             SMs that had a warp resident             busy time of the CPUs that may be used
-`active`           time in which any kernel ran             busy time of the busiest of these CPUs
-`occupancy`        resident warps among those that fit      absent
-`tensor`           time in which the tensor pipes worked    absent
+`busy`             SMs with a resident warp                 busy time of the usable CPUs
+`active`           time in which any kernel ran             busy time of the busiest usable CPU
+`occupancy`        resident warps over the maximum          absent
+`tensor`           time in which tensor pipes were active   absent
 `dram`             time in which memory moved data          absent: /proc counts no bandwidth
-`pcie_tx`          bytes sent, among what the link carries  absent
-`pcie_rx`          the same for bytes received              absent
-`others`           absent                                   `busy` less what this process used itself
-`steal`            absent                                   time that a hypervisor gave to others
+`pcie_tx`          bytes sent over the link bandwidth       absent
+`pcie_rx`          bytes received over the link bandwidth   absent
+`others`           absent                                   `busy` minus the use of this process
+`steal`            absent                                   time that a hypervisor gave to other guests
 `queue`            absent                                   runnable tasks that wait for a CPU
 `switching`        absent                                   CPU time lost to switches, at 10 µs each
 `cpu_pressure`     absent                                   time in which a task waited for a CPU (PSI)
 `memory_pressure`  absent                                   the same for memory: no bandwidth either
 `io_pressure`      absent                                   the same for input and output
-`memory_used`      absent                                   memory that a new process could not have
+`memory_used`      absent                                   memory that a new process cannot use
 =================  =======================================  ===========================================
 
-Two readings that mean different things never share a name: a host's memory pressure is no stand-in for DRAM
-activity. What a source does not tell is absent from its readings, and asking for it raises; 0.0 always was
-measured. Load is a regime over seconds: no source is asked about less than `MIN_WINDOW_S`.
+Quantities with different meanings have different names: the memory pressure of a host is not DRAM activity.
+A reading lacks the metrics that its source does not provide, and accessing them raises an error; 0.0 is
+always a measured value. Load is an average over seconds: windows shorter than `MIN_WINDOW_S` are refused.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ METRICS = (
     "busy", "active", "occupancy", "tensor", "dram", "pcie_tx", "pcie_rx", "others", "steal", "queue",
     "switching", "cpu_pressure", "memory_pressure", "io_pressure", "memory_used",
 )  # fmt: skip
-"""Every name that a reading may hold, in the order in which readings show them."""
+"""All metric names, in the order of a reading."""
 
 MIN_WINDOW_S = 0.1
-"""Hopper's counters are not valid over less, and a CPU's clock tick is 10 ms."""
+"""Hopper counters are not valid over shorter windows, and a CPU clock tick is 10 ms."""
 
-SLACK = 0.01
-"""A share this far past 1 is rounding and is cut; further out the source is wrong."""
+ROUNDING = 0.01
+"""Shares up to this far above 1 are clipped as rounding errors; larger ones are source errors."""
 
-FIELDS = ("timestamp_s", "interval_s", "source", "device")
+_FIELDS = ("timestamp_s", "interval_s", "source", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReading:
-    """One reading of one device.
+    """Load of one device over one window.
 
     Attributes:
-        timestamp_s: When the reading ended, seconds since 1970 by the source's clock.
-        interval_s: Seconds that the shares are an average over. Of a Prometheus server this is the time
-            between its first and its last sample in the window, so 0 for a single one.
+        timestamp_s: End of the window, seconds since 1970 by the clock of the source.
+        interval_s: Length of the window. For a Prometheus server the time between its first and its last
+            sample in the window, so 0 for a single sample.
         source: `"host"`, `"gpm"` or `"prometheus"`.
-        device: `"cpu"`, `"cuda:0"`, or what names the device there.
-        shares: Name of `METRICS` -> share in [0, 1]. Only what was measured.
+        device: `"cpu"`, `"cuda:0"`, or the labels of the device.
+        shares: Measured share in [0, 1] by metric name.
 
     Raises:
-        InputError: A share has no known name or is outside [0, 1], or there is none.
+        InputError: A metric is unknown, a share is outside [0, 1], or there are no shares.
     """
 
     timestamp_s: float
@@ -73,81 +73,80 @@ class LoadReading:
 
     def __post_init__(self) -> None:
         if not self.shares:
-            raise InputError("a reading must hold at least one share")
+            raise InputError("a load reading must contain at least one share")
         for name, value in self.shares.items():
             check_metrics((name,))
             if not 0.0 <= value <= 1.0:
-                raise InputError(f"`{name}` (={value}) of a reading must be in [0, 1]")
+                raise InputError(f"`{name}` (={value}) must be in [0, 1]")
         for name, value in (("timestamp_s", self.timestamp_s), ("interval_s", self.interval_s)):
             if not (math.isfinite(value) and value >= 0.0):
-                raise InputError(f"`{name}` (={value}) of a reading must be finite and not negative")
+                raise InputError(f"`{name}` (={value}) must be finite and not negative")
         ordered = {name: float(self.shares[name]) for name in METRICS if name in self.shares}
         object.__setattr__(self, "shares", ordered)
 
     def __getitem__(self, name: str) -> float:
-        """The share called `name`.
+        """Return the share of a metric.
 
         Raises:
-            InputError: There is no metric of that name.
-            DeviceError: The source of this reading does not tell it.
+            InputError: The metric is unknown.
+            DeviceError: The source of this reading does not provide it.
         """
         check_metrics((name,))
         if name not in self.shares:
             raise DeviceError(
-                f"`{name}` was not read from {self.source} ({self.device}), which tells: "
-                f"{', '.join(self.shares)}; name one of these, or read another source"
+                f"`{name}` was not read from {self.source} ({self.device}), which provides: "
+                f"{', '.join(self.shares)}; use one of these metrics or another source"
             )
         return self.shares[name]
 
     def select(self, names: Iterable[str]) -> dict[str, float]:
-        """The shares called `names`, in that order, as a model's features. Raises as `load[name]` does."""
+        """Return the shares of the metrics `names`, in this order; raises like indexing."""
         return {name: self[name] for name in names}
 
     def to_row(self, prefix: str = "load_") -> dict[str, str | float]:
-        """The reading as one flat row of a run or of JSON; `from_row` takes it back."""
-        head: dict[str, str | float] = {prefix + name: getattr(self, name) for name in FIELDS}
-        return head | {prefix + name: value for name, value in self.shares.items()}
+        """Convert to one flat row of a run or of JSON; `from_row` is the inverse."""
+        fields: dict[str, str | float] = {prefix + name: getattr(self, name) for name in _FIELDS}
+        return fields | {prefix + name: value for name, value in self.shares.items()}
 
     @classmethod
     def from_row(cls, row: Mapping[str, object], prefix: str = "load_") -> LoadReading:
-        """The reading in a row that may hold other columns too. A share that is None is absent.
+        """Convert a row, which may have other columns, to a reading; a share of None is absent.
 
         Raises:
-            InputError: A field of the reading is missing or of another type, or a column that begins with
-                `prefix` is none of a reading.
+            InputError: A field is missing or has the wrong type, or a column with `prefix` is unknown.
         """
-        here = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-        lacking = [prefix + name for name in FIELDS if here.get(name) is None]
-        if lacking:
-            raise InputError(f"a row with a reading must also hold {', '.join(lacking)}")
-        head = {name: here.pop(name) for name in FIELDS}
-        check_metrics(here)
-        shares = {name: value for name, value in here.items() if value is not None}
-        for name, value in (shares | {name: head[name] for name in FIELDS[:2]}).items():
+        columns = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+        missing = [prefix + name for name in _FIELDS if columns.get(name) is None]
+        if missing:
+            raise InputError(f"the row has no {', '.join(missing)}")
+        fields = {name: columns.pop(name) for name in _FIELDS}
+        check_metrics(columns)
+        shares = {name: value for name, value in columns.items() if value is not None}
+        for name, value in (shares | {name: fields[name] for name in _FIELDS[:2]}).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"`{prefix}{name}` (={value!r}) must be a number")
-        return cls(shares=shares, **head)  # type: ignore[arg-type]
+        return cls(shares=shares, **fields)  # type: ignore[arg-type]
 
 
 class LoadRecording(Protocol):
-    """A reading that has begun. It costs nothing until it is stopped."""
+    """A reading in progress; it has no cost until it is stopped."""
 
     def stop(self) -> LoadReading:
-        """The load between the start and now.
+        """Return the load since the start.
 
         Raises:
-            DeviceError: Something could not be read, or the watch was shorter than `MIN_WINDOW_S`.
+            DeviceError: A metric cannot be read, or the recording is shorter than `MIN_WINDOW_S`.
         """
         ...
 
 
 class LoadReader(Protocol):
-    """A source of readings of one device.
+    """Reader of the load of one device.
 
     Attributes:
         name: `"host"`, `"gpm"` or `"prometheus"`.
-        device: What is read, as in `Load.device`.
-        metrics: The names that every one of its readings holds, among `METRICS`.
+        device: The device, as in `LoadReading.device`.
+        metrics: Metrics that every reading contains.
     """
 
     @property
@@ -160,60 +159,58 @@ class LoadReader(Protocol):
     def metrics(self) -> tuple[str, ...]: ...
 
     def read(self, window_s: float = 1.0) -> LoadReading:
-        """The load over `window_s` seconds: the next ones, waiting for them, or of a server the last ones.
+        """Read the load over `window_s` seconds: the next ones, or the last ones of a Prometheus server.
 
         Raises:
             InputError: `window_s` is shorter than `MIN_WINDOW_S`.
-            DeviceError: A metric is missing, stale or outside its range; never a made-up value.
+            DeviceError: A metric is missing, stale or outside its range.
         """
         ...
 
     def start(self) -> LoadRecording:
-        """Begin to watch while other work runs; `stop()` of the result gives the load meanwhile.
+        """Start to record while other work runs; `stop()` of the result returns the load.
 
         Raises:
-            DeviceError: Something could not be read.
+            DeviceError: A metric cannot be read.
         """
         ...
 
 
 def check_metrics(names: Iterable[str]) -> None:
-    """Raises InputError where one of `names` is not in `METRICS`."""
+    """Raise InputError if one of `names` is not in `METRICS`."""
     for name in names:
         if name not in METRICS:
-            raise InputError(f"{name!r} is no metric of a device's load; known are: {', '.join(METRICS)}")
+            raise InputError(f"unknown load metric {name!r}; expected one of: {', '.join(METRICS)}")
 
 
 def check_window(window_s: float, name: str = "window_s") -> None:
-    """Raises InputError for a window that is too short, or is no finite number."""
+    """Raise InputError if a window is not finite or shorter than `MIN_WINDOW_S`."""
     if not (math.isfinite(window_s) and window_s >= MIN_WINDOW_S):
         raise InputError(f"`{name}` (={window_s}) must be finite and at least {MIN_WINDOW_S}")
 
 
 def check_recording_length(interval_s: float) -> None:
-    """Raises DeviceError for a watch that was stopped too soon to mean anything."""
+    """Raise DeviceError if a recording is shorter than `MIN_WINDOW_S`."""
     if interval_s < MIN_WINDOW_S:
         raise DeviceError(
-            f"the load was watched for {1e3 * interval_s:.0f} ms and needs at least "
-            f"{1e3 * MIN_WINDOW_S:.0f} ms; repeat the work inside the watch, or read a longer window"
+            f"the load was recorded for {1e3 * interval_s:.0f} ms, but at least {1e3 * MIN_WINDOW_S:.0f} ms "
+            "are needed; repeat the work inside the recording, or read a longer window"
         )
 
 
-def normalize_share(value: float, scale: float, what: str) -> float:
-    """`value / scale` as a share in [0, 1].
+def normalize_share(value: float, scale: float, source: str) -> float:
+    """Return `value / scale` as a share in [0, 1].
 
     Args:
-        value: As the source gave it.
-        scale: What the source gives for a share of 1: 100 for percent.
-        what: What was read and where, for the error.
+        value: Value from the source.
+        scale: Value of the source that corresponds to a share of 1, such as 100 for percent.
+        source: Metric and source for the error message.
 
     Raises:
-        DeviceError: The value is not finite or is more than `SLACK` past the range.
+        DeviceError: The value is not finite or is more than `ROUNDING` outside the range.
     """
-    found = value / scale
-    # Written so that NaN fails it.
-    if not -1e-9 <= found <= 1.0 + SLACK:
-        raise DeviceError(
-            f"{what} is {value:g}, and must be within 0 and {scale:g}; the source is wrong about it"
-        )
-    return min(max(found, 0.0), 1.0)
+    share = value / scale
+    # NaN fails this comparison.
+    if not -1e-9 <= share <= 1.0 + ROUNDING:
+        raise DeviceError(f"{source} is {value:g}, expected a value between 0 and {scale:g}")
+    return min(max(share, 0.0), 1.0)
