@@ -119,9 +119,9 @@ def test_export_failed_model_exits_with_2(capsys: pytest.CaptureFixture[str], tm
 def test_extract_failed_kernel_exits_with_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseflow.latency import extract
+    from sparseflow.latency.graph import extraction
 
-    monkeypatch.setattr(extract, "TOLERANCE", -1.0)
+    monkeypatch.setattr(extraction, "TOLERANCE", -1.0)
     path = str(save(convnet(), tmp_path))
     summary = run_json(["latency", "extract", path, "--out", str(tmp_path / "k")], capsys, code=1)["summary"]
     assert summary["ok"] == 0 and summary["kernels"] > 0

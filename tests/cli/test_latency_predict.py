@@ -17,12 +17,12 @@ pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
 from sparseflow.cli.root import run
-from sparseflow.latency import collect
-from sparseflow.latency.fingerprint import Fingerprint
-from sparseflow.latency.predictor import Predictor
+from sparseflow.latency.measure import collection
+from sparseflow.latency.measure.fingerprint import Fingerprint
+from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import few_tries
 from tests.latency.onnx_models import convnet, save
-from tests.latency.synthetic import SyntheticBench, collection, networks, slowdown
+from tests.latency.synthetic import SyntheticBench, make_collection, make_networks, slowdown
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
-    models, kernels = networks(folder, 2)
-    rest = collection(folder, models, kernels, out="rest", levels=[0.0])
-    beside = collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
+    models, kernels = make_networks(folder, 2)
+    rest = make_collection(folder, models, kernels, out="rest", levels=[0.0])
+    beside = make_collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
     file = folder / "predictors" / "made_up.json"
     with pytest.MonkeyPatch.context() as patch, few_tries():
         printed: list[str] = []
@@ -62,7 +62,7 @@ def _synthetic_device(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     monkeypatch.setattr(Fingerprint, "check_here", lambda self, gpu=0: None)
-    monkeypatch.setattr(collect, "Bench", Bench)
+    monkeypatch.setattr(collection, "Bench", Bench)
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
@@ -89,7 +89,7 @@ def test_train_saves_predictor_and_reports_quality(
     assert record["fingerprint"] == predictor.fingerprint.to_dict()
     assert set(record["models"]) == {"rest", "loaded", "loaded_blind"}
 
-    kernels = collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
+    kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
     out = tmp_path / "predictor.json"
     text = run_text(["train", str(kernels), "--out", str(out), "--kind", "random_forest"], capsys)
     assert "leaky" in text and "under load" not in text and "random_forest *" in text

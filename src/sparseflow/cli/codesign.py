@@ -76,7 +76,7 @@ def profile(
                 f"`--tdp-w {tdp_w:g}`: {file} says {spec.tdp_w:g} W; leave it out, or name another"
             )
         found = profile_grid(
-            file, spec, points=points, grid=grid, device=chosen, how=how, seed=seed,
+            file, spec, num_points=points, grid=grid, device=chosen, config=how, seed=seed,
             progress=lambda done, of: progress(f"layer {done} of {of}", done / of),
         )  # fmt: skip
         proxy = fit(

@@ -109,7 +109,7 @@ def collect(
     emit(
         result.to_dict(),
         as_json,
-        f"{result.tasks} tasks with at least {result.fewest} rows each",
+        f"{result.tasks} tasks with at least {result.min_rows} rows each",
         f"{result.rows} rows ({result.added} new{rate}), {result.failed} failed, "
         f"{result.disturbed} disturbed",
         *(f"skipped: {task}: {reason}" for task, reason in result.broken.items()),
@@ -167,7 +167,7 @@ def import_labels(
             for reason, group in record["rejected"].items()
         ),
         *(f"suspicious: {doubt}" for doubt in result.doubts),
-        f"labels: {result.folder}; rejected lines: {result.folder / label_import.REJECTED}",
+        f"labels: {result.folder}; rejected lines: {result.folder / label_import.REJECTED_FILE}",
     )
 
 
@@ -203,7 +203,7 @@ def train(
             settings, data, out, held_out=held_out, device=torch_device, progress=progress
         )
     scores = summary(result.judged) if result.judged else None
-    net = out / training.NET
+    net = out / training.NETWORK_FILE
     emit(
         {
             "net": str(net),
@@ -294,15 +294,15 @@ def plot(
 
 
 def _score_table(scores: Iterable[Mapping[str, Any]]) -> Table:
-    from sparseflow.tuning.model.ranking import TOP
+    from sparseflow.tuning.model.ranking import TOP_K
 
     return make_table(
-        ("model", "operator", *(f">top-{k}" for k in TOP)),
+        ("model", "operator", *(f">top-{k}" for k in TOP_K)),
         [
             (
                 row["model"],
                 row["operator"],
-                *(f"{row[f'top{k}']['mean']:.3f} ({row[f'top{k}']['random']:.3f})" for k in TOP),
+                *(f"{row[f'top{k}']['mean']:.3f} ({row[f'top{k}']['random']:.3f})" for k in TOP_K),
             )
             for row in scores
         ],

@@ -1,4 +1,4 @@
-"""`sparseflow adaptive`: the commands of the adaptive wing."""
+"""`sparseflow adaptive`: keep latency budgets with a multimodal mixture-of-experts model."""
 
 from sparseflow.cli.adaptive import demo, models, profiling, requests, studies
 from sparseflow.cli.adaptive.base import app

@@ -1,65 +1,76 @@
-"""The command that shows the main job on this machine: `demo`."""
+"""`sparseflow adaptive demo`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparseflow.cli.adaptive.base import Archives, Device, Json, app
+from sparseflow.cli.adaptive.base import ArchivesOption, app, silence_transformers
+from sparseflow.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelOption,
+    OutDirOption,
+    SeedOption,
+    open_device,
+)
+from sparseflow.cli.output import emit, make_table
+from sparseflow.cli.progress import progress_bar
 
 
 @app.command()
 def demo(
-    model: Annotated[
-        str, typer.Option(help="A Grid-VQA model's folder, or one that is shipped: digits, cifar.")
-    ] = "digits",
-    out: Annotated[Path, typer.Option(help="Folder that gets the run's own folder.")] = Path("runs"),
-    questions: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Asked under every budget; by default 40, or fewer where these would take minutes."
-        ),
+    model: ModelOption = "digits",
+    out: OutDirOption = Path("runs"),
+    num_questions: Annotated[
+        int | None, typer.Option(min=1, help="Questions for each budget; by default 40, or fewer if slow.")
     ] = None,
-    budgets: Annotated[int, typer.Option(min=2, help="How many, at equal ratios.")] = 5,
-    archives: Archives = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Device = "cpu",
-    as_json: Json = False,
+    num_budgets: Annotated[int, typer.Option(min=2, help="Number of budgets, at equal ratios.")] = 5,
+    archives: ArchivesOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
-    """Answer questions about images within budgets, by plans that are measured on this machine."""
+    """Answer questions about images within latency budgets, with plans measured on this machine.
+
+    A model is the directory of a Grid-VQA model, or a shipped one: digits, cifar. Writes a run with an HTML
+    report into a new directory under the output directory.
+    """
     from sparseflow.adaptive.demo import run_demo
-    from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import open_device
-    from sparseflow.cli.progress import progress_bar
 
-    quiet()
+    silence_transformers()
+    torch_device = open_device(device)
     with progress_bar() as progress:
-        found = run_demo(
-            model, out=out, questions=questions, budgets=budgets, archives=archives or (),
-            device=open_device(device), seed=seed, progress=progress,
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "budget, ms", "in time, %", "right in time, %", "whole model, %", "quickest, %", "plan, mostly"
+        result = run_demo(
+            model,
+            out=out,
+            questions=num_questions,
+            budgets=num_budgets,
+            archives=archives or (),
+            device=torch_device,
+            seed=seed,
+            progress=progress,
+        )
+    rows = []
+    for row in result.budgets:
+        fractions = (row.in_time, row.goodput, row.whole, row.quickest)
+        rows.append((f"{row.budget_ms:.3g}", *(f"{100 * fraction:.0f}" for fraction in fractions), row.plan))
+    columns = (
+        ">budget, ms",
+        ">in time, %",
+        ">correct and in time, %",
+        ">full model, %",
+        ">fastest plan, %",
+        "most used plan",
     )
-    for each in found.budgets:
-        shares = (each.in_time, each.goodput, each.whole, each.quickest)
-        table.add_row(f"{each.budget_ms:.3g}", *(f"{100 * share:.0f}" for share in shares), each.plan)
-    console = Console()
-    # Where output goes to a file, there is no edge to break lines at.
-    (console if console.is_terminal else Console(width=160)).print(table)
-    console.print(
-        f"{found.questions} questions: the whole model takes {found.whole_ms:.1f} ms and is right in "
-        f"{found.whole_right:.0%}, the quickest plan {found.quickest_ms:.1f} ms and "
-        f"{found.quickest_right:.0%}; {found.in_time:.1%} of requests with a budget kept it",
-        highlight=False,
+    emit(
+        result.to_dict(),
+        as_json,
+        make_table(columns, rows),
+        f"{result.questions} questions: the full model takes {result.whole_ms:.1f} ms (accuracy "
+        f"{result.whole_right:.0%}), the fastest plan {result.quickest_ms:.1f} ms (accuracy "
+        f"{result.quickest_right:.0%}); {result.in_time:.1%} of requests met their budget",
+        f"report: {result.report}",
     )
-    typer.echo(f"report: {found.report}")

@@ -1,98 +1,100 @@
-"""Commands that make a model and find out what its blocks are worth: `grid-vqa`, `importance`."""
+"""`grid-vqa` and `importance`: train a model, and measure the importance of its blocks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from sparseflow.cli.adaptive.base import Archives, Device, Json, Model, QuestionsFile, Set, app
+from sparseflow.cli.adaptive.base import (
+    ArchivesOption,
+    ModelArgument,
+    QuestionsOption,
+    app,
+    silence_transformers,
+)
+from sparseflow.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    OutDirOption,
+    OutFileOption,
+    SetOption,
+    open_device,
+)
+from sparseflow.cli.output import emit
+from sparseflow.cli.progress import progress_bar
 
 
 @app.command("grid-vqa")
 def grid_vqa(
-    out: Annotated[Path, typer.Option(help="Folder of the training; one that was stopped goes on.")],
-    config: Annotated[
-        str, typer.Option(help="A YAML file, or one that is shipped: digits, demo, gpu, large.")
-    ] = "digits",
-    changes: Set = None,
-    device: Device = "cpu",
-    as_json: Json = False,
+    out: OutDirOption,
+    config: ConfigOption = "digits",
+    overrides: SetOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
-    """Train a small model that answers questions about images, under random plans."""
+    """Train a small model that answers questions about images, under random plans.
+
+    Shipped configurations: digits, demo, gpu, large.
+    """
     from sparseflow.adaptive.grid_vqa.config import read_settings
     from sparseflow.adaptive.grid_vqa.train import train
-    from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import open_device
-    from sparseflow.cli.progress import progress_bar
     from sparseflow.core.config import parse_overrides
 
-    settings = read_settings(config, parse_overrides(changes or [], extra="adaptive"))
-    quiet()
+    settings = read_settings(config, parse_overrides(overrides or [], extra="adaptive"))
+    silence_transformers()
+    torch_device = open_device(device)
     with progress_bar() as progress:
-        trained = train(settings, out, device=open_device(device), progress=progress)
-    if trained.report is None:
-        return  # another process tells
-    told = {"folder": str(trained.folder), **trained.report}
-    if as_json:
-        typer.echo(json.dumps(told))
-        return
-    typer.echo(f"accuracy of the full plan: {trained.report['accuracy']:.1%}")
-    typer.echo(f"model: {told['folder']}")
+        result = train(settings, out, device=torch_device, progress=progress)
+    if result.report is None:
+        return  # Only the first process of torchrun prints the result.
+    emit(
+        {"folder": str(result.folder), **result.report},
+        as_json,
+        f"accuracy of the full plan: {result.report['accuracy']:.1%}",
+        f"model: {result.folder}",
+    )
 
 
 @app.command()
 def importance(
-    model: Model,
-    out: Annotated[Path, typer.Option(help="JSON file of what was found; a journal beside it goes on.")],
-    questions: QuestionsFile = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Questions to score each set of blocks on, at most.")
-    ] = 512,
-    beam: Annotated[int, typer.Option(min=1, help="Sets of each size that larger ones are made of.")] = 4,
-    archives: Archives = None,
-    device: Device = "cpu",
-    as_json: Json = False,
+    model: ModelArgument,
+    out: OutFileOption,
+    questions: QuestionsOption = None,
+    max_samples: Annotated[int, typer.Option(min=1, help="Maximum questions for each set of blocks.")] = 512,
+    beam: Annotated[int, typer.Option(min=1, help="Sets of each size that are extended.")] = 4,
+    archives: ArchivesOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
-    """Find which blocks of a model can be skipped, alone and together, by what it still answers right."""
-    from sparseflow.adaptive.adapters import adapter_of
-    from sparseflow.adaptive.grid_vqa.task import GridVqaTask
-    from sparseflow.adaptive.profile import weights_id
-    from sparseflow.adaptive.profile.importance import measure_importance as search
-    from sparseflow.adaptive.questions.file_task import QuestionTask
-    from sparseflow.cli.adaptive.base import quiet
-    from sparseflow.cli.options import open_device
-    from sparseflow.cli.progress import progress_bar
-    from sparseflow.errors import InputError
+    """Measure which blocks of a model can be skipped, alone and together, by the accuracy without them.
 
-    quiet()
-    where, journal = open_device(device), out.with_suffix(".jsonl")
-    if questions is None:
-        task = GridVqaTask.open(model, device=where, archives=archives or ())
-        score: Any = task.scorer(samples)
-    elif archives:
-        raise InputError("--archives are of Grid-VQA's questions; leave them out, or --questions")
-    else:
-        task = QuestionTask.open(model, questions, device=where)
-        score = task.scorer(samples)
-        # Scores of other questions are not to be held against these.
-        journal = out.with_name(f"{out.stem}-{score.digest[:8]}.jsonl")
-    network = task.model
-    geometry = adapter_of(network).geometry
-    out.parent.mkdir(parents=True, exist_ok=True)
+    A journal next to the output file allows an interrupted search to resume.
+    """
+    from sparseflow.adaptive.model_importance import measure_model_importance
+
+    silence_transformers()
+    torch_device = open_device(device)
     with progress_bar() as progress:
-        found = search(
-            score, geometry, beam=beam, journal=journal, model_id=weights_id(network), progress=progress
+        result = measure_model_importance(
+            model,
+            out,
+            questions=questions,
+            archives=archives or (),
+            max_samples=max_samples,
+            beam=beam,
+            device=torch_device,
+            progress=progress,
         )
-    found.write(out)
-    if as_json:
-        typer.echo(json.dumps(found.to_dict()))
-        return
-    typer.echo(f"all blocks: {found.full:.1%} of {found.samples}; {found.evaluations} sets were scored")
-    for drop in found.singles:
-        typer.echo(
+    emit(
+        result.to_dict(),
+        as_json,
+        f"all blocks: accuracy {result.full:.1%} on {result.samples} questions; "
+        f"{result.evaluations} sets evaluated",
+        *(
             f"without block {drop.without[0]}: {-drop.drop:+.1%} ({-drop.high:+.1%} to {-drop.low:+.1%})"
-        )
-    typer.echo(f"written: {out}")
+            for drop in result.singles
+        ),
+        f"importance: {out}",
+    )

@@ -30,8 +30,8 @@ from sparseflow.cli.progress import progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparseflow.latency.graph import Graph
-    from sparseflow.latency.kernels import Tensor
+    from sparseflow.latency.graph.analysis import Graph
+    from sparseflow.latency.graph.kernels import Tensor
 
 _USAGE_ERRORS = ("InputError", "ModelError", "FileFormatError", "SampleError", "MissingExtraError")
 
@@ -47,7 +47,7 @@ def export(
 
     Complete files are kept. A model that fails is reported and does not stop the others.
     """
-    from sparseflow.latency import zoo
+    from sparseflow.latency.graph import zoo
 
     provider, _ = parse_provider(device)
     with progress_bar() as progress:
@@ -92,7 +92,7 @@ def analyze(
 
     The output directory receives graph.json, kernels/ and the optimized graph.
     """
-    from sparseflow.latency.graph import analyze as analyze_model
+    from sparseflow.latency.graph.analysis import analyze as analyze_model
 
     provider, _ = parse_provider(device)
     graph = analyze_model(model, provider, level, shapes=parse_shapes(shape), out=out)
@@ -125,7 +125,7 @@ def extract(
     as_json: JsonOption = False,
 ) -> None:
     """Write each kernel as its own model and compare its output with the tensor inside the full graph."""
-    from sparseflow.latency.extract import extract as extract_kernels
+    from sparseflow.latency.graph.extraction import extract as extract_kernels
 
     with progress_bar() as progress:
         results = extract_kernels(

@@ -39,7 +39,7 @@ from sparseflow.cli.progress import progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparseflow.latency.collect import Collected
+    from sparseflow.latency.measure.collection import Collected
 
 
 @app.command("run")
@@ -66,7 +66,7 @@ def run_model(
     as_json: JsonOption = False,
 ) -> None:
     """Time a model or an extracted kernel with inputs and outputs on the device; keep all samples."""
-    from sparseflow.latency.runner import Runner
+    from sparseflow.latency.measure.runner import Runner
 
     provider, gpu = parse_provider(device)
     runner = Runner(
@@ -121,7 +121,7 @@ def stress(
 
     Exits with 1 if a level is not reached.
     """
-    from sparseflow.latency.stress import hold_levels
+    from sparseflow.latency.measure.stress import hold_levels
 
     gpu = parse_gpu(device, required="cpu" if kind.startswith("cpu-") else "cuda")
     with progress_bar() as progress:
@@ -155,9 +155,9 @@ def collect(
 
     Each part is written to its own directory; `latency train` takes all of them.
     """
-    from sparseflow.latency.campaign import read_config
-    from sparseflow.latency.collect import collect as run_collection
-    from sparseflow.latency.fanout import fan_out
+    from sparseflow.latency.measure.collection import collect as run_collection
+    from sparseflow.latency.measure.fanout import fan_out
+    from sparseflow.latency.measure.plan import read_config
 
     settings = read_config(config)
     with progress_bar() as progress:
@@ -225,7 +225,7 @@ def exporter(
 ) -> None:
     """Export this machine's load to Prometheus under DCGM's metric names until it is stopped."""
     from sparseflow.core.telemetry.readers import open_reader
-    from sparseflow.latency.exporter import Exporter, serve
+    from sparseflow.latency.measure.exporter import Exporter, serve
 
     gpu = parse_gpu(device, required="cuda" if source == "gpm" else "cpu")
     reader = open_reader(source, device=f"cuda:{gpu}", metrics=metric)

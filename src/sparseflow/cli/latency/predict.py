@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from sparseflow.latency.evaluate import Evaluation
-    from sparseflow.latency.predictor import Prediction, Predictor
+    from sparseflow.latency.model.evaluation import Evaluation
+    from sparseflow.latency.model.predictor import Prediction, Predictor
 
 _MAX_KERNEL_ROWS = 15
 
@@ -65,7 +65,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor for this device; show its error on held-out kernels and models."""
-    from sparseflow.latency.train import train as train_predictor
+    from sparseflow.latency.model.training import train as train_predictor
 
     with progress_bar() as progress:
         predictor = train_predictor(collections, kind=kind, mode=mode, seed=seed, progress=progress)
@@ -103,9 +103,9 @@ def predict(
 ) -> None:
     """Predict the latency of a model: mean, quantiles and interval, by kernel."""
     from sparseflow.errors import InputError
-    from sparseflow.latency.campaign import Telemetry
-    from sparseflow.latency.predicting import predict as predict_latency
-    from sparseflow.latency.predictor import Predictor
+    from sparseflow.latency.api import predict as predict_latency
+    from sparseflow.latency.measure.plan import Telemetry
+    from sparseflow.latency.model.predictor import Predictor
 
     if load is not None and live is not None:
         raise InputError(f"`--load {load}` and `--live {live}` exclude each other")
@@ -161,8 +161,8 @@ def evaluate(
 
     The output directory receives the measurements and report.html.
     """
-    from sparseflow.latency.evaluate import evaluate as evaluate_predictor
-    from sparseflow.latency.predictor import Predictor
+    from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
+    from sparseflow.latency.model.predictor import Predictor
     from sparseflow.latency.report import write_report
 
     fitted = Predictor.load(predictor)
@@ -212,7 +212,7 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Measure whether kernels overlap: the latency is their sum or the critical path."""
-    from sparseflow.latency.overlap import analyze
+    from sparseflow.latency.measure.overlap import analyze
 
     provider, gpu = parse_provider(device)
     result = analyze(model, provider, parallel=parallel, shapes=parse_shapes(shape), gpu=gpu)

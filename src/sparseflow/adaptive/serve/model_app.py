@@ -1,0 +1,85 @@
+"""The HTTP app of a model folder with its profile and controllers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparseflow.adaptive.api import attach
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.model_profile import MAX_TOKENS, make_example_prompt
+from sparseflow.adaptive.plan.space import TIERS, Tier
+from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.model_folder import open_folder
+from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, deciding
+from sparseflow.core.progress import Progress
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def create_model_app(
+    model: Path,
+    profile: Path,
+    *,
+    controller: Path | None = None,
+    plan_quality: Path | None = None,
+    model_name: str,
+    max_plans: int = 12,
+    max_batch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress,
+) -> FastAPI:
+    """Create the app of one server, with a warm engine.
+
+    Args:
+        model: Directory of the model.
+        profile: Profile (Parquet) or predictor (JSON).
+        controller: Trained controllers.
+        plan_quality: Accuracy of plans, used without controllers.
+        model_name: Name that clients request.
+        max_plans: Maximum number of plans; requests of one plan share a batch.
+        max_batch_size: Maximum number of concurrent requests; by default that of the profile, else 8.
+        device: Device of the model.
+        progress: Callback that takes a message and the fraction done.
+
+    Raises:
+        InputError, FileFormatError, ModelError: See `open_folder` and `attach`.
+    """
+    folder = open_folder(model, device=device)
+    attached = attach(folder.model, profile, controller, worth=plan_quality)
+    selector = attached.chooser
+    assert selector is not None
+    settings = selector.predictor.about.how
+    max_tokens = settings.get("max_tokens", min(folder.context, MAX_TOKENS))
+    selector = replace(selector, most_tokens=max_tokens).few(max_plans)
+    plans = selector.plans
+    assert plans is not None
+    tiers: list[Tier] = [tier for tier in TIERS if any(plan.tier == tier for plan in plans)]
+    # Before the engine, so that an unusable tokenizer or profile fails before minutes of recording.
+    prompts = PromptBuilder(
+        folder.tokenizer,
+        context=max_tokens,
+        sight=folder.sight,
+        stop=attached.stop,
+        lowest=tiers[0] if tiers else "low",
+    )
+    slots = max_batch_size or settings.get("max_batch", 8)
+    forecast = PredictorForecast(
+        selector.predictor,
+        plans,
+        load=lambda: engine.load,
+        idle=lambda: not engine.busy,
+        max_batch=slots,
+        max_tokens=max_tokens,
+    )
+    engine = Engine(attached.adapter, attached.knobs, plans=plans, max_batch=slots, max_tokens=max_tokens)
+    engine.warm(
+        None if folder.sight is None else make_example_prompt(folder).inputs,
+        progress=lambda done, total: progress(f"warmed {done} of {total} steps", done / total),
+    )
+    backend = EngineBackend(engine, decider=deciding(selector), forecast=forecast, stop=attached.stop)
+    return create_app(Service(model_name, backend, prompts))
