@@ -46,11 +46,11 @@ from models import content_of, ends_per_s, listening, settled, write_table
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.prompts.messages import Prompt, Refusal
-from sparseflow.adaptive.serve.engine_backend import EngineBackend, Predicted
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.prompts.messages import ApiError, Prompt
+from sparseflow.adaptive.serve.engine_backend import EngineBackend, PredictorForecast
+from sparseflow.adaptive.serve.model_app import create_model_app
 from sparseflow.adaptive.serve.service import Service
-from sparseflow.cli.adaptive.requests import app_of
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -130,11 +130,11 @@ def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
     words = service.prompts.tokenizer
     if (asked.model / SETTINGS).is_file():
         from sparseflow.adaptive.grid_vqa.config import settings_of
-        from sparseflow.adaptive.grid_vqa.dataset import Data
+        from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
         from sparseflow.adaptive.grid_vqa.task import placed
 
         kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
-        data = Data(placed(settings_of(kept["settings"], SETTINGS), asked.archives, asked.model))
+        data = VqaDataset(placed(settings_of(kept["settings"], SETTINGS), asked.archives, asked.model))
         samples = list(data.samples("test", asked.questions))
         longest: dict[str, int] = {}
         for each in samples:
@@ -167,7 +167,9 @@ def body(service: Service, question: Question, budget_ms: float, **more: str) ->
     return json.dumps(content).encode()
 
 
-def bound(asked: argparse.Namespace, service: Service, each: Question, predictor: Predictor) -> None:
+def bound(
+    asked: argparse.Namespace, service: Service, each: Question, predictor: PlanLatencyPredictor
+) -> None:
     """Find prompt and budgets of a question, on an idle server."""
     # By a thread of the server's: those compute alone, and what they take is in the least budget.
     prepared = service._threads.submit(service._prepared, body(service, each, 1.0), {}).result()
@@ -217,7 +219,7 @@ def over_http(url: str) -> Ask:
         told = json.loads(answer)
         if status != 200:
             retry = headers.get("retry-after")
-            raise Refusal(
+            raise ApiError(
                 status, told["error"]["message"], code=told["error"]["code"],
                 retry_after_s=None if retry is None else float(retry), more=told["error"],
             )  # fmt: skip
@@ -323,7 +325,7 @@ class Run:
             }  # fmt: skip
             if question.answer is None:
                 found["right"] = math.nan
-        except Refusal as refusal:
+        except ApiError as refusal:
             ended_s = time.perf_counter() - began_s
             retry = refusal.retry_after_s is not None
             least_ms = float(refusal.more.get("least_feasible_ms", math.nan))
@@ -428,7 +430,7 @@ def write_samples(path: Path, sent: Sequence[Sent]) -> None:
 
 
 async def measured(
-    asked: argparse.Namespace, service: Service, predictor: Predictor, ask: Ask
+    asked: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor, ask: Ask
 ) -> tuple[dict[str, Any], list[Sent]]:
     """All phases."""
     every = questions(asked, service)
@@ -462,7 +464,7 @@ SHOWN = (
 
 
 async def in_process(
-    asked: argparse.Namespace, service: Service, predictor: Predictor
+    asked: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor
 ) -> tuple[dict[str, Any], list[Sent]]:
     await service.open()
     try:
@@ -472,7 +474,7 @@ async def in_process(
 
 
 def by_http(
-    asked: argparse.Namespace, app: Any, service: Service, predictor: Predictor
+    asked: argparse.Namespace, app: Any, service: Service, predictor: PlanLatencyPredictor
 ) -> tuple[dict[str, Any], list[Sent]]:
     with listening(app) as url:
         return asyncio.run(measured(asked, service, predictor, over_http(url)))
@@ -555,13 +557,14 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(given)
     if asked.requests < 1 or (asked.step > 0 and not asked.step_s > 0):
         parser.error("--requests must be at least 1, and --step-s above 0 where there is a step")
-    app = app_of(
-        asked.model, asked.profile, controller=asked.controller, worth=asked.worth, name=asked.model.name,
-        plans=asked.plans, batch=asked.batch, device=asked.device,
+    app = create_model_app(
+        asked.model, asked.profile, controller=asked.controller, plan_quality=asked.worth,
+        model_name=asked.model.name, max_plans=asked.plans, max_batch_size=asked.batch, device=asked.device,
+        progress=lambda message, fraction: None,
     )  # fmt: skip
     service: Service = app.state.service
     backend = service.backend
-    assert isinstance(backend, EngineBackend) and isinstance(backend._forecast, Predicted)
+    assert isinstance(backend, EngineBackend) and isinstance(backend._forecast, PredictorForecast)
     predictor = backend._forecast._predictor
     if asked.http:
         found, sent = by_http(asked, app, service, predictor)

@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 from sparseflow.adaptive import demo
-from sparseflow.adaptive.attached import Attached
-from sparseflow.adaptive.demo import DemoResult, run_demo
-from sparseflow.adaptive.demo_page import QUICKEST, WHOLE
-from sparseflow.adaptive.grid_vqa.dataset import Sample
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.api import Attached
+from sparseflow.adaptive.demo import run_demo
+from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, AdaptiveDemoResult
+from sparseflow.adaptive.grid_vqa.dataset import VqaSample
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.cli.root import run
 from sparseflow.core.run import Run
 from sparseflow.errors import InputError
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, list[str]]:
+def shown(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[AdaptiveDemoResult, list[str]]:
     said: list[str] = []
     out = tmp_path_factory.mktemp("runs")
     found = run_demo(model, out=out, questions=3, budgets=3, progress=lambda what, share: said.append(what))
@@ -42,7 +42,7 @@ def shown(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoRe
 
 
 def test_every_question_is_answered_under_every_budget_and_without(
-    shown: tuple[DemoResult, list[str]],
+    shown: tuple[AdaptiveDemoResult, list[str]],
 ) -> None:
     found, said = shown
     rows: list[dict[str, Any]] = Run.open(found.run).read_rows()
@@ -59,11 +59,11 @@ def test_every_question_is_answered_under_every_budget_and_without(
     assert said[0] == "loading the model" and said[-1] == "done"
 
 
-def test_the_run_has_a_page(shown: tuple[DemoResult, list[str]]) -> None:
+def test_the_run_has_a_page(shown: tuple[AdaptiveDemoResult, list[str]]) -> None:
     found, _ = shown
     page = found.report.read_text()
     assert "Answers within a budget" in page and "<svg" in page
-    assert "sparseflow adaptive demo --model grid-vqa --questions 3 --budgets 3 --device cpu" in page
+    assert "sparseflow adaptive demo --model grid-vqa --num-questions 3 --num-budgets 3 --device cpu" in page
 
 
 def test_of_a_large_model_less_is_measured_and_asked(
@@ -75,7 +75,7 @@ def test_of_a_large_model_less_is_measured_and_asked(
     said: list[str] = []
     found = run_demo(model, out=tmp_path, budgets=2, progress=lambda what, share: said.append(what))
     assert found.questions == 10
-    measured = Profile.read(found.run / "profile" / "profile.parquet")
+    measured = PlanProfile.read(found.run / "profile" / "profile.parquet")
     assert {visit.round for visit in measured.visits} == {0, 1, 2}
     assert (
         said[1].startswith("measuring plans: first round, load 0") and "answering: question 10 of 10" in said
@@ -85,10 +85,10 @@ def test_of_a_large_model_less_is_measured_and_asked(
 
 
 def test_of_a_small_model_all_is_measured(
-    shown: tuple[DemoResult, list[str]],
+    shown: tuple[AdaptiveDemoResult, list[str]],
 ) -> None:
     found, _ = shown
-    measured = Profile.read(found.run / "profile" / "profile.parquet")
+    measured = PlanProfile.read(found.run / "profile" / "profile.parquet")
     assert {visit.round for visit in measured.visits} == set(range(8))
     cells = {(visit.plan.id, visit.text_tokens, visit.round) for visit in measured.visits}
     assert len(cells) == len(measured.visits), "none is measured twice"
@@ -103,7 +103,7 @@ def test_first_requests_are_run_again_where_one_was_held_up(
     forgot: list[float] = []
     tried = iter([9.0, 9.0])
     monkeypatch.setattr(demo, "_learn_on", lambda attached, first, ms: next(tried))
-    monkeypatch.setattr(Predictor, "forget", lambda self, share: forgot.append(share))
+    monkeypatch.setattr(PlanLatencyPredictor, "forget", lambda self, share: forgot.append(share))
     run_demo(model, out=tmp_path, questions=1, budgets=2, progress=lambda what, share: said.append(what))
     assert forgot == [1.0], "once, and no third time"
     assert sum("once more: one of them was held up" in what for what in said) == 1
@@ -117,7 +117,7 @@ def test_what_first_requests_took_over_what_was_predicted(monkeypatch: pytest.Mo
             asked.append(latency_budget_ms)
             return SimpleNamespace(predicted_ms=10.0, measured_ms=50.0 if len(asked) == 2 else 9.0)
 
-    attached, first = cast(Attached, Fake()), [cast(Sample, SimpleNamespace(inputs={}))]
+    attached, first = cast(Attached, Fake()), [cast(VqaSample, SimpleNamespace(inputs={}))]
     assert demo._learn_on(attached, first, np.array([8.0, 16.0])) == 5.0
     assert asked == [10.0, 20.0] * 16
     asked.clear()

@@ -293,7 +293,7 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
         assert value in capsys.readouterr().err
     # A server takes the requests that were measured.
     served: list[Any] = []
-    monkeypatch.setattr(serve, "serve", lambda make, **how: served.append(make()))
+    monkeypatch.setattr(serve, "run_server", lambda make, **how: served.append(make()))
     assert run(["adaptive", "serve", model, "--profile", "predictor.json", "--max-plans", "2"]) == 0
     service = served[0].state.service
     assert service.prompts.context == service.backend.context == limit

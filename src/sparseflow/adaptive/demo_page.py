@@ -3,19 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from sparseflow.core.report import Column, Headline, Report, Section, Table, plot_curves, plot_samples
 from sparseflow.core.run import Run
-
-if TYPE_CHECKING:
-    from sparseflow.adaptive.demo import DemoResult
 
 WHOLE, QUICKEST = "whole model", "quickest plan"
 """What answers without a budget, for comparison."""
 
 
-def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BudgetSummary:
+    """How requests with one budget did.
+
+    Attributes:
+        budget_ms: The budget.
+        in_time, right, goodput: Share in time; right; both.
+        p50_ms: Median of what they took.
+        plan: The plan that was chosen most often.
+        plans: How many different ones were.
+        whole, quickest: Share right and in time of the whole model and of its quickest plan, always.
+    """
+
+    budget_ms: float
+    in_time: float
+    right: float
+    goodput: float
+    p50_ms: float
+    plan: str
+    plans: int
+    whole: float
+    quickest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveDemoResult:
+    """What the demo found.
+
+    Attributes:
+        model: Its folder's name.
+        questions: How many were asked.
+        budgets: By budget, ascending.
+        in_time: Share in time of all requests with a budget.
+        whole_ms, quickest_ms: Median milliseconds of the whole model and of its quickest plan.
+        whole_right, quickest_right: Share of their answers that is right, however long they take.
+        held_out: Relative error of predicted medians of plans and lengths that a fit had not seen; None where
+            too little was measured to tell.
+        run: Folder of the run.
+        report: The page.
+    """
+
+    model: str
+    questions: int
+    budgets: tuple[BudgetSummary, ...]
+    in_time: float
+    whole_ms: float
+    quickest_ms: float
+    whole_right: float
+    quickest_right: float
+    held_out: float | None
+    run: Path
+    report: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"run": str(self.run), "report": str(self.report)}
+
+
+def write_page(result: AdaptiveDemoResult, rows: Sequence[Mapping[str, Any]], run: Run) -> None:
     """Write the page to `result.report`.
 
     Args:
@@ -98,5 +155,6 @@ def write_page(result: DemoResult, rows: Sequence[Mapping[str, Any]], run: Run) 
 
 
 def _command(config: Mapping[str, Any]) -> str:
-    told = [name for name in ("model", "questions", "budgets", "device") if config[name] is not None]
-    return " ".join(["sparseflow adaptive demo", *(f"--{name} {config[name]}" for name in told)])
+    options = {"model": "model", "questions": "num-questions", "budgets": "num-budgets", "device": "device"}
+    arguments = [f"--{option} {config[key]}" for key, option in options.items() if config[key] is not None]
+    return " ".join(["sparseflow adaptive demo", *arguments])

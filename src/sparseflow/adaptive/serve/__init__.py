@@ -21,27 +21,21 @@ from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.serve.app import create_app
-    from sparseflow.adaptive.serve.backend import Backend
-    from sparseflow.adaptive.serve.bridge import EngineBackend, Predicted, deciding
-    from sparseflow.adaptive.serve.chat import Crops, Patches, Prompts
-    from sparseflow.adaptive.serve.lifecycle import Server, serve
-    from sparseflow.adaptive.serve.limits import Limits
+    from sparseflow.adaptive.serve.backend import ServingBackend
+    from sparseflow.adaptive.serve.engine_backend import EngineBackend, PredictorForecast, deciding
+    from sparseflow.adaptive.serve.lifecycle import Server, run_server
     from sparseflow.adaptive.serve.replicas import serve_replicas
     from sparseflow.adaptive.serve.service import Service
 
 __all__ = [
-    "Backend",
-    "Crops",
     "EngineBackend",
-    "Limits",
-    "Patches",
-    "Predicted",
-    "Prompts",
+    "PredictorForecast",
     "Server",
     "Service",
+    "ServingBackend",
     "create_app",
     "deciding",
-    "serve",
+    "run_server",
     "serve_replicas",
 ]
 
@@ -49,11 +43,9 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "app": ["create_app"],
-        "backend": ["Backend"],
-        "bridge": ["EngineBackend", "Predicted", "deciding"],
-        "chat": ["Crops", "Patches", "Prompts"],
-        "lifecycle": ["Server", "serve"],
-        "limits": ["Limits"],
+        "backend": ["ServingBackend"],
+        "engine_backend": ["EngineBackend", "PredictorForecast", "deciding"],
+        "lifecycle": ["Server", "run_server"],
         "replicas": ["serve_replicas"],
         "service": ["Service"],
     },
