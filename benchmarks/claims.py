@@ -203,8 +203,8 @@ def merge_claims(claims: Iterable[Claim], results: Path = RESULTS) -> None:
         check_claim(claim, results)
         path = results / claim.wing / "claims.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        others = [other for other in load_claims(path) if other.id != claim.id]
-        ordered = sorted([*others, claim], key=lambda entry: entry.sort_key)
+        existing = [entry for entry in load_claims(path) if entry.id != claim.id]
+        ordered = sorted([*existing, claim], key=lambda entry: entry.sort_key)
         content = [entry.model_dump(mode="json") for entry in ordered]
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 

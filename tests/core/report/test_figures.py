@@ -1,9 +1,10 @@
-"""Figures: self-contained, themed, described, and alike whenever they are drawn alike."""
+"""Tests of plots: self-contained, themed, described and reproducible."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,7 @@ from sparseflow.core import metrics, report
 from sparseflow.errors import InputError
 
 
-def all_kinds() -> list[report.Figure]:
+def make_figures() -> list[report.Figure]:
     return [
         report.plot_before_after("Time", ["a", "b"], [2.0, 3.0], [1.0, 0.0], unit="ms"),
         report.plot_intervals(
@@ -31,8 +32,8 @@ def all_kinds() -> list[report.Figure]:
     ]
 
 
-@pytest.mark.parametrize("figure", all_kinds(), ids=lambda figure: figure.title)
-def test_a_figure_is_one_svg_that_needs_nothing_else(figure: report.Figure) -> None:
+@pytest.mark.parametrize("figure", make_figures(), ids=lambda figure: figure.title)
+def test_figure_is_one_self_contained_svg(figure: report.Figure) -> None:
     root = ElementTree.fromstring(figure.svg)
     assert root.tag == "svg" and root.get("role") == "img" and root.get("viewBox")
     assert "http" not in figure.svg and "#0102" not in figure.svg
@@ -43,65 +44,65 @@ def test_a_figure_is_one_svg_that_needs_nothing_else(figure: report.Figure) -> N
         assert target in ids
 
 
-@pytest.mark.parametrize("figure", all_kinds(), ids=lambda figure: figure.title)
-def test_a_figure_says_in_words_what_it_shows(figure: report.Figure) -> None:
+@pytest.mark.parametrize("figure", make_figures(), ids=lambda figure: figure.title)
+def test_figure_has_text_alternative_with_values(figure: report.Figure) -> None:
     title = ElementTree.fromstring(figure.svg).find("title")
     assert title is not None and title.text == figure.alt
     assert re.search(r"\d", figure.alt)
 
 
-def test_ids_of_two_figures_differ_and_drawing_is_repeatable() -> None:
-    first, second = all_kinds(), all_kinds()
+def test_plots_are_reproducible_with_unique_ids() -> None:
+    first, second = make_figures(), make_figures()
     assert [figure.svg for figure in first] == [figure.svg for figure in second]
     ids = [set(re.findall(r'\bid="([^"]+)"', figure.svg)) for figure in first]
-    assert not any(one & other for one, other in itertools.combinations(ids, 2))
+    assert not any(first_ids & second_ids for first_ids, second_ids in itertools.combinations(ids, 2))
 
 
-def test_better_and_worse_have_their_colours() -> None:
-    svg = all_kinds()[1].svg
+def test_plot_intervals_colors_good_and_bad() -> None:
+    svg = make_figures()[1].svg
     assert "var(--good)" in svg and "var(--bad)" in svg
 
 
-def texts(figure: report.Figure) -> list[str]:
+def read_texts(figure: report.Figure) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(figure.svg).iter("text")]
 
 
-def test_predicted_over_measured_names_its_groups_axes_and_band() -> None:
+def test_plot_predicted_vs_measured_labels() -> None:
     groups = {"seen": [(1.0, 1.05), (20.0, 15.0)], "new": [(3.0, 3.0)], "empty": []}
     figure = report.plot_predicted_vs_measured("T", groups, unit="us", band=0.2, caption="Over all.")
-    assert {"seen", "new", "±20 %", "measured, us", "predicted, us"} <= set(texts(figure))
+    assert {"seen", "new", "±20 %", "measured, us", "predicted, us"} <= set(read_texts(figure))
     assert figure.alt == "seen: 1 of 2 within 20 %; new: 1 of 1 within 20 %."
     assert (figure.title, figure.caption) == ("T", "Over all.")
-    assert report.plot_predicted_vs_measured("T", groups, alt="As drawn.").alt == "As drawn."
+    assert report.plot_predicted_vs_measured("T", groups, alt="Text.").alt == "Text."
 
 
-def test_each_group_of_dots_has_a_colour_and_more_groups_than_colours_are_drawn() -> None:
-    groups = {f"g{place}": [(1.0 + place, 1.2 + place)] for place in range(7)}
+def test_plot_predicted_vs_measured_reuses_colors() -> None:
+    groups = {f"g{index}": [(1.0 + index, 1.2 + index)] for index in range(7)}
     figure = report.plot_predicted_vs_measured("T", groups)
-    assert set(groups) <= set(texts(figure))
+    assert set(groups) <= set(read_texts(figure))
     assert all(f"var(--{name})" in figure.svg for name in ("after", "before", "good", "bad", "ink", "line"))
 
 
-@pytest.mark.parametrize("dots", [[(5.0, 5.0)], [(1.0, 9.0), (2.0, 2.1)], [(1e-4, 2e-4), (3e3, 2e3)]])
-def test_ticks_of_predicted_over_measured_are_numbers_in_plain_text(dots: list[tuple[float, float]]) -> None:
-    labels = set(texts(report.plot_predicted_vs_measured("T", {"a": dots})))
+@pytest.mark.parametrize("pairs", [[(5.0, 5.0)], [(1.0, 9.0), (2.0, 2.1)], [(1e-4, 2e-4), (3e3, 2e3)]])
+def test_plot_predicted_vs_measured_has_plain_ticks(pairs: list[tuple[float, float]]) -> None:
+    labels = set(read_texts(report.plot_predicted_vs_measured("T", {"a": pairs})))
     numbers = labels - {"a", "±10 %", "measured, ms", "predicted, ms"}
     assert numbers and all(float(number.replace("−", "-")) > 0.0 for number in numbers)
 
 
-def test_the_words_of_predicted_over_measured_count_as_the_metric_does() -> None:
-    dots = [(100.0, 110.0), (100.0, 90.0), (100.0, 110.1), (100.0, 89.9), (1.0, 1.1), (30.0, 33.0)]
-    right = round(len(dots) * metrics.fraction_within([p for _, p in dots], [m for m, _ in dots]))
-    assert report.plot_predicted_vs_measured("T", {"a": dots}).alt == f"a: {right} of 6 within 10 %."
+def test_plot_predicted_vs_measured_counts_like_fraction_within() -> None:
+    pairs = [(100.0, 110.0), (100.0, 90.0), (100.0, 110.1), (100.0, 89.9), (1.0, 1.1), (30.0, 33.0)]
+    count = round(len(pairs) * metrics.fraction_within([p for _, p in pairs], [m for m, _ in pairs]))
+    assert report.plot_predicted_vs_measured("T", {"a": pairs}).alt == f"a: {count} of 6 within 10 %."
 
 
-def test_text_is_text_and_escaped() -> None:
+def test_labels_are_escaped() -> None:
     figure = report.plot_before_after("T", ["<b>&"], [1.0], [1.0], unit="ms", alt="a < b & c")
-    assert "<b>&" in texts(figure)
+    assert "<b>&" in read_texts(figure)
 
 
 @pytest.mark.parametrize(
-    "draw",
+    "plot",
     [
         lambda: report.plot_before_after("T", [], [], [], unit="ms"),
         lambda: report.plot_before_after("T", ["a"], [1.0], [], unit="ms"),
@@ -122,6 +123,6 @@ def test_text_is_text_and_escaped() -> None:
         lambda: report.plot_predicted_vs_measured("T", {"a": [(1.0, float("inf"))]}),
     ],
 )
-def test_nothing_to_draw_is_an_error(draw) -> None:
+def test_plots_without_data_raise(plot: Callable[[], report.Figure]) -> None:
     with pytest.raises(InputError, match="T: "):
-        draw()
+        plot()

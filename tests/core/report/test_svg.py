@@ -1,4 +1,4 @@
-"""What becomes of a drawing on its way into the page."""
+"""Tests of the conversion of Matplotlib figures."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from sparseflow.core.report import from_matplotlib, svg
 from sparseflow.errors import InputError
 
 
-def drawn(colour: str) -> Figure:
+def make_figure(color: str) -> Figure:
     figure = Figure()
-    figure.add_subplot().plot([0, 1], [0, 1], color=colour, label="line")
+    figure.add_subplot().plot([0, 1], [0, 1], color=color, label="line")
     return figure
 
 
-def test_stand_in_colours_follow_the_page_and_others_stay() -> None:
-    assert "var(--good)" in from_matplotlib(drawn(svg.GOOD), title="T", alt="a").svg
-    assert "#ff8800" in from_matplotlib(drawn("#ff8800"), title="T", alt="a").svg
+def test_placeholder_colors_become_css_variables() -> None:
+    assert "var(--good)" in from_matplotlib(make_figure(svg.GOOD), title="T", alt="a").svg
+    assert "#ff8800" in from_matplotlib(make_figure("#ff8800"), title="T", alt="a").svg
 
 
-def test_every_stand_in_has_its_own_colour_and_variable_of_the_page() -> None:
+def test_placeholder_colors_and_variables_are_unique() -> None:
     assert len(set(svg._VARIABLES)) == len(set(svg._VARIABLES.values())) == 8
 
 
-def test_what_only_a_file_needs_is_left_out() -> None:
-    text = from_matplotlib(drawn("#ff8800"), title="T", alt="a").svg
+def test_file_metadata_is_removed() -> None:
+    text = from_matplotlib(make_figure("#ff8800"), title="T", alt="a").svg
     assert not re.search("<metadata|<!DOCTYPE|<[?]xml|xmlns|xlink", text)
 
 
-def test_words_are_escaped() -> None:
-    title = ElementTree.fromstring(from_matplotlib(drawn("#ff8800"), title="T", alt="a < b & c").svg).find(
-        "title"
-    )
+def test_alt_is_escaped() -> None:
+    svg_text = from_matplotlib(make_figure("#ff8800"), title="T", alt="a < b & c").svg
+    title = ElementTree.fromstring(svg_text).find("title")
     assert title is not None and title.text == "a < b & c"
 
 
-def test_a_figure_without_words_is_refused() -> None:
-    with pytest.raises(InputError, match="cannot see"):
+def test_missing_alt_raises() -> None:
+    with pytest.raises(InputError, match="`alt`"):
         from_matplotlib(Figure(), title="T", alt=" ")

@@ -53,10 +53,10 @@ class Library(ModuleType):
 
     def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
         self.live_samples += 1
-        return SimpleNamespace(taken=False)
+        return SimpleNamespace(filled=False)
 
     def nvmlGpmSampleGet(self, gpu: str, sample: SimpleNamespace) -> None:
-        sample.taken = True
+        sample.filled = True
 
     def nvmlGpmSampleFree(self, sample: SimpleNamespace) -> None:
         self.live_samples -= 1
@@ -67,7 +67,7 @@ class Library(ModuleType):
         return SimpleNamespace(version=0, numMetrics=0, sample1=None, sample2=None, metrics=entries)
 
     def nvmlGpmMetricsGet(self, request: SimpleNamespace) -> None:
-        assert request.version == 1 and request.sample1.taken and request.sample2.taken
+        assert request.version == 1 and request.sample1.filled and request.sample2.filled
         for metric in request.metrics[: request.numMetrics]:
             metric.value = self.values[metric.metricId]
             metric.nvmlReturn = self.returns.get(metric.metricId, 0)
@@ -80,11 +80,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gpm, "require", lambda package, extra: module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nvml, "get_handle", lambda device: "handle" if str(device) != "cuda:9" else None)
-    now = iter(range(100))
+    ticks = iter(range(100))
     monkeypatch.setattr(
         gpm,
         "time",
-        SimpleNamespace(monotonic=lambda: float(next(now)), time=lambda: 1e9, sleep=lambda s: None),
+        SimpleNamespace(monotonic=lambda: float(next(ticks)), time=lambda: 1e9, sleep=lambda s: None),
     )
     return module
 

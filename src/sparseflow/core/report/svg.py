@@ -1,7 +1,7 @@
-"""Turning what Matplotlib draws into inline SVG that suits a light page and a dark one.
+"""Convert Matplotlib figures to inline SVG that follows the light or dark theme of the page.
 
-Matplotlib draws with stand-in colours; the SVG that it writes is stripped of what only a file needs
-(prologue, metadata, namespaces), its ids are made the figure's own, and each stand-in becomes a CSS variable.
+Figures use placeholder colors. The conversion removes the parts that only files need (prologue,
+metadata, namespaces), makes ids unique to the figure, and replaces each placeholder color by a CSS variable.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A picture and what it says in words.
+    """A figure with a text alternative.
 
     Attributes:
-        title: Its heading.
-        svg: One `<svg>` element, coloured by the page's CSS variables.
-        alt: What a reader who cannot see it must know.
-        caption: A sentence below it; may be empty.
+        title: Heading.
+        svg: One `<svg>` element, colored by the CSS variables of the page.
+        alt: Text alternative for readers who cannot see the figure.
+        caption: Sentence below the heading; may be empty.
     """
 
     title: str
@@ -76,39 +76,39 @@ class Figure:
 
 
 def from_matplotlib(figure: MatplotlibFigure, *, title: str, alt: str, caption: str = "") -> Figure:
-    """Turn a drawn figure into one for the page.
+    """Convert a Matplotlib figure to a figure of a page.
 
-    Colours equal to `INK`, `MUTED`, `GRID`, `PAPER`, `BEFORE`, `AFTER`, `GOOD` and `BAD` follow the page's
-    theme; any other colour stays as it is.
+    The colors `INK`, `MUTED`, `GRID`, `PAPER`, `BEFORE`, `AFTER`, `GOOD` and `BAD` follow the theme of the
+    page; other colors are unchanged.
 
     Raises:
         InputError: `alt` is empty.
     """
     if not alt.strip():
-        raise InputError(f"figure {title!r} needs a text for readers who cannot see it")
+        raise InputError(f"figure {title!r} needs a text alternative: pass `alt`")
     import matplotlib as mpl
 
     stream = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": "sparseflow"}):
         figure.savefig(stream, format="svg", bbox_inches="tight", pad_inches=0.05, transparent=True)
-    drawn = stream.getvalue()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
-    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", drawn).replace("xlink:href", "href")
-    width, height = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    drawn = re.sub(r"^<svg[^>]*>", "", drawn)
-    for colour, variable in _VARIABLES.items():
-        drawn = drawn.replace(colour, f"var({variable})")
-    # Matplotlib names the parts of every figure alike; on one page ids must differ.
-    own = "f" + hashlib.sha256((title + drawn).encode()).hexdigest()[:8]
-    drawn = re.sub(r'\bid="([^"]+)"', rf'id="{own}-\1"', drawn)
-    drawn = re.sub(r'(href="|url\()#', rf"\1#{own}-", drawn)
-    # The page's own font, instead of a list of what this machine happens to have.
-    drawn = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", drawn)
-    head = f'<svg role="img" aria-labelledby="{own}-alt" viewBox="0 0 {width} {height}">'
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    width, height = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', svg).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    svg = re.sub(r"^<svg[^>]*>", "", svg)
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    # Matplotlib uses the same ids in every figure, but ids must be unique on a page.
+    prefix = "f" + hashlib.sha256((title + svg).encode()).hexdigest()[:8]
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    # Use the font of the page instead of the fonts of this machine.
+    svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)
+    head = f'<svg role="img" aria-labelledby="{prefix}-alt" viewBox="0 0 {width} {height}">'
     return Figure(
         title=title,
-        svg=f'{head}<title id="{own}-alt">{_escape(alt)}</title>{drawn}',
+        svg=f'{head}<title id="{prefix}-alt">{_escape(alt)}</title>{svg}',
         alt=alt,
         caption=caption,
     )

@@ -224,9 +224,9 @@ class PrometheusReader:
             last = max(earlier, key=lambda series: series.samples[-1][0])
             return self._make_stale_error(last.name, max(now_s - last.samples[-1][0], 0.0))
         message = f"{self.client.url} has no samples of {text} for {self.device}"
-        others = self.client.read_samples(format_selector(names, {}), LOOKBACK_S) if self.labels else ()
-        if others:
-            devices = "; ".join(sorted({_format_device(series.labels) for series in others})[:4])
+        matches = self.client.read_samples(format_selector(names, {}), LOOKBACK_S) if self.labels else ()
+        if matches:
+            devices = "; ".join(sorted({_format_device(series.labels) for series in matches})[:4])
             return DeviceError(f"{message}, only for {devices}: correct `labels`")
         return DeviceError(
             f"{message} in the last {LOOKBACK_S:g} s; the server must scrape the exporter of DCGM, or "
