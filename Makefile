@@ -1,6 +1,5 @@
-# `make demo` and `make test` set up all they need. Everything is installed into .venv, at the versions of
-# constraints.txt; a stamp in .venv stands for each finished step, so that an interrupted install goes on
-# where it stopped and a finished one costs nothing.
+# `make demo` and `make test` install everything that they need into .venv, at the versions of constraints.txt.
+# A stamp file in .venv marks each finished step: an interrupted install resumes, and a finished one is skipped.
 
 VENV   ?= .venv
 PYTHON ?= python3
@@ -8,56 +7,59 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
-# What pip would do file by file, on all cores; a package may ship files that are not meant to compile.
+# Byte-compile on all cores; pip does it file by file. Some packages ship files that do not compile.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-# Its exact pin, and before anything else: a looser wish would fetch the latest build for CUDA.
+# torch is installed first and with its exact pin; a looser requirement downloads the latest CUDA build.
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
-# Only where torch brings no Triton, which is to say in its build for CPUs; the tests run Triton's interpreter.
+# The CPU build of torch does not depend on Triton; the tests run Triton's interpreter.
 TRITON := triton==3.6.0
-# What spikingjelly imports. It also asks for torchvision and torchaudio, which have no build for CPUs on the
-# package index, so it is installed without what it asks for.
+# The packages that spikingjelly imports. It also requires torchvision and torchaudio, which have no CPU build on the
+# package index, so spikingjelly is installed without its dependencies.
 SPIKINGJELLY_NEEDS := loguru tqdm h5py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt bench tables docs clean
+.PHONY: help demo test test-gpu check fmt bench tables docs clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-demo: $(VENV)/.run  ## Set up, then measure the shipped network on this machine and write a report
+demo: $(VENV)/.run  ## Measure the shipped network on this machine and write a report
 	$(BIN)/sparseflow demo $(ARGS)
 
-test: $(VENV)/.dev  ## Set up, then run the tests
+test: $(VENV)/.dev  ## Run the tests
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
-check: $(VENV)/.dev  ## Lint, check formatting, types and import directions; edits nothing
+test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON)
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/.dev  ## Lint, check formatting, types, imports and identifiers; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
 	  "lint-imports --no-cache" \
 	  "python .ci/check_identifiers.py src tests benchmarks"; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed="$$failed $${tool%% -*}"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-fmt: $(VENV)/.dev  ## Format the sources and mend what the linter can mend
+fmt: $(VENV)/.dev  ## Format the sources and apply the linter's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.run  ## Run the spiking benchmark on this machine
 	$(BIN)/sparseflow spiking bench $(ARGS)
 
-tables: $(VENV)/.run  ## Write the tables of README.md and docs/ from results/
+tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ from results/
 	$(BIN)/python benchmarks/tables.py
 
-docs: tables $(VENV)/.dev  ## Write the tables, then check every link of README.md and docs/
+docs: tables $(VENV)/.dev  ## Generate the tables, then check every link of README.md and docs/
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-clean:  ## Delete the virtual environment and what tools left behind; runs/ stays
+clean:  ## Delete the virtual environment and caches; keep runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13))' || \
-	  { echo "SparseFlow needs Python 3.11 to 3.13; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	  { echo "SparseFlow needs Python 3.11 to 3.13; select one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "on Debian: apt-get install python3-venv"; exit 2; }
 	@touch $@
 
@@ -67,14 +69,14 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.venv
 	@touch $@
 
 $(VENV)/.run: pyproject.toml $(VENV)/.torch
-	@echo "installing what running needs ..."
+	@echo "installing the runtime dependencies ..."
 	@$(PIP) -e . numba $(SPIKINGJELLY_NEEDS)
 	@$(PIP) --no-deps spikingjelly
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@echo "installing what the tests and checks need ..."
+	@echo "installing the development dependencies ..."
 	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign,adaptive]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@$(COMPILE)
