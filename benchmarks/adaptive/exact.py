@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.claims import Claim, record_claims
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
@@ -116,7 +116,9 @@ def token_by_token(model: Any, inputs: dict[str, Tensor], last: int) -> tuple[Te
     return torch.cat(logits, 1), found.past_key_values
 
 
-def refused(model: Any, knobs: Knobs, plan: Plan, others: Sequence[Plan], inputs: Any, cache: Any) -> bool:
+def refused(
+    model: Any, knobs: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any, cache: Any
+) -> bool:
     """Whether every other plan is refused in mid-request, and the request goes on as if nothing had been."""
     token = inputs["input_ids"][:, :1]
     twin = copy.deepcopy(cache)
@@ -132,7 +134,9 @@ def refused(model: Any, knobs: Knobs, plan: Plan, others: Sequence[Plan], inputs
     return torch.equal(found, expected)
 
 
-def sample(model: Any, knobs: Knobs, plan: Plan, others: Sequence[Plan], inputs: Any) -> tuple[Any, ...]:
+def sample(
+    model: Any, knobs: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any
+) -> tuple[Any, ...]:
     """One plan's row of `COLUMNS`."""
     adapter = knobs.adapter
     whole = adapter.geometry.top_k
@@ -196,7 +200,7 @@ def case(family: str, depth: int, top_k: int, experts: int, seed: int, limit: in
         {name: each.clone() for name, each in model.state_dict().items()},
     )
     was = insides(model)
-    knobs = Knobs(adapter)
+    knobs = PlanRuntime(adapter)
     order = torch.randperm(len(space), generator=generator).tolist()
     plans = space.plans if not limit else [space.plans[at] for at in sorted(order[:limit])]
     rows = []

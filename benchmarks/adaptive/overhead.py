@@ -38,14 +38,14 @@ from models import built, most_tokens, options, room, settled, within
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.engine.engine import Engine
-from sparseflow.adaptive.engine.requests.request import Decider, Finished, Request
-from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.engine.requests.request import GenerationRequest, PlanDecider, RequestOutput
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
-from sparseflow.adaptive.policy.selector import Chooser
-from sparseflow.adaptive.predictor import Ask, Predictor
-from sparseflow.adaptive.profile import EngineRunner, Mix, by_group, spread
-from sparseflow.adaptive.profile.background_traffic import Given, whole
-from sparseflow.adaptive.profile.random_prompts import Prompts
+from sparseflow.adaptive.policy.selector import PlanSelector
+from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
+from sparseflow.adaptive.profile import EngineRunner, RequestMix, by_group, spread
+from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, whole
+from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -55,7 +55,9 @@ BUDGET_MS = 1e6
 COLUMNS = ("given_ms", "decided_ms", "given_again_ms", "decide_ms")
 
 
-def profiled(asked: argparse.Namespace, knobs: Knobs, example: Any, tokens: int) -> Predictor:
+def profiled(
+    asked: argparse.Namespace, knobs: PlanRuntime, example: Any, tokens: int
+) -> PlanLatencyPredictor:
     """A predictor of a small profile; what it predicts does not matter here, only that it does."""
     geometry = knobs.geometry
     space = PlanSpace.of(geometry)
@@ -63,12 +65,12 @@ def profiled(asked: argparse.Namespace, knobs: Knobs, example: Any, tokens: int)
     sizes, steps = [asked.text_tokens, 2 * asked.text_tokens], 4
     with tempfile.TemporaryDirectory() as scratch, EngineRunner(
         knobs, few, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=asked.seed,
-        mix=Mix(lengths=sizes, new_tokens=steps + 1),
+        mix=RequestMix(lengths=sizes, new_tokens=steps + 1),
     ) as runner:  # fmt: skip
         found = by_group(
             runner, space, Path(scratch) / "p.parquet", buckets=sizes, repeats=2, steps=steps, batches=(1, 2)
         )
-    return Predictor.fit(found, seed=asked.seed)
+    return PlanLatencyPredictor.fit(found, seed=asked.seed)
 
 
 def cases(space: PlanSpace, count: int) -> list[Plan]:
@@ -80,15 +82,15 @@ def cases(space: PlanSpace, count: int) -> list[Plan]:
 
 
 def pairs(
-    asked: argparse.Namespace, engine: Engine, chooser: Chooser, plan: Plan, prompts: Prompts
+    asked: argparse.Namespace, engine: Engine, chooser: PlanSelector, plan: Plan, prompts: RandomPrompts
 ) -> list[list[float]]:
     """Samples of one plan: rows of `COLUMNS`."""
     generator = np.random.default_rng(asked.seed)
     images, only = int(plan.tier is not None), chooser.only([plan])
 
-    def one(decide: Callable[[Any], Decider]) -> Finished:
+    def one(decide: Callable[[Any], PlanDecider]) -> RequestOutput:
         inputs = whole(prompts, plan, asked.text_tokens)
-        request = Request(
+        request = GenerationRequest(
             inputs=inputs, decide=decide(inputs), max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
         )
         found = engine.submit(request).result()
@@ -96,10 +98,10 @@ def pairs(
             raise SystemExit(f"{found.plan.id} ran, not {plan.id}")
         return found
 
-    def given(_: Any) -> Decider:
-        return Given(plan=plan)
+    def given(_: Any) -> PlanDecider:
+        return FixedPlanPolicy(plan=plan)
 
-    def decided(inputs: Any) -> Decider:
+    def decided(inputs: Any) -> PlanDecider:
         return only.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
 
     rows = []
@@ -110,7 +112,7 @@ def pairs(
             row[COLUMNS[at]] = found.total_ms
             if at == 1:
                 row["decide_ms"] = found.decide_ms
-                ask = Ask(
+                ask = LatencyQuery(
                     plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=len(found.tokens)
                 )
                 chooser.predictor.observe(ask, found.total_ms, prefill_ms=found.total_ms - found.decode_ms)
@@ -127,17 +129,21 @@ def ratio(over: np.ndarray, under: np.ndarray, seed: int, draws: int = 2000) -> 
     return [round(each, 6) for each in (middle, *np.quantile(found, (0.025, 0.975)).tolist())]
 
 
-def alone(asked: argparse.Namespace, chooser: Chooser, plan: Plan, prompts: Prompts) -> dict[str, Any]:
+def alone(
+    asked: argparse.Namespace, chooser: PlanSelector, plan: Plan, prompts: RandomPrompts
+) -> dict[str, Any]:
     """Microseconds of the parts of deciding, on the host; the median, and all samples of the whole."""
     inputs, images = whole(prompts, plan, asked.text_tokens), int(plan.tier is not None)
     token = torch.randn(chooser.controllers.width if chooser.controllers else 1)
-    ask = Ask(plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=asked.new_tokens)
+    ask = LatencyQuery(plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=asked.new_tokens)
     # On a GPU a decider gets ready while the device works; that is no time of the request's.
     ready = asked.device.startswith("cuda")
     marks: dict[str, list[float]] = {"first": [], "ready": [], "second": [], "observe": []}
     for number in range(asked.warmup + asked.pairs):
         decide = chooser.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
-        request = Request(inputs=inputs, decide=decide, max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS)
+        request = GenerationRequest(
+            inputs=inputs, decide=decide, max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
+        )
         begin = time.perf_counter()
         decide.first(request, BUDGET_MS)
         between = time.perf_counter()
@@ -202,14 +208,14 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(given)
     settings = settled(asked)
     adapter, example = built(asked)
-    knobs, tokens = Knobs(adapter), most_tokens(asked, adapter)
+    knobs, tokens = PlanRuntime(adapter), most_tokens(asked, adapter)
     # A profile has twice as many, too.
     most = room(asked, adapter, asked.new_tokens) // 2
     (asked.text_tokens,) = within(asked.text_tokens and [asked.text_tokens], [32], most, "--text-tokens")
     if asked.profile is None:
         predictor = profiled(asked, knobs, example, tokens)
     else:
-        predictor = Predictor.load(asked.profile)
+        predictor = PlanLatencyPredictor.load(asked.profile)
     space = predictor.space
     if asked.controller is None:
         embeddings: Any = adapter.model.get_input_embeddings()
@@ -217,9 +223,9 @@ def main(given: Sequence[str] | None = None) -> int:
         controllers = Controllers(space, width=width, model_id="untrained", seed=asked.seed).eval()
     else:
         controllers = Controllers.load(asked.controller)
-    chooser = Chooser(adapter=adapter, predictor=predictor, controllers=controllers)
+    chooser = PlanSelector(adapter=adapter, predictor=predictor, controllers=controllers)
     plans = cases(space, asked.plans)
-    prompts = Prompts(adapter, example, device="cpu", seed=asked.seed)
+    prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
     found = []
     with Engine(adapter, knobs, plans=plans, max_batch=1, max_tokens=tokens) as engine:
         if engine.graphs.enabled:

@@ -28,12 +28,12 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from sparseflow.adaptive.data import IMPORTANCE, WORTH
-from sparseflow.adaptive.grid_vqa.config import Settings
-from sparseflow.adaptive.grid_vqa.images import SPLITS, Bank, bank_of, pictures
+from sparseflow.adaptive.grid_vqa.config import VqaConfig
+from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank, bank_of, pictures
 from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
 from sparseflow.adaptive.profile import weights_id
-from sparseflow.adaptive.profile.importance import Importance
-from sparseflow.adaptive.profile.plan_quality import Worth
+from sparseflow.adaptive.profile.importance import BlockImportance
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
@@ -52,7 +52,7 @@ def files_of(archive: Path) -> Iterator[tuple[str, bytes]]:
                 yield member.name, content.read()
 
 
-def unlearnt(archives: Sequence[Path], bank: Bank) -> Iterator[tuple[str, str, bytes]]:
+def unlearnt(archives: Sequence[Path], bank: ImageBank) -> Iterator[tuple[str, str, bytes]]:
     """The class, the name and the bytes of each image that lies in a bank's test split and in no other one.
 
     Raises:
@@ -73,7 +73,7 @@ def unlearnt(archives: Sequence[Path], bank: Bank) -> Iterator[tuple[str, str, b
                 yield label, name, content
 
 
-def write_images(out: Path, archives: Sequence[Path], settings: Settings, bank: Bank) -> int:
+def write_images(out: Path, archives: Sequence[Path], settings: VqaConfig, bank: ImageBank) -> int:
     """Write the archive of some images that a training put into its test split; how many.
 
     Args:
@@ -108,7 +108,7 @@ def write_images(out: Path, archives: Sequence[Path], settings: Settings, bank: 
     return counts.total()
 
 
-def check(archive: Path, settings: Settings, bank: Bank) -> None:
+def check(archive: Path, settings: VqaConfig, bank: ImageBank) -> None:
     """That images which are packed can be asked about, and that none was learnt from.
 
     Args:
@@ -143,10 +143,10 @@ def pack(model: Path, out: Path, *, importance: Path, worth: Path, archives: Seq
         FileFormatError: A file is damaged.
     """
     network, _, settings = load(model)
-    found = Importance.read(importance)
+    found = BlockImportance.read(importance)
     if found.model_id != weights_id(network):
         raise InputError(f"{importance} is of another model than {model}")
-    Worth.read(worth).check(weights_id(network), found.space())
+    PlanQuality.read(worth).check(weights_id(network), found.space())
     trained = [path.name for path in settings.images.archives]
     if [path.name for path in archives] != trained:
         raise InputError(f"`--archives` must be those of the training, {' '.join(trained) or 'none'}")

@@ -41,19 +41,19 @@ import torch
 from models import built, most_tokens, options, room, settled, within, write_table
 
 from benchmarks.claims import Claim, device_suffix, record_claims
-from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
-from sparseflow.adaptive.predictor import Ask, Predictor
+from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.profile import (
     Background,
     EagerRunner,
     EngineRunner,
-    Mix,
-    Profile,
+    PlanProfile,
+    RequestMix,
     background,
     by_group,
+    collect_profile,
     model_id,
-    profile,
     spread,
 )
 from sparseflow.core.environment import collect_environment
@@ -81,22 +81,22 @@ def drawn(asked: argparse.Namespace, space: PlanSpace, known: Sequence[Plan]) ->
     return found
 
 
-def ask_of(asked: argparse.Namespace, request: dict[str, Any], level: float) -> Ask:
+def ask_of(asked: argparse.Namespace, request: dict[str, Any], level: float) -> LatencyQuery:
     """A request at a load; alone where there is none."""
     batch = request["batch"] if level and asked.runner == "engine" else 1
     size: dict[str, Any] = request | {"batch": batch}
-    return Ask(**size, images=int(size["plan"].tier is not None), load=level)
+    return LatencyQuery(**size, images=int(size["plan"].tier is not None), load=level)
 
 
 def judged(
     asked: argparse.Namespace,
     runner: EagerRunner | EngineRunner,
     load: Background,
-    predictor: Predictor,
+    predictor: PlanLatencyPredictor,
     requests: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Every request, several times, at each load."""
-    learning = Predictor.from_dict(predictor.to_dict())
+    learning = PlanLatencyPredictor.from_dict(predictor.to_dict())
     for level in asked.loads:
         asks = [ask_of(asked, request, level) for request in requests]
         fixed = np.stack(predictor.predict(asks), axis=1)
@@ -150,7 +150,7 @@ def summary(samples: np.ndarray) -> dict[str, float]:
 
 def boosted(
     asked: argparse.Namespace,
-    found: Profile,
+    found: PlanProfile,
     requests: Sequence[dict[str, Any]],
     rows: Sequence[dict[str, Any]],
 ) -> list[dict[str, float]]:
@@ -215,9 +215,9 @@ def boosted(
     return told
 
 
-def of_file(asked: argparse.Namespace) -> Profile:
+def of_file(asked: argparse.Namespace) -> PlanProfile:
     """A profile that is there; what is asked is set to what it measured."""
-    found = Profile.read(asked.profile)
+    found = PlanProfile.read(asked.profile)
     how, timed = found.about.how, found.timed
     lengths = sorted({visit.text_tokens for visit in timed})
     asked.runner, asked.buckets, asked.loads = how["runner"], lengths, sorted({visit.load for visit in timed})
@@ -237,10 +237,10 @@ def write_samples(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_table(path, dict(zip(("load", *COLUMNS), every.T.astype(np.float32), strict=True)))
 
 
-def speed(predictor: Predictor, ask: Ask) -> dict[str, float]:
+def speed(predictor: PlanLatencyPredictor, ask: LatencyQuery) -> dict[str, float]:
     """Median times of what runs beside a request, milliseconds."""
     size = {"text_tokens": ask.text_tokens, "images": ask.images, "new_tokens": ask.new_tokens, "load": 0.3}
-    scratch = Predictor.from_dict(predictor.to_dict())
+    scratch = PlanLatencyPredictor.from_dict(predictor.to_dict())
     work = {
         "all_plans_ms": lambda: predictor.predict_all(**size),
         "observe_ms": lambda: scratch.observe(ask, 100.0),
@@ -325,7 +325,7 @@ def main(given: Sequence[str] | None = None) -> int:
     asked.buckets = within(asked.buckets, [16, 96, 256], most, "--buckets")
     asked.lengths = within(asked.lengths, [40, 150, 220], most, "--lengths")
     settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
-    knobs = Knobs(adapter)
+    knobs = PlanRuntime(adapter)
     if measured is None:
         space = PlanSpace.of(adapter.geometry)
         known = spread(space, asked.plans, seed=asked.seed)
@@ -347,7 +347,7 @@ def main(given: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     given_to: dict[str, Any] = {
         "example": example, "max_batch": asked.max_batch, "max_tokens": most_tokens(asked, adapter),
-        "mix": Mix(lengths=asked.buckets, new_tokens=asked.steps + 1), "settle_s": asked.settle_s,
+        "mix": RequestMix(lengths=asked.buckets, new_tokens=asked.steps + 1), "settle_s": asked.settle_s,
         "seed": asked.seed,
     }  # fmt: skip
     took, begun = {}, time.monotonic()
@@ -360,9 +360,9 @@ def main(given: Sequence[str] | None = None) -> int:
                 found = by_group(first, space, file, **how)
         else:
             eager = EagerRunner(knobs, device=asked.device, example=example, seed=asked.seed)
-            found = profile(eager, space, file, plans=known, **how)
+            found = collect_profile(eager, space, file, plans=known, **how)
     took["profile_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
-    predictor = Predictor.fit(found, seed=asked.seed)
+    predictor = PlanLatencyPredictor.fit(found, seed=asked.seed)
     took["fit_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
     if engine:
         with EngineRunner(knobs, [request["plan"] for request in requests], **given_to) as runner:

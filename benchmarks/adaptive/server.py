@@ -34,18 +34,19 @@ from models import content_of, listening, settled
 from benchmarks.claims import Claim, record_claims
 from sparseflow.adaptive.api import Attached, attach
 from sparseflow.adaptive.engine.engine import Engine
-from sparseflow.adaptive.engine.requests.request import Finished
-from sparseflow.adaptive.grid_vqa.config import Settings, read_settings
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.engine.requests.request import RequestOutput
+from sparseflow.adaptive.grid_vqa.config import VqaConfig, read_settings
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build, load, save
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
-from sparseflow.adaptive.profile.background_traffic import Given
+from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy
 from sparseflow.adaptive.profile.collect import spread
+from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.images import decode
-from sparseflow.adaptive.prompts.messages import ImagePart, Limits, Message, Prompt
+from sparseflow.adaptive.prompts.messages import ImagePart, Message, Prompt, RequestLimits
 from sparseflow.adaptive.prompts.model_folder import open_folder
-from sparseflow.adaptive.serve import EngineBackend, Prompts, Service, create_app
-from sparseflow.adaptive.serve.backend import Event, Job, Tokens
+from sparseflow.adaptive.serve import EngineBackend, Service, create_app
+from sparseflow.adaptive.serve.backend import BackendJob, Event, TokensEvent
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -60,10 +61,10 @@ class Unmeasured:
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int) -> float:
         return 1.0
 
-    def of(self, plan: Plan, job: Job) -> tuple[float, float]:
+    def of(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         return 1.0, 1.0
 
-    def observe(self, job: Job, finished: Finished) -> None:
+    def observe(self, job: BackendJob, finished: RequestOutput) -> None:
         pass
 
 
@@ -73,9 +74,9 @@ class Drawn:
     def __init__(self, plans: Sequence[Plan], seed: int) -> None:
         self._plans, self._random = plans, np.random.default_rng(seed)
 
-    def __call__(self, job: Job) -> Given:
+    def __call__(self, job: BackendJob) -> FixedPlanPolicy:
         plan = self._plans[int(self._random.integers(len(self._plans)))]
-        return Given(plan=plan if job.prompt.images else replace(plan, tier=None))
+        return FixedPlanPolicy(plan=plan if job.prompt.images else replace(plan, tier=None))
 
 
 class Listening(EngineBackend):
@@ -85,20 +86,20 @@ class Listening(EngineBackend):
         super().__init__(*args, **how)
         self.given: dict[str, list[int]] = {}
 
-    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+    def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
         mine = self.given.setdefault(job.id, [])
 
         def heard(event: Event) -> None:
-            if isinstance(event, Tokens):
+            if isinstance(event, TokensEvent):
                 mine.extend(event.ids)
             emit(event)
 
         return super().submit(job, heard)
 
 
-def made(folder: Path, settings: Settings, seed: int) -> None:
+def made(folder: Path, settings: VqaConfig, seed: int) -> None:
     """A model with large random weights, in a folder."""
-    data = Data(settings)
+    data = VqaDataset(settings)
     torch.manual_seed(seed)
     model = build(settings, data.vocabulary)
     with torch.no_grad():
@@ -112,7 +113,7 @@ def questions(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
     """What clients ask: messages, whether streamed, and how many tokens."""
     _, _, settings = load(folder)
     images = settings.images.model_copy(update={"archives": (), "asked": ()})
-    samples = list(Data(settings.model_copy(update={"images": images})).samples("test", count))
+    samples = list(VqaDataset(settings.model_copy(update={"images": images})).samples("test", count))
     random = np.random.default_rng(seed)
     asked = []
     for at, sample in enumerate(samples):
@@ -145,11 +146,11 @@ def answered(client: Any, asked: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def alone(attached: Attached, prompts: Prompts, asked: dict[str, Any], plan: Plan) -> list[int]:
+def alone(attached: Attached, prompts: PromptBuilder, asked: dict[str, Any], plan: Plan) -> list[int]:
     """The tokens that a request gets by itself, by the model's own forward, without its end."""
     message = Message.model_validate(asked["messages"][0])
     urls = [part.image_url.url for part in message.content if isinstance(part, ImagePart)]
-    prompt = prompts.prompt([message], [decode(url, Limits()) for url in urls])
+    prompt = prompts.prompt([message], [decode(url, RequestLimits()) for url in urls])
     inputs = {name: each.to(attached.adapter.model.device) for name, each in prompt.inputs.items()}
     found = attached.generate(plan=plan, max_new_tokens=asked["new_tokens"], **inputs)
     return [token for token in found.new_tokens[0].tolist() if token not in attached.stop]
@@ -220,7 +221,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         geometry = attached.adapter.geometry
         random = np.random.default_rng(asked.seed)
         plans = spread(PlanSpace.of(geometry, random.random(geometry.depth).tolist()), asked.plans)
-        prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
+        prompts = PromptBuilder(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
         engine = Engine(
             attached.adapter, attached.knobs, plans=plans, max_batch=asked.batch, max_tokens=there.context
         )

@@ -37,13 +37,13 @@ from models import built, ends_per_s, most_tokens, options, settled
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
-from sparseflow.adaptive.engine.requests.handle import Handle
-from sparseflow.adaptive.engine.requests.request import Request
-from sparseflow.adaptive.plan.runtime import Knobs
+from sparseflow.adaptive.engine.requests.handle import RequestHandle
+from sparseflow.adaptive.engine.requests.request import GenerationRequest
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.adaptive.profile.background_traffic import Given, whole
+from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, whole
 from sparseflow.adaptive.profile.plan_quality import pareto
-from sparseflow.adaptive.profile.random_prompts import Prompts
+from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.adaptive.study import results
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
@@ -77,7 +77,7 @@ class Sender:
         seed: What arrivals are drawn from.
     """
 
-    def __init__(self, engine: Engine, prompts: Prompts, size: Mapping[str, int], seed: int) -> None:
+    def __init__(self, engine: Engine, prompts: RandomPrompts, size: Mapping[str, int], seed: int) -> None:
         self._engine, self._prompts, self._size = engine, prompts, size
         self._random, self._lock = np.random.default_rng(seed), threading.Lock()
 
@@ -85,11 +85,15 @@ class Sender:
         """What to make a request of."""
         with self._lock:
             inputs = whole(self._prompts, plan, self._size["text_tokens"])
-        return {"inputs": inputs, "decide": Given(plan=plan), "max_new_tokens": self._size["new_tokens"]}
+        return {
+            "inputs": inputs,
+            "decide": FixedPlanPolicy(plan=plan),
+            "max_new_tokens": self._size["new_tokens"],
+        }
 
     def alone(self, plan: Plan) -> float:
         """Milliseconds of a request that has the engine to itself."""
-        return self._engine.submit(Request(**self.request(plan))).result().total_ms
+        return self._engine.submit(GenerationRequest(**self.request(plan))).result().total_ms
 
     def capacity(self, plan: Plan, count: int) -> float:
         """Requests of a plan that end in a second where every slot is taken at any time."""
@@ -106,13 +110,13 @@ class Sender:
     def coming(self, plan: Plan, rate: float, count: int) -> Iterator[float]:
         """Milliseconds of requests of a plan that come at random, so many a second."""
         made = [self.request(plan) for _ in range(count)]
-        sent: list[Handle] = []
+        sent: list[RequestHandle] = []
         due = time.perf_counter()
         for each in made:
             due += float(self._random.exponential(1.0 / rate))
             time.sleep(max(due - time.perf_counter(), 0.0))
             # One that is sent late has waited since it was due.
-            sent.append(self._engine.submit(Request(**each, received_s=due)))
+            sent.append(self._engine.submit(GenerationRequest(**each, received_s=due)))
         for handle in sent:
             yield handle.result().total_ms
 
@@ -194,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> int:
     found = results.read(asked.study)
     rows = chosen(found, asked.plans)
     adapter, example = built(asked)
-    knobs, generator = Knobs(adapter), np.random.default_rng(asked.seed)
+    knobs, generator = PlanRuntime(adapter), np.random.default_rng(asked.seed)
     plans = [Plan.from_dict(row["plan"]) for row in rows]
     alone: dict[Plan, list[float]] = {plan: [] for plan in plans}
     coming: dict[Plan, list[float]] = {plan: [] for plan in plans}
@@ -203,7 +207,7 @@ def main(given: Sequence[str] | None = None) -> int:
     ) as engine:
         if engine.graphs.enabled:
             engine.warm(example)
-        prompts = Prompts(adapter, example, device="cpu", seed=asked.seed)
+        prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
         sender = Sender(engine, prompts, found["size"], asked.seed)
         for turn in range(-2, asked.alone):
             for at in generator.permutation(len(plans)).tolist():

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace, Tier
-from sparseflow.adaptive.profile import Timed
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan, PlanSpace, Tier
+from sparseflow.adaptive.profile import RequestTimes
 
 VISION: dict[Tier, int] = {"low": 36, "medium": 180, "high": 504}
 SEEN_MS: dict[Tier, float] = {"low": 0.4, "medium": 1.5, "high": 4.0}
@@ -17,7 +17,11 @@ SEEN_MS: dict[Tier, float] = {"low": 0.4, "medium": 1.5, "high": 4.0}
 
 def space(depth: int = 16, top_k: int = 8, *, images: bool = True) -> PlanSpace:
     """All plans of a model whose later blocks matter less."""
-    geometry = Geometry(depth=depth, top_k=top_k) if images else Geometry(depth=depth, top_k=top_k, tiers=())
+    geometry = (
+        ModelGeometry(depth=depth, top_k=top_k)
+        if images
+        else ModelGeometry(depth=depth, top_k=top_k, tiers=())
+    )
     return PlanSpace.of(geometry, [1.0 / (1 + block) for block in range(depth)])
 
 
@@ -46,7 +50,7 @@ def step_ms(plan: Plan, context: float, batch: int = 1, *, top_k: int = 8) -> fl
 
 
 class FakeRunner:
-    """A `Runner` whose times are drawn.
+    """A `ProfileRunner` whose times are drawn.
 
     Args:
         seed: What noise is drawn from.
@@ -65,19 +69,21 @@ class FakeRunner:
         self.vision_tokens: Mapping[Tier, int] = VISION
         self.how: Mapping[str, Any] = {"runner": "fake"}
 
-    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
+    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
         self.calls.append((plan.id, text_tokens, steps, batch))
         if self.fails is not None and self.fails(plan, text_tokens):
             raise RuntimeError("out of memory\nsecond line")
         return self.request(plan, text_tokens, 1, steps, batch)
 
-    def request(self, plan: Plan, text_tokens: int, images: float, steps: int, batch: int = 1) -> Timed:
+    def request(
+        self, plan: Plan, text_tokens: int, images: float, steps: int, batch: int = 1
+    ) -> RequestTimes:
         """What a request takes, now."""
         whole = (
             self.factor * (1.0 + 1.5 * self.load**2) * np.exp(0.5 * self._noise() * self.generator.normal())
         )
         prompt = text_tokens + (images * VISION[plan.tier] if plan.tier else 0)
-        return Timed(
+        return RequestTimes(
             prefill_ms=whole * self._drawn(prefill_ms(plan, text_tokens, images)),
             steps_ms=tuple(whole * self._drawn(step_ms(plan, prompt + 1 + at, batch)) for at in range(steps)),
         )

@@ -13,8 +13,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from sparseflow.adaptive.environment import Outcomes
-from sparseflow.adaptive.plan import Geometry, PlanSpace
+from sparseflow.adaptive.plan.space import ModelGeometry, PlanSpace
+from sparseflow.adaptive.policy.outcomes import OutcomeTable
 
 WIDTH = 16
 BLOCKS, EXPERTS = 16, 7
@@ -25,7 +25,7 @@ TELLS = 2
 
 @cache
 def space(depth: int = 16, top_k: int = 8, tiers: int = 3) -> PlanSpace:
-    geometry = Geometry(depth=depth, top_k=top_k, tiers=("low", "medium", "high")[:tiers])
+    geometry = ModelGeometry(depth=depth, top_k=top_k, tiers=("low", "medium", "high")[:tiers])
     return PlanSpace.of(geometry, [float(depth - at) for at in range(depth)])
 
 
@@ -37,7 +37,7 @@ def outcomes(
     jitter: float = 0.02,
     luck: float = 0.0,
     plans: PlanSpace | None = None,
-) -> Outcomes:
+) -> OutcomeTable:
     """A table of requests.
 
     Args:
@@ -75,7 +75,7 @@ def outcomes(
     right = (tier >= tier_need[:, None]) & enough
     right ^= random.random(right.shape) < luck
     latency_ms = base_ms[:, None] * np.exp(jitter * random.normal(size=(samples, len(given), repeats)))
-    return Outcomes(
+    return OutcomeTable(
         space=given,
         correct=torch.from_numpy(right.astype(np.float32)),
         latency_ms=torch.from_numpy(latency_ms.astype(np.float32)),

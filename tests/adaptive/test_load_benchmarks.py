@@ -20,8 +20,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import Profile
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import quick, untrained
 
@@ -212,7 +212,7 @@ def test_a_profile_that_is_there_is_judged(script: Any, served: tuple[Path, Path
     assert (told["buckets"], told["lengths"], told["steps"], told["max_batch"]) == ([8, 16], [12], 2, 4)
     assert record["profile"]["plans"] == 6 and record["profile"]["visits"] == 6 * 2 * 2
     judged = {request["plan"] for request in record["requests"]}
-    profiled = {visit.plan.id for visit in Profile.read(predictor.with_name("profile.parquet")).visits}
+    profiled = {visit.plan.id for visit in PlanProfile.read(predictor.with_name("profile.parquet")).visits}
     assert len(judged) == 3 and not judged & profiled
     other = ["--geometry", "least", "--max-tokens", "96", "--out", str(tmp_path / "other.json")]
     with pytest.raises(SystemExit):
@@ -221,7 +221,7 @@ def test_a_profile_that_is_there_is_judged(script: Any, served: tuple[Path, Path
 
 def test_plans_alone_and_at_one_rate(script: Any, served: tuple[Path, Path], tmp_path: Path) -> None:
     model, predictor = served
-    plans = Predictor.load(predictor).about.space.plans
+    plans = PlanLatencyPredictor.load(predictor).about.space.plans
     rows = [
         {
             "plan": plan.to_dict(), "id": plan.id, "front": at < 5, "p50_ms": 1.0 + at,

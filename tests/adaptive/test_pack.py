@@ -16,13 +16,13 @@ pytest.importorskip("sklearn")
 pytest.importorskip("PIL")
 
 from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.data import IMPORTANCE, WORTH
 from sparseflow.adaptive.demo import run_demo
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import IMAGES, load
-from sparseflow.adaptive.importance import importance
 from sparseflow.adaptive.profile import weights_id
-from sparseflow.adaptive.shipped import IMPORTANCE, WORTH
-from sparseflow.adaptive.worth import Worth
+from sparseflow.adaptive.profile.importance import measure_importance
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
 from tests.adaptive.grid_vqa.little import quick, untrained
@@ -44,10 +44,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings = quick(**{"images.archives": list(map(str, archives)), "images.asked": ["cat", "one", "two"]})
     network, _, _ = load(untrained(root / "model", settings))
     who = weights_id(network)
-    found = importance(lambda blocks: np.ones(4), adapter_of(network).geometry, beam=1, model_id=who)
+    found = measure_importance(lambda blocks: np.ones(4), adapter_of(network).geometry, beam=1, model_id=who)
     (root / IMPORTANCE).write_text(json.dumps(found.to_dict()))
     space = found.space()
-    worth = Worth(model_id=who, space=space, accuracy=(0.5,) * len(space), samples=4, task="t")
+    worth = PlanQuality(model_id=who, space=space, accuracy=(0.5,) * len(space), samples=4, task="t")
     worth.save(root / WORTH)
     return {
         "model": root / "model", "importance": root / IMPORTANCE, "worth": root / WORTH, "archives": archives,
@@ -109,7 +109,7 @@ def test_images_that_were_learnt_from_are_found_out(
 ) -> None:
     pack, (train, test) = script("pack"), trained["archives"]
     settings = load(trained["model"])[2]
-    bank = Data(settings).bank
+    bank = VqaDataset(settings).bank
     with pytest.raises(InputError, match=r"train\.tar\.gz would ask about images that were learnt from"):
         pack.check(train, settings, bank)
     assert {label for label, _, _ in pack.unlearnt([train, test], bank)} == {"cat", "dog"}

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 
 from sparseflow.errors import InputError
 
-
 CUDA = {"device": {"kind": "cuda"}}
 
 

@@ -1,59 +1,70 @@
-"""Adaptive: a multimodal mixture-of-experts model that keeps a latency budget, request by request.
+"""Adaptive inference: a multimodal mixture-of-experts model that meets a latency budget per request.
 
 ::
 
     from sparseflow import adaptive
 
-    ctl = adaptive.attach(model, profile="profile.parquet", controller="controllers.safetensors")
-    out = ctl.generate(**inputs, latency_budget_ms=180, max_new_tokens=64)
-    out.plan, out.predicted_ms, out.measured_ms, out.budget_met
-    ctl.detach()
+    model = adaptive.attach(model, profile="profile.parquet", controller="controllers.safetensors")
+    result = model.generate(**inputs, latency_budget_ms=180, max_new_tokens=64)
+    result.plan, result.predicted_ms, result.measured_ms, result.budget_met
+    model.detach()
 
-The names below are loaded when they are first used.
+Folders, from the ground up; imports point only upwards in this list:
+
+- describe: `plan` (plans, the adapter protocol, running a plan), `adapters` (one per architecture),
+  `controllers` (the two networks that choose plans), `engine` (batching, caches, CUDA graphs) with `kernels`
+- measure: `profile` (latency of plans, importance of blocks, accuracy of plans)
+- learn: `predictor` (latency quantiles)
+- decide: `policy` (plan selection, baselines, evaluation), `training` (GRPO)
+- run: `prompts` (chat messages and images to model inputs), `questions` (tasks), `serve` (OpenAI-compatible
+  server), `study` (training and comparing controllers), `grid_vqa` (a synthetic task), `data` (pretrained
+  models)
+
+Names are imported on first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseflow.core.lazy import attach
+from sparseflow.core.lazy import attach as attach_lazily
 
 if TYPE_CHECKING:
-    from sparseflow.adaptive.attached import Attached, attach
-    from sparseflow.adaptive.controllers import Controllers
-    from sparseflow.adaptive.folder import Opened, open_folder
-    from sparseflow.adaptive.importance import Importance
-    from sparseflow.adaptive.knobs import Knobs
-    from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
-    from sparseflow.adaptive.predictor import Ask, Predictor
-    from sparseflow.adaptive.profile import Profile
+    from sparseflow.adaptive.api import Attached, attach
+    from sparseflow.adaptive.controllers.controllers import Controllers
+    from sparseflow.adaptive.plan.runtime import PlanRuntime
+    from sparseflow.adaptive.plan.space import ModelGeometry, Plan, PlanSpace
+    from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
+    from sparseflow.adaptive.profile import PlanProfile
+    from sparseflow.adaptive.profile.importance import BlockImportance
+    from sparseflow.adaptive.prompts.model_folder import ModelFolder, open_folder
 
 __all__ = [
-    "Ask",
     "Attached",
+    "BlockImportance",
     "Controllers",
-    "Geometry",
-    "Importance",
-    "Knobs",
-    "Opened",
+    "LatencyQuery",
+    "ModelFolder",
+    "ModelGeometry",
     "Plan",
+    "PlanLatencyPredictor",
+    "PlanProfile",
+    "PlanRuntime",
     "PlanSpace",
-    "Predictor",
-    "Profile",
     "attach",
     "open_folder",
 ]
 
-__getattr__, __dir__ = attach(
+__getattr__, __dir__ = attach_lazily(
     __name__,
     {
-        "attached": ["Attached", "attach"],
-        "controllers": ["Controllers"],
-        "folder": ["Opened", "open_folder"],
-        "importance": ["Importance"],
-        "knobs": ["Knobs"],
-        "plan": ["Geometry", "Plan", "PlanSpace"],
-        "predictor": ["Ask", "Predictor"],
-        "profile": ["Profile"],
+        "api": ["Attached", "attach"],
+        "controllers.controllers": ["Controllers"],
+        "plan.runtime": ["PlanRuntime"],
+        "plan.space": ["ModelGeometry", "Plan", "PlanSpace"],
+        "predictor": ["LatencyQuery", "PlanLatencyPredictor"],
+        "profile": ["PlanProfile"],
+        "profile.importance": ["BlockImportance"],
+        "prompts.model_folder": ["ModelFolder", "open_folder"],
     },
 )

@@ -13,24 +13,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparseflow.adaptive.attached import Attached, attach
-from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, write_page
-from sparseflow.adaptive.grid_vqa.dataset import Data, Sample
+from sparseflow.adaptive.api import Attached, attach
+from sparseflow.adaptive.data import DEFAULT, IMPORTANCE, WORTH, model_folder, shipped_names
+from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, AdaptiveDemoResult, BudgetSummary, write_page
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset, VqaSample
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.grid_vqa.task import placed
-from sparseflow.adaptive.importance import space_of
-from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.profile import EagerRunner, Profile, Runner, profile, spread
-from sparseflow.adaptive.shipped import DEFAULT, IMPORTANCE, WORTH, model_folder, shipped_names
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.profile import EagerRunner, PlanProfile, ProfileRunner, collect_profile, spread
+from sparseflow.adaptive.profile.importance import space_of
 from sparseflow.core.run import Run
 from sparseflow.errors import InputError
 
@@ -52,64 +51,6 @@ _ROOM = 1.25
 """The largest budget over what 99 of 100 requests of the dearest plan stay below."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """How requests with one budget did.
-
-    Attributes:
-        budget_ms: The budget.
-        in_time, right, goodput: Share in time; right; both.
-        p50_ms: Median of what they took.
-        plan: The plan that was chosen most often.
-        plans: How many different ones were.
-        whole, quickest: Share right and in time of the whole model and of its quickest plan, always.
-    """
-
-    budget_ms: float
-    in_time: float
-    right: float
-    goodput: float
-    p50_ms: float
-    plan: str
-    plans: int
-    whole: float
-    quickest: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoResult:
-    """What the demo found.
-
-    Attributes:
-        model: Its folder's name.
-        questions: How many were asked.
-        budgets: By budget, ascending.
-        in_time: Share in time of all requests with a budget.
-        whole_ms, quickest_ms: Median milliseconds of the whole model and of its quickest plan.
-        whole_right, quickest_right: Share of their answers that is right, however long they take.
-        held_out: Relative error of predicted medians of plans and lengths that a fit had not seen; None where
-            too little was measured to tell.
-        run: Folder of the run.
-        report: The page.
-    """
-
-    model: str
-    questions: int
-    budgets: tuple[Kept, ...]
-    in_time: float
-    whole_ms: float
-    quickest_ms: float
-    whole_right: float
-    quickest_right: float
-    held_out: float | None
-    run: Path
-    report: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self) | {"run": str(self.run), "report": str(self.report)}
-
-
 def run_demo(
     model: Path | str = DEFAULT,
     *,
@@ -120,7 +61,7 @@ def run_demo(
     device: torch.device | str = "cpu",
     seed: int = 0,
     progress: Progress = lambda what, fraction: None,
-) -> DemoResult:
+) -> AdaptiveDemoResult:
     """Measure plans of a Grid-VQA model, answer questions within budgets, and write the run.
 
     Args:
@@ -149,7 +90,7 @@ def run_demo(
     folder = model_folder(model)
     progress("loading the model", 0.0)
     network, tokenizer, task = load(folder, device=device)
-    data = Data(placed(task, archives, folder), device)
+    data = VqaDataset(placed(task, archives, folder), device)
     samples, first = _asked(data, "test", questions or _QUESTIONS[1]), _asked(data, "val", 8)
     settings = {
         "model": str(model) if str(model) in shipped_names() else folder.name, "questions": questions,
@@ -164,7 +105,7 @@ def run_demo(
                 runner, space, run.path / "profile" / "profile.parquet", lengths, seed,
                 lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
             )  # fmt: skip
-        predictor = Predictor.fit(found, seed=seed)
+        predictor = PlanLatencyPredictor.fit(found, seed=seed)
         with attach(network, profile=predictor, worth=_beside(folder, WORTH)) as attached:
             assert attached.chooser is not None
             size: dict[str, Any] = {"text_tokens": lengths[-1], "new_tokens": _NEW_TOKENS}
@@ -197,27 +138,27 @@ def run_demo(
 
 
 def _measured(
-    runner: Runner, space: PlanSpace, file: Path, lengths: Sequence[int], seed: int, progress: Progress
-) -> Profile:
+    runner: ProfileRunner, space: PlanSpace, file: Path, lengths: Sequence[int], seed: int, progress: Progress
+) -> PlanProfile:
     """What some plans take, measured in as many rounds as there is time for."""
     least, most = _ROUNDS
     how: dict[str, Any] = {
         "buckets": lengths, "plans": spread(space, _MEASURED, seed=seed), "steps": _NEW_TOKENS, "seed": seed,
     }  # fmt: skip
     began = time.perf_counter()
-    profile(
+    collect_profile(
         runner, space, file, repeats=1, **how,
         progress=lambda what, part: progress(what.replace("round 1/1", "first round"), part / most),
     )  # fmt: skip
     took_s = time.perf_counter() - began
     # Everything ran twice: what is run for the first time does not count.
     more = int((_MEASURING_S - took_s) / (took_s / 2))
-    return profile(
+    return collect_profile(
         runner, space, file, repeats=min(max(1 + more, least), most), warmup=0, **how, progress=progress
     )
 
 
-def _learn_on(attached: Attached, first: Sequence[Sample], ms: np.ndarray) -> float:
+def _learn_on(attached: Attached, first: Sequence[VqaSample], ms: np.ndarray) -> float:
     """Run some requests; what a profile does not time, deciding for one, is learnt from them as they end.
 
     Args:
@@ -259,9 +200,9 @@ def _beside(folder: Path, name: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
-def _asked(data: Data, split: Split, count: int) -> list[Sample]:
+def _asked(data: VqaDataset, split: Split, count: int) -> list[VqaSample]:
     """Questions of a split whose answer is one word."""
-    found: list[Sample] = []
+    found: list[VqaSample] = []
     for sample in data.samples(split, 8 * count + 64):
         if sample.kind != "list":
             found.append(sample)
@@ -273,14 +214,14 @@ def _asked(data: Data, split: Split, count: int) -> list[Sample]:
     )
 
 
-def _lengths(bare: Attached, samples: Sequence[Sample]) -> list[int]:
+def _lengths(bare: Attached, samples: Sequence[VqaSample]) -> list[int]:
     """The fewest and the most text tokens of prompts, and one more where all have as many."""
     every = [each.inputs["input_ids"].shape[1] - bare.adapter.vision_tokens(each.inputs) for each in samples]
     return [min(every), max(max(every), min(every) + 1)]
 
 
 def _answered(
-    attached: Attached, tokenizer: Any, samples: Sequence[Sample], ladder: Sequence[float],
+    attached: Attached, tokenizer: Any, samples: Sequence[VqaSample], ladder: Sequence[float],
     fixed: dict[str, Plan], seed: int, progress: Progress,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each request."""
@@ -309,8 +250,12 @@ def _answered(
 
 
 def _result(
-    folder: Path, rows: Sequence[dict[str, Any]], ladder: Sequence[float], predictor: Predictor, run: Run
-) -> DemoResult:
+    folder: Path,
+    rows: Sequence[dict[str, Any]],
+    ladder: Sequence[float],
+    predictor: PlanLatencyPredictor,
+    run: Run,
+) -> AdaptiveDemoResult:
     fixed = {way: [row for row in rows if row["way"] == way] for way in (WHOLE, QUICKEST)}
 
     def share(rows: Sequence[dict[str, Any]], budget_ms: float | None = None, right: bool = True) -> float:
@@ -325,7 +270,7 @@ def _result(
         mine = [row for row in rows if row["budget_ms"] == budget_ms]
         plans = Counter(row["plan"] for row in mine)
         kept.append(
-            Kept(
+            BudgetSummary(
                 budget_ms=budget_ms, in_time=share(mine, budget_ms, right=False), right=share(mine),
                 goodput=share(mine, budget_ms), p50_ms=float(np.median([row["measured_ms"] for row in mine])),
                 plan=plans.most_common(1)[0][0], plans=len(plans), whole=share(fixed[WHOLE], budget_ms),
@@ -333,7 +278,7 @@ def _result(
             )
         )  # fmt: skip
     middle = {way: float(np.median([row["measured_ms"] for row in mine])) for way, mine in fixed.items()}
-    return DemoResult(
+    return AdaptiveDemoResult(
         model=folder.name, questions=len(fixed[WHOLE]), budgets=tuple(kept),
         in_time=float(np.mean([each.in_time for each in kept])), whole_ms=middle[WHOLE],
         quickest_ms=middle[QUICKEST], whole_right=share(fixed[WHOLE]), quickest_right=share(fixed[QUICKEST]),

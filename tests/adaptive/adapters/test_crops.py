@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
-from sparseflow.adaptive.plan import TIERS
+from sparseflow.adaptive.plan.space import TIERS
 from sparseflow.errors import InputError
 
 PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.adaptive.adapters import DecoderAdapter, adapter_of, register
-from sparseflow.adaptive.adapters.base import _ADAPTERS
 from sparseflow.adaptive.adapters.decoders import ROUTERS
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Geometry, Plan
+from sparseflow.adaptive.plan.adapter import _ADAPTERS
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan
 from sparseflow.errors import ModelError, PlanError
 from tests.adaptive import tiny
 from tests.adaptive.counting import counted
@@ -67,10 +67,10 @@ def made(kind: str, **others: Any) -> Any:
 def test_every_registered_kind_runs_plans(kind: str) -> None:
     model = made(kind)
     adapter = adapter_of(model)
-    assert adapter.geometry == Geometry(depth=4, top_k=4, tiers=())
+    assert adapter.geometry == ModelGeometry(depth=4, top_k=4, tiers=())
     ids = tiny.text(rows=2)["input_ids"]
     plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 3))
-    knobs = Knobs(adapter)
+    knobs = PlanRuntime(adapter)
     with knobs.running(plan), counted(adapter.blocks) as counts:
         expected = model(input_ids=ids, use_cache=False).logits
         assert counts.attention == {0: 1, 1: 1, 3: 1}
@@ -93,11 +93,11 @@ def test_a_stack_without_a_head() -> None:
     adapter = adapter_of(inner)
     assert adapter.decoder is inner and adapter.geometry == adapter_of(model).geometry
     inputs, plan = tiny.text(), Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
-    whole, headless = Knobs(adapter_of(model)), None
+    whole, headless = PlanRuntime(adapter_of(model)), None
     with whole.running(plan):
         expected = model(**inputs).logits
     whole.remove()
-    headless = Knobs(adapter)
+    headless = PlanRuntime(adapter)
     with headless.running(plan):
         assert torch.equal(model.lm_head(inner(**inputs).last_hidden_state), expected)
 
@@ -106,7 +106,7 @@ def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
     model = made("mixtral", sliding_window=4)
     adapter = adapter_of(model)
     ids = tiny.text(tokens=12)["input_ids"]
-    with Knobs(adapter).running(Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2, 3))):
+    with PlanRuntime(adapter).running(Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2, 3))):
         expected = model(input_ids=ids, use_cache=False).logits
         found = model(input_ids=ids[:, :7])
         logits = [found.logits]

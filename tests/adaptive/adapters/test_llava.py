@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparseflow.adaptive.adapters import LlavaAdapter, adapter_of
 from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import TIERS, Plan, Tier
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
 from sparseflow.errors import ModelError, PlanError
 from tests.adaptive import tiny
 
@@ -102,7 +102,7 @@ def test_what_the_model_sees_at_a_tier() -> None:
 
 def test_a_dense_language_model_has_two_knobs() -> None:
     model = MODELS["dense"]
-    knobs = Knobs(adapter_of(model))
+    knobs = PlanRuntime(adapter_of(model))
     inputs = adapter_of(model).at_tier(tiny.prompt(model), "medium")
     plan = Plan(tier="medium", insertion_position=2, top_k=1, blocks=(0, 1, 3, 5))
     with knobs.running(plan):
@@ -125,7 +125,10 @@ def test_one_crop_an_image_says_how_to_process_images() -> None:
         PlanError, match=r"one crop an image: make `pixel_values` with .*nested_crops.*expanded"
     ):
         SIGLIP.at_tier(stock, "low")
-    with pytest.raises(PlanError, match="one crop an image"), Knobs(SIGLIP).running(SIGLIP.geometry.full()):
+    with (
+        pytest.raises(PlanError, match="one crop an image"),
+        PlanRuntime(SIGLIP).running(SIGLIP.geometry.full()),
+    ):
         MODELS["siglip"](**stock)
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from sparseflow.adaptive.adapters import Qwen3VLMoeAdapter, adapter_of
 from sparseflow.adaptive.adapters.qwen3_vl import SCALES
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import TIERS, Plan, Tier
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
 from sparseflow.errors import PlanError
 from tests.adaptive import tiny
 
@@ -190,7 +190,7 @@ def test_positions_of_text_and_of_padded_rows() -> None:
 
 def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
     model = tiny.qwen3_vl_moe(seed=2)
-    knobs = Knobs(adapter_of(model))
+    knobs = PlanRuntime(adapter_of(model))
     assert isinstance(knobs.adapter, Qwen3VLMoeAdapter)
     plan = Plan(tier="low", insertion_position=1, top_k=3, blocks=(0, 1, 4))
     other = Plan(tier=None, insertion_position=1, top_k=6, blocks=(0, 1, 2))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.grid_vqa.images import SPLITS, Bank
-from sparseflow.adaptive.grid_vqa.settings import Settings, settings_of
+from sparseflow.adaptive.grid_vqa.config import VqaConfig, settings_of
+from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank
 from sparseflow.core.config import apply_overrides
 
 QUICK: dict[str, Any] = {
@@ -26,16 +26,16 @@ QUICK: dict[str, Any] = {
 """8 steps: the vision tower's are the first three."""
 
 
-def quick(**changes: Any) -> Settings:
+def quick(**changes: Any) -> VqaConfig:
     """These settings with some changed: `quick(**{"train.steps": 2})`."""
     return settings_of(apply_overrides(QUICK, changes))
 
 
-def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> Bank:
+def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> ImageBank:
     """Noise by name, two images of each in every split; the first name may be mirrored."""
     random = np.random.default_rng(seed)
     places = np.arange(names * each).reshape(names, len(SPLITS), -1)
-    return Bank(
+    return ImageBank(
         images=random.integers(0, 256, (names * each, 3, side, side), np.uint8),
         labels=np.repeat(np.arange(names), each),
         names=("cat", "one", "two", "dog", "three", "four")[:names],
@@ -44,14 +44,14 @@ def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> Bank:
     )
 
 
-def untrained(folder: Path, settings: Settings) -> Path:
+def untrained(folder: Path, settings: VqaConfig) -> Path:
     """Write a model of random weights into a folder; the folder."""
     import torch
 
-    from sparseflow.adaptive.grid_vqa.dataset import Data
+    from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
     from sparseflow.adaptive.grid_vqa.model import build, save
 
-    data = Data(settings)
+    data = VqaDataset(settings)
     torch.manual_seed(0)
     save(build(settings, data.vocabulary), settings, data.vocabulary, folder)
     return folder

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from sparseflow.adaptive.adapters.crops import CROPS
-from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Batch, Data
+from sparseflow.adaptive.grid_vqa.config import KINDS
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaBatch, VqaDataset
 from sparseflow.adaptive.grid_vqa.images import SPLITS
 from sparseflow.adaptive.grid_vqa.scenes import NOTHING
-from sparseflow.adaptive.grid_vqa.settings import KINDS
 from sparseflow.errors import InputError
 from tests.adaptive.grid_vqa.little import bank, quick
 
-DATA = Data(quick(), bank=bank())
+DATA = VqaDataset(quick(), bank=bank())
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -27,7 +27,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def test_a_step_and_a_process_say_all_of_a_batch() -> None:
-    again = Data(quick(), bank=bank())
+    again = VqaDataset(quick(), bank=bank())
     for made in ("train", "named"):
         first = [getattr(DATA, made)(step, rank) for step in (0, 1) for rank in (0, 1)]
         second = [getattr(again, made)(step, rank) for step in (1, 0) for rank in (0, 1)]
@@ -35,7 +35,7 @@ def test_a_step_and_a_process_say_all_of_a_batch() -> None:
             assert_same(one, other)
         for one, other in pairwise(first):
             assert not torch.equal(one.crops, other.crops)
-    other = Data(quick(**{"train.seed": 1}), bank=bank())
+    other = VqaDataset(quick(**{"train.seed": 1}), bank=bank())
     assert not torch.equal(other.train(0).crops, DATA.train(0).crops)
 
 
@@ -118,19 +118,19 @@ def test_cells_to_name_are_those_of_the_scene() -> None:
 
 
 def test_blends_of_named_cells() -> None:
-    named = Data(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).named(0)
+    named = VqaDataset(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).named(0)
     mixed = named.shares < 1.0
     assert 0.2 < mixed.float().mean() < 0.5
     assert torch.equal(named.cells[~mixed], named.blends[~mixed])
     assert (named.cells[mixed] < 4).all() and (named.blends[mixed] < 4).all(), "only large items are blended"
-    plain = Data(quick(**{"train.mix": 0.0}), bank=bank()).named(0)
+    plain = VqaDataset(quick(**{"train.mix": 0.0}), bank=bank()).named(0)
     assert torch.equal(plain.cells, plain.blends) and (plain.shares == 1.0).all()
 
 
 def test_names_come_as_often_as_their_weights_say() -> None:
     told = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
     settings = quick(**{f"train.{name}": value for name, value in told.items()})
-    cells = Data(settings, bank=bank()).named(0).cells.flatten()
+    cells = VqaDataset(settings, bank=bank()).named(0).cells.flatten()
     big = torch.bincount(cells[cells < 4], minlength=4) / (cells < 4).sum()
     assert torch.allclose(big, torch.tensor([5.0, 1.0, 0.0, 1.0]) / 7.0, atol=0.04)
     assert 0.17 < ((cells >= 4) & (cells < 8)).float().mean() < 0.23
@@ -138,13 +138,13 @@ def test_names_come_as_often_as_their_weights_say() -> None:
 
 def test_names_that_are_not_there() -> None:
     with pytest.raises(InputError, match="no images of 'pig'"):
-        Data(quick(**{"images.asked": ["cat", "one", "pig"]}), bank=bank())
+        VqaDataset(quick(**{"images.asked": ["cat", "one", "pig"]}), bank=bank())
     with pytest.raises(InputError, match=r"`train\.vision_weights` names 'pig'; there are images of cat"):
-        Data(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
+        VqaDataset(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
     nothing = dict.fromkeys(bank().names, 0.0)
     with pytest.raises(InputError, match="are all 0"):
-        Data(quick(**{"train.vision_weights": nothing}), bank=bank())
+        VqaDataset(quick(**{"train.vision_weights": nothing}), bank=bank())
 
 
 def test_batch_type() -> None:
-    assert isinstance(DATA.train(0), Batch)
+    assert isinstance(DATA.train(0), VqaBatch)

@@ -8,19 +8,19 @@ import torch
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.features import language_features
-from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.evaluate import Scorer, accuracy, importance, outcomes
-from sparseflow.adaptive.grid_vqa.learning import Learning
-from sparseflow.adaptive.grid_vqa.settings import KINDS
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan, PlanSpace
+from sparseflow.adaptive.controllers.language_features import language_features
+from sparseflow.adaptive.grid_vqa.config import KINDS
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
+from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, accuracy, importance, outcomes
+from sparseflow.adaptive.grid_vqa.learner import VqaLearner
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.core.training.distributed import init_distributed
 from sparseflow.errors import InputError, PlanError
 from tests.adaptive.grid_vqa.little import bank, quick
 
 SETTINGS = quick(**{"train.shares": {"left": 1.0, "list": 1.0}, "test_shares": {"left": 1.0, "list": 1.0}})
-DATA = Data(SETTINGS, bank=bank())
+DATA = VqaDataset(SETTINGS, bank=bank())
 PLANS = (
     Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
     Plan(tier="high", insertion_position=2, top_k=3, blocks=(0, 1, 2, 3)),
@@ -42,7 +42,7 @@ def model() -> torch.nn.Module:
         }
     )
     with init_distributed("cpu") as mine:
-        run = Learning(settings, Data(settings, bank=bank()), mine)
+        run = VqaLearner(settings, VqaDataset(settings, bank=bank()), mine)
         for _ in range(run.steps):
             run.advance()
     return run.model.eval()
@@ -51,7 +51,7 @@ def model() -> torch.nn.Module:
 def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
     judged = outcomes(model, DATA, PLANS, split="test", count=12, batch_size=5)
     adapter = adapter_of(model)
-    knobs = Knobs(adapter)
+    knobs = PlanRuntime(adapter)
     try:
         wanted = torch.zeros(12, len(PLANS))
         for at, sample in enumerate(DATA.samples("test", 12)):
@@ -91,7 +91,7 @@ def test_plans_alone_and_together_are_the_same(model) -> None:
     assert torch.equal(together, torch.cat(alone, 1))
     judged = outcomes(model, DATA, PLANS, split="val", count=40)
     assert torch.equal(judged.correct, together)
-    scorer = Scorer(model, DATA, split="val", count=40, batch_size=13)
+    scorer = VqaScorer(model, DATA, split="val", count=40, batch_size=13)
     assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
     kinds = judged.by_kind(0, KINDS)
     shares = {kind: float((judged.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}

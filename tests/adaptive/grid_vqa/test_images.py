@@ -17,7 +17,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from sparseflow.adaptive.grid_vqa.images import DIGITS, SPLITS, Bank, bank_of, pictures
+from sparseflow.adaptive.grid_vqa.images import DIGITS, SPLITS, ImageBank, bank_of, pictures
 from sparseflow.errors import FileFormatError, InputError
 
 
@@ -40,7 +40,7 @@ def noise(count: int, side: int = 32, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), np.uint8)
 
 
-def assert_split(bank: Bank) -> None:
+def assert_split(bank: ImageBank) -> None:
     """Every place is in one split, under its own name, and no two splits have an image in common."""
     every = np.concatenate([np.concatenate(bank.splits[split]) for split in SPLITS])
     assert sorted(every.tolist()) == list(range(len(bank.images)))

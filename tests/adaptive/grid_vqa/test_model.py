@@ -14,12 +14,12 @@ import transformers
 
 from sparseflow.adaptive.adapters import adapter_of
 from sparseflow.adaptive.adapters.crops import expanded, nested_crops
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import SETTINGS, build, load, save
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank, quick
 
-DATA = Data(quick(), bank=bank())
+DATA = VqaDataset(quick(), bank=bank())
 
 
 @pytest.fixture(scope="module")

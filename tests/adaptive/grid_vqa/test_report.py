@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.config import KINDS
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build
 from sparseflow.adaptive.grid_vqa.report import pareto, read_report, report_of, work_of, write_report
-from sparseflow.adaptive.grid_vqa.settings import KINDS
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import FileFormatError
 from tests.adaptive.grid_vqa.little import bank, quick
 
-DATA = Data(quick(), bank=bank())
+DATA = VqaDataset(quick(), bank=bank())
 PLAN = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3))
 
 
@@ -86,7 +86,7 @@ def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
     assert rows[PLAN.id]["accuracy"] == report["accuracy"]
     assert report["pareto_plans"] == sum(row["pareto"] for row in rows.values()) >= 1
     assert report["blind"]["chance"] > 0.0 and len(report["importance"]) == 4
-    few = Data(quick(plan_samples=5), bank=bank())
+    few = VqaDataset(quick(plan_samples=5), bank=bank())
     other = report_of(build(few.settings, few.vocabulary), few)
     assert (other["samples"], other["plan_samples"]) == (12, 5)
     assert all(5 * row["accuracy"] == round(5 * row["accuracy"]) for row in other["plans"])

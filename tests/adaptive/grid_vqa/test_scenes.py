@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 import torch
 
+from sparseflow.adaptive.grid_vqa.config import VqaSceneConfig
 from sparseflow.adaptive.grid_vqa.images import SPLITS, Split
-from sparseflow.adaptive.grid_vqa.scenes import NOTHING, Looks, Scenes, looks_of, paint
-from sparseflow.adaptive.grid_vqa.settings import SceneSettings
+from sparseflow.adaptive.grid_vqa.scenes import NOTHING, SceneAppearance, SceneBatch, looks_of, paint
 from tests.adaptive.grid_vqa.little import bank
 
 BANK = bank()
 IMAGES = torch.from_numpy(BANK.images)
-WHOLE = SceneSettings(grid=2, cell_px=32, item=(1.0, 1.0))
+WHOLE = VqaSceneConfig(grid=2, cell_px=32, item=(1.0, 1.0))
 
 
-def scenes(count: int = 50, cells: int = 4, seed: int = 0) -> Scenes:
+def scenes(count: int = 50, cells: int = 4, seed: int = 0) -> SceneBatch:
     random = np.random.default_rng(seed)
     names = random.integers(-1, len(BANK.names), (count, cells))
-    return Scenes(names=names, small=random.random((count, cells)) < 0.3)
+    return SceneBatch(names=names, small=random.random((count, cells)) < 0.3)
 
 
 def looks(
-    told: SceneSettings, drawn: Scenes, split: Split = "train", seed: int = 0, augment: float = 0.0
-) -> Looks:
+    told: VqaSceneConfig, drawn: SceneBatch, split: Split = "train", seed: int = 0, augment: float = 0.0
+) -> SceneAppearance:
     return looks_of(drawn, BANK, split, told, np.random.default_rng(seed), augment=augment)
 
 
@@ -58,7 +58,7 @@ def test_images_are_of_the_split(split: Split) -> None:
 
 
 def test_items_stay_in_their_cells_and_small_ones_are_small() -> None:
-    told = SceneSettings(grid=2, cell_px=40, item=(0.5, 0.9), small=(0.2, 0.3))
+    told = VqaSceneConfig(grid=2, cell_px=40, item=(0.5, 0.9), small=(0.2, 0.3))
     drawn = scenes()
     shown = looks(told, drawn)
     centre, half = shown.boxes[:, :2], shown.boxes[:, 2]
@@ -87,7 +87,7 @@ def test_without_augmentation_images_are_not_changed() -> None:
     )
 
 
-def replace_item(told: SceneSettings, item: tuple[float, float]) -> SceneSettings:
+def replace_item(told: VqaSceneConfig, item: tuple[float, float]) -> VqaSceneConfig:
     return told.model_copy(update={"item": item})
 
 
@@ -103,7 +103,7 @@ def test_augmentation_changes_what_it_may() -> None:
 
 
 def test_blends_are_of_both_images() -> None:
-    drawn = Scenes(names=np.zeros((30, 4), np.int64), small=np.zeros((30, 4), bool))
+    drawn = SceneBatch(names=np.zeros((30, 4), np.int64), small=np.zeros((30, 4), bool))
     blend = np.where(np.arange(4) % 2, 1, NOTHING)[None].repeat(30, 0)
     shown = looks_of(drawn, BANK, "train", WHOLE, np.random.default_rng(0), blend=blend)
     mixed = shown.cells % 2 == 1
@@ -124,5 +124,5 @@ def test_a_part_is_painted_alike() -> None:
 
 
 def test_canvases_without_items() -> None:
-    drawn = Scenes(names=np.full((2, 4), NOTHING), small=np.zeros((2, 4), bool))
+    drawn = SceneBatch(names=np.full((2, 4), NOTHING), small=np.zeros((2, 4), bool))
     assert paint(looks(WHOLE, drawn), IMAGES, WHOLE).shape == (2, 3, 64, 64)

@@ -11,15 +11,15 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build
-from sparseflow.adaptive.grid_vqa.stack import Stack, steps_of
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.grid_vqa.stack import ModelStack, steps_of
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import ModelError
 from tests.adaptive.grid_vqa.little import bank, loud, quick
 
-DATA = Data(quick(), bank=bank())
+DATA = VqaDataset(quick(), bank=bank())
 
 # The norms of OLMoE compute in float32, whatever comes in.
 TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
@@ -38,8 +38,8 @@ TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
     torch.manual_seed(0)
     model = loud(build(DATA.settings, DATA.vocabulary))
-    adapter, stack = adapter_of(model), Stack(model)
-    knobs = Knobs(adapter)
+    adapter, stack = adapter_of(model), ModelStack(model)
+    knobs = PlanRuntime(adapter)
     for sample in DATA.samples("val", 2):
         inputs = sample.inputs | {"pixel_values": sample.inputs["pixel_values"].double()}
         text = inputs["input_ids"][:, 1 + 14 * stack.crop_tokens :]
@@ -58,13 +58,13 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
 )
 def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> None:
     torch.manual_seed(0)
-    data = Data(quick(), device, bank=bank())
+    data = VqaDataset(quick(), device, bank=bank())
     model = loud(build(data.settings, data.vocabulary)).to(device).train()
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
     batch = data.train(0, tier="medium", batch_size=3)
     losses, gradients = [], []
     for compiled in (False, True):
-        stack, balance = Stack(model, compiled=compiled), []
+        stack, balance = ModelStack(model, compiled=compiled), []
         model.zero_grad()
         found = stack.answers(plan, stack.project(stack.see(batch.crops.double())), batch.text, balance)
         task = functional.cross_entropy(found.flatten(0, 1), batch.text[:, 1:].flatten())
@@ -82,7 +82,7 @@ def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> No
 
 def test_padding_on_the_right_changes_nothing() -> None:
     torch.manual_seed(0)
-    stack = Stack(loud(build(DATA.settings, DATA.vocabulary)))
+    stack = ModelStack(loud(build(DATA.settings, DATA.vocabulary)))
     batch = DATA.train(0)
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
 
 def test_balance_is_least_where_every_expert_gets_as_much() -> None:
     torch.manual_seed(0)
-    stack = Stack(build(DATA.settings, DATA.vocabulary))
+    stack = ModelStack(build(DATA.settings, DATA.vocabulary))
     image, text = torch.randn(2, 56, 16), torch.zeros(2, 3, dtype=torch.int64)
     hidden, rotary = stack.begin(image, text, "high")
     gate = stack.model.model.language_model.layers[0].mlp.gate.weight
@@ -118,15 +118,15 @@ def test_other_models_are_refused() -> None:
     model = build(DATA.settings, DATA.vocabulary)
     model.config.text_config.norm_topk_prob = True
     with pytest.raises(ModelError, match="neither normalized weights"):
-        Stack(model)
+        ModelStack(model)
     model.config.text_config.norm_topk_prob = False
     model.config.vision_config.hidden_act = "relu"
     with pytest.raises(ModelError, match=r"GELU .* not \('relu', 'silu'\)"):
-        Stack(model)
+        ModelStack(model)
     model.config.vision_config.hidden_act = "gelu_pytorch_tanh"
     model.config.vision_feature_layer = -2
     with pytest.raises(ModelError, match="not layer -2"):
-        Stack(model)
+        ModelStack(model)
     model.config.model_type = "other"
     with pytest.raises(ModelError, match="not other, siglip_vision_model, olmoe"):
-        Stack(model)
+        ModelStack(model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparseflow.adaptive.kernels.deciding import cpu
-from sparseflow.adaptive.predictor.margins import FLOOR, scatter
+from sparseflow.adaptive.kernels.policy_inference import cpu
+from sparseflow.adaptive.predictor.calibration import FLOOR, scatter
 
 
 @pytest.mark.parametrize("loads", [1, 3])

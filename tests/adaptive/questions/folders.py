@@ -14,17 +14,16 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.folder import Opened, open_folder
-from sparseflow.adaptive.generation import generate
-from sparseflow.adaptive.grid_vqa.words import CHAT_TEMPLATE
-from sparseflow.adaptive.knobs import Knobs
-from sparseflow.adaptive.plan import PlanSpace, Tier
-from sparseflow.adaptive.profile import About, Profile, Visit, model_id
-from sparseflow.adaptive.profile.about import device_facts
-from sparseflow.adaptive.serve.chat import Prompts
-from sparseflow.adaptive.serve.images import decode
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.serve.schema import Message
+from sparseflow.adaptive.engine.generate import generate
+from sparseflow.adaptive.grid_vqa.vocabulary import CHAT_TEMPLATE
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import PlanSpace, Tier
+from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, model_id
+from sparseflow.adaptive.profile.metadata import device_facts
+from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.images import decode
+from sparseflow.adaptive.prompts.messages import Message, RequestLimits
+from sparseflow.adaptive.prompts.model_folder import ModelFolder, open_folder
 from tests.adaptive import tiny
 from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
 
@@ -65,7 +64,7 @@ def model_folder(folder: Path, family: str, *, dtype: torch.dtype = torch.float3
 
 
 @cache
-def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Opened:
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> ModelFolder:
     """The model of a folder; it must not be changed."""
     found = open_folder(folder, dtype=dtype)
     found.model.set_experts_implementation("eager")
@@ -82,7 +81,7 @@ def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
         return stream.getvalue()
 
 
-def space_of(there: Opened) -> PlanSpace:
+def space_of(there: ModelFolder) -> PlanSpace:
     """All plans of a model, early blocks kept."""
     return PlanSpace.of(adapter_of(there.model).geometry)
 
@@ -94,11 +93,13 @@ def write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
     return path
 
 
-def lines(there: Opened, folder: Path, count: int, *, images: bool, seed: int = 0) -> list[dict[str, Any]]:
+def lines(
+    there: ModelFolder, folder: Path, count: int, *, images: bool, seed: int = 0
+) -> list[dict[str, Any]]:
     """Questions whose answers some plans give: what a plan, drawn for each, says."""
     random = np.random.default_rng(seed)
     space, found = space_of(there), []
-    knobs = Knobs(adapter_of(there.model))
+    knobs = PlanRuntime(adapter_of(there.model))
     try:
         for at in range(count):
             line: dict[str, Any] = {
@@ -124,7 +125,7 @@ def lines(there: Opened, folder: Path, count: int, *, images: bool, seed: int = 
     return found
 
 
-def inputs_of(there: Opened, line: dict[str, Any], folder: Path) -> dict[str, Any]:
+def inputs_of(there: ModelFolder, line: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A question as a server gets it."""
     urls = [
         "data:image/png;base64," + base64.b64encode((folder / name).read_bytes()).decode()
@@ -134,21 +135,21 @@ def inputs_of(there: Opened, line: dict[str, Any], folder: Path) -> dict[str, An
     message = Message.model_validate(
         {"role": "user", "content": [*parts, {"type": "text", "text": line["prompt"]}]}
     )
-    prompts = Prompts(there.tokenizer, context=there.context, sight=there.sight)
-    inputs = dict(prompts.prompt([message], [decode(url, Limits()) for url in urls]).inputs)
+    prompts = PromptBuilder(there.tokenizer, context=there.context, sight=there.sight)
+    inputs = dict(prompts.prompt([message], [decode(url, RequestLimits()) for url in urls]).inputs)
     return {
         name: each.to(there.model.dtype) if each.is_floating_point() else each
         for name, each in inputs.items()
     }
 
 
-def profile_of(there: Opened, space: PlanSpace | None = None) -> Profile:
+def profile_of(there: ModelFolder, space: PlanSpace | None = None) -> PlanProfile:
     """A profile of a model by a formula: two requests of each plan at each of two lengths."""
     space = space_of(there) if space is None else space
     random, top_k = np.random.default_rng(0), space.geometry.top_k
     vision: dict[Tier, int] = {tier: VISION[tier] for tier in space.geometry.tiers}
     visits = [
-        Visit(
+        Measurement(
             plan=plan, text_tokens=tokens, round=at,
             prefill_ms=prefill_ms(plan, tokens, top_k=top_k) * float(np.exp(0.02 * random.normal())),
             steps_ms=tuple(step_ms(plan, tokens + step, top_k=top_k) for step in range(NEW_TOKENS)),
@@ -157,8 +158,8 @@ def profile_of(there: Opened, space: PlanSpace | None = None) -> Profile:
         for plan in space.plans
         for tokens in (6, 12)
     ]  # fmt: skip
-    about = About(
+    about = ProfileMetadata(
         model_id=model_id(there.model), device=device_facts("cpu"), space=space, vision_tokens=vision,
         how={"runner": "formula", "dtype": str(there.model.dtype).removeprefix("torch.")},
     )  # fmt: skip
-    return Profile(about=about, environments=({},), visits=tuple(visits))
+    return PlanProfile(about=about, environments=({},), visits=tuple(visits))

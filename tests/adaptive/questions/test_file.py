@@ -104,7 +104,7 @@ def test_the_digest_is_of_everything(tmp_path: Path) -> None:
 def test_lines_that_are_no_questions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Any, told: str
 ) -> None:
-    monkeypatch.setattr(room, "LIMITS", room.Limits(image_bytes=1000))
+    monkeypatch.setattr(room, "LIMITS", room.RequestLimits(image_bytes=1000))
     (tmp_path / "large.png").write_bytes(bytes(1001))
     with pytest.raises(FileFormatError, match=told):
         read(written(tmp_path, SUM, line))

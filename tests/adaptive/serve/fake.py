@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from fastapi import FastAPI
 
-from sparseflow.adaptive.plan import TIERS, Plan, Tier
+from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
+from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.messages import ApiError, Prompt, RequestLimits
 from sparseflow.adaptive.serve.app import create_app
-from sparseflow.adaptive.serve.backend import Ended, Event, Failed, Job, Prompt, Started, Tokens
-from sparseflow.adaptive.serve.chat import Prompts
+from sparseflow.adaptive.serve.backend import (
+    BackendJob,
+    EndedEvent,
+    Event,
+    FailedEvent,
+    StartedEvent,
+    TokensEvent,
+)
 from sparseflow.adaptive.serve.lifecycle import Server
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.serve.refusal import Refusal
 from sparseflow.adaptive.serve.service import Service
 
 MODEL = "fake-moe"
@@ -106,7 +112,7 @@ class Fake:
         self.slots, self.context, self.alive = slots, context, True
         self.base_ms, self.per_token_ms = least_ms, per_token_ms
         self.scripts = {"": Script(), **(scripts or {})}
-        self.jobs: list[Job] = []
+        self.jobs: list[BackendJob] = []
         self.cancelled: list[str] = []
         self.running = 0
         self.most = 0
@@ -116,7 +122,7 @@ class Fake:
     def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
         return self.base_ms + self.per_token_ms * new_tokens
 
-    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+    def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
         self.jobs.append(job)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -143,7 +149,7 @@ class Fake:
     def close(self) -> None:
         self.closed = True
 
-    async def _run(self, job: Job, emit: Callable[[Event], None]) -> None:
+    async def _run(self, job: BackendJob, emit: Callable[[Event], None]) -> None:
         text = Bytes().decode(job.prompt.inputs["input_ids"][0].tolist())
         script = next(script for word, script in reversed(self.scripts.items()) if word in text)
         left_ms = (job.until_s - time.perf_counter()) * 1000.0
@@ -151,24 +157,26 @@ class Fake:
         level = sum(left_ms >= least * factor for factor in (1.5, 3.0))
         before_ms = (time.perf_counter() - job.received_s) * 1000.0
         took_ms = least * (1.0, 1.5, 3.0)[level]
-        emit(Started(plan=PLANS[level], p50_ms=before_ms + took_ms * 0.8, p99_ms=before_ms + took_ms))
+        emit(StartedEvent(plan=PLANS[level], p50_ms=before_ms + took_ms * 0.8, p99_ms=before_ms + took_ms))
         said = list(script.say.encode())
-        last: Event = Ended("stop" if len(said) <= job.max_new_tokens else "length")
+        last: Event = EndedEvent("stop" if len(said) <= job.max_new_tokens else "length")
         for at, token in enumerate(said[: job.max_new_tokens]):
             await asyncio.sleep(script.token_ms * (1.0, 1.5, 3.0)[level] / 1000.0)
             if script.fail == at:
-                last = Failed(Refusal(500, "scripted", code="engine_failed"))
+                last = FailedEvent(ApiError(500, "scripted", code="engine_failed"))
                 break
-            emit(Tokens((token,)))
+            emit(TokensEvent((token,)))
         while script.hang or not script.wait_for.exists():
             await asyncio.sleep(0.01)
         self._free.pop(job.id)()
         emit(last)
 
 
-def make_app(backend: Fake | None = None, *, context: int = 4096, limits: Limits | None = None) -> FastAPI:
+def make_app(
+    backend: Fake | None = None, *, context: int = 4096, limits: RequestLimits | None = None
+) -> FastAPI:
     """An app of a fake model; temperature 0 is not looked at, for the script says what comes."""
-    prompts = Prompts(Bytes(), context=context, sight=Squares(), stop=[Bytes.end])
+    prompts = PromptBuilder(Bytes(), context=context, sight=Squares(), stop=[Bytes.end])
     return create_app(Service(MODEL, backend or Fake(), prompts, limits=limits))
 
 

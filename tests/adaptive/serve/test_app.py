@@ -17,8 +17,8 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
+from sparseflow.adaptive.prompts.messages import RequestLimits
 from sparseflow.adaptive.serve.lifecycle import Server
-from sparseflow.adaptive.serve.limits import Limits
 from tests.adaptive.serve.fake import (
     MODEL,
     PLANS,
@@ -65,7 +65,7 @@ def here() -> Iterator[Here]:
     yield from started(Fake(scripts=SCRIPTS))
 
 
-def started(fake: Fake, limits: Limits | None = None) -> Iterator[Here]:
+def started(fake: Fake, limits: RequestLimits | None = None) -> Iterator[Here]:
     app = make_app(fake, limits=limits)
     with serving(app) as server:
         found = Here(app, server, fake)
@@ -81,7 +81,7 @@ def make() -> Iterator[Callable[..., Here]]:
     opened: list[Iterator[Here]] = []
 
     def one(fake: Fake, **limits: Any) -> Here:
-        opened.append(started(fake, Limits(**limits)))
+        opened.append(started(fake, RequestLimits(**limits)))
         return next(opened[-1])
 
     yield one

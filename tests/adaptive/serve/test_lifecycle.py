@@ -19,8 +19,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from sparseflow.adaptive.serve.lifecycle import Gate, Server, serve
-from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.prompts.messages import ApiError
+from sparseflow.adaptive.serve.lifecycle import DrainManager, Server, run_server
 from sparseflow.errors import InputError, RunError
 from tests.adaptive.serve.fake import MODEL, Fake, Script, eventually, make_app, serving, user
 
@@ -40,16 +40,16 @@ class One:
     """Someone inside."""
 
     def __init__(self) -> None:
-        self.refusal: Refusal | None = None
+        self.refusal: ApiError | None = None
 
-    def cut(self, refusal: Refusal) -> None:
+    def cut(self, refusal: ApiError) -> None:
         self.refusal = refusal
 
 
 def test_a_gate_opens_once_and_shuts_for_good() -> None:
     async def story() -> None:
-        gate, first, second = Gate(), One(), One()
-        with pytest.raises(Refusal) as caught:
+        gate, first, second = DrainManager(), One(), One()
+        with pytest.raises(ApiError) as caught:
             gate.enter(first)
         assert (caught.value.status, caught.value.code) == (503, "starting")
         gate.open()
@@ -57,7 +57,7 @@ def test_a_gate_opens_once_and_shuts_for_good() -> None:
         gate.enter(second)
         draining = asyncio.ensure_future(gate.drain(60.0))
         await asyncio.sleep(0)
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             gate.check()
         assert (caught.value.status, caught.value.code) == (503, "shutting_down")
         assert "Retry-After" in caught.value.headers
@@ -76,7 +76,7 @@ def test_a_gate_opens_once_and_shuts_for_good() -> None:
 @pytest.mark.parametrize("hurried", [False, True])
 def test_those_left_in_the_end_are_cut(hurried: bool) -> None:
     async def story() -> None:
-        gate, one = Gate(), One()
+        gate, one = DrainManager(), One()
         gate.open()
         gate.enter(one)
         if hurried:
@@ -89,7 +89,7 @@ def test_those_left_in_the_end_are_cut(hurried: bool) -> None:
 
 
 def test_an_empty_house_is_drained_at_once() -> None:
-    assert asyncio.run(Gate().drain(60.0)) == 0
+    assert asyncio.run(DrainManager().drain(60.0)) == 0
 
 
 @contextmanager
@@ -193,9 +193,9 @@ def unmade() -> Any:
 
 def test_an_app_is_made_when_its_address_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match="cannot listen at"):
-        serve(unmade, port=taken.getsockname()[1])
+        run_server(unmade, port=taken.getsockname()[1])
     with pytest.raises(InputError, match="must not be negative"):
-        serve(unmade, port=0, drain_s=-1.0)
+        run_server(unmade, port=0, drain_s=-1.0)
     lines: list[str] = []
 
     def make() -> FastAPI:

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.serve.metrics import Metrics
-from sparseflow.adaptive.serve.shedding import Line
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.serve.admission import AdmissionQueue
+from sparseflow.adaptive.serve.metrics import ServerMetrics
 
 PLAN = Plan(tier="low", insertion_position=1, top_k=4, blocks=(0, 1))
 
 
-def metrics() -> Metrics:
-    return Metrics(Line(slots=2, places=3))
+def metrics() -> ServerMetrics:
+    return ServerMetrics(AdmissionQueue(slots=2, places=3))
 
 
-def answered(to: Metrics, **how: Any) -> None:
+def answered(to: ServerMetrics, **how: Any) -> None:
     base: dict[str, Any] = {
         "plan": PLAN, "prompt_tokens": 20, "new_tokens": 3, "measured_ms": 120.0, "first_ms": 60.0,
         "queued_ms": 10.0, "predicted_ms": (100.0, 130.0),
@@ -56,8 +56,8 @@ def test_promises_and_predictions_that_did_not_hold() -> None:
 
 
 def test_what_runs_and_waits_is_read_from_the_line() -> None:
-    line = Line(slots=2, places=5)
-    found = Metrics(line)
+    line = AdmissionQueue(slots=2, places=5)
+    found = ServerMetrics(line)
     for _ in range(3):
         line.join(line.enter(), least_ms=1.0)
     line.next()

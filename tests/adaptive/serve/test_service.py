@@ -12,12 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.messages import ApiError, Prompt, RequestLimits
 from sparseflow.adaptive.serve import answer as answers
-from sparseflow.adaptive.serve.answer import Answer
-from sparseflow.adaptive.serve.backend import Ended, Failed, Job, Prompt, Started, Tokens
-from sparseflow.adaptive.serve.chat import Prompts
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.serve.answer import AnswerStream
+from sparseflow.adaptive.serve.backend import BackendJob, EndedEvent, FailedEvent, StartedEvent, TokensEvent
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import InputError
 from tests.adaptive.serve.fake import MODEL, PLANS, Bytes, Squares, data_url, user
@@ -29,7 +28,7 @@ class Still:
     def __init__(self, *, slots: int = 1, least_ms: float = 100.0) -> None:
         self.slots, self.context, self.alive = slots, 512, True
         self.ms = least_ms
-        self.jobs: list[tuple[Job, Callable[[Any], None]]] = []
+        self.jobs: list[tuple[BackendJob, Callable[[Any], None]]] = []
         self.called_off: list[str] = []
         self.asked: list[tuple[int, int | None]] = []
 
@@ -37,7 +36,7 @@ class Still:
         self.asked.append((new_tokens, beside))
         return self.ms * (1 + (beside or 0))
 
-    def submit(self, job: Job, emit: Callable[[Any], None]) -> Callable[[], None]:
+    def submit(self, job: BackendJob, emit: Callable[[Any], None]) -> Callable[[], None]:
         self.jobs.append((job, emit))
         return lambda: self.called_off.append(job.id)
 
@@ -51,7 +50,7 @@ def scene(
     async def whole() -> None:
         made = backend or Still()
         service = Service(
-            MODEL, made, Prompts(Bytes(), context=512, sight=Squares()), limits=Limits(**limits)
+            MODEL, made, PromptBuilder(Bytes(), context=512, sight=Squares()), limits=RequestLimits(**limits)
         )
         await service.open()
         await story(service, made)
@@ -61,7 +60,7 @@ def scene(
     asyncio.run(whole())
 
 
-async def ask(service: Service, *, ago_s: float = 0.0, **fields: Any) -> Answer:
+async def ask(service: Service, *, ago_s: float = 0.0, **fields: Any) -> AnswerStream:
     async def read() -> bytes:
         return json.dumps({"model": MODEL, "messages": user("Hi"), **fields}).encode()
 
@@ -72,12 +71,12 @@ def test_who_could_be_answered_in_time_alone_is_told_to_come_again() -> None:
     async def story(service: Service, backend: Still) -> None:
         first = await ask(service)
         # Alone it takes 100 ms, beside the other one 200.
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await ask(service, latency_budget_ms=180)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         # It would end 20 ms late, and what has passed since it came.
         assert caught.value.retry_after_s is not None and caught.value.retry_after_s > 0.0199
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await ask(service, latency_budget_ms=80)
         assert (caught.value.status, caught.value.code) == (422, "budget_infeasible")
         first.leave()
@@ -106,17 +105,17 @@ def test_the_line_moves_on_when_one_ends() -> None:
         first, second = await ask(service), await ask(service)
         assert len(backend.jobs) == 1
         job, emit = backend.jobs[0]
-        emit(Started(plan=PLANS[0], p50_ms=50.0, p99_ms=60.0))
-        emit(Tokens(tuple(b"Yes")))
+        emit(StartedEvent(plan=PLANS[0], p50_ms=50.0, p99_ms=60.0))
+        emit(TokensEvent(tuple(b"Yes")))
         await first.begin()
         assert len(backend.jobs) == 1
-        emit(Ended("stop"))
+        emit(EndedEvent("stop"))
         # Nobody has read the first one yet, and the second one runs.
         assert len(backend.jobs) == 2
-        emit(Tokens(tuple(b"late")))
+        emit(TokensEvent(tuple(b"late")))
         assert "".join([piece async for piece in first.pieces()]) == "Yes"
         assert first.report()["predicted_ms"] == {"p50": 50.0, "p99": 60.0}
-        backend.jobs[1][1](Ended("length"))
+        backend.jobs[1][1](EndedEvent("length"))
         assert [piece async for piece in second.pieces()] == []
         assert second.finish_reason == "length"
         assert backend.called_off == [job.id, backend.jobs[1][0].id]
@@ -132,10 +131,10 @@ def test_an_answer_has_the_room_that_the_lowest_tier_leaves() -> None:
         ((job, _),) = backend.jobs
         assert (job.prompt.at("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 4)
         assert answer.usage["prompt_tokens"] == 511
-        backend.jobs[0][1](Started(plan=PLANS[0], p50_ms=1.0, p99_ms=2.0))
+        backend.jobs[0][1](StartedEvent(plan=PLANS[0], p50_ms=1.0, p99_ms=2.0))
         assert answer.usage["prompt_tokens"] == 508
         answer.leave()
-        with pytest.raises(Refusal, match="context is 512 tokens"):
+        with pytest.raises(ApiError, match="context is 512 tokens"):
             await ask(service, messages=user("x" * 490, picture), max_tokens=5)
 
     scene(story)
@@ -144,8 +143,8 @@ def test_an_answer_has_the_room_that_the_lowest_tier_leaves() -> None:
 def test_a_failure_before_the_first_token_is_told_at_the_beginning() -> None:
     async def story(service: Service, backend: Still) -> None:
         answer = await ask(service)
-        backend.jobs[0][1](Failed(Refusal(503, "no room", code="out_of_memory")))
-        with pytest.raises(Refusal, match="no room"):
+        backend.jobs[0][1](FailedEvent(ApiError(503, "no room", code="out_of_memory")))
+        with pytest.raises(ApiError, match="no room"):
             await answer.begin()
         assert service.metrics.value("requests_total", outcome="failed", code="out_of_memory") == 1
 
@@ -174,7 +173,7 @@ def test_time_that_passed_before_counts() -> None:
         answer.leave()
         # What is left would do for an idle server's least, had less time passed: no reason to ask for a
         # larger budget.
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await ask(service, ago_s=100.0, latency_budget_ms=100_050)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
 
@@ -198,7 +197,7 @@ def test_a_budget_that_was_used_up_in_line(monkeypatch: pytest.MonkeyPatch) -> N
         hoping = await ask(service, latency_budget_ms=60_000, on_infeasible="best_effort")
         monkeypatch.setattr(answers, "time", Clock)
         running.leave()
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await waiting.begin()
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
         assert service.metrics.value("budgets_total", result="missed") == 1
@@ -222,16 +221,16 @@ def test_what_runs_beside_is_told() -> None:
 
 def test_where_predictions_are_too_short_the_least_is_more() -> None:
     async def story(service: Service, backend: Still) -> None:
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await ask(service, latency_budget_ms=90_000)
         first = caught.value.more["least_feasible_ms"]
         for _ in range(60):
             await ask(service)
             job, emit = backend.jobs[-1]
             now_ms = (time.perf_counter() - job.received_s) * 1000.0
-            emit(Started(plan=PLANS[0], p50_ms=now_ms, p99_ms=now_ms + 1e-3))
-            emit(Ended("stop"))
-        with pytest.raises(Refusal) as caught:
+            emit(StartedEvent(plan=PLANS[0], p50_ms=now_ms, p99_ms=now_ms + 1e-3))
+            emit(EndedEvent("stop"))
+        with pytest.raises(ApiError) as caught:
             await ask(service, latency_budget_ms=90_000)
         assert caught.value.more["least_feasible_ms"] > 1.3 * first
 
@@ -240,17 +239,17 @@ def test_where_predictions_are_too_short_the_least_is_more() -> None:
 
 def test_waits_of_threads_are_not_in_the_least_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(service: Service, backend: Still) -> None:
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await ask(service, latency_budget_ms=1_000)
         assert caught.value.more["least_feasible_ms"] < 100_300
 
-    real = Prompts.prompt
+    real = PromptBuilder.prompt
 
-    def waiting(self: Prompts, *given: Any) -> Prompt:
+    def waiting(self: PromptBuilder, *given: Any) -> Prompt:
         time.sleep(0.3)
         return real(self, *given)
 
-    monkeypatch.setattr(Prompts, "prompt", waiting)
+    monkeypatch.setattr(PromptBuilder, "prompt", waiting)
     scene(story, Still(least_ms=100_000.0))
 
 
@@ -260,10 +259,10 @@ def test_a_request_that_comes_as_the_gate_shuts() -> None:
             await service.gate.drain(0.0)
             return json.dumps({"model": MODEL, "messages": user("Hi")}).encode()
 
-        with pytest.raises(Refusal, match="shutting down"):
+        with pytest.raises(ApiError, match="shutting down"):
             await service.answer(slowly, {}, time.perf_counter())
         assert backend.jobs == []
-        with pytest.raises(Refusal, match="shutting down"):
+        with pytest.raises(ApiError, match="shutting down"):
             await ask(service)
 
     scene(story)
@@ -277,7 +276,7 @@ def test_who_is_cut_off_while_it_is_read_keeps_no_place() -> None:
 
         tasks = [asyncio.ensure_future(service.answer(never, {}, time.perf_counter())) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Refusal, match="the server is full"):
+        with pytest.raises(ApiError, match="the server is full"):
             await ask(service)
         for task in tasks:
             task.cancel()
@@ -288,10 +287,10 @@ def test_who_is_cut_off_while_it_is_read_keeps_no_place() -> None:
 
 
 def test_services_that_cannot_be() -> None:
-    prompts = Prompts(Bytes(), context=1000)
+    prompts = PromptBuilder(Bytes(), context=1000)
     with pytest.raises(InputError, match="1000 tokens are more than the 512 of the backend"):
         Service(MODEL, Still(), prompts)
     with pytest.raises(InputError, match="not an empty one"):
-        Service("", Still(), Prompts(Bytes(), context=5))
+        Service("", Still(), PromptBuilder(Bytes(), context=5))
     with pytest.raises(InputError, match="temperature"):
-        Service(MODEL, Still(), Prompts(Bytes(), context=5), temperature=-1.0)
+        Service(MODEL, Still(), PromptBuilder(Bytes(), context=5), temperature=-1.0)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.adaptive.grid_vqa.words import Vocabulary
-from sparseflow.adaptive.serve.text import Text
+from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
+from sparseflow.adaptive.serve.answer import StreamingText
 from tests.adaptive.serve.fake import Bytes
 
 TEXTS = st.text(st.sampled_from("ab 😀é€ß\ufffd \n"), max_size=24)
 STOPS = st.lists(st.text(st.sampled_from("ab 😀é"), min_size=1, max_size=4), max_size=4)
 
 
-def streamed(tokenizer: Any, groups: list[list[int]], stops: list[str]) -> tuple[list[str], Text]:
-    text = Text(tokenizer, stops)
+def streamed(tokenizer: Any, groups: list[list[int]], stops: list[str]) -> tuple[list[str], StreamingText]:
+    text = StreamingText(tokenizer, stops)
     return [*(text.push(group) for group in groups), text.close()], text
 
 
@@ -64,7 +64,7 @@ def test_no_piece_holds_half_a_character(said: str) -> None:
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
-    text = Text(Bytes(), ["END", "stop here"])
+    text = StreamingText(Bytes(), ["END", "stop here"])
     assert [text.push([byte]) for byte in b"an EN stop"] == ["a", "n", " ", "", "", "EN ", "", "", "", ""]
     assert text.push(b" sign") == "stop sign"
     assert text.push(b" EN") == " "
@@ -73,7 +73,7 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
 
 
 def test_nothing_comes_after_a_stop_string() -> None:
-    text = Text(Bytes(), ["."])
+    text = StreamingText(Bytes(), ["."])
     assert text.push(b"Yes. And") == "Yes"
     assert text.stopped
     assert text.tokens == 8

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.grid_vqa.dataset import Data
-from sparseflow.adaptive.grid_vqa.learning import Learning
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
+from sparseflow.adaptive.grid_vqa.learner import VqaLearner
 from sparseflow.adaptive.grid_vqa.model import load, save
-from sparseflow.adaptive.grpo_config import GrpoConfig
-from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.adaptive.profile import About, Profile, Visit, model_id, weights_id
-from sparseflow.adaptive.profile.about import device_facts
-from sparseflow.adaptive.study import Asked, Counts
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, model_id, weights_id
+from sparseflow.adaptive.profile.metadata import device_facts
+from sparseflow.adaptive.study import SampleCounts, StudyConfig
+from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.core.training.distributed import init_distributed
 from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
 from tests.adaptive.grid_vqa.little import bank, quick
@@ -27,7 +27,7 @@ SETTINGS = quick(
         "train.steps": 40, "train.batch_size": 16, "train.rate": 1e-2, "train.ema": 0.0,
     }
 )  # fmt: skip
-COUNTS = Counts(train=48, validation=24, test=40)
+COUNTS = SampleCounts(train=48, validation=24, test=40)
 CONFIG = GrpoConfig(
     steps=4, prompts=8, minibatches=2, reference_every=3, validate_every=2, validation=32, checkpoint_every=3
 )
@@ -36,7 +36,7 @@ CONFIG = GrpoConfig(
 def model_folder(folder: Path) -> Path:
     """Train a model for a second, and write it."""
     with init_distributed("cpu") as mine:
-        run = Learning(SETTINGS, Data(SETTINGS, bank=bank()), mine)
+        run = VqaLearner(SETTINGS, VqaDataset(SETTINGS, bank=bank()), mine)
         for _ in range(run.steps):
             run.advance()
         save(run.model, SETTINGS, run.data.vocabulary, folder)
@@ -48,7 +48,7 @@ def opened(folder: Path) -> Any:
     return load(folder)[0]
 
 
-def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise: float = 0.02) -> Profile:
+def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise: float = 0.02) -> PlanProfile:
     """A profile of a model by a formula.
 
     Args:
@@ -67,16 +67,16 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
         for plan in [plan for plan in space.plans if plan.tier == tier][slice(plans)]
         for tokens in (6, 12)
     ]
-    about = About(
+    about = ProfileMetadata(
         model_id=model_id(model), device=device_facts("cpu"), space=space, vision_tokens=VISION,
         how={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
     )  # fmt: skip
-    return Profile(about=about, environments=({},), visits=tuple(visits))
+    return PlanProfile(about=about, environments=({},), visits=tuple(visits))
 
 
-def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **given: Any) -> Visit:
+def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **given: Any) -> Measurement:
     """A request that took what the formula says, times a factor."""
-    return Visit(
+    return Measurement(
         plan=plan, text_tokens=tokens, prefill_ms=factor * prefill(plan, tokens),
         steps_ms=tuple(factor * step(plan, tokens, at) for at in range(steps)), **given,
     )  # fmt: skip
@@ -98,10 +98,10 @@ def truth(plan: Plan, tokens: int, new_tokens: int) -> float:
     return prefill(plan, tokens) + sum(step(plan, tokens, at) for at in range(new_tokens - 1))
 
 
-def asked(folder: Path, **changes: Any) -> Asked:
+def asked(folder: Path, **changes: Any) -> StudyConfig:
     """A study of the model in `folder / "model"` by `folder / "profile.parquet"`, into `folder / "study"`."""
     given: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
-    return Asked(
+    return StudyConfig(
         **given | {"out": folder / "study", "counts": COUNTS, "budgets": 6, "bank": bank()} | changes
     )
 

@@ -12,23 +12,23 @@ import torch
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa import dataset, evaluate, task
-from sparseflow.adaptive.grid_vqa.dataset import Data
+from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import outcomes
-from sparseflow.adaptive.grid_vqa.task import GridVqa
-from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.adaptive.study.answers import answers
-from sparseflow.adaptive.task import Split
+from sparseflow.adaptive.grid_vqa.task import GridVqaTask
+from sparseflow.adaptive.plan.space import PlanSpace
+from sparseflow.adaptive.questions.task import Split
+from sparseflow.adaptive.study.outcome_tables import answers
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
 from tests.adaptive.study import small
 
 ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
-DATA = Data(small.SETTINGS, bank=bank())
+DATA = VqaDataset(small.SETTINGS, bank=bank())
 
 
-def of(model: Any, data: Data = DATA) -> GridVqa:
-    return GridVqa(model=model, data=data, chunk=dataset.CHUNK)
+def of(model: Any, data: VqaDataset = DATA) -> GridVqaTask:
+    return GridVqaTask(model=model, data=data, chunk=dataset.CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) ->
 
 def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path) -> None:
     answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
-    other = Data(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
+    other = VqaDataset(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
     with pytest.raises(InputError, match=r"test-000000.safetensors is of other task; name another folder"):
         answers(of(model, other), space, tmp_path, {"test": 4}, mine=ALONE)
     backwards = PlanSpace.of(space.geometry, [float(block) for block in range(space.geometry.depth)])

@@ -13,18 +13,18 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.plan import PlanSpace
-from sparseflow.adaptive.profile import Profile, weights_id
-from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.study.contest import contest
+from sparseflow.adaptive.plan.space import PlanSpace
+from sparseflow.adaptive.profile import PlanProfile, weights_id
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
+from sparseflow.adaptive.study import results
+from sparseflow.adaptive.study.comparison import contest
+from sparseflow.adaptive.study.figures import front_of
 from sparseflow.adaptive.study.page import write_findings, write_page
-from sparseflow.adaptive.study.pictures import front_of
-from sparseflow.adaptive.worth import Worth
 from sparseflow.core.training.history import History
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.study import small
-from tests.adaptive.study.test_contest import PLANS, controllers
-from tests.adaptive.study.test_contest import made as tables
+from tests.adaptive.study.test_comparison import PLANS, controllers
+from tests.adaptive.study.test_comparison import made as tables
 
 
 def text(page: Path) -> str:
@@ -38,18 +38,18 @@ def model(made: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def profile(model: Any) -> Profile:
+def profile(model: Any) -> PlanProfile:
     """Of half of the plans."""
     return small.profile_of(model, plans=6)
 
 
-def test_a_profile_and_a_worth_alone(model, profile: Profile, tmp_path: Path) -> None:
+def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path) -> None:
     plans = profile.space.plans
-    worth = Worth(
+    worth = PlanQuality(
         model_id=weights_id(model), space=profile.space, samples=50, task="t",
         accuracy=tuple(0.2 + 0.05 * len(plan.blocks) + 0.1 * (plan.tier == "high") for plan in plans),
     )  # fmt: skip
-    found = findings.of_worth(profile, worth)
+    found = results.of_worth(profile, worth)
     assert found["size"] == {"text_tokens": 6, "new_tokens": 4}
     front = front_of(found["plans"])
     assert len(front) >= 2
@@ -67,31 +67,31 @@ def test_a_profile_and_a_worth_alone(model, profile: Profile, tmp_path: Path) ->
     assert f"18 of {len(plans)} plans were measured. The others take" in read
     assert "What the predictor promises" in read and "Who wins" not in read
     others = PlanSpace.of(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
-    other = Worth(model_id="m", space=others, samples=1, task="t", accuracy=(0.5,) * len(others))
+    other = PlanQuality(model_id="m", space=others, samples=1, task="t", accuracy=(0.5,) * len(others))
     with pytest.raises(InputError, match="worth and profile are of different plans"):
-        findings.of_worth(profile, other)
+        results.of_worth(profile, other)
 
 
-def test_too_little_to_judge_a_predictor_by(model, profile: Profile, tmp_path: Path) -> None:
-    worth = Worth(
+def test_too_little_to_judge_a_predictor_by(model, profile: PlanProfile, tmp_path: Path) -> None:
+    worth = PlanQuality(
         model_id="m", space=profile.space, samples=1, task="t", accuracy=(0.5,) * len(profile.space)
     )
     few = replace(profile, visits=tuple(each for each in profile.visits if each.round == 0)[::6])
     assert len(few.visits) == 6
     with pytest.raises(InputError, match=r"a predictor needs at least 5, with steps: profile more"):
-        findings.of_worth(few, worth)
-    found = findings.of_worth(profile, worth) | {"predictor": None}
+        results.of_worth(few, worth)
+    found = results.of_worth(profile, worth) | {"predictor": None}
     read = text(write_findings(found, tmp_path / "page.html"))
     assert "too few plans and lengths to leave some out" in read
 
 
-def test_a_contest(profile: Profile, tmp_path: Path) -> None:
+def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
     mine = tables()
     found = contest(mine, controllers=[controllers()], supervised=[controllers(1)], budgets=6)
     # Of the same plans as the synthetic requests.
     own = replace(profile, about=replace(profile.about, space=PLANS))
-    kept = findings.of_contest(own, mine, found, about={"command": "sparseflow adaptive train x"})
-    findings.write(tmp_path, kept)
+    kept = results.of_contest(own, mine, found, about={"command": "sparseflow adaptive train x"})
+    results.write(tmp_path, kept)
     seed = tmp_path / "controllers" / "seed-0"
     seed.mkdir(parents=True)
     history = History(seed)

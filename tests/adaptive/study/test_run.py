@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.environment import budget_grid
-from sparseflow.adaptive.profile import Profile
-from sparseflow.adaptive.study import Counts, evaluate, train, write_page
-from sparseflow.adaptive.study.findings import read
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.policy.outcomes import budget_grid
+from sparseflow.adaptive.profile import PlanProfile
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
+from sparseflow.adaptive.study import SampleCounts, evaluate, train, write_page
+from sparseflow.adaptive.study.outcome_tables import FOLDER
+from sparseflow.adaptive.study.results import read
 from sparseflow.adaptive.study.run import WORTH
-from sparseflow.adaptive.study.tables import FOLDER
-from sparseflow.adaptive.worth import Worth
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.study import small
@@ -52,8 +52,8 @@ def test_what_a_study_leaves(studied: Path, made: Path) -> None:
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
     assert found["attainment"] == 0.99 and found["seeds"] == 2 and found["verdict"]
-    space = Profile.read(made / "profile.parquet").space
-    worth = Worth.read(studied / WORTH)
+    space = PlanProfile.read(made / "profile.parquet").space
+    worth = PlanQuality.read(studied / WORTH)
     worth.check(found["model_id"], space)
     assert worth.samples == 72
     best = Controllers.load(studied / "controllers.safetensors", model_id=found["model_id"])
@@ -146,7 +146,7 @@ def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"`out` \(=.*file\) is a file"):
         train(replace(asked, out=tmp_path / "file"), small.CONFIG)
     with pytest.raises(InputError, match=r"`seeds` \(=0\) must be at least 1"):
-        train(replace(asked, counts=Counts(train=8, validation=4, test=4)), small.CONFIG, seeds=0)
+        train(replace(asked, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, seeds=0)
     with pytest.raises(InputError, match=r"is of another training, with other .*steps"):
         train(small.asked(made, out=studied), replace(small.CONFIG, steps=9), seeds=2)
     other = Controllers.load(studied / "controllers.safetensors")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sparseflow.adaptive.adapters.base import Adapter, Inputs, adapter_of, register
 from sparseflow.adaptive.adapters.decoders import ROUTERS, DecoderAdapter
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.adaptive.adapters.qwen3_vl import Qwen3VLMoeAdapter
+from sparseflow.adaptive.plan.adapter import Adapter, Inputs, adapter_of, register
 
 for _model_type in ROUTERS:
     register(_model_type, DecoderAdapter)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseflow.adaptive.plan import TIERS, Tier
+from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import InputError
 
 LEVELS = (1, 2, 3)

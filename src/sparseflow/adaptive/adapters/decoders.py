@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sparseflow.adaptive.adapters.base import Adapter
-from sparseflow.adaptive.plan import Geometry, Tier
+from sparseflow.adaptive.plan.adapter import Adapter
+from sparseflow.adaptive.plan.space import ModelGeometry, Tier
 from sparseflow.errors import ModelError
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class DecoderAdapter(Adapter):
                 f"blocks of {config.model_type!r} mix kinds of attention; a cache makes the masks of a kind "
                 "by its first block, which plans may skip"
             )
-        self._geometry = Geometry(depth=len(self._blocks), top_k=self._top_k(), tiers=self.tiers)
+        self._geometry = ModelGeometry(depth=len(self._blocks), top_k=self._top_k(), tiers=self.tiers)
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> ModelGeometry:
         """As found in the live model, whatever its configuration says."""
         return self._geometry
 
@@ -114,5 +114,5 @@ class DecoderAdapter(Adapter):
                     kind = self._decoder.config.model_type  # pyright: ignore[reportAttributeAccessIssue]
                     raise ModelError(
                         f"{kind!r} has experts (at {name!r}), and it is not known where its routers are; "
-                        "write an adapter as sparseflow.adaptive.adapters.base says, and register it"
+                        "write an adapter as sparseflow.adaptive.plan.adapter says, and register it"
                     )

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sparseflow.adaptive.adapters.base import Inputs
 from sparseflow.adaptive.adapters.crops import CROPS
 from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.tokens import Runs, Span, check_presence, ids_of, shortened
-from sparseflow.adaptive.plan import TIERS, Tier
+from sparseflow.adaptive.adapters.placeholders import (
+    PlaceholderSpans,
+    Span,
+    check_presence,
+    ids_of,
+    shortened,
+)
+from sparseflow.adaptive.plan.adapter import Inputs
+from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ class LlavaAdapter(DecoderAdapter):
         patches = (vision.image_size // vision.patch_size) ** 2
         # As the model does: the first token is dropped whether or not it stands for a patch.
         dropped = config.vision_feature_select_strategy == "default"
-        self._runs = Runs()
+        self._runs = PlaceholderSpans()
         self.tokens_per_crop = patches + _CLASS_TOKENS[vision.model_type] - dropped
 
     def vision_tokens(self, inputs: Inputs) -> int:

@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparseflow.adaptive.adapters.base import Inputs
 from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.tokens import Runs, Span, check_presence, ids_of, shortened
-from sparseflow.adaptive.plan import TIERS, Tier
+from sparseflow.adaptive.adapters.placeholders import (
+    PlaceholderSpans,
+    Span,
+    check_presence,
+    ids_of,
+    shortened,
+)
+from sparseflow.adaptive.plan.adapter import Inputs
+from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import PlanError
 
 if TYPE_CHECKING:
@@ -49,7 +55,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._runs = Runs()
+        self._runs = PlaceholderSpans()
         self._made = _MADE.setdefault(model, {tier: set() for tier in TIERS})
 
     @property

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.crops import CROPS, nested_crops
-from sparseflow.adaptive.grid_vqa.images import Bank, Split, bank_of
-from sparseflow.adaptive.grid_vqa.questions import Questions, World, draw, draw_names
-from sparseflow.adaptive.grid_vqa.scenes import NOTHING, Looks, Scenes, looks_of, paint
-from sparseflow.adaptive.grid_vqa.settings import KINDS, Kind, Settings
-from sparseflow.adaptive.plan import Tier
+from sparseflow.adaptive.grid_vqa.config import KINDS, Kind, VqaConfig
+from sparseflow.adaptive.grid_vqa.images import ImageBank, Split, bank_of
+from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, QuestionDomain, draw, draw_names
+from sparseflow.adaptive.grid_vqa.scenes import NOTHING, SceneAppearance, SceneBatch, looks_of, paint
+from sparseflow.adaptive.plan.space import Tier
 from sparseflow.errors import InputError
 
 CHUNK = 256
@@ -33,7 +33,7 @@ _TRAIN, _VISION, _JUDGE = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
+class VqaBatch:
     """Samples on a device.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Named:
+class NamingBatch:
     """Canvases of which every cell is to be named.
 
     Attributes:
@@ -81,7 +81,7 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class VqaSample:
     """One question as a server gets it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Sample:
     inputs: dict[str, Any]
 
 
-class Data:
+class VqaDataset:
     """Everything that is drawn for a task.
 
     Args:
@@ -115,13 +115,15 @@ class Data:
     """
 
     def __init__(
-        self, settings: Settings, device: torch.device | str = "cpu", *, bank: Bank | None = None
+        self, settings: VqaConfig, device: torch.device | str = "cpu", *, bank: ImageBank | None = None
     ) -> None:
         told = settings.images
         if bank is None:
             bank = bank_of(digits=told.digits, archives=told.archives, seed=told.seed)
         self.settings, self.bank, self.device = settings, bank, torch.device(device)
-        self.world = World(names=bank.names, asked=told.asked or bank.names, grid=settings.scene.grid)
+        self.world = QuestionDomain(
+            names=bank.names, asked=told.asked or bank.names, grid=settings.scene.grid
+        )
         self.vocabulary = self.world.vocabulary
         self._often = _often(bank.names, settings.train.vision_weights)
         self._images = torch.from_numpy(bank.images).to(self.device)
@@ -131,7 +133,9 @@ class Data:
         """What `Batch.cells` can be."""
         return 2 * len(self.bank.names) + 1
 
-    def train(self, step: int, rank: int = 0, *, tier: Tier = "high", batch_size: int | None = None) -> Batch:
+    def train(
+        self, step: int, rank: int = 0, *, tier: Tier = "high", batch_size: int | None = None
+    ) -> VqaBatch:
         """The batch of a step of a process, with the crops of a tier; by default of the training's size."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _TRAIN, step, rank])
@@ -141,7 +145,7 @@ class Data:
         )  # fmt: skip
         return self._batch(questions, looks, tier)
 
-    def named(self, step: int, rank: int = 0) -> Named:
+    def named(self, step: int, rank: int = 0) -> NamingBatch:
         """The batch of a step in which the vision tower learns alone."""
         told = self.settings.train
         random = np.random.default_rng([told.seed, _VISION, step, rank])
@@ -154,13 +158,13 @@ class Data:
         )  # fmt: skip
         shares = np.ones(scenes.names.size, np.float32)
         shares[looks.cells] = looks.share
-        blends = Scenes(names=np.where(mixed, others, scenes.names), small=scenes.small)
-        return Named(
+        blends = SceneBatch(names=np.where(mixed, others, scenes.names), small=scenes.small)
+        return NamingBatch(
             crops=self._crops(looks), cells=self._cells(scenes), blends=self._cells(blends),
             shares=torch.from_numpy(shares.reshape(scenes.names.shape)).to(self.device, non_blocking=True),
         )  # fmt: skip
 
-    def judged(self, split: Split, count: int, *, first: int = 0, size: int = CHUNK) -> Iterator[Batch]:
+    def judged(self, split: Split, count: int, *, first: int = 0, size: int = CHUNK) -> Iterator[VqaBatch]:
         """`count` samples of a split from the `first` on, `size` at a time or fewer.
 
         Raises:
@@ -173,19 +177,19 @@ class Data:
                 end = min(begin + size, len(questions))
                 yield self._batch(questions.part(begin, end), looks.part(begin, end, self.world.cells))
 
-    def questions(self, split: Split, count: int) -> Iterator[Questions]:
+    def questions(self, split: Split, count: int) -> Iterator[QuestionBatch]:
         """The questions of the same samples, without their canvases."""
         for questions, _ in self._chunks(split, count):
             yield questions
 
-    def samples(self, split: Split, count: int) -> Iterator[Sample]:
+    def samples(self, split: Split, count: int) -> Iterator[VqaSample]:
         """The same samples one by one, as requests."""
         for questions, looks in self._chunks(split, count):
             for at in range(len(questions)):
                 one = questions.part(at, at + 1)
                 canvas = paint(looks.part(at, at + 1, self.world.cells), self._images, self.settings.scene)
                 prompt, length = int(one.prompts[0]), int(one.lengths[0])
-                yield Sample(
+                yield VqaSample(
                     kind=KINDS[one.kinds[0]],
                     question=self.vocabulary.text(one.text[0, :prompt]),
                     answer=self.vocabulary.text(one.text[0, prompt:length]),
@@ -206,7 +210,9 @@ class Data:
         pixels = nested_crops(canvas.to(self.device), model.crop_px, mean=MEAN, std=STD)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
-    def _chunks(self, split: Split, count: int, before: int = 0) -> Iterator[tuple[Questions, Looks]]:
+    def _chunks(
+        self, split: Split, count: int, before: int = 0
+    ) -> Iterator[tuple[QuestionBatch, SceneAppearance]]:
         code = {"train": 0, "val": 1, "test": 2}[split]
         for chunk in range(-(-count // CHUNK)):
             random = np.random.default_rng([self.settings.images.seed, _JUDGE, code, before + chunk])
@@ -215,7 +221,7 @@ class Data:
             last = min(CHUNK, count - chunk * CHUNK)
             yield questions.part(0, last), looks.part(0, last, self.world.cells)
 
-    def _batch(self, questions: Questions, looks: Looks, tier: Tier = "high") -> Batch:
+    def _batch(self, questions: QuestionBatch, looks: SceneAppearance, tier: Tier = "high") -> VqaBatch:
         numbers = np.concatenate(
             [
                 questions.text,
@@ -226,17 +232,17 @@ class Data:
             axis=1,
         )
         told = torch.from_numpy(numbers).to(self.device, non_blocking=True)
-        return Batch(
+        return VqaBatch(
             crops=self._crops(looks, tier), cells=self._cells(questions.scenes), text=told[:, :-3],
             prompts=told[:, -3], lengths=told[:, -2], kinds=told[:, -1],
         )  # fmt: skip
 
-    def _crops(self, looks: Looks, tier: Tier = "high") -> Tensor:
+    def _crops(self, looks: SceneAppearance, tier: Tier = "high") -> Tensor:
         canvases = paint(looks, self._images, self.settings.scene)
         crops = nested_crops(canvases, self.settings.model.crop_px, mean=MEAN, std=STD, tier=tier)
         return crops.unflatten(0, (len(canvases), -1))
 
-    def _cells(self, scenes: Scenes) -> Tensor:
+    def _cells(self, scenes: SceneBatch) -> Tensor:
         names = len(self.bank.names)
         found = np.where(scenes.names == NOTHING, 2 * names, scenes.names + names * scenes.small)
         return torch.from_numpy(found).to(self.device, non_blocking=True)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.features import language_features
-from sparseflow.adaptive.grid_vqa.dataset import Batch, Data
-from sparseflow.adaptive.grid_vqa.stack import Rotary, Stack, Step, steps_of
-from sparseflow.adaptive.plan import TIERS, Plan, PlanSpace, Tier
-from sparseflow.adaptive.task import Judged, Progress, Split
+from sparseflow.adaptive.controllers.language_features import language_features
+from sparseflow.adaptive.grid_vqa.dataset import VqaBatch, VqaDataset
+from sparseflow.adaptive.grid_vqa.stack import ModelStack, Rotary, Step, steps_of
+from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace, Tier
+from sparseflow.adaptive.questions.task import PlanOutcomes, Progress, Split
 from sparseflow.errors import InputError
 
 BATCH = 128
@@ -29,7 +29,7 @@ BATCH = 128
 
 def outcomes(
     model: Any,
-    data: Data,
+    data: VqaDataset,
     space: PlanSpace | Sequence[Plan],
     *,
     split: Split = "test",
@@ -37,7 +37,7 @@ def outcomes(
     first: int = 0,
     batch_size: int = BATCH,
     progress: Progress | None = None,
-) -> Judged:
+) -> PlanOutcomes:
     """Try plans on the first samples of a split, or on some that follow.
 
     Args:
@@ -57,7 +57,7 @@ def outcomes(
     plans = space.plans if isinstance(space, PlanSpace) else tuple(space)
     if not plans or count < 1:
         raise InputError(f"there is nothing to judge: {len(plans)} plans and {count} samples")
-    adapter, stack, parts, done = adapter_of(model), Stack(model), [], 0
+    adapter, stack, parts, done = adapter_of(model), ModelStack(model), [], 0
     for plan in plans:
         adapter.geometry.check(plan)
         if plan.tier is None:
@@ -76,13 +76,13 @@ def outcomes(
             if progress is not None:
                 progress(f"judged {done} of {count} samples", done / count)
     correct, kinds, language, tokens, asked, answered = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Judged(
+    return PlanOutcomes(
         plans=plans, correct=correct.float(), kinds=kinds, language=language, tokens=tokens.float(),
         text_tokens=asked, new_tokens=answered,
     )  # fmt: skip
 
 
-class Scorer:
+class VqaScorer:
     """Samples that a model has looked at once, to judge any number of plans on, a few at a time.
 
     Args:
@@ -94,9 +94,9 @@ class Scorer:
     """
 
     def __init__(
-        self, model: Any, data: Data, *, split: Split, count: int, batch_size: int = BATCH
+        self, model: Any, data: VqaDataset, *, split: Split, count: int, batch_size: int = BATCH
     ) -> None:  # fmt: skip
-        self._model, self._stack = model, Stack(model)
+        self._model, self._stack = model, ModelStack(model)
         with _judging(model):
             self._seen = [
                 (replace(batch, crops=batch.crops[:, :0]), self._stack.project(self._stack.see(batch.crops)))
@@ -111,13 +111,13 @@ class Scorer:
 
 
 def accuracy(
-    model: Any, data: Data, plans: Sequence[Plan], *, split: Split, count: int, batch_size: int = BATCH
+    model: Any, data: VqaDataset, plans: Sequence[Plan], *, split: Split, count: int, batch_size: int = BATCH
 ) -> Tensor:  # fmt: skip
     """Which answers of the first samples of a split are right: [samples, plans] float32, on the CPU."""
-    return Scorer(model, data, split=split, count=count, batch_size=batch_size)(plans)
+    return VqaScorer(model, data, split=split, count=count, batch_size=batch_size)(plans)
 
 
-def importance(model: Any, data: Data, *, split: Split = "val", count: int) -> tuple[float, ...]:
+def importance(model: Any, data: VqaDataset, *, split: Split = "val", count: int) -> tuple[float, ...]:
     """How much accuracy is lost without each block, at the highest tier; 1 for block 0, which always runs."""
     geometry = adapter_of(model).geometry
     every = range(geometry.depth)
@@ -146,7 +146,7 @@ def _judging(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _correct(stack: Stack, batch: Batch, vision: Tensor, plans: Sequence[Plan]) -> Tensor:
+def _correct(stack: ModelStack, batch: VqaBatch, vision: Tensor, plans: Sequence[Plan]) -> Tensor:
     """[B, plans] bool."""
     found = torch.zeros(len(batch), len(plans), dtype=torch.bool, device=vision.device)
     for tier in TIERS:
@@ -158,7 +158,7 @@ def _correct(stack: Stack, batch: Batch, vision: Tensor, plans: Sequence[Plan]) 
 
 
 def _descend(
-    stack: Stack, batch: Batch, ways: list[tuple[tuple[Step, ...], int]], deep: int, hidden: Tensor,
+    stack: ModelStack, batch: VqaBatch, ways: list[tuple[tuple[Step, ...], int]], deep: int, hidden: Tensor,
     rotary: Rotary, found: Tensor,
 ) -> None:  # fmt: skip
     """Go on with plans that were alike so far; each differing next step is run once."""
@@ -175,7 +175,7 @@ def _descend(
         _descend(stack, batch, mine, deep + 1, stack.block(step, hidden, rotary), rotary, found)
 
 
-def _latency_tokens(stack: Stack, batch: Batch, vision: Tensor, tier: Tier) -> Tensor:
+def _latency_tokens(stack: ModelStack, batch: VqaBatch, vision: Tensor, tier: Tier) -> Tensor:
     """[B, positions, d]."""
     hidden, rotary = stack.begin(vision, batch.text, tier)
     last = hidden.shape[1] - batch.text.shape[1] + batch.prompts - 1

@@ -19,7 +19,7 @@ from typing import get_args
 
 import numpy as np
 
-from sparseflow.adaptive.task import Split
+from sparseflow.adaptive.questions.task import Split
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
@@ -38,7 +38,7 @@ _RECORD = 1 + 3 * SIDE * SIDE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Bank:
+class ImageBank:
     """Images and their names.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Source:
     flips: bool
 
 
-def bank_of(*, digits: bool, archives: Sequence[Path] = (), seed: int = 0) -> Bank:
+def bank_of(*, digits: bool, archives: Sequence[Path] = (), seed: int = 0) -> ImageBank:
     """Read images and split them.
 
     Args:
@@ -110,7 +110,7 @@ def bank_of(*, digits: bool, archives: Sequence[Path] = (), seed: int = 0) -> Ba
             names.append(name)
             flips.append(source.flips)
             at += len(mine)
-    return Bank(
+    return ImageBank(
         images=np.concatenate(found), labels=np.array(labels, np.int64), names=tuple(names),
         splits={split: tuple(each) for split, each in places.items()}, flips=tuple(flips),
     )  # fmt: skip

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sparseflow.adaptive.adapters.crops import CROPS
+from sparseflow.adaptive.grid_vqa.config import VqaConfig, settings_of
 from sparseflow.adaptive.grid_vqa.dataset import MEAN, STD
-from sparseflow.adaptive.grid_vqa.settings import Settings, settings_of
-from sparseflow.adaptive.grid_vqa.words import Vocabulary
+from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
 from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
@@ -28,7 +28,7 @@ _TEXT_TOKENS = 64
 """More than a question with its answer has."""
 
 
-def build(settings: Settings, vocabulary: Vocabulary) -> Any:
+def build(settings: VqaConfig, vocabulary: Vocabulary) -> Any:
     """A `LlavaForConditionalGeneration` whose weights are drawn from torch's generator, float32.
 
     Raises:
@@ -58,7 +58,7 @@ def build(settings: Settings, vocabulary: Vocabulary) -> Any:
 
 def save(
     model: Any,
-    settings: Settings,
+    settings: VqaConfig,
     vocabulary: Vocabulary,
     folder: Path | str,
     *,
@@ -93,7 +93,7 @@ def save(
 
 def load(
     folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Any, Any, Settings]:
+) -> tuple[Any, Any, VqaConfig]:
     """Read what `save` wrote; nothing is fetched and no code of the folder runs.
 
     Returns:

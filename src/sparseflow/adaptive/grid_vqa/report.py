@@ -3,25 +3,91 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sparseflow.adaptive.adapters.crops import CROPS
-from sparseflow.adaptive.grid_vqa.blind import blindly
-from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
+from sparseflow.adaptive.grid_vqa.config import KINDS, VqaModelConfig
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import importance, outcomes
-from sparseflow.adaptive.grid_vqa.settings import KINDS, ModelSettings
-from sparseflow.adaptive.plan import Geometry, Plan, PlanSpace
-from sparseflow.adaptive.task import Judged, Progress
+from sparseflow.adaptive.grid_vqa.images import Split
+from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, draw
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan, PlanSpace
+from sparseflow.adaptive.questions.task import PlanOutcomes, Progress
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError
+
+_Key = tuple[int, ...]
+_Answer = tuple[int, ...]
+_COUNTED = 50_000
+_SEED = 0xB11D
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindBaseline:
+    """How often answers are right without looking.
+
+    Attributes:
+        accuracy: Over all samples.
+        by_kind: For each kind of question that there is.
+        chance: What a guess at random among a question's answers gives, over all samples.
+    """
+
+    accuracy: float
+    by_kind: dict[str, float]
+    chance: float
+
+
+def blindly(data: VqaDataset, *, split: Split = "test", count: int, counted: int = _COUNTED) -> BlindBaseline:
+    """Answer the first samples of a split without looking.
+
+    Args:
+        data: Where questions come from.
+        split: What to answer.
+        count: How many.
+        counted: Training questions whose answers are counted, drawn with the kinds' shares of the test.
+    """
+    answers: defaultdict[_Key, Counter[_Answer]] = defaultdict(Counter)
+    learnt = draw(
+        data.world,
+        data.settings.test_shares,
+        counted,
+        np.random.default_rng([_SEED, data.settings.train.seed]),
+    )
+    for key, answer in _rows(learnt):
+        answers[key][answer] += 1
+    likeliest = {key: each.most_common(1)[0][0] for key, each in answers.items()}
+    right: list[bool] = []
+    kinds: list[int] = []
+    for questions in data.questions(split, count):
+        for key, answer in _rows(questions):
+            right.append(likeliest.get(key) == answer)
+            kinds.append(key[0])
+    hits, of = np.array(right), np.array(kinds)
+    guess = [0.0 if (ways := data.world.answers(kind)) is None else 1.0 / ways for kind in KINDS]
+    return BlindBaseline(
+        accuracy=float(hits.mean()),
+        by_kind={kind: float(hits[of == at].mean()) for at, kind in enumerate(KINDS) if (of == at).any()},
+        chance=float(np.mean([guess[kind] for kind in kinds])),
+    )
+
+
+def _rows(questions: QuestionBatch) -> list[tuple[_Key, _Answer]]:
+    """What is asked and what is right, for each."""
+    keys = np.concatenate([questions.kinds[:, None], questions.slots], axis=1).tolist()
+    ends = zip(questions.text.tolist(), questions.prompts.tolist(), questions.lengths.tolist(), strict=True)
+    return [(tuple(key), tuple(row[first:last])) for key, (row, first, last) in zip(keys, ends, strict=True)]
+
 
 REPORT = "report.json"
 
 
-def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> dict[str, Any]:
+def report_of(model: Any, data: VqaDataset, *, progress: Progress | None = None) -> dict[str, Any]:
     """Judge a model on test samples: the full plan on all of them, and on the first ones every plan of the
     space that blocks' importance one by one gives.
 
@@ -31,7 +97,7 @@ def report_of(model: Any, data: Data, *, progress: Progress | None = None) -> di
         progress: Called with (what was done, fraction done).
     """
     settings = data.settings
-    geometry = Geometry(depth=settings.model.depth, top_k=settings.model.top_k)
+    geometry = ModelGeometry(depth=settings.model.depth, top_k=settings.model.top_k)
     lost = importance(model, data, count=settings.train.judge_samples)
     space = PlanSpace.of(geometry, lost)
     full = outcomes(model, data, [geometry.full()], count=settings.test_samples)
@@ -76,7 +142,7 @@ def read_report(folder: Path | str) -> dict[str, Any] | None:
     return found
 
 
-def work_of(settings: ModelSettings, plan: Plan, text_tokens: int) -> int:
+def work_of(settings: VqaModelConfig, plan: Plan, text_tokens: int) -> int:
     """Multiply-adds of reading a prompt with its image: products of vision, attention and chosen experts.
 
     Args:
@@ -111,7 +177,7 @@ def pareto(costs: Sequence[float], scores: Sequence[float]) -> list[bool]:
     return found
 
 
-def _plans(judged: Judged, settings: ModelSettings, text_tokens: int) -> list[dict[str, Any]]:
+def _plans(judged: PlanOutcomes, settings: VqaModelConfig, text_tokens: int) -> list[dict[str, Any]]:
     scores = judged.correct.mean(0).tolist()
     work = [work_of(settings, plan, text_tokens) for plan in judged.plans]
     return [

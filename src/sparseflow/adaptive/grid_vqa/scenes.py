@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseflow.adaptive.grid_vqa.images import Bank, Split
-from sparseflow.adaptive.grid_vqa.settings import SceneSettings
+from sparseflow.adaptive.grid_vqa.config import VqaSceneConfig
+from sparseflow.adaptive.grid_vqa.images import ImageBank, Split
 
 NOTHING = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Scenes:
+class SceneBatch:
     """What lies where.
 
     Attributes:
@@ -35,7 +35,7 @@ class Scenes:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Looks:
+class SceneAppearance:
     """How scenes look.
 
     Attributes:
@@ -59,10 +59,10 @@ class Looks:
     holes: np.ndarray
     paper: np.ndarray
 
-    def part(self, first: int, last: int, cells: int) -> Looks:
+    def part(self, first: int, last: int, cells: int) -> SceneAppearance:
         """Those of canvases `first` to `last`, of `cells` cells each."""
         mine = (self.cells >= first * cells) & (self.cells < last * cells)
-        return Looks(
+        return SceneAppearance(
             images=self.images[mine], share=self.share[mine], cells=self.cells[mine] - first * cells,
             warps=self.warps[mine], boxes=self.boxes[mine], tones=self.tones[mine], holes=self.holes[mine],
             paper=self.paper[first:last],
@@ -70,15 +70,15 @@ class Looks:
 
 
 def looks_of(
-    scenes: Scenes,
-    bank: Bank,
+    scenes: SceneBatch,
+    bank: ImageBank,
     split: Split,
-    settings: SceneSettings,
+    settings: VqaSceneConfig,
     random: np.random.Generator,
     *,
     augment: float = 0.0,
     blend: np.ndarray | None = None,
-) -> Looks:
+) -> SceneAppearance:
     """Draw which images show a scene's items, and how.
 
     Args:
@@ -126,7 +126,7 @@ def looks_of(
         0,
         1,
     )
-    return Looks(
+    return SceneAppearance(
         images=np.stack([first, second], 1), share=_single(share),
         cells=canvas * scenes.names.shape[1] + cell,
         warps=_single(np.concatenate([inner, offset[:, :, None]], axis=2)),
@@ -135,7 +135,7 @@ def looks_of(
     )  # fmt: skip
 
 
-def paint(looks: Looks, images: Tensor, settings: SceneSettings) -> Tensor:
+def paint(looks: SceneAppearance, images: Tensor, settings: VqaSceneConfig) -> Tensor:
     """Paint canvases.
 
     Args:
@@ -157,7 +157,7 @@ def paint(looks: Looks, images: Tensor, settings: SceneSettings) -> Tensor:
     return (rows.reshape(len(paper), 3, grid * side, grid * side) * 255.0).round().to(torch.uint8)
 
 
-def _items(looks: Looks, images: Tensor, side: int) -> tuple[Tensor, Tensor]:
+def _items(looks: SceneAppearance, images: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Cells full of their item, [N, 3, c, c] of 0 to 1, and where the item is, [N, c, c] bool."""
     count, device = len(looks.cells), images.device
     # One transfer in place of five.
@@ -184,7 +184,7 @@ def _toned(pixels: Tensor, tones: Tensor) -> Tensor:
     return (mean + (pixels - mean) * contrast + bright).clamp(0.0, 1.0)
 
 
-def _pick(bank: Bank, split: Split, names: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def _pick(bank: ImageBank, split: Split, names: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """An image of each name, all of a name's as likely."""
     places = bank.splits[split]
     counts = np.array([len(each) for each in places])

@@ -3,8 +3,8 @@
 A block is told its number of experts, so a plan is a list of (block, top-k). The experts of a block are
 computed for every token and weighted by what the router gives them, 0 for those not chosen: two large matrix
 products in place of a sort, a gather and sixteen small ones. That is the same sum in another order, and
-faster where half of the experts are chosen anyway. `Knobs` on the model's own forward gives the same logits;
-a test says so.
+faster where half of the experts are chosen anyway. `PlanRuntime` on the model's own forward gives the same
+logits; a test says so.
 
 Shapes: B samples, T tokens, d the decoder's width, E experts of width m.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseflow.adaptive.adapters.crops import CROPS
-from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import ModelError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def steps_of(plan: Plan, top_k: int) -> tuple[Step, ...]:
     return tuple((block, top_k if block < plan.insertion_position else plan.top_k) for block in plan.blocks)
 
 
-class Stack:
+class ModelStack:
     """A model's parts.
 
     Args:
@@ -213,7 +213,7 @@ def _attend(
 
     Args:
         hidden: [B, T, d].
-        rotary: As `Stack.begin` gave them.
+        rotary: As `ModelStack.begin` gave them.
         weights: Of the norm before, of queries and their norm, of keys and theirs, of values, of what
             attention gives, and of the norm after.
         head: Width of a head of attention.

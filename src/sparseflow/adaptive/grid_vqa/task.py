@@ -16,28 +16,35 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.grid_vqa.dataset import CHUNK, Data
-from sparseflow.adaptive.grid_vqa.evaluate import Scorer, outcomes
-from sparseflow.adaptive.grid_vqa.images import Bank
+from sparseflow.adaptive.grid_vqa.config import KINDS, VqaConfig
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaDataset
+from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, outcomes
+from sparseflow.adaptive.grid_vqa.images import ImageBank
 from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
-from sparseflow.adaptive.grid_vqa.settings import KINDS, Settings
-from sparseflow.adaptive.plan import TIERS, Plan, PlanSpace
-from sparseflow.adaptive.task import Counts, Judged, Parts, Progress, Split, Stretch
+from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace
+from sparseflow.adaptive.questions.task import (
+    PlanOutcomes,
+    Progress,
+    SampleCounts,
+    SampleRange,
+    Split,
+    SplitRanges,
+)
 from sparseflow.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GridVqa:
+class GridVqaTask:
     """Questions about grids of images, as a model was trained on.
 
     Attributes:
         model: On the device of `data`.
         data: Where samples come from.
-        name: As `Task`, as the others.
+        name: As `StudyTask`, as the others.
     """
 
     model: Any
-    data: Data
+    data: VqaDataset
     name: str = "Grid-VQA, validation split"
     kinds: Sequence[str] = KINDS
     chunk: int = CHUNK
@@ -54,8 +61,8 @@ class GridVqa:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         archives: Sequence[Path] = (),
-        bank: Bank | None = None,
-    ) -> GridVqa:
+        bank: ImageBank | None = None,
+    ) -> GridVqaTask:
         """Of a model's folder.
 
         Args:
@@ -75,32 +82,32 @@ class GridVqa:
                 "another model questions of your own with `--questions FILE.jsonl`"
             )
         model, _, settings = load(folder, device=device, dtype=dtype)
-        return cls(model=model, data=Data(placed(settings, archives, folder), device, bank=bank))
+        return cls(model=model, data=VqaDataset(placed(settings, archives, folder), device, bank=bank))
 
     def identity(self) -> Mapping[str, Any]:
-        """As `Task`."""
+        """As `StudyTask`."""
         told = self.data.settings.model_dump(
             mode="json", include={"images": {"digits", "asked", "seed"}, "scene": True, "test_shares": True}
         )
         return told | {"names": list(self.data.bank.names), "images_in_all": len(self.data.bank.images)}
 
-    def parts(self, counts: Counts, progress: Progress | None = None) -> Parts:
-        """As `Task`; samples are drawn, so there are as many as wanted."""
-        return Parts(
-            train=Stretch(split="val", count=counts.train),
-            validation=Stretch(split="val", first=counts.train, count=counts.validation),
-            test=Stretch(split="test", count=counts.test),
+    def parts(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
+        """As `StudyTask`; samples are drawn, so there are as many as wanted."""
+        return SplitRanges(
+            train=SampleRange(split="val", count=counts.train),
+            validation=SampleRange(split="val", first=counts.train, count=counts.validation),
+            test=SampleRange(split="test", count=counts.test),
         )
 
     def outcomes(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
-    ) -> Judged:
-        """As `Task`; a chunk is quick, so nothing is told within."""
+    ) -> PlanOutcomes:
+        """As `StudyTask`; a chunk is quick, so nothing is told within."""
         return outcomes(self.model, self.data, space, split=split, first=first, count=count)
 
     def scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
         """What scores sets of blocks, at the highest tier, by the first samples of the validation split."""
-        right = Scorer(self.model, self.data, split="val", count=count)
+        right = VqaScorer(self.model, self.data, split="val", count=count)
         geometry = adapter_of(self.model).geometry
 
         def score(blocks: tuple[int, ...]) -> np.ndarray:
@@ -110,7 +117,7 @@ class GridVqa:
         return score
 
 
-def placed(settings: Settings, archives: Sequence[Path] | None, folder: Path) -> Settings:
+def placed(settings: VqaConfig, archives: Sequence[Path] | None, folder: Path) -> VqaConfig:
     """Settings of a task whose archives may be elsewhere now.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask
-from sparseflow.adaptive.predictor.model import LEVEL, Predictor
+from sparseflow.adaptive.predictor.features import AFTERS, After, LatencyQuery
+from sparseflow.adaptive.predictor.model import LEVEL, PlanLatencyPredictor
 
-__all__ = ["AFTERS", "LEVEL", "After", "Ask", "Predictor"]
+__all__ = ["AFTERS", "LEVEL", "After", "LatencyQuery", "PlanLatencyPredictor"]

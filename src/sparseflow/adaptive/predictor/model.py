@@ -24,20 +24,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflow.adaptive.kernels import deciding
-from sparseflow.adaptive.plan import PlanSpace, Tier
-from sparseflow.adaptive.predictor.ask import AFTERS, After, Ask, check_sizes
-from sparseflow.adaptive.predictor.calibrating import FOLDS, Calibrated, Tables, calibrate, rest_of
-from sparseflow.adaptive.predictor.filling import Filling
-from sparseflow.adaptive.predictor.margins import FLOOR, condensed, margin, scatter
-from sparseflow.adaptive.predictor.online import WINDOW, Factors, Margin
-from sparseflow.adaptive.predictor.ramps import shares
-from sparseflow.adaptive.predictor.requests import Describer, Requests
-from sparseflow.adaptive.predictor.sheets import Now, Sheets
-from sparseflow.adaptive.predictor.table import Table
-from sparseflow.adaptive.predictor.terms import width
-from sparseflow.adaptive.profile.about import About
-from sparseflow.adaptive.profile.saved import Profile
+from sparseflow.adaptive.kernels import policy_inference
+from sparseflow.adaptive.plan.space import PlanSpace, Tier
+from sparseflow.adaptive.predictor.cache import CorrectionState, PlanLatencyCache
+from sparseflow.adaptive.predictor.calibration import (
+    FLOOR,
+    FOLDS,
+    Calibration,
+    PhaseTables,
+    calibrate,
+    condensed,
+    margin,
+    rest_of,
+    scatter,
+)
+from sparseflow.adaptive.predictor.features import (
+    AFTERS,
+    After,
+    FeatureBuilder,
+    LatencyQuery,
+    PaddingBuckets,
+    RequestFeatures,
+    check_sizes,
+    width,
+)
+from sparseflow.adaptive.predictor.online import WINDOW, ConformalMargin, DriftCorrection
+from sparseflow.adaptive.predictor.table import LatencyTable, shares
+from sparseflow.adaptive.profile.metadata import ProfileMetadata
+from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
 
@@ -51,7 +65,7 @@ Times = tuple[np.ndarray, np.ndarray, np.ndarray]
 _FORMAT = "sparseflow-adaptive-predictor-3"
 
 
-class Predictor:
+class PlanLatencyPredictor:
     """Predicts latencies. Make one with `fit` or `load`; it may be used by several threads.
 
     Attributes:
@@ -66,13 +80,13 @@ class Predictor:
     def __init__(
         self,
         *,
-        about: About,
+        about: ProfileMetadata,
         space: PlanSpace,
-        tables: Tables,
+        tables: PhaseTables,
         spreads: np.ndarray,
         step_margins: np.ndarray,
-        margins: Sequence[Margin],
-        factors: tuple[Factors, Factors],
+        margins: Sequence[ConformalMargin],
+        factors: tuple[DriftCorrection, DriftCorrection],
         level: float = LEVEL,
         held_out: float,
         tiers: Sequence[Tier],
@@ -82,11 +96,13 @@ class Predictor:
         self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
         self._margins, self._factors = list(margins), factors
         self._loads = tables.prefill.loads
-        filling, plans = Filling.of(about.how), space.plans
-        self._describe = Describer(space.geometry, about.vision_tokens, plans, filling, len(tables.steps))
-        self._sheets = Sheets(tables, space.geometry, plans, about.vision_tokens, filling)
+        filling, plans = PaddingBuckets.of(about.how), space.plans
+        self._describe = FeatureBuilder(
+            space.geometry, about.vision_tokens, plans, filling, len(tables.steps)
+        )
+        self._sheets = PlanLatencyCache(tables, space.geometry, plans, about.vision_tokens, filling)
         self._places = {plan: at for at, plan in enumerate(plans)}
-        self._expected = deciding.kernels().expected
+        self._expected = policy_inference.kernels().expected
         self._lock = threading.Lock()
         self._now = self._settled()
 
@@ -97,8 +113,8 @@ class Predictor:
 
     @classmethod
     def fit(
-        cls, profile: Profile, space: PlanSpace | None = None, *, level: float = LEVEL, seed: int = 0
-    ) -> Predictor:
+        cls, profile: PlanProfile, space: PlanSpace | None = None, *, level: float = LEVEL, seed: int = 0
+    ) -> PlanLatencyPredictor:
         """Learn from a profile.
 
         Args:
@@ -117,7 +133,9 @@ class Predictor:
         return cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
 
     @classmethod
-    def of(cls, found: Calibrated, about: About, space: PlanSpace, *, level: float = LEVEL) -> Predictor:
+    def of(
+        cls, found: Calibration, about: ProfileMetadata, space: PlanSpace, *, level: float = LEVEL
+    ) -> PlanLatencyPredictor:
         """From what a profile told; see `fit`.
 
         Raises:
@@ -132,8 +150,10 @@ class Predictor:
             tables=found.tables,
             spreads=found.spreads,
             step_margins=np.array([margin(scores, 1.0 - level) for scores in found.step_scores]),
-            margins=[Margin(1.0 - level, _mixed(condensed(scores, WINDOW))) for scores in found.scores],
-            factors=(Factors(len(found.scores)), Factors(len(found.scores))),
+            margins=[
+                ConformalMargin(1.0 - level, _mixed(condensed(scores, WINDOW))) for scores in found.scores
+            ],
+            factors=(DriftCorrection(len(found.scores)), DriftCorrection(len(found.scores))),
             level=level,
             held_out=float(np.mean(np.abs(predicted / measured - 1.0))),
             tiers=found.tiers,
@@ -147,7 +167,7 @@ class Predictor:
         """
         self.about.check(model_id, device)
 
-    def predict(self, asks: Sequence[Ask]) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, asks: Sequence[LatencyQuery]) -> tuple[np.ndarray, np.ndarray]:
         """Median and higher prediction of each: milliseconds, float64 [n].
 
         Raises:
@@ -172,7 +192,7 @@ class Predictor:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As `predict`, for one request by every plan of the space, in its order.
 
-        Arguments are those of `Ask`. Without images the tiers of plans do not matter.
+        Arguments are those of `LatencyQuery`. Without images the tiers of plans do not matter.
 
         Raises:
             InputError: A figure is out of range.
@@ -189,7 +209,7 @@ class Predictor:
         )  # fmt: skip
         return p50, p99
 
-    def phases(self, asks: Sequence[Ask]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def phases(self, asks: Sequence[LatencyQuery]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """As `predict`, for `"prefill"` and one `"decode"` step, as far on as any was measured; what was
         waited is not in it."""
         now, requests = self._now, self._describe.of(asks)
@@ -203,7 +223,7 @@ class Predictor:
             found[name] = self._predicted(times, weights, replace(now, margins=margins))
         return found
 
-    def observe(self, ask: Ask, measured_ms: float, *, prefill_ms: float | None = None) -> None:
+    def observe(self, ask: LatencyQuery, measured_ms: float, *, prefill_ms: float | None = None) -> None:
         """Learn from a request that ended.
 
         Args:
@@ -282,7 +302,7 @@ class Predictor:
             }
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Predictor:
+    def from_dict(cls, record: Mapping[str, Any]) -> PlanLatencyPredictor:
         """What `to_dict` gave.
 
         Raises:
@@ -294,18 +314,18 @@ class Predictor:
                 "same profile fits one again"
             )
         try:
-            about, space = About.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
+            about, space = ProfileMetadata.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
             columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
             prompts, *steps = (
-                Table.from_dict(each, columns, tiers) for each in (record["prefill"], *record["steps"])
+                LatencyTable.from_dict(each, columns, tiers) for each in (record["prefill"], *record["steps"])
             )
-            tables = Tables(prefill=prompts, steps=tuple(steps))
+            tables = PhaseTables(prefill=prompts, steps=tuple(steps))
             spreads = np.asarray(record["spreads"], dtype=np.float64)
             step_margins = np.asarray(record["step_margins"], dtype=np.float64)
             held_out = float(record["held_out"])
             measured: list[Tier] = [tier for tier in space.geometry.tiers if tier in record["tiers"]]
-            margins = [Margin.from_dict(each, 1.0 - level) for each in record["margins"]]
-            first, later = map(Factors.from_dict, record["factors"])
+            margins = [ConformalMargin.from_dict(each, 1.0 - level) for each in record["margins"]]
+            first, later = map(DriftCorrection.from_dict, record["factors"])
         except FileFormatError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -336,7 +356,7 @@ class Predictor:
         write_atomic(Path(path), json.dumps(self.to_dict(), allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, path: Path | str) -> Predictor:
+    def load(cls, path: Path | str) -> PlanLatencyPredictor:
         """What `save` wrote.
 
         Raises:
@@ -352,7 +372,7 @@ class Predictor:
             raise FileFormatError(f"{file} is not JSON: {error}") from error
         return cls.from_dict(record)
 
-    def _times(self, requests: Requests) -> Times:
+    def _times(self, requests: RequestFeatures) -> Times:
         """By the tables."""
         prefill = self._tables.prefill.at(
             requests.prompt, requests.batch, requests.prefill_terms, requests.images, requests.tier
@@ -363,7 +383,7 @@ class Predictor:
         ]
         return prefill, steps[-1], rest_of(steps, requests.steps[:, None])
 
-    def _times_of(self, ask: Ask) -> Times:
+    def _times_of(self, ask: LatencyQuery) -> Times:
         """The same of one, from a sheet where there may be one."""
         at = self._places.get(ask.plan)
         if at is None:
@@ -371,7 +391,9 @@ class Predictor:
         sheet = self._sheets.of((ask.text_tokens, ask.images, ask.new_tokens, ask.batch, ask.after))
         return sheet.prefill[None, :, at], sheet.step[None, :, at], sheet.rest[None, :, at]
 
-    def _predicted(self, times: Times, weights: np.ndarray, now: Now) -> tuple[np.ndarray, np.ndarray]:
+    def _predicted(
+        self, times: Times, weights: np.ndarray, now: CorrectionState
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Median and higher prediction, [n], at loads that lie between those of the tables by `weights`,
         [n, L]; more load is never less."""
         prefill, step, rest = times[0] * now.prefill, times[1] * now.step, times[2] * now.step
@@ -396,10 +418,10 @@ class Predictor:
         if rest and worked > prefill_ms:
             later.add((worked - prefill_ms) / rest, weights)
 
-    def _settled(self) -> Now:
+    def _settled(self) -> CorrectionState:
         first, later = self._factors
         margins = np.array([each.value for each in self._margins])
-        return Now(prefill=first.values, step=later.values, margins=margins)
+        return CorrectionState(prefill=first.values, step=later.values, margins=margins)
 
 
 def _mixed(ordered: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.predictor.margins import margin
+from sparseflow.adaptive.predictor.calibration import margin
 from sparseflow.errors import FileFormatError
 
 WINDOW = 600
@@ -45,7 +45,7 @@ _STEP = 0.005
 _LEAST, _MOST = 1.0 / 20.0, 5.0
 
 
-class Middle:
+class RunningMedian:
     """An exponentially weighted median of logarithms."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Middle:
         return {"logs": self._logs[1:].tolist(), "weights": self._weights[1:].tolist()}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Middle:
+    def from_dict(cls, record: Mapping[str, Any]) -> RunningMedian:
         """What `to_dict` gave. Raises FileFormatError where it is something else."""
         made = cls()
         try:
@@ -98,7 +98,7 @@ class Middle:
         return made
 
 
-class Factors:
+class DriftCorrection:
     """Factors of one phase, at each load.
 
     Args:
@@ -109,7 +109,7 @@ class Factors:
     """
 
     def __init__(self, loads: int) -> None:
-        self._everywhere, self._at = Middle(), [Middle() for _ in range(loads)]
+        self._everywhere, self._at = RunningMedian(), [RunningMedian() for _ in range(loads)]
         self.values = np.ones(loads)
 
     def add(self, ratio: float, weights: np.ndarray) -> None:
@@ -137,19 +137,19 @@ class Factors:
         return {"everywhere": self._everywhere.to_dict(), "at": [middle.to_dict() for middle in self._at]}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Factors:
+    def from_dict(cls, record: Mapping[str, Any]) -> DriftCorrection:
         """What `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
             made = cls(len(record["at"]))
-            made._everywhere = Middle.from_dict(record["everywhere"])
-            made._at = [Middle.from_dict(each) for each in record["at"]]
+            made._everywhere = RunningMedian.from_dict(record["everywhere"])
+            made._at = [RunningMedian.from_dict(each) for each in record["at"]]
         except (KeyError, TypeError) as error:
             raise FileFormatError(f"not factors: {error!r}") from error
         made._settle()
         return made
 
 
-class Margin:
+class ConformalMargin:
     """The margin at one load.
 
     Args:
@@ -198,7 +198,7 @@ class Margin:
         return {"now": self._now, "scores": self._scores.tolist()}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], miss: float) -> Margin:
+    def from_dict(cls, record: Mapping[str, Any], miss: float) -> ConformalMargin:
         """What `to_dict` gave. Raises FileFormatError where it is something else."""
         try:
             scores, now = np.array(record["scores"], dtype=np.float64), float(record["now"])

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseflow.adaptive.profile.about import About
-from sparseflow.adaptive.profile.choosing import spread
-from sparseflow.adaptive.profile.collect import Progress, profile
-from sparseflow.adaptive.profile.eager import EagerRunner
+from sparseflow.adaptive.profile.collect import Background, Progress, background, collect_profile, spread
+from sparseflow.adaptive.profile.eager_runner import EagerRunner
 from sparseflow.adaptive.profile.identity import model_id, weights_id
-from sparseflow.adaptive.profile.load import Background, background
-from sparseflow.adaptive.profile.runner import Runner, Timed
-from sparseflow.adaptive.profile.saved import Profile
-from sparseflow.adaptive.profile.visits import Visit
+from sparseflow.adaptive.profile.measurement import Measurement
+from sparseflow.adaptive.profile.metadata import ProfileMetadata
+from sparseflow.adaptive.profile.runner import ProfileRunner, RequestTimes
+from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.adaptive.profile.engine import EngineRunner, by_group
-    from sparseflow.adaptive.profile.others import Mix
+    from sparseflow.adaptive.profile.background_traffic import RequestMix
+    from sparseflow.adaptive.profile.engine_runner import EngineRunner, by_group
 
 __all__ = [
-    "About",
     "Background",
     "EagerRunner",
     "EngineRunner",
-    "Mix",
-    "Profile",
+    "Measurement",
+    "PlanProfile",
+    "ProfileMetadata",
+    "ProfileRunner",
     "Progress",
-    "Runner",
-    "Timed",
-    "Visit",
+    "RequestMix",
+    "RequestTimes",
     "background",
     "by_group",
+    "collect_profile",
     "model_id",
-    "profile",
     "spread",
     "weights_id",
 ]
@@ -42,7 +40,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "engine": ["EngineRunner", "by_group"],
-        "others": ["Mix"],
+        "engine_runner": ["EngineRunner", "by_group"],
+        "background_traffic": ["RequestMix"],
     },
 )

@@ -12,20 +12,95 @@ steps, requests are measured again and those with fewer stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from sparseflow.adaptive.plan import Plan, PlanSpace
-from sparseflow.adaptive.profile.about import About, device_facts
-from sparseflow.adaptive.profile.appending import Appending
-from sparseflow.adaptive.profile.load import Background, background
-from sparseflow.adaptive.profile.runner import Runner
-from sparseflow.adaptive.profile.saved import Profile
-from sparseflow.adaptive.profile.visits import Turn, Visit
+from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
+from sparseflow.adaptive.profile.measurement import Measurement, Turn
+from sparseflow.adaptive.profile.metadata import ProfileMetadata, device_facts
+from sparseflow.adaptive.profile.runner import ProfileRunner
+from sparseflow.adaptive.profile.storage import PlanProfile, ProfileAppender
+from sparseflow.core.load import Stressor
 from sparseflow.errors import InputError, RunError, SparseFlowError
+
+Background = Callable[[float], AbstractContextManager[object]]
+"""A level between 0 and 1 -> what keeps the device so busy while it is entered."""
+
+
+def background(device: torch.device | str) -> Background:
+    """Products of matrices by other processes, on all CPUs that this one may use, or on the GPU.
+
+    Level 0 is no process at all. Otherwise the level is reached while nothing else runs, and then held.
+    """
+    target = torch.device(device)
+    kind = "cpu-fma" if target.type == "cpu" else "gpu-matmul"
+
+    @contextmanager
+    def busy(level: float) -> Iterator[None]:
+        with Stressor(kind, level, device=str(target)) as stressor:
+            stressor.wait_until_steady()
+            with stressor.hold_duty():
+                yield
+
+    return lambda level: nullcontext() if level == 0.0 else busy(level)
+
+
+def spread(
+    space: PlanSpace,
+    count: int,
+    *,
+    seed: int = 0,
+    text_only: int = 0,
+    tiers: Sequence[Tier | None] | None = None,
+) -> tuple[Plan, ...]:
+    """Some plans that tell about the others: of each tier the dearest, the cheapest, and random ones.
+
+    Args:
+        space: The plans.
+        count: How many, at least two a tier; all of them where there are fewer.
+        seed: What they are drawn from.
+        text_only: How many more to choose for requests without image, of a model that takes them.
+        tiers: Those to choose plans of; by default all of the space.
+
+    Raises:
+        InputError: A count is too small.
+    """
+    tiers = space.tiers if tiers is None else tiers
+    if count < 2 * len(tiers) or text_only < 0:
+        raise InputError(
+            f"`count` (={count}) must be at least {2 * len(tiers)}, two a tier; `text_only` not negative"
+        )
+    generator = np.random.default_rng(seed)
+    found: list[Plan] = []
+    for at, tier in enumerate(tiers):
+        mine = [plan for plan in space.plans if plan.tier == tier]
+        share = count // len(tiers) + (at < count % len(tiers))
+        found += _extremes(mine, share, generator)
+    if text_only and space.geometry.tiers:
+        bare = {_without_image(plan): None for plan in space.plans}
+        found += _extremes(list(bare), text_only, generator)
+    return tuple(found)
+
+
+def _extremes(plans: list[Plan], count: int, generator: np.random.Generator) -> list[Plan]:
+    """The dearest, the cheapest, and random ones of the rest."""
+    ranked = sorted(plans, key=lambda plan: (len(plan.blocks), plan.top_k, plan.insertion_position))
+    if count >= len(ranked):
+        return ranked
+    ends = [ranked[-1], ranked[0]][:count]
+    rest = ranked[1:-1]
+    drawn = generator.choice(len(rest), size=max(min(count - 2, len(rest)), 0), replace=False)
+    return ends + [rest[at] for at in sorted(drawn)]
+
+
+def _without_image(plan: Plan) -> Plan:
+    return Plan(tier=None, insertion_position=plan.insertion_position, top_k=plan.top_k, blocks=plan.blocks)
+
 
 Progress = Callable[[str, float], None]
 """Called with (what is measured, fraction done)."""
@@ -41,8 +116,8 @@ _Cell = tuple[Plan, int, int]
 """Plan, text tokens, batch."""
 
 
-def profile(
-    runner: Runner,
+def collect_profile(
+    runner: ProfileRunner,
     space: PlanSpace,
     out: Path | str,
     *,
@@ -56,7 +131,7 @@ def profile(
     load: Background | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Profile:
+) -> PlanProfile:
     """Measure plans, or what is missing of them.
 
     Args:
@@ -66,7 +141,7 @@ def profile(
         buckets: Text tokens of prompts.
         plans: Those to measure; by default all of the space. See `spread`. Plans without a tier are measured
             without image.
-        batches: Requests that run at a time; see `Runner.run`.
+        batches: Requests that run at a time; see `ProfileRunner.run`.
         loads: Shares of the device that others want, 0 to 1; see `load`.
         repeats: Rounds.
         warmup: Runs of each cell that are thrown away first, with few steps.
@@ -94,29 +169,29 @@ def profile(
             raise InputError(f"{plan.id} has an image, and the runner takes none; give the runner an example")
     if not chosen:
         raise InputError("`plans` must hold at least one")
-    about = About(
+    about = ProfileMetadata(
         model_id=runner.model_id, device=device_facts(runner.device), space=space,
         vision_tokens=dict(runner.vision_tokens), how=dict(runner.how),
     )  # fmt: skip
-    work = _Work(
+    work = _MeasurementPlan(
         runner=runner, levels=levels, repeats=repeats, warmup=warmup, steps=steps, seed=seed,
         cells=[(plan, tokens, batch) for plan in chosen for tokens in buckets for batch in batches],
     )  # fmt: skip
     file = Path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with Appending(file, about, runner.device, seed) as appending:
+    with ProfileAppender(file, about, runner.device, seed) as appending:
         failed = work.run(appending, load or background(runner.device), progress)
-    found = Profile.read(file)
+    found = PlanProfile.read(file)
     if not found.timed:
         raise RunError(f"none of {len(found.visits)} requests could be run: {failed}")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _MeasurementPlan:
     """What one call measures."""
 
-    runner: Runner
+    runner: ProfileRunner
     cells: list[_Cell]
     levels: tuple[float, ...]
     repeats: int
@@ -125,7 +200,7 @@ class _Work:
     seed: int
     warm: set[_Cell] = field(default_factory=set)
 
-    def run(self, appending: Appending, load: Background, progress: Progress | None) -> str | None:
+    def run(self, appending: ProfileAppender, load: Background, progress: Progress | None) -> str | None:
         """Make the visits that are missing; gives the last error."""
         there = {visit.turn for visit in appending.held.timed if len(visit.steps_ms) >= self.steps}
         total = len(self.cells) * len(self.levels) * self.repeats
@@ -157,7 +232,7 @@ class _Work:
                 generator = np.random.default_rng((self.seed, number, round(level * 1e6)))
                 yield (number, level), [self.cells[at] for at in generator.permutation(len(self.cells))]
 
-    def _visit(self, cell: _Cell, number: int, level: float, session: int) -> Visit:
+    def _visit(self, cell: _Cell, number: int, level: float, session: int) -> Measurement:
         plan, tokens, batch = cell
         found: dict[str, Any]
         try:
@@ -174,7 +249,7 @@ class _Work:
             raise
         except RuntimeError as error:  # of torch: memory, mostly
             found = {"error": str(error).partition("\n")[0] or type(error).__name__}
-        return Visit(
+        return Measurement(
             plan=plan, text_tokens=tokens, batch=batch, load=level, round=number, session=session, **found
         )
 

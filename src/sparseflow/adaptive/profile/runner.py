@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sparseflow.adaptive.plan import Plan, Tier
+from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class RequestTimes:
     """One request's times.
 
     Attributes:
@@ -50,7 +50,7 @@ def computed(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-class Runner(Protocol):
+class ProfileRunner(Protocol):
     """Runs requests of given sizes on one device: `EngineRunner` as they are served, `EagerRunner` by the
     model's own forward."""
 
@@ -75,7 +75,7 @@ class Runner(Protocol):
         anything is made ready to run."""
         ...
 
-    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> Timed:
+    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
         """Run a prompt, and then some steps of a batch of requests like it.
 
         Args:

@@ -1,8 +1,5 @@
-"""A user's own questions, from a file, as the task of a study: for any model that there is an adapter for."""
+"""Questions with known answers as the task of a study.
 
-from __future__ import annotations
-
-from sparseflow.adaptive.questions.file import Question, read
-from sparseflow.adaptive.questions.task import Questions
-
-__all__ = ["Question", "Questions", "read"]
+`task` defines what a study needs of a task; `file` reads questions from JSON lines; `runner` answers them
+under a plan; `file_task` makes a task of them.
+"""

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.task import Split
+from sparseflow.adaptive.prompts.messages import RequestLimits
+from sparseflow.adaptive.questions.task import Split
 from sparseflow.core.config import describe_validation_error
 from sparseflow.errors import FileFormatError, InputError
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 """Those of a server's requests: what is asked here is to be asked there."""
 
 _TRAIN, _VAL = 0.6, 0.2
@@ -58,7 +58,7 @@ class Question:
     where: str
 
 
-class _Line(BaseModel):
+class _QuestionRecord(BaseModel):
     """A line, as it is written."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -103,7 +103,7 @@ def read(path: Path | str) -> tuple[Question, ...]:
     return tuple(found)
 
 
-def _line(line: bytes, where: str) -> _Line:
+def _line(line: bytes, where: str) -> _QuestionRecord:
     try:
         content: Any = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -115,15 +115,15 @@ def _line(line: bytes, where: str) -> _Line:
             f"{where} must be an object with `prompt` and `answer`, not {type(content).__name__}"
         )
     try:
-        return _Line.model_validate_json(json.dumps(content))
+        return _QuestionRecord.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise FileFormatError(
             f"{where} is no question: {describe_validation_error(error)}; "
-            f"it may have {', '.join(_Line.model_fields)}"
+            f"it may have {', '.join(_QuestionRecord.model_fields)}"
         ) from error
 
 
-def _question(line: _Line, folder: Path, where: str) -> Question:
+def _question(line: _QuestionRecord, folder: Path, where: str) -> Question:
     images = tuple(folder / name for name in line.images)
     text = json.dumps([line.prompt, line.answer, line.images, line.max_new_tokens, line.kind])
     seen = [hashlib.sha256(_content_of(image, where)).digest() for image in images]

@@ -1,247 +1,174 @@
-"""A file of questions as the task of a study, and as what scores a model without some of its blocks."""
+"""What a model is asked, and what its plans make of it: between a study and where questions are from.
+
+A study wants a `StudyTask`: Grid-VQA is one (`grid_vqa/task.py`), a file of a user's own questions another
+(`questions/`).
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-import torch
-
-from sparseflow.adaptive.folder import open_folder
-from sparseflow.adaptive.plan import Plan, PlanSpace, Tier
-from sparseflow.adaptive.questions.asking import Asker, Ready, batches, first_of_each
-from sparseflow.adaptive.questions.file import Question, read
-from sparseflow.adaptive.task import Counts, Judged, Parts, Progress, Split, Stretch
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.errors import InputError
 
-LEAST = 8
-"""Questions of each part, at least. That is enough to run, and far too few to tell plans apart."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-_MOST_KINDS = 64
-_OTHER = "other"
-"""The kind of questions that have none, where others have."""
+Progress = Callable[[str, float], None]
+"""Called with (what was done, fraction done)."""
+
+Split = Literal["train", "val", "test"]
+"""A part of a task's questions that shares none with the others."""
 
 
-class Questions:
-    """Questions of a file to a model; a `Task`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanOutcomes:
+    """What plans make of samples; everything on the CPU.
 
-    Args:
-        asker: Who is asked.
-        questions: What.
-        name: The file's.
-
-    Raises:
-        InputError: There are too many kinds.
+    Attributes:
+        plans: Those that were tried.
+        correct: [samples, plans] float32, 0 or 1.
+        kinds: Index into the task's kinds, [samples] int64.
+        language: Language features, [samples, d] float32.
+        tokens: Latency tokens: the last prompt token's hidden state as it leaves the block before each
+            insertion position, by tier: [samples, tiers, positions, d] float32. Without tiers there is one.
+        text_tokens: Of the prompt, those that are not of images, [samples] int64.
+        new_tokens: Of the right answer, its end included, [samples] int64. A wrong answer may be longer or
+            shorter.
+        vision_tokens: Of all images of the prompt, at the highest tier, [samples] int64; None where every
+            sample has one image like that of a profile, or the model takes none.
     """
 
-    chunk = 64
-    told = (
-        "Right is an answer whose text greedy decoding gives, but for blanks and case. What was learnt from, "
-        "matched on and judged by are different questions of the file."
-    )
+    plans: tuple[Plan, ...]
+    correct: Tensor
+    kinds: Tensor
+    language: Tensor
+    tokens: Tensor
+    text_tokens: Tensor
+    new_tokens: Tensor
+    vision_tokens: Tensor | None = None
 
-    def __init__(self, asker: Asker, questions: Sequence[Question], name: str) -> None:
-        self._asker, self._file = asker, name
-        kinds = sorted({each.kind or _OTHER for each in questions})
-        if len(kinds) > _MOST_KINDS:
-            raise InputError(f"{name} has {len(kinds)} kinds of questions; name at most {_MOST_KINDS}")
-        self.kinds: tuple[str, ...] = tuple(kinds) if len(kinds) > 1 else ()
-        self.splits: Mapping[Split, tuple[Question, ...]] = {
-            split: tuple(each for each in questions if each.split == split)
-            for split in ("train", "val", "test")
-        }
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        file: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        most_tokens: int | None = None,
-    ) -> Questions:
-        """Questions of a file to the model of a folder.
+    def by_kind(self, plan: int, kinds: Sequence[str]) -> dict[str, float]:
+        """A plan's accuracy for each kind of question that there is.
 
         Args:
-            folder: As of `open_folder`, as the others.
-            file: As of `read`.
-            device: Where to compute.
-            dtype: Of the weights.
-            most_tokens: Of a prompt and its answer together, where they are served: no more than the model's
-                context, which is the default.
-
-        Raises:
-            InputError: There is no such folder or file, or the tokenizer has no chat template.
-            FileFormatError: One of them holds something else.
-            ModelError: The model's architecture has no adapter.
+            plan: Its place in `plans`.
+            kinds: The task's.
         """
-        questions = read(file)
-        there = open_folder(folder, device=device, dtype=dtype)
-        return cls(Asker(there, most_tokens), questions, file.name)
+        there = {kind: self.kinds == at for at, kind in enumerate(kinds)}
+        return {
+            kind: float(self.correct[mine, plan].mean()) for kind, mine in there.items() if bool(mine.any())
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """How many samples there are to learn from, to validate with, and to be judged on.
+
+    Raises:
+        InputError: One is below 1.
+    """
+
+    train: int = 2048
+    validation: int = 1024
+    test: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, count in vars(self).items():
+            if type(count) is not int or count < 1:
+                raise InputError(f"`{name}` (={count!r}) must be a whole number of samples, at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRange:
+    """Samples of a split that follow each other.
+
+    Attributes:
+        split: Which.
+        first: How many come before them.
+        count: How many they are.
+    """
+
+    split: Split
+    first: int = 0
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRanges:
+    """Which samples controllers learn from, which margins are chosen by, and which judge."""
+
+    train: SampleRange
+    validation: SampleRange
+    test: SampleRange
+    images: bool = True
+    """Whether one of them may have an image."""
+
+    def counts(self) -> dict[Split, int]:
+        """How many first samples of each split are needed."""
+        found: dict[Split, int] = {}
+        for each in (self.train, self.validation, self.test):
+            found[each.split] = max(found.get(each.split, 0), each.first + each.count)
+        return found
+
+
+class StudyTask(Protocol):
+    """Questions to one model, with their right answers.
+
+    Attributes:
+        model: Who is asked.
+        name: What is asked, as a worth of plans names it.
+        kinds: Of questions; `Judged.kinds` counts in them.
+        chunk: Samples that are asked together, and kept in one file.
+        told: What a right answer is and how parts differ, in sentences for a page.
+    """
 
     @property
-    def model(self) -> Any:
-        """As `Task`."""
-        return self._asker.model
+    def model(self) -> Any: ...
 
     @property
-    def name(self) -> str:
-        """As `Task`."""
-        return f"questions of {self._file}"
+    def name(self) -> str: ...
+
+    @property
+    def kinds(self) -> Sequence[str]: ...
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def told(self) -> str: ...
 
     def identity(self) -> Mapping[str, Any]:
-        """As `Task`."""
-        digest = hashlib.sha256()
-        for split, questions in self.splits.items():
-            for each in questions:
-                digest.update(f"{split} {each.digest}\n".encode())
-        first = first_of_each(chain(*self.splits.values()), lambda each: bool(each.images))
-        ready = [self._asker.ready(each) for each in first]
-        return {"questions": digest.hexdigest(), **self._asker.identity(ready)}
+        """What answers depend on beside weights, number format and plans, as JSON keeps it."""
+        ...
 
-    def parts(self, counts: Counts, progress: Progress | None = None) -> Parts:
-        """As `Task`: as many as are wanted, or as there are.
+    def parts(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
+        """Which samples serve for what.
 
-        Each is tried as a prompt, so that no error waits for hours.
+        Args:
+            counts: How many are wanted of each.
+            progress: Told while it takes long.
+
+        Raises:
+            InputError: There are too few.
         """
-        wanted: dict[Split, int] = {"train": counts.train, "val": counts.validation, "test": counts.test}
-        for split in wanted:
-            self._check_enough(len(self.splits[split]), f"`{split}`")
-        found: dict[Split, Stretch] = {}
-        for split, count in wanted.items():
-            some = self.splits[split][:count]
-            for number, question in enumerate(some, start=1):
-                self._asker.ready(question)
-                if progress is not None:
-                    progress(f"{number} of {len(some)} {split} questions can be asked", 0.0)
-            found[split] = Stretch(split=split, count=len(some))
-        images = any(each.images for split, count in wanted.items() for each in self.splits[split][:count])
-        return Parts(train=found["train"], validation=found["val"], test=found["test"], images=images)
+        ...
 
     def outcomes(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
-    ) -> Judged:
-        """As `Task`."""
-        questions = self.splits[split][first : first + count]
-        if len(questions) < count or count < 1:
-            raise InputError(
-                f"`{split}` has {len(self.splits[split])} questions; {count} after the first {first} are not "
-                "there"
-            )
-        ready = [self._asker.ready(each) for each in questions]
-        answers, place = _Answers(ready, space, self._asker), {kind: at for at, kind in enumerate(self.kinds)}
-        for done, of, what in answers.fill():
-            if progress is not None:
-                progress(f"{what} on {split} questions from {first + 1} on", done / of)
-        return Judged(
-            plans=space.plans, correct=answers.correct, language=answers.language, tokens=answers.tokens,
-            kinds=torch.tensor([place.get(each.kind or _OTHER, 0) for each in questions]),
-            text_tokens=torch.tensor([each.prompt.text_tokens for each in ready]),
-            new_tokens=torch.tensor([each.new_tokens for each in ready]),
-            vision_tokens=torch.tensor([each.prompt.vision_tokens for each in ready]),
-        )  # fmt: skip
-
-    def scorer(self, count: int) -> Scorer:
-        """What scores sets of blocks by the first questions that are not of the test.
+    ) -> PlanOutcomes:
+        """Try all plans on some samples of a split.
 
         Args:
-            count: How many of them, at most.
+            space: The plans.
+            split: Which.
+            first: How many samples to leave out before: a multiple of `chunk`.
+            count: How many to try.
+            progress: Told of what happens within.
 
         Raises:
-            InputError: There are too few, or one cannot be asked.
+            InputError: The model cannot run a plan, or there are no such samples.
         """
-        found = [*self.splits["train"], *self.splits["val"]][:count]
-        self._check_enough(len(found), "`train` and `val` together")
-        return Scorer(self._asker, found)
-
-    def _check_enough(self, count: int, what: str) -> None:
-        if count < LEAST:
-            there = Counter({split: len(each) for split, each in self.splits.items()})
-            told = ", ".join(f"{number} of `{split}`" for split, number in there.items())
-            raise InputError(
-                f"{self._file}: {count} questions for {what} are too few, {LEAST} are the least (there are "
-                f"{told}); add some, or say in each line's `split` what it serves for"
-            )
-
-
-class _Answers:
-    """What becomes of some questions under all plans.
-
-    A plan of a tier that leaves no room for a question has no right answer to it, and latency tokens there
-    are those of the highest tier that does. Without image all tiers are alike.
-
-    Attributes:
-        correct: As in `Judged`, as the next two; there once `fill` has run.
-        language: Language features.
-        tokens: Latency tokens.
-    """
-
-    def __init__(self, ready: Sequence[Ready], space: PlanSpace, asker: Asker) -> None:
-        self._ready, self._asker, self._tiers = ready, asker, space.tiers
-        self._runs: dict[Tier | None, dict[Plan, list[int]]] = {tier: {} for tier in (None, *space.tiers)}
-        for at, plan in enumerate(space.plans):
-            for run in {plan, replace(plan, tier=None)}:
-                self._runs[run.tier].setdefault(run, []).append(at)
-        width = asker.model.get_input_embeddings().embedding_dim
-        self.correct = torch.zeros(len(ready), len(space))
-        self.language = torch.zeros(len(ready), width)
-        self.tokens = torch.zeros(len(ready), len(space.tiers), len(space.geometry.positions), width)
-
-    def fill(self) -> Iterator[tuple[int, int, str]]:
-        """Ask; after each run yields how many are done, of how many, and what ran."""
-        work: list[tuple[Tier | None, list[int]]] = [
-            (tier, places) for tier in self._runs for places in batches(self._ready, tier)
-        ]
-        of, done = sum(len(self._runs[tier]) for tier, _ in work), 0
-        for tier, places in work:
-            rows, at = [self._ready[place] for place in places], torch.tensor(places)
-            if tier == rows[0].tiers[0]:
-                self.language[at] = self._asker.language(rows)
-            # Of what has no room at higher tiers, these stay there.
-            first = 0 if tier is None else self._tiers.index(tier)
-            self.tokens[at, first:] = self._asker.latency_tokens(rows, tier)[:, None]
-            for plan, columns in self._runs[tier].items():
-                right = torch.tensor(self._asker.right(rows, plan), dtype=torch.float32)
-                self.correct[at[:, None], torch.tensor(columns)] = right[:, None]
-                done += 1
-                yield done, of, plan.id
-
-
-class Scorer:
-    """Questions that are held ready, to score any number of sets of blocks.
-
-    Args:
-        asker: Who is asked.
-        questions: What; their images stay in memory, as the model takes them.
-
-    Attributes:
-        digest: Of the questions, and of what else scores depend on beside the weights.
-    """
-
-    def __init__(self, asker: Asker, questions: Sequence[Question]) -> None:
-        self._asker, self._ready = asker, [asker.ready(each) for each in questions]
-        # The highest tier that leaves room for all of them.
-        seen = [each.tiers for each in self._ready if each.prompt.vision_tokens]
-        tiers: set[Tier | None] = {None, min(seen, key=len)[-1]} if seen else {None}
-        self._batches: list[tuple[Tier | None, list[int]]] = [
-            (tier, places) for tier in tiers for places in batches(self._ready, tier)
-        ]
-        told = {"dtype": str(asker.model.dtype), **asker.identity(self._ready)}
-        text = json.dumps([told, *(each.digest for each in questions)], sort_keys=True)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
-
-    def __call__(self, blocks: tuple[int, ...]) -> np.ndarray:
-        """Which answers are right with some blocks alone, at the highest tier: [questions] float64."""
-        found, top_k = np.zeros(len(self._ready)), self._asker.adapter.geometry.top_k
-        for tier, places in self._batches:
-            plan = Plan(tier=tier, insertion_position=1, top_k=top_k, blocks=blocks)
-            found[places] = self._asker.right([self._ready[at] for at in places], plan)
-        return found
+        ...

@@ -11,18 +11,108 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from sparseflow.adaptive.decide import OnInfeasible
-from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.runtime.sampling import Sampling
-from sparseflow.adaptive.serve.backend import Backend, Ended, Event, Failed, Job, Prompt, Started, Tokens
-from sparseflow.adaptive.serve.metrics import Metrics, Outcome
-from sparseflow.adaptive.serve.refusal import Refusal
-from sparseflow.adaptive.serve.shedding import Place
-from sparseflow.adaptive.serve.text import Text
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.policy.selector import OnInfeasible
+from sparseflow.adaptive.prompts.messages import ApiError, Prompt
+from sparseflow.adaptive.serve.admission import Ticket
+from sparseflow.adaptive.serve.backend import (
+    BackendJob,
+    EndedEvent,
+    Event,
+    FailedEvent,
+    ServingBackend,
+    StartedEvent,
+    TokensEvent,
+)
+from sparseflow.adaptive.serve.metrics import Outcome, ServerMetrics
+
+_BROKEN = "\ufffd"
+
+
+class TokenDecoder(Protocol):
+    """What is needed of a tokenizer; those of transformers have it."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class StreamingText:
+    """The text of one answer.
+
+    Args:
+        tokenizer: Decodes its tokens.
+        stops: Strings before which it ends; none is empty.
+
+    Attributes:
+        tokens: How many tokens came in.
+        stopped: A stop string was met; more tokens change nothing.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, stops: Sequence[str] = ()) -> None:
+        self.tokens = 0
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._ids: list[int] = []
+        self._seen = 0
+        """Of `_ids`, those whose text is out or held back for a stop string only."""
+        self._held = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take tokens; gives the text that is certain now and was not before."""
+        if self.stopped:
+            return ""
+        for token in ids:
+            self.tokens += 1
+            self._ids.append(token)
+        return self._through(self._decoded(final=False), final=False)
+
+    def close(self) -> str:
+        """No more tokens come; gives the text that was held back."""
+        if self.stopped:
+            return ""
+        return self._through(self._decoded(final=True), final=True)
+
+    def _decoded(self, *, final: bool) -> str:
+        """Text of the tokens that are not seen yet, or "" while it may change."""
+        if len(self._ids) == self._seen:
+            return ""
+        before = self._decode(self._ids[: self._seen])
+        text = self._decode(self._ids)
+        if text.endswith(_BROKEN) and not final:
+            return ""
+        fresh = text[len(before) :]
+        if not fresh:
+            return ""
+        # The last tokens seen are the light in which the next ones are decoded; older ones are not needed.
+        del self._ids[: self._seen]
+        self._seen = len(self._ids)
+        return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+    def _through(self, fresh: str, *, final: bool) -> str:
+        """What may go out of the text held back and fresh text."""
+        text = self._held + fresh
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            # The one that ends first, as if the text had come character by character.
+            return text[: min(found)[1]]
+        keep = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of a text with which a stop string may begin."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
 
 _LOG = logging.getLogger(__name__)
 _CLOSING_S = 0.002
@@ -30,7 +120,7 @@ _CLOSING_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Wanted:
+class AnswerSpec:
     """What an answer is to be.
 
     Attributes:
@@ -49,7 +139,7 @@ class Wanted:
     prompt: Prompt
     new_tokens: int
     shortened: bool
-    sampling: Sampling
+    sampling: SamplingParams
     received_s: float
     budget_ms: float | None
     on_infeasible: OnInfeasible
@@ -63,7 +153,7 @@ class Wanted:
         return None if self.budget_ms is None else self.received_s + self.budget_ms / 1000.0
 
 
-class Answer:
+class AnswerStream:
     """An answer that comes into being.
 
     Args:
@@ -82,12 +172,12 @@ class Answer:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: AnswerSpec,
         *,
-        text: Text,
-        place: Place,
-        backend: Backend,
-        metrics: Metrics,
+        text: StreamingText,
+        place: Ticket,
+        backend: ServingBackend,
+        metrics: ServerMetrics,
         over: Callable[[bool], None],
     ) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -101,7 +191,7 @@ class Answer:
         self._over = over
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         self._begun = asyncio.Event()
-        self._refusal: Refusal | None = None
+        self._refusal: ApiError | None = None
         self._ended = False
         self._truncated = False
         self._plan: Plan | None = None
@@ -171,7 +261,7 @@ class Answer:
         if deadline_s is not None:
             if now >= deadline_s and wanted.on_infeasible != "best_effort":
                 self._fail(
-                    Refusal(
+                    ApiError(
                         429, "the budget was used up in line; try again", code="overloaded", retry_after_s=1.0
                     )
                 )
@@ -180,7 +270,7 @@ class Answer:
             if wanted.on_infeasible == "truncate":
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(max(deadline_s - _CLOSING_S - now, 0.0), self._out_of_time)
-        job = Job(
+        job = BackendJob(
             id=self.id, prompt=wanted.prompt, max_new_tokens=wanted.new_tokens, sampling=wanted.sampling,
             received_s=wanted.received_s, budget_ms=wanted.budget_ms, until_s=until_s,
             on_infeasible=wanted.on_infeasible, beside=beside,
@@ -189,33 +279,35 @@ class Answer:
             self._call_off = self._backend.submit(job, self._take)
         except Exception:
             _LOG.exception("request %s could not be run", self.id)
-            self._fail(Refusal(500, f"the model failed on this request (id {self.id})", code="engine_failed"))
+            self._fail(
+                ApiError(500, f"the model failed on this request (id {self.id})", code="engine_failed")
+            )
 
-    def cut(self, refusal: Refusal) -> None:
+    def cut(self, refusal: ApiError) -> None:
         """End it early, with an error."""
         self._fail(refusal)
 
     def leave(self) -> None:
         """Nobody reads it any more; nothing is done to one that has ended."""
-        self._fail(Refusal(499, "the client went away", code="client_gone"))
+        self._fail(ApiError(499, "the client went away", code="client_gone"))
 
     def _take(self, event: Event) -> None:
         if self._ended:
             return
-        if isinstance(event, Started):
+        if isinstance(event, StartedEvent):
             self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
             self._place.ends_s = self.wanted.received_s + event.p99_ms / 1000.0
-        elif isinstance(event, Tokens):
+        elif isinstance(event, TokensEvent):
             if self._first_ms is None:
                 self._first_ms = self._since_ms()
                 self._begun.set()
             self._put(self._text.push(event.ids))
             if self._text.stopped:
                 self._finish("stop")
-        elif isinstance(event, Ended):
+        elif isinstance(event, EndedEvent):
             self._finish(event.reason)
         else:
-            assert isinstance(event, Failed)
+            assert isinstance(event, FailedEvent)
             self._fail(event.refusal)
 
     def _since_ms(self) -> float:
@@ -245,7 +337,7 @@ class Answer:
             self._metrics.promised(kept=self._measured_ms <= wanted.budget_ms)
         self._end(ran=True)
 
-    def _fail(self, refusal: Refusal) -> None:
+    def _fail(self, refusal: ApiError) -> None:
         if self._ended:
             return
         self._refusal = refusal
@@ -267,7 +359,7 @@ class Answer:
         self._over(ran)
 
 
-def outcome_of(refusal: Refusal) -> Outcome:
+def outcome_of(refusal: ApiError) -> Outcome:
     """How a request that was refused counts."""
     if refusal.code == "budget_infeasible":
         return "infeasible"

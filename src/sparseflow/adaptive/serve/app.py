@@ -15,9 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from sparseflow.adaptive.serve.answer import Answer
-from sparseflow.adaptive.serve.completion import DONE, chunk, completion, error_event, event, last_chunks
-from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.prompts.messages import ApiError
+from sparseflow.adaptive.serve.answer import AnswerStream
+from sparseflow.adaptive.serve.protocol import DONE, chunk, completion, error_event, event, last_chunks
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import MissingExtraError
 
@@ -53,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="SparseFlow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    app.add_middleware(_Receipt)
+    app.add_middleware(_ReceiptMiddleware)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -69,7 +69,7 @@ def create_app(service: Service) -> FastAPI:
     async def model(model: str) -> Any:
         try:
             service.check_model(model)
-        except Refusal as refusal:
+        except ApiError as refusal:
             return _refused(refusal)
         return _model(service)
 
@@ -91,7 +91,7 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-class _Receipt:
+class _ReceiptMiddleware:
     """Notes when a request came in, before anything else is done with it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -105,7 +105,7 @@ class _Receipt:
 async def _chat(service: Service, request: Request) -> Response:
     given = request.headers.get("x-request-id", "")
     names = {"X-Request-Id": given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex}
-    answer: Answer | None = None
+    answer: AnswerStream | None = None
     watching: asyncio.Task[None] | None = None
     try:
         answer = await service.answer(
@@ -114,13 +114,13 @@ async def _chat(service: Service, request: Request) -> Response:
         watching = asyncio.create_task(_watch(request.receive, answer))
         await answer.begin()
         if answer.wanted.stream:
-            response = _Stream(answer, service.model, watching, names)
+            response = _EventStreamResponse(answer, service.model, watching, names)
             # They are the response's from here on.
             answer, watching = None, None
             return response
         text = "".join([piece async for piece in answer.pieces()])
         return JSONResponse(completion(answer, service.model, text), headers=names)
-    except Refusal as refusal:
+    except ApiError as refusal:
         return _refused(refusal, names)
     except Exception:
         _LOG.exception("request %s went wrong", names["X-Request-Id"])
@@ -139,7 +139,7 @@ async def _body(request: Request, most: int) -> bytes:
         Refusal: It is too large, or the client went away.
     """
     told = request.headers.get("content-length", "")
-    too_large = Refusal(
+    too_large = ApiError(
         413, f"the body must be at most {most} bytes; send smaller images", code="request_too_large"
     )
     if told.isascii() and told.isdigit() and int(told[:20]) > most:
@@ -151,22 +151,22 @@ async def _body(request: Request, most: int) -> bytes:
             if len(found) > most:
                 raise too_large
     except ClientDisconnect as error:
-        raise Refusal(499, "the client went away", code="client_gone") from error
+        raise ApiError(499, "the client went away", code="client_gone") from error
     return bytes(found)
 
 
-async def _watch(receive: Receive, answer: Answer) -> None:
+async def _watch(receive: Receive, answer: AnswerStream) -> None:
     """Call an answer off when its client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
     answer.leave()
 
 
-class _Stream(Response):
+class _EventStreamResponse(Response):
     """An answer as server-sent events; whatever ends it, the answer is left and nothing of it goes on."""
 
     def __init__(
-        self, answer: Answer, model: str, watching: asyncio.Task[None], headers: Mapping[str, str]
+        self, answer: AnswerStream, model: str, watching: asyncio.Task[None], headers: Mapping[str, str]
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
         # Of a body that is not known yet.
@@ -199,7 +199,7 @@ class _Stream(Response):
             for last in last_chunks(answer, model, usage=answer.wanted.include_usage):
                 yield event(last)
             yield DONE
-        except Refusal as refusal:
+        except ApiError as refusal:
             yield error_event(refusal)
         except Exception:
             _LOG.exception("the stream of %s went wrong", answer.id)
@@ -210,11 +210,11 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "created": service.created_s, "owned_by": "sparseflow"}
 
 
-def _failure() -> Refusal:
-    return Refusal(500, "the server failed on this request; its log says more", code="internal_error")
+def _failure() -> ApiError:
+    return ApiError(500, "the server failed on this request; its log says more", code="internal_error")
 
 
-def _refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+def _refused(refusal: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse(refusal.body, refusal.status, headers={**refusal.headers, **(headers or {})})
 
 
@@ -227,7 +227,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     said, code = known.get(error.status_code, (str(error.detail), "http_error"))
     asked = f"{request.method} {request.url.path[:200]}"
     message = f"{said}: {asked}; there are POST /v1/chat/completions and GET /v1/models"
-    return _refused(Refusal(error.status_code, message, code=code), error.headers)
+    return _refused(ApiError(error.status_code, message, code=code), error.headers)
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:

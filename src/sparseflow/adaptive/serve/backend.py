@@ -7,50 +7,18 @@ backend gets no more requests at a time than it has slots, and is told of each b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from sparseflow.adaptive.decide import OnInfeasible
-from sparseflow.adaptive.plan import Plan, Tier
-from sparseflow.adaptive.runtime.sampling import Sampling
-from sparseflow.adaptive.serve.refusal import Refusal
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prompt:
-    """A conversation as a model takes it.
-
-    Attributes:
-        inputs: Those of the highest tier, one row: `input_ids` [1, tokens] int64 and, with images, their
-            pixels.
-        text_tokens: Of its tokens, those that are not of images.
-        images: How many.
-        vision: Tokens of all images, at each tier; empty without images.
-    """
-
-    inputs: Mapping[str, Any]
-    text_tokens: int
-    images: int = 0
-    vision: Mapping[Tier, int] = field(default_factory=dict)
-
-    @property
-    def vision_tokens(self) -> int:
-        """Tokens of all images at the highest tier; 0 without images."""
-        return max(self.vision.values(), default=0)
-
-    @property
-    def tokens(self) -> int:
-        """Of all of it, at the highest tier."""
-        return self.text_tokens + self.vision_tokens
-
-    def at(self, tier: Tier | None) -> int:
-        """Tokens of all of it at a tier; without images tiers do not matter."""
-        return self.text_tokens + (0 if tier is None else self.vision.get(tier, 0))
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.policy.selector import OnInfeasible
+from sparseflow.adaptive.prompts.messages import ApiError, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class BackendJob:
     """A request whose turn has come.
 
     Attributes:
@@ -71,7 +39,7 @@ class Job:
     id: str
     prompt: Prompt
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     received_s: float
     budget_ms: float | None = None
     until_s: float = math.inf
@@ -81,7 +49,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class StartedEvent:
     """The plan is decided; it comes before the first token.
 
     Attributes:
@@ -96,30 +64,30 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokensEvent:
     """New tokens of the answer; those that end it are left out."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedEvent:
     """Nothing more comes: a stop token came, the answer is as long as asked for, or as the budget allows."""
 
     reason: Literal["stop", "length", "truncated"]
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedEvent:
     """Nothing more comes: it went wrong."""
 
-    refusal: Refusal
+    refusal: ApiError
 
 
-Event = Started | Tokens | Ended | Failed
+Event = StartedEvent | TokensEvent | EndedEvent | FailedEvent
 
 
-class Backend(Protocol):
+class ServingBackend(Protocol):
     """What runs requests.
 
     Attributes:
@@ -149,13 +117,13 @@ class Backend(Protocol):
         """
         ...
 
-    def submit(self, job: Job, emit: Callable[[Event], None]) -> Callable[[], None]:
+    def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
         """Run a request. Called on the event loop; returns at once.
 
         Args:
             job: The request.
-            emit: To be called on the event loop: `Started` once, `Tokens`, and in the end `Ended` or
-                `Failed`, which may come first.
+            emit: To be called on the event loop: `StartedEvent` once, `TokensEvent`, and in the end
+                `EndedEvent` or `FailedEvent`, which may come first.
 
         Returns:
             Calls the request off and frees its slot; events that come later are not looked at.

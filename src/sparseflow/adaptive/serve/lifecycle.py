@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sparseflow.adaptive.serve.refusal import Refusal
+from sparseflow.adaptive.prompts.messages import ApiError
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, RunError
 
@@ -34,13 +34,13 @@ _WAITING = 2048
 """Connections that may wait to be accepted."""
 
 
-class Cuttable(Protocol):
+class Cancellable(Protocol):
     """Something inside that can be ended early."""
 
-    def cut(self, refusal: Refusal) -> None: ...
+    def cut(self, refusal: ApiError) -> None: ...
 
 
-class Gate:
+class DrainManager:
     """Whether requests may come in, and who is inside. Of one event loop.
 
     Attributes:
@@ -49,7 +49,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.state: Literal["closed", "open", "draining"] = "closed"
-        self._inside: set[Cuttable] = set()
+        self._inside: set[Cancellable] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._hurry = asyncio.Event()
@@ -68,7 +68,7 @@ class Gate:
         if self.state != "open":
             raise _closed(self.state)
 
-    def enter(self, one: Cuttable) -> None:
+    def enter(self, one: Cancellable) -> None:
         """Count someone as inside.
 
         Raises:
@@ -78,7 +78,7 @@ class Gate:
         self._inside.add(one)
         self._empty.clear()
 
-    def leave(self, one: Cuttable) -> None:
+    def leave(self, one: Cancellable) -> None:
         """It has ended; a second time does nothing."""
         self._inside.discard(one)
         if not self._inside:
@@ -108,10 +108,10 @@ class Gate:
         return len(left)
 
 
-def _closed(state: str) -> Refusal:
+def _closed(state: str) -> ApiError:
     if state == "closed":
-        return Refusal(503, "the server is starting; try again", code="starting", retry_after_s=_RETRY_S)
-    return Refusal(
+        return ApiError(503, "the server is starting; try again", code="starting", retry_after_s=_RETRY_S)
+    return ApiError(
         503, "the server is shutting down and takes no requests; try again, another will answer",
         code="shutting_down", retry_after_s=_RETRY_S,
     )  # fmt: skip
@@ -240,7 +240,7 @@ class Server:
         self._announce(json.dumps(line))
 
 
-def serve(
+def run_server(
     app: FastAPI | Callable[[], FastAPI], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
     announce: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparseflow.adaptive.plan import Plan
+from sparseflow.adaptive.plan.space import Plan
 from sparseflow.core.extras import require
 
 if TYPE_CHECKING:
-    from sparseflow.adaptive.serve.shedding import Line
+    from sparseflow.adaptive.serve.admission import AdmissionQueue
 
 Outcome = Literal["answered", "refused", "infeasible", "shed", "cancelled", "failed", "cut"]
 """How a request ended: with an answer; with a 4xx for what it was; with a budget that no plan keeps; for the
@@ -46,7 +46,7 @@ _MOST_PLANS = 64
 `other`."""
 
 
-class Metrics:
+class ServerMetrics:
     """The numbers of one server.
 
     Args:
@@ -59,7 +59,7 @@ class Metrics:
         MissingExtraError: prometheus_client is missing.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: AdmissionQueue) -> None:
         prometheus = require("prometheus_client", "adaptive")
         self.registry: Any = prometheus.CollectorRegistry()
         self.replica = ""

@@ -10,8 +10,8 @@ import torch
 
 from sparseflow.adaptive.api import attach
 from sparseflow.adaptive.engine.engine import Engine
-from sparseflow.adaptive.model_profile import MAX_TOKENS, make_example_prompt
 from sparseflow.adaptive.plan.space import TIERS, Tier
+from sparseflow.adaptive.profile.model_profile import MAX_TOKENS, make_example_prompt
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.model_folder import open_folder
 from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, deciding

@@ -17,18 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseflow.adaptive.runtime.sampling import Sampling
-from sparseflow.adaptive.serve.answer import Answer, Wanted, outcome_of
-from sparseflow.adaptive.serve.backend import Backend, Prompt
-from sparseflow.adaptive.serve.chat import Prompts, no_images
-from sparseflow.adaptive.serve.images import decode
-from sparseflow.adaptive.serve.lifecycle import Gate
-from sparseflow.adaptive.serve.limits import Limits
-from sparseflow.adaptive.serve.metrics import Metrics
-from sparseflow.adaptive.serve.refusal import Refusal, invalid
-from sparseflow.adaptive.serve.schema import ChatRequest, ImagePart, Message, parse
-from sparseflow.adaptive.serve.shedding import Line, Place
-from sparseflow.adaptive.serve.text import Text
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.prompts.chat import PromptBuilder, no_images
+from sparseflow.adaptive.prompts.images import decode
+from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, Prompt, RequestLimits, invalid
+from sparseflow.adaptive.serve.admission import AdmissionQueue, Ticket
+from sparseflow.adaptive.serve.answer import AnswerSpec, AnswerStream, StreamingText, outcome_of
+from sparseflow.adaptive.serve.backend import ServingBackend
+from sparseflow.adaptive.serve.lifecycle import DrainManager
+from sparseflow.adaptive.serve.metrics import ServerMetrics
+from sparseflow.adaptive.serve.protocol import ChatRequest, parse
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
@@ -56,7 +54,7 @@ def _compute_alone() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Prepared:
+class _PreparedRequest:
     request: ChatRequest
     prompt: Prompt
     new_tokens: int
@@ -86,10 +84,10 @@ class Service:
     def __init__(
         self,
         model: str,
-        backend: Backend,
-        prompts: Prompts,
+        backend: ServingBackend,
+        prompts: PromptBuilder,
         *,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         temperature: float = 1.0,
     ) -> None:
         if not model:
@@ -99,17 +97,17 @@ class Service:
                 f"prompts of {prompts.context} tokens are more than the {backend.context} of the backend; "
                 "use its context"
             )
-        Sampling(temperature=temperature)
+        SamplingParams(temperature=temperature)
         self.model = model
         self.created_s = int(time.time())
         self.backend = backend
         self.prompts = prompts
-        self.limits = limits or Limits()
-        self.gate = Gate()
-        self.line = Line(slots=backend.slots, places=self.limits.places)
-        self.metrics = Metrics(self.line)
+        self.limits = limits or RequestLimits()
+        self.gate = DrainManager()
+        self.line = AdmissionQueue(slots=backend.slots, places=self.limits.places)
+        self.metrics = ServerMetrics(self.line)
         self._temperature = temperature
-        self._answers: dict[Place, Answer] = {}
+        self._answers: dict[Ticket, AnswerStream] = {}
         self._threads = ThreadPoolExecutor(
             self.limits.preparing, thread_name_prefix="prepare", initializer=_compute_alone
         )
@@ -126,7 +124,7 @@ class Service:
             Refusal: 404; it is another.
         """
         if model != self.model:
-            raise Refusal(
+            raise ApiError(
                 404, f"there is no model {model[:100]!r} here; ask for {self.model!r}",
                 code="model_not_found", param="model",
             )  # fmt: skip
@@ -147,7 +145,7 @@ class Service:
 
     async def answer(
         self, read: Callable[[], Awaitable[bytes]], headers: Mapping[str, str], received_s: float
-    ) -> Answer:
+    ) -> AnswerStream:
         """Let a request in.
 
         Args:
@@ -161,11 +159,11 @@ class Service:
         Raises:
             Refusal: It was not let in.
         """
-        place: Place | None = None
+        place: Ticket | None = None
         try:
             self.gate.check()
             if not self.backend.alive:
-                raise Refusal(
+                raise ApiError(
                     503,
                     "the engine has stopped; try another server",
                     code="engine_stopped",
@@ -177,7 +175,7 @@ class Service:
         except BaseException as error:
             if place is not None:
                 self.line.leave(place)
-            if isinstance(error, Refusal):
+            if isinstance(error, ApiError):
                 self.metrics.ended(outcome_of(error), error.code)
             elif isinstance(error, Exception):
                 self.metrics.ended("failed", "internal_error")
@@ -187,23 +185,25 @@ class Service:
 
     def _warm(self) -> None:
         # A template may refuse such a conversation; it has been compiled then, too.
-        with contextlib.suppress(Refusal):
+        with contextlib.suppress(ApiError):
             message = Message.model_validate({"role": "user", "content": "Hello"})
             self.backend.least_ms(self.prompts.prompt([message], []), 1, None)
         if self.prompts.takes_images:
             require("PIL.Image", "adaptive").init()
 
-    async def _prepare(self, read: Callable[[], Awaitable[bytes]], headers: Mapping[str, str]) -> _Prepared:
+    async def _prepare(
+        self, read: Callable[[], Awaitable[bytes]], headers: Mapping[str, str]
+    ) -> _PreparedRequest:
         try:
             async with asyncio.timeout(self.limits.body_s):
                 body = await read()
         except TimeoutError as error:
-            raise Refusal(
+            raise ApiError(
                 408, f"the request did not come in within {self.limits.body_s:g} s", code="request_timeout"
             ) from error
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._prepared, body, headers)
 
-    def _prepared(self, body: bytes, headers: Mapping[str, str]) -> _Prepared:
+    def _prepared(self, body: bytes, headers: Mapping[str, str]) -> _PreparedRequest:
         """In a thread: from bytes to a prompt."""
         began_s = time.thread_time()
         request = parse(body, headers)
@@ -230,12 +230,12 @@ class Service:
         pictures = [decode(url, self.limits, param) for param, url in parts]
         wanted = new_tokens if request.new_tokens else 1
         prompt = self.prompts.prompt(request.messages, pictures, wanted)
-        return _Prepared(
+        return _PreparedRequest(
             request=request, prompt=prompt, new_tokens=min(new_tokens, self.prompts.room(prompt)),
             own_ms=(time.thread_time() - began_s) * 1000.0,
         )  # fmt: skip
 
-    def _let_in(self, prepared: _Prepared, place: Place, received_s: float) -> Answer:
+    def _let_in(self, prepared: _PreparedRequest, place: Ticket, received_s: float) -> AnswerStream:
         request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.new_tokens
         budget_ms, mode = request.latency_budget_ms, request.on_infeasible or "reject"
         promised, deadline_s = False, math.inf
@@ -247,7 +247,7 @@ class Service:
             promised = idle_ms <= budget_ms
             if not promised and mode != "best_effort":
                 least_ms = math.ceil(idle_ms)
-                raise Refusal(
+                raise ApiError(
                     422,
                     f"no plan answers within {budget_ms:g} ms; {least_ms} ms is the least for this request "
                     f"with {new_tokens} new tokens. Give that, or on_infeasible best_effort"
@@ -257,30 +257,34 @@ class Service:
         least_ms = self.backend.least_ms(prompt, new_tokens, min(self.line.running, self.backend.slots - 1))
         try:
             self.line.join(place, least_ms=least_ms, deadline_s=deadline_s if promised else math.inf)
-        except Refusal:
+        except ApiError:
             if mode != "best_effort":
                 raise
             promised = False
             self.line.join(place, least_ms=least_ms)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
-        wanted = Wanted(
+        wanted = AnswerSpec(
             prompt=prompt, new_tokens=new_tokens, shortened=new_tokens < prepared.new_tokens,
-            sampling=Sampling(
+            sampling=SamplingParams(
                 temperature=self._temperature if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p, seed=seed,
             ),
             received_s=received_s, budget_ms=budget_ms, on_infeasible=mode, promised=promised,
             stream=bool(request.stream), include_usage=request.include_usage,
         )  # fmt: skip
-        answer = Answer(
-            wanted, text=Text(self.prompts.tokenizer, request.stops), place=place, backend=self.backend,
-            metrics=self.metrics, over=lambda ran: self._over(place, ran),
-        )  # fmt: skip
+        answer = AnswerStream(
+            wanted,
+            text=StreamingText(self.prompts.tokenizer, request.stops),
+            place=place,
+            backend=self.backend,
+            metrics=self.metrics,
+            over=lambda ran: self._over(place, ran),
+        )
         self.gate.enter(answer)
         self._answers[place] = answer
         return answer
 
-    def _idle_ms(self, prepared: _Prepared, new_tokens: int) -> float:
+    def _idle_ms(self, prepared: _PreparedRequest, new_tokens: int) -> float:
         """The least budget that could be kept if nobody else were here: others are no fault of a request, and
         may leave."""
         least_ms = self.backend.least_ms(prepared.prompt, new_tokens, None)
@@ -297,7 +301,7 @@ class Service:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _over(self, place: Place, ran: bool) -> None:
+    def _over(self, place: Ticket, ran: bool) -> None:
         answer = self._answers.pop(place)
         self.line.leave(place, ended=ran)
         self.gate.leave(answer)

@@ -13,8 +13,8 @@ A study that was stopped goes on where it was when the same call is made again.
 
 from __future__ import annotations
 
+from sparseflow.adaptive.questions.task import SampleCounts
 from sparseflow.adaptive.study.page import write_page
-from sparseflow.adaptive.study.run import Asked, evaluate, train
-from sparseflow.adaptive.task import Counts
+from sparseflow.adaptive.study.run import StudyConfig, evaluate, train
 
-__all__ = ["Asked", "Counts", "evaluate", "train", "write_page"]
+__all__ = ["SampleCounts", "StudyConfig", "evaluate", "train", "write_page"]

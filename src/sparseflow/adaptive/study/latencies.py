@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparseflow.adaptive.plan import Plan
-from sparseflow.adaptive.predictor import Predictor
-from sparseflow.adaptive.predictor.checking import ask_of, unseen
-from sparseflow.adaptive.profile import Profile, Visit
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
+from sparseflow.adaptive.predictor.validation import ask_of, unseen
+from sparseflow.adaptive.profile import Measurement, PlanProfile
 from sparseflow.errors import InputError
 
 
-class Size(NamedTuple):
+class RequestSize(NamedTuple):
     """Of a request.
 
     Attributes:
@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Latencies:
+class LatencySamples:
     """Milliseconds of requests.
 
     Attributes:
@@ -57,7 +57,7 @@ class Latencies:
     load: float
 
 
-def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Latencies:
+def latencies(profile: PlanProfile, sizes: Sequence[RequestSize], *, seed: int = 0) -> LatencySamples:
     """What requests of some sizes take.
 
     Args:
@@ -83,13 +83,13 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
             "tier"
         )
     load = min(visit.load for visit in visits)
-    own: dict[Plan, list[Visit]] = {}
+    own: dict[Plan, list[Measurement]] = {}
     for visit in visits:
         if visit.load == load:
             own.setdefault(visit.plan, []).append(visit)
-    predictor = Predictor.fit(profile, seed=seed)
+    predictor = PlanLatencyPredictor.fit(profile, seed=seed)
     stand_ins = _stand_ins(plans, own, np.random.default_rng(seed))
-    medians = _Medians(predictor)
+    medians = _PredictedMedians(predictor)
     foreign = _unseen_medians(profile, sizes, seed) if stand_ins else {}
     repeats = max(_most(mine) for mine in own.values())
     found = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
@@ -107,17 +107,17 @@ def latencies(profile: Profile, sizes: Sequence[Size], *, seed: int = 0) -> Late
                 median = foreign[visit.key, count] if plan in stand_ins else medians(visit, count)
                 ratios.append(visit.total_ms(count) / median)
             row[at] = wanted[at] * np.resize(ratios, repeats)
-    return Latencies(ms=found, measured=np.array([plan in own for plan in plans]), load=load)
+    return LatencySamples(ms=found, measured=np.array([plan in own for plan in plans]), load=load)
 
 
-class _Medians:
+class _PredictedMedians:
     """Predicted medians of visits, each looked up once."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: PlanLatencyPredictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[str, int, int], float] = {}
 
-    def __call__(self, visit: Visit, new_tokens: int) -> float:
+    def __call__(self, visit: Measurement, new_tokens: int) -> float:
         key = (visit.plan.id, visit.text_tokens, new_tokens)
         if key not in self._known:
             self._known[key] = float(self._predictor.predict([ask_of(visit, new_tokens)])[0][0])
@@ -125,7 +125,7 @@ class _Medians:
 
 
 def _unseen_medians(
-    profile: Profile, sizes: Iterable[Size], seed: int
+    profile: PlanProfile, sizes: Iterable[RequestSize], seed: int
 ) -> dict[tuple[tuple[object, ...], int], float]:
     """Predicted median of each visit, by what had not seen it, for every number of new tokens asked for."""
     visits, asked = profile.timed, {size.new_tokens for size in sizes}
@@ -143,7 +143,7 @@ def _unseen_medians(
 
 
 def _stand_ins(
-    plans: Sequence[Plan], own: Mapping[Plan, Sequence[Visit]], random: np.random.Generator
+    plans: Sequence[Plan], own: Mapping[Plan, Sequence[Measurement]], random: np.random.Generator
 ) -> dict[Plan, Plan]:
     """For each plan that was not measured, one that was: of its tier, unless the profile left that out."""
     found = {}
@@ -155,18 +155,18 @@ def _stand_ins(
     return found
 
 
-def nearest(visits: Sequence[Visit], text_tokens: int) -> list[Visit]:
+def nearest(visits: Sequence[Measurement], text_tokens: int) -> list[Measurement]:
     """Those of the measured length that is nearest; of two, the longer."""
     length = min({visit.text_tokens for visit in visits}, key=lambda each: (abs(each - text_tokens), -each))
     return [visit for visit in visits if visit.text_tokens == length]
 
 
-def _most(visits: Sequence[Visit]) -> int:
+def _most(visits: Sequence[Measurement]) -> int:
     """Requests at the length that was measured most often."""
     lengths = [visit.text_tokens for visit in visits]
     return max(map(lengths.count, set(lengths)))
 
 
-def within(visit: Visit, new_tokens: int) -> int:
+def within(visit: Measurement, new_tokens: int) -> int:
     """As many new tokens as asked for, or as the visit has."""
     return min(new_tokens, 1 + len(visit.steps_ms))

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.study.learning import GRPO
-from sparseflow.adaptive.study.pictures import (
+from sparseflow.adaptive.study import results
+from sparseflow.adaptive.study.figures import (
     budget_pictures,
     front_of,
     gains_picture,
@@ -17,6 +16,7 @@ from sparseflow.adaptive.study.pictures import (
     promises_picture,
     regret_picture,
 )
+from sparseflow.adaptive.study.training import GRPO
 from sparseflow.core.report import Column, Figure, Headline, Report, Section, Table, plot_curves
 from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.errors import FileFormatError
@@ -38,7 +38,7 @@ def write_page(folder: Path | str, out: Path | str) -> Path:
         FileFormatError: It is damaged, or a history is.
     """
     root = Path(folder)
-    return write_findings(findings.read(root), out, histories=sorted((root / GRPO).glob("seed-*")))
+    return write_findings(results.read(root), out, histories=sorted((root / GRPO).glob("seed-*")))
 
 
 def write_findings(found: Row, out: Path | str, *, histories: Sequence[Path] = ()) -> Path:
@@ -66,7 +66,7 @@ def write_findings(found: Row, out: Path | str, *, histories: Sequence[Path] = (
         return page.write(Path(out))
     except (KeyError, TypeError, IndexError) as error:
         raise FileFormatError(
-            f"{findings.FILE} lacks something that its page shows: {error!r}; judge anew"
+            f"{results.FILE} lacks something that its page shows: {error!r}; judge anew"
         ) from error
 
 

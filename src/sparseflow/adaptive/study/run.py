@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from sparseflow.adaptive.controllers import Controllers
-from sparseflow.adaptive.grid_vqa.images import Bank
-from sparseflow.adaptive.grid_vqa.task import GridVqa
-from sparseflow.adaptive.grpo_config import GrpoConfig
-from sparseflow.adaptive.profile import Profile, weights_id
-from sparseflow.adaptive.questions import Questions
-from sparseflow.adaptive.study import findings
-from sparseflow.adaptive.study.contest import contest
-from sparseflow.adaptive.study.learning import GRPO, SUPERVISED, learn
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.grid_vqa.images import ImageBank
+from sparseflow.adaptive.grid_vqa.task import GridVqaTask
+from sparseflow.adaptive.profile import PlanProfile, weights_id
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
+from sparseflow.adaptive.questions.file_task import QuestionTask
+from sparseflow.adaptive.questions.task import Progress, SampleCounts, StudyTask
+from sparseflow.adaptive.study import results
+from sparseflow.adaptive.study.comparison import contest
+from sparseflow.adaptive.study.outcome_tables import StudyTables, dtype_of, tables
 from sparseflow.adaptive.study.page import PAGE, write_page
-from sparseflow.adaptive.study.tables import Tables, dtype_of, tables
-from sparseflow.adaptive.task import Counts, Progress, Task
-from sparseflow.adaptive.training import CONTROLLERS
-from sparseflow.adaptive.worth import Worth
+from sparseflow.adaptive.study.training import GRPO, SUPERVISED, learn
+from sparseflow.adaptive.training.config import GrpoConfig
+from sparseflow.adaptive.training.train import CONTROLLERS
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.training.distributed import DistributedContext, init_distributed
 from sparseflow.errors import InputError
@@ -34,7 +34,7 @@ _TABLES, _TRAINED = 0.4, 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class StudyConfig:
     """What a study is of.
 
     Attributes:
@@ -59,12 +59,12 @@ class Asked:
     profile: Path
     out: Path
     device: torch.device | str = "cpu"
-    counts: Counts = field(default_factory=Counts)
+    counts: SampleCounts = field(default_factory=SampleCounts)
     questions: Path | None = None
     attainment: float | None = None
     budgets: int = 24
     archives: Sequence[Path] = ()
-    bank: Bank | None = None
+    bank: ImageBank | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Asked:
 
 
 def train(
-    asked: Asked, config: GrpoConfig, *, seeds: int = 3, progress: Progress | None = None
+    asked: StudyConfig, config: GrpoConfig, *, seeds: int = 3, progress: Progress | None = None
 ) -> dict[str, Any] | None:
     """Train controllers and judge them against their rivals, or go on where an earlier call was stopped.
 
@@ -112,7 +112,7 @@ def train(
 
 
 def evaluate(
-    asked: Asked, *, controllers: Path | None = None, progress: Progress | None = None
+    asked: StudyConfig, *, controllers: Path | None = None, progress: Progress | None = None
 ) -> dict[str, Any] | None:
     """Judge controllers, or only what needs no training, without training any.
 
@@ -151,25 +151,25 @@ def evaluate(
 
 
 def _tables(
-    asked: Asked, mine: DistributedContext, progress: Progress | None
-) -> tuple[Profile, Task, Tables]:
+    asked: StudyConfig, mine: DistributedContext, progress: Progress | None
+) -> tuple[PlanProfile, StudyTask, StudyTables]:
     """The profile, the task, and what these make of samples."""
     if asked.out.exists() and not asked.out.is_dir():
         raise InputError(f"`out` (={asked.out}) is a file; name a folder")
-    profile = Profile.read(asked.profile)
+    profile = PlanProfile.read(asked.profile)
     how: dict[str, Any] = {"device": mine.device, "dtype": dtype_of(profile)}
     if asked.questions is None:
-        task: Task = GridVqa.open(asked.model, archives=asked.archives, bank=asked.bank, **how)
+        task: StudyTask = GridVqaTask.open(asked.model, archives=asked.archives, bank=asked.bank, **how)
     else:
         most = profile.about.how.get("max_tokens")
-        task = Questions.open(asked.model, asked.questions, most_tokens=most, **how)
+        task = QuestionTask.open(asked.model, asked.questions, most_tokens=most, **how)
     asked.out.mkdir(parents=True, exist_ok=True)
     made = tables(task, profile, asked.out, counts=asked.counts, mine=mine, progress=progress)
     return profile, task, made
 
 
 def _judged_at(
-    asked: Asked, controllers: Path | None, model_id: str, profile: Profile
+    asked: StudyConfig, controllers: Path | None, model_id: str, profile: PlanProfile
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Attainment and span of budgets to judge at, and where each is from."""
     study = None if controllers is None else _study_of(controllers, model_id)
@@ -192,7 +192,7 @@ def _study_of(controllers: Path, model_id: str) -> dict[str, Any] | None:
     """What the study found that controllers lie in, as its best or as those of a seed; None if in none."""
     for folder in controllers.absolute().parents[:3]:
         try:
-            found = findings.read(folder)
+            found = results.read(folder)
         except InputError:
             continue
         if "best_seed" in found and found["model_id"] == model_id:
@@ -200,7 +200,7 @@ def _study_of(controllers: Path, model_id: str) -> dict[str, Any] | None:
     return None
 
 
-def _load(path: Path, model_id: str, made: Tables, mine: DistributedContext) -> Controllers:
+def _load(path: Path, model_id: str, made: StudyTables, mine: DistributedContext) -> Controllers:
     found = Controllers.load(path, model_id=model_id, device=mine.device)
     if found.space != made.test.space:
         raise InputError(
@@ -210,7 +210,7 @@ def _load(path: Path, model_id: str, made: Tables, mine: DistributedContext) -> 
 
 
 def _judged(
-    asked: Asked, profile: Profile, task: Task, made: Tables, told: dict[str, Any],
+    asked: StudyConfig, profile: PlanProfile, task: StudyTask, made: StudyTables, told: dict[str, Any],
     progress: Progress | None, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Judge, and write everything that is made of it."""
@@ -221,16 +221,16 @@ def _judged(
         "model_id": worth.model_id, "task": {"name": task.name, "told": task.told},
         "environment": collect_environment(asked.device), "command": asked.command, **told,
     }  # fmt: skip
-    kept = findings.of_contest(profile, made, found, about=about)
-    findings.write(asked.out, kept)
+    kept = results.of_contest(profile, made, found, about=about)
+    results.write(asked.out, kept)
     write_page(asked.out, asked.out / PAGE)
     return kept
 
 
-def _worth(made: Tables, task: Task) -> Worth:
+def _worth(made: StudyTables, task: StudyTask) -> PlanQuality:
     """Of all samples but those of the test, which requests to come are like."""
     right = torch.cat([made.train.correct, made.validation.correct])
-    return Worth(
+    return PlanQuality(
         model_id=weights_id(task.model), space=made.test.space,
         accuracy=tuple(right.double().mean(0).tolist()), samples=len(right), task=task.name,
     )  # fmt: skip

@@ -9,13 +9,14 @@ import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
+_PROFILE = typer.Option("--profile", help="Profile (Parquet) or predictor (JSON) of the model.")
+_MAX_BATCH_SIZE = typer.Option("--max-batch-size", min=1, help="Maximum concurrent requests of the engine.")
+
 ModelArgument = Annotated[Path, typer.Argument(help="Directory of a model in transformers' format.")]
-ProfileOption = Annotated[
-    Path, typer.Option("--profile", help="Profile (Parquet) or predictor (JSON) of the model.")
-]
-OptionalProfileOption = Annotated[
-    Path | None, typer.Option("--profile", help="Profile (Parquet) or predictor (JSON) of the model.")
-]
+ProfileOption = Annotated[Path, _PROFILE]
+OptionalProfileOption = Annotated[Path | None, _PROFILE]
+MaxBatchSizeOption = Annotated[int, _MAX_BATCH_SIZE]
+OptionalMaxBatchSizeOption = Annotated[int | None, _MAX_BATCH_SIZE]
 ControllerOption = Annotated[
     Path | None, typer.Option("--controller", help="Trained controllers, a safetensors file.")
 ]

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from sparseflow.cli.adaptive.base import ModelArgument, app, silence_transformers
+from sparseflow.cli.adaptive.base import MaxBatchSizeOption, ModelArgument, app, silence_transformers
 from sparseflow.cli.options import (
     BatchSizesOption,
     DeviceOption,
     JsonOption,
+    LoadsOption,
     OutFileOption,
     RoundsOption,
     SeedOption,
@@ -36,14 +37,9 @@ def profile(
         list[int] | None,
         typer.Option(min=1, help="Text tokens of a prompt; by default 16 and 64, or what fits. Repeatable."),
     ] = None,
-    load: Annotated[
-        list[float] | None,
-        typer.Option(help="Background load, 0 to 1; by default 0 and 0.7, with eager 0. Repeatable."),
-    ] = None,
+    load: LoadsOption = None,
     batch_size: BatchSizesOption = None,
-    max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Maximum concurrent requests of the engine.")
-    ] = 8,
+    max_batch_size: MaxBatchSizeOption = 8,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -67,10 +63,11 @@ def profile(
 ) -> None:
     """Measure the latency of plans and fit a predictor, which is written next to the profile.
 
-    Batch sizes are 1 and --max-batch-size by default, 1 with eager. The predictor of profile.parquet is
-    predictor.json, that of NAME.parquet is NAME.predictor.json.
+    By default, loads are 0 and 0.7 and batch sizes 1 and --max-batch-size; with eager, load 0 and batch size
+    1. --load and --batch-size are repeatable. The predictor of profile.parquet is predictor.json, that of
+    NAME.parquet is NAME.predictor.json.
     """
-    from sparseflow.adaptive.model_profile import ModelProfileConfig, profile_model
+    from sparseflow.adaptive.profile.model_profile import ModelProfileConfig, profile_model
     from sparseflow.adaptive.prompts.model_folder import open_folder
 
     silence_transformers()

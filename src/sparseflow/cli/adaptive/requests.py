@@ -11,6 +11,7 @@ import typer
 from sparseflow.cli.adaptive.base import (
     ControllerOption,
     ModelArgument,
+    OptionalMaxBatchSizeOption,
     OptionalProfileOption,
     PlanQualityOption,
     ProfileOption,
@@ -108,10 +109,7 @@ def serve(
     max_plans: Annotated[
         int, typer.Option(min=2, help="Maximum number of plans; requests of one plan share a batch.")
     ] = 12,
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum concurrent requests; by default that of the profile, else 8."),
-    ] = None,
+    max_batch_size: OptionalMaxBatchSizeOption = None,
     drain_s: Annotated[
         float, typer.Option(help="Time for running requests to finish at shutdown, seconds.")
     ] = 30.0,
@@ -121,7 +119,10 @@ def serve(
     cluster: ClusterOption = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Serve a model with OpenAI's API; requests take `latency_budget_ms` as an additional field."""
+    """Serve a model with OpenAI's API; requests take `latency_budget_ms` as an additional field.
+
+    By default, the maximum of concurrent requests is that of the profile, else 8.
+    """
     from sparseflow.adaptive.serve import run_server, serve_replicas
     from sparseflow.errors import InputError
 

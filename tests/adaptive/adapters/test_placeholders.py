@@ -1,0 +1,33 @@
+"""Runs of placeholders in prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from sparseflow.adaptive.adapters import placeholders
+from sparseflow.adaptive.adapters.placeholders import PlaceholderSpans, spans
+
+
+def test_runs_are_found_once_and_anew_when_a_prompt_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, looked = PlaceholderSpans(), []
+    monkeypatch.setattr(placeholders, "spans", lambda *given: looked.append(1) or spans(*given))
+    one = torch.tensor([[1, 7, 7, 2, 7], [7, 7, 7, 1, 1]])
+    other = one[:1].clone()
+    expected = [(0, 1, 2), (0, 4, 1), (1, 0, 3)]
+    for _ in range(3):
+        assert runs.of(one, 7) == expected
+        assert runs.of(other, 7) == expected[:2]
+    assert len(looked) == 2
+    runs.of(one, 7).clear()
+    assert runs.of(one, 7) == expected, "what is given is the caller's"
+    assert runs.of(one, 1) == [(0, 0, 1), (1, 3, 2)]
+    one[0, 0] = 7
+    assert runs.of(one, 7)[0] == (0, 0, 3)
+    with torch.inference_mode():
+        unseen = torch.tensor([[7, 1]])
+        assert runs.of(unseen, 7) == [(0, 0, 1)]
+        unseen[0, 0] = 1
+        assert runs.of(unseen, 7) == []

@@ -1,0 +1,245 @@
+"""Controllers: shapes and masks of the document, one scale for all models, likelihoods, and their file."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflow.adaptive.controllers.budget_encoding import encode
+from sparseflow.adaptive.controllers.controllers import Controllers, Stage1, Stage2
+from sparseflow.adaptive.plan.space import PlanAction, PlanSpace
+from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.errors import FileFormatError, InputError, RunError
+from tests.adaptive.synthetic import WIDTH, outcomes, space
+
+SPACES = [
+    space(),
+    space(depth=4, top_k=3, tiers=1),
+    space(depth=2, top_k=1, tiers=0),
+    space(depth=12, top_k=2),
+]
+
+
+def loud(plans: PlanSpace | None = None, seed: int = 0) -> Controllers:
+    """Controllers whose first logits differ enough to tell choices apart."""
+    found = Controllers(plans or space(), width=WIDTH, model_id="m", seed=seed)
+    with torch.no_grad():
+        for head in (found.stage1.tier, found.stage1.insertion, found.stage2.top_k, found.stage2.option):
+            head.weight.mul_(300.0)
+    return found.eval()
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_shapes_of_the_document() -> None:
+    stage1, stage2 = Stage1(2048), Stage2(2048, space().options())
+    budget = encode(torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0]))
+    first = stage1(drawn(0, 5, 2048), budget)
+    assert first["tier_logits"].shape == (5, 3) and first["insertion_logits"].shape == (5, 5)
+    second = stage2(drawn(1, 5, 2048), budget, torch.arange(1, 6))
+    assert second["top_k_logits"].shape == second["option_logits"].shape == (5, 5)
+    assert bool(second["top_k_logits"].isfinite().all())
+    # Position p leaves 6 − p counts of blocks.
+    assert second["option_logits"].isfinite().sum(1).tolist() == [5, 4, 3, 2, 1]
+    assert bool((second["option_logits"][~second["option_logits"].isfinite()] == -math.inf).all())
+
+
+@pytest.mark.parametrize("position", [0, 6, -1])
+def test_a_position_that_there_is_not(position: int) -> None:
+    stage2 = Stage2(8, space().options())
+    with pytest.raises(InputError, match="from 1 to 5"):
+        stage2(drawn(0, 1, 8), encode(torch.ones(1)), torch.tensor([position]))
+
+
+def test_the_scale_and_offset_of_a_model_do_not_matter() -> None:
+    table = outcomes(64)
+    logits = []
+    for scale, offset in ((1.0, 0.0), (1000.0, 0.0), (0.001, 5.0)):
+        found = loud()
+        language, tokens = scale * table.language + offset, scale * table.tokens + offset
+        found.fit_features(language, tokens)
+        budget = encode(torch.full((64,), 150.0))
+        first = found.stage1(language, budget)["tier_logits"]
+        second = found.stage2(tokens[:, 1, 2], budget, torch.full((64,), 3))["top_k_logits"]
+        logits.append(torch.cat([first, second], 1))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[2], logits[0], rtol=0.02, atol=0.02)
+
+
+def test_without_a_fit_the_scale_does_not_matter_either() -> None:
+    stage1, budget = Stage1(64), encode(torch.full((4,), 150.0))
+    one, other = (stage1(scale * drawn(0, 4, 64), budget)["tier_logits"] for scale in (1.0, 1000.0))
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_half_precision_and_constant_features() -> None:
+    found = loud()
+    table = outcomes(32)
+    table.language[:, 3] = 7.0
+    found.fit_features(table.language, table.tokens.bfloat16())
+    assert float(found.stage1.language.spread[0, 3]) == 1.0
+    logits = found.stage1(table.language.bfloat16(), encode(torch.ones(32)))["tier_logits"]
+    assert logits.dtype == torch.float32 and bool(logits.isfinite().all())
+    with pytest.raises(InputError, match="do not fit"):
+        found.fit_features(table.language, table.tokens[:, :, :3])
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(range(len(SPACES))), st.sampled_from([1, 3, 16]))
+def test_groups_are_the_rows_one_by_one(seed: int, which: int, group: int) -> None:
+    plans = SPACES[which]
+    table = outcomes(6, seed=seed % 100, plans=plans)
+    found = loud(plans)
+    found.fit_features(table.language, table.tokens)
+    budgets = torch.linspace(80.0, 200.0, 6)
+    uniform = torch.rand(6 * group, 4, generator=torch.Generator().manual_seed(seed))
+    allowed = torch.rand(6, len(plans), generator=torch.Generator().manual_seed(seed)) < 0.5
+    allowed[:, 0] = True
+    asked: list[tuple[int, int, int]] = []
+
+    def tokens(rows: torch.Tensor, tiers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows = rows // group
+        asked.extend(zip(rows.tolist(), tiers.tolist(), positions.tolist(), strict=True))
+        return table.tokens_of(rows, tiers, positions)
+
+    with torch.no_grad():
+        together = found.choose(
+            table.language, budgets, tokens, allowed=allowed, uniform=uniform, group=group
+        )
+    assert len(set(asked)) == len(asked), "a token was asked for twice"
+    assert bool(allowed[torch.arange(6).repeat_interleave(group), together.plan].all())
+    assert together.plan.tolist() == [
+        plans.plans.index(plans.plan(PlanAction(*row))) for row in together.action.tolist()
+    ]
+    for at in range(6 * group):
+        row = at // group
+        with torch.no_grad():
+            alone = found.choose(
+                table.language[row : row + 1],
+                budgets[row : row + 1],
+                lambda _, tiers, positions, row=row: table.tokens[row, tiers, positions],
+                allowed=allowed[row : row + 1],
+                action=together.action[at : at + 1],
+            )
+        torch.testing.assert_close(alone.log_prob[0], together.log_prob[at], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alone.entropy[0], together.entropy[at], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alone.token[0], together.token[at])
+
+
+def test_both_stages_one_after_the_other_choose_as_both_at_once() -> None:
+    table, found = outcomes(40), loud(seed=3)
+    found.fit_features(table.language, table.tokens)
+    budgets = torch.linspace(70.0, 300.0, 40)
+    every = torch.arange(40)
+    allowed = torch.rand(40, 225, generator=torch.Generator().manual_seed(0)) < 0.3
+    for mask in (None, allowed):
+        with torch.no_grad():
+            whole = found.choose(table.language, budgets, table.tokens_of, allowed=mask)
+        begun = found.begin(table.language, budgets, allowed=mask)
+        token = table.tokens_of(every, *begun.T)
+        assert found.finish(token, budgets, begun, allowed=mask).tolist() == whole.plan.tolist()
+        assert len(whole.plan.unique()) > 5
+
+
+def test_no_allowed_plan_begins_so() -> None:
+    found = loud()
+    allowed = torch.zeros(1, 225, dtype=torch.bool)
+    allowed[0, 0] = True  # the lowest tier
+    with pytest.raises(InputError, match="no choice"):
+        found.finish(drawn(0, 1, WIDTH), torch.tensor([100.0]), torch.tensor([[2, 0]]), allowed=allowed)
+    with pytest.raises(InputError, match="one for each of 2"):
+        found.begin(drawn(0, 2, WIDTH), torch.tensor([100.0, 100.0]), allowed=allowed)
+
+
+def test_a_budget_that_is_none_and_features_that_are_broken() -> None:
+    found = loud()
+    with pytest.raises(InputError, match="above 0 ms"):
+        found.begin(drawn(0, 1, WIDTH), torch.tensor([math.nan]))
+    with pytest.raises(RunError, match="not finite"):
+        found.begin(torch.full((1, WIDTH), math.nan), torch.tensor([100.0]))
+
+
+def test_a_new_policy_tries_everything() -> None:
+    table, found = outcomes(32), Controllers(space(), width=WIDTH, model_id="m")
+    with torch.no_grad():
+        choice = found.choose(table.language, torch.full((32,), 200.0), table.tokens_of)
+    # The last choice has one option in some cells and five in others.
+    assert float(choice.log_prob.exp().max()) < 1.2 / (3 * 5 * 5)
+
+
+def test_weights_are_those_of_the_seed_and_nothing_else_is_drawn() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, same, other = (Controllers(space(), width=4, model_id="m", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    torch.testing.assert_close(dict(one.state_dict()), dict(same.state_dict()), rtol=0.0, atol=0.0)
+    assert not torch.equal(one.stage1.fuse.weight, other.stage1.fuse.weight)
+    with pytest.raises(InputError, match="width"):
+        Controllers(space(), width=0, model_id="m")
+
+
+@pytest.mark.parametrize("plans", SPACES, ids=len)
+def test_a_file_holds_all_of_it(plans: PlanSpace, tmp_path: Path) -> None:
+    table, found = outcomes(20, plans=plans), loud(plans)
+    found.fit_features(table.language, table.tokens)
+    file = tmp_path / "c.safetensors"
+    found.save(file)
+    again = Controllers.load(file, model_id="m")
+    assert again.space == plans and again.width == WIDTH and not again.training
+    torch.testing.assert_close(dict(again.state_dict()), dict(found.state_dict()), rtol=0.0, atol=0.0)
+    budgets = torch.linspace(30.0, 300.0, 20)
+    assert torch.equal(again.begin(table.language, budgets), found.begin(table.language, budgets))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    loud().save(tmp_path / "c.safetensors")
+    with pytest.raises(InputError, match=r"of the model m, not of other; train some"):
+        Controllers.load(tmp_path / "c.safetensors", model_id="other")
+    assert Controllers.load(tmp_path / "c.safetensors").model_id == "m"
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    file = tmp_path / "c.safetensors"
+    with pytest.raises(InputError, match="no file"):
+        Controllers.load(file)
+    file.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(FileFormatError):
+        Controllers.load(file)
+    found = loud()
+    found.save(file)
+    whole = file.read_bytes()
+    for cut in (10, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(FileFormatError):
+            Controllers.load(file)
+
+    file.write_bytes(whole)
+    mark = {"sparseflow": "adaptive-controllers", "version": "1"}
+    metadata, weights = load_tensors(file, mark, "controllers")
+    made = json.loads(metadata["made"])
+
+    def written(change: Mapping[str, object], **tensors: torch.Tensor) -> Path:
+        save_tensors(file, weights | tensors, mark | {"made": json.dumps(made | dict(change))})
+        return file
+
+    for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):
+        with pytest.raises(FileFormatError, match="no controllers"):
+            Controllers.load(written(change))
+    other = space(depth=4).to_dict()
+    with pytest.raises(FileFormatError):
+        Controllers.load(written({}, **{"stage1.fuse.bias": torch.zeros(3)}))
+    with pytest.raises(FileFormatError, match="chosen"):
+        Controllers.load(written({"space": other}))
+    with pytest.raises(FileFormatError, match="not finite"):
+        Controllers.load(written({}, **{"stage1.fuse.bias": torch.full((256,), math.nan)}))

@@ -1,0 +1,203 @@
+"""How requests begin: what deciders are asked and what their answers do, and input that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters import Adapter
+from sparseflow.adaptive.engine.requests.request import (
+    FixedPlan,
+    GenerationRequest,
+    PlanDecision,
+    Rejection,
+    RequestFailed,
+    RequestRejected,
+)
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.errors import InputError, PlanError
+from tests.adaptive import tiny
+from tests.adaptive.engine.serving import (
+    DEEP,
+    SHALLOW,
+    Budgeted,
+    alone,
+    attached,
+    driven,
+    model,
+    request,
+    still,
+)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
+    with attached() as both:
+        yield both
+
+
+class TestDeciders:
+    @pytest.mark.parametrize("sizes", [None, (64,)])
+    def test_asked_three_times(self, sizes: tuple[int, ...] | None) -> None:
+        with attached("llava_siglip") as both:
+            plan = replace(SHALLOW, tier="medium")
+            engine = still(both, plans=[plan], max_tokens=64, prompts=sizes)
+            decide = Budgeted(plan, position=1)
+            inputs = tiny.prompt(model("llava_siglip"))
+            handle = engine.submit(
+                GenerationRequest(inputs=inputs, decide=decide, budget_ms=1e5, max_new_tokens=3)
+            )
+            driven(engine)
+            found = handle.result()
+            assert [each[:2] for each in decide.asked] == [
+                ("first", 66),
+                ("again", 1),
+                ("second", tiny.WIDTH),
+            ]
+            left = [each[2] for each in decide.asked]
+            assert 1e5 > left[0] >= left[1] >= left[2] > 0
+            assert found.prompt_tokens == 30 and found.predicted_ms == 9.0 and found.decide_ms > 0.0
+            fixed = GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
+            assert found.tokens == alone(*both, fixed)
+
+    def test_what_is_left_counts_from_receipt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        decide = Budgeted(SHALLOW, feasible=False)
+        asked = request(decide=decide, budget_ms=50.0, max_new_tokens=2)
+        handle = engine.submit(replace(asked, received_s=asked.received_s - 10.0))
+        driven(engine)
+        assert decide.asked[0][2] < -9_000.0
+        # Best effort: run all the same, and said so.
+        found = handle.result()
+        assert not found.feasible and found.budget_met is False and found.queued_ms >= 10_000.0
+
+    def test_truncated(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        handle = engine.submit(request(decide=Budgeted(SHALLOW, tokens=3), max_new_tokens=9))
+        driven(engine)
+        whole = alone(*olmoe, request(plan=SHALLOW, max_new_tokens=9))
+        assert (handle.result().reason, handle.result().tokens) == ("truncated", whole[:3])
+
+    def test_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        refusal = Rejection(reason="the budget is too small", least_ms=12.0)
+        handle = engine.submit(request(decide=Budgeted(DEEP, refusal=refusal)))
+        other = engine.submit(request(max_new_tokens=2))
+        driven(engine)
+        with pytest.raises(RequestRejected, match="too small") as caught:
+            handle.result()
+        assert caught.value.least_ms == 12.0 and other.result()
+        assert engine.snapshot().ended == {"refused": 1, "finished": 1}
+
+    def test_a_plan_that_the_engine_does_not_know(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe, plans=[DEEP])
+        handle = engine.submit(request(plan=SHALLOW))
+        driven(engine)
+        with pytest.raises(PlanError, match="not among the 1 plans"):
+            handle.result()
+        assert engine.snapshot().running == 0
+
+    def test_a_decider_that_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        class Broken(Budgeted):
+            def second(
+                self, latency_token: torch.Tensor, request: GenerationRequest, remaining_ms: float
+            ) -> PlanDecision:
+                raise KeyError("no such table")
+
+        engine = still(olmoe)
+        handle, other = engine.submit(request(decide=Broken(DEEP))), engine.submit(request(max_new_tokens=3))
+        driven(engine)
+        with pytest.raises(RequestFailed, match="no such table") as caught:
+            handle.result()
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert other.result().tokens == alone(*olmoe, other.request)
+
+    def test_a_tier_without_image(self) -> None:
+        with attached("llava_siglip") as both:
+            engine = still(both, plans=[replace(DEEP, tier="low"), DEEP])
+            wrong = engine.submit(request(plan=replace(DEEP, tier="low")))
+            image = engine.submit(
+                GenerationRequest(
+                    inputs=tiny.prompt(model("llava_siglip")), decide=FixedPlan(plan=DEEP), max_new_tokens=2
+                )
+            )
+            right = engine.submit(request(plan=DEEP, max_new_tokens=2))
+            driven(engine)
+            for handle in (wrong, image):
+                with pytest.raises(PlanError, match="tier"):
+                    handle.result()
+            assert right.result().tokens == alone(*both, right.request)
+
+
+class TestBadInput:
+    def test_never_taken(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe, max_tokens=10, queue_limit=1)
+        ids = torch.tensor([[3, tiny.VOCABULARY]])
+        with pytest.raises(InputError, match="the model knows 0 to 63"):
+            engine.submit(
+                GenerationRequest(inputs={"input_ids": ids}, decide=FixedPlan(plan=DEEP), max_new_tokens=2)
+            )
+        with pytest.raises(InputError, match="at most 5 new tokens"):
+            engine.submit(request(6, max_new_tokens=6))
+        engine.submit(request(6, max_new_tokens=5))
+        with pytest.raises(RequestRejected, match="1 requests wait already"):
+            engine.submit(request(6, max_new_tokens=5))
+        driven(engine)
+
+    def test_a_tier_that_does_not_fit(self) -> None:
+        with attached("llava_siglip") as both:
+            plans = [replace(DEEP, tier=tier) for tier in ("low", "high")]
+            engine = still(both, plans=plans, max_tokens=40)
+            inputs = tiny.prompt(model("llava_siglip"))
+            low, high = (
+                engine.submit(GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3))
+                for plan in plans
+            )
+            driven(engine)
+            assert low.result().tokens == alone(*both, low.request)
+            with pytest.raises(InputError, match="a prompt of 66 tokens"):
+                high.result()
+
+    def test_pixels_that_do_not_fit(self) -> None:
+        with attached("llava_siglip") as both:
+            plan = replace(DEEP, tier="low")
+            engine = still(both, plans=[plan], max_tokens=96, prompts=(32,))
+            inputs = tiny.prompt(model("llava_siglip"))
+            few = inputs | {"pixel_values": inputs["pixel_values"][:3]}
+            wide = inputs | {"pixel_values": inputs["pixel_values"].repeat(1, 1, 1, 2)}
+            bad = [
+                engine.submit(GenerationRequest(inputs=each, decide=FixedPlan(plan=plan)))
+                for each in (few, wide)
+            ]
+            good = engine.submit(
+                GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
+            )
+            driven(engine)
+            for handle in bad:
+                with pytest.raises((PlanError, RequestFailed)):
+                    handle.result()
+            assert good.result().tokens == alone(*both, good.request)
+
+    @pytest.mark.parametrize(
+        "given", [{"max_batch": 0}, {"max_tokens": 0}, {"fairness": 0}, {"queue_limit": 0}]
+    )
+    def test_counts(self, olmoe: tuple[Adapter, PlanRuntime], given: dict[str, int]) -> None:
+        with pytest.raises(InputError, match=next(iter(given))):
+            still(olmoe, **given)
+
+    def test_plans_and_device(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        with pytest.raises(InputError, match="`plans` is empty"):
+            still(olmoe, plans=[])
+        with pytest.raises(PlanError, match="top_k"):
+            still(olmoe, plans=[replace(DEEP, top_k=9)])
+        with pytest.raises(InputError, match=r"where the model is: cpu"):
+            still(olmoe, device="cuda")

@@ -1,0 +1,199 @@
+"""Slots: what is written where, which are in use, and what the cache tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseflow.adaptive.engine.cache import SlotCache
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.errors import InputError, PlanError
+from tests.adaptive.engine.serving import attached, words
+
+PLAN = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2))
+HEADS, WIDTH = 2, 3
+
+
+def made(*, slots: int = 3, tokens: int = 6) -> SlotCache:
+    return SlotCache(PLAN, 4, slots=slots, tokens=tokens)
+
+
+def drawn(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, rows, HEADS, tokens, WIDTH, generator=g)
+    return keys, values
+
+
+def write_prompt(cache: SlotCache, slots: list[int], tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    keys, values = drawn(len(slots), tokens, seed)
+    with cache.prefilling(torch.tensor(slots)):
+        for block in PLAN.blocks:
+            found = cache.update(keys + block, values - block, block)
+            assert torch.equal(found[0], keys + block) and torch.equal(found[1], values - block)
+    return keys, values
+
+
+def test_prompts_and_steps_lie_where_they_should() -> None:
+    cache = made()
+    assert [cache.take(), cache.take()] == [0, 1] and cache.lengths == (0, 0)
+    first = write_prompt(cache, [0], 4, seed=1)
+    cache.advance([0], 4)
+    second = write_prompt(cache, [1], 2, seed=2)
+    cache.advance([1], 2)
+    assert cache.lengths == (4, 2)
+    step = drawn(2, 1, seed=3)
+    with cache.decoding(torch.tensor([4, 2]), context=5):
+        found = {block: cache.update(step[0] + block, step[1] - block, block) for block in PLAN.blocks}
+    cache.advance([0, 1])
+    assert cache.lengths == (5, 3)
+    for block, (keys, values) in found.items():
+        assert keys.shape == values.shape == (2, HEADS, 5, WIDTH)
+        for row, (prompt, length) in enumerate(((first, 4), (second, 2))):
+            expected = torch.cat([prompt[0][0], step[0][row]], 1) + block
+            assert torch.equal(keys[row, :, : length + 1], expected)
+            expected = torch.cat([prompt[1][0], step[1][row]], 1) - block
+            assert torch.equal(values[row, :, : length + 1], expected)
+
+
+def test_several_prompts_at_once_and_a_step_of_later_slots() -> None:
+    cache = made()
+    for _ in range(3):
+        cache.take()
+    keys, _ = write_prompt(cache, [2, 0], 3)
+    cache.advance([0, 1, 2], 3)
+    step, _ = drawn(1, 1, seed=4)
+    with cache.decoding(torch.tensor([3]), context=4, first=2):
+        for block in PLAN.blocks:
+            got = cache.update(step, step, block)[0]
+            assert torch.equal(got[0, :, :3], keys[0] + block) and torch.equal(got[0, :, 3], step[0, :, 0])
+
+
+def test_only_blocks_of_the_plan_have_memory() -> None:
+    cache = made()
+    assert cache.memory_bytes == 0
+    cache.take()
+    write_prompt(cache, [0], 1)
+    assert cache.memory_bytes == 2 * 2 * 3 * HEADS * 6 * WIDTH * 4
+    assert [layer.keys is not None for layer in cache.blocks] == [True, False, True, False]
+    with pytest.raises(PlanError, match="block 1 does not run"), cache.prefilling(torch.tensor([0])):
+        cache.update(*drawn(1, 1), 1)
+
+
+def test_a_forward_must_write_every_block_of_the_plan() -> None:
+    cache = made()
+    cache.take()
+    with pytest.raises(PlanError, match="wrote"), cache.prefilling(torch.tensor([0])):
+        cache.update(*drawn(1, 2), 0)
+    with pytest.raises(PlanError, match="wrote"), cache.prefilling(torch.tensor([0])):
+        cache.update(*drawn(1, 2), 0)
+        cache.update(*drawn(1, 1), 2)
+    # The first block was written by an earlier part.
+    with cache.prefilling(torch.tensor([0]), after=2):
+        cache.update(*drawn(1, 2), 2)
+    with pytest.raises(InputError, match="within"):
+        cache.update(*drawn(1, 1), 0)
+
+
+def test_what_it_tells() -> None:
+    cache = made()
+    assert cache.get_seq_length() == 0 and cache.get_max_length() == 6 and not any(cache.is_sliding)
+    cache.take()
+    cache.take()
+    write_prompt(cache, [0], 4)
+    cache.advance([0], 4)
+    assert [cache.get_seq_length(block) for block in range(4)] == [4, 0, 4, 0]
+    with cache.prefilling(torch.tensor([1])):
+        # A prompt sees itself only, however long others are.
+        assert cache.get_seq_length(0) == 0 and cache.get_mask_sizes(3, 0) == (3, 0)
+        for block in PLAN.blocks:
+            cache.update(*drawn(1, 3), block)
+            assert cache.get_seq_length(block) == 3
+    cache.advance([1], 3)
+    with cache.decoding(torch.tensor([4, 3]), context=6):
+        assert cache.get_seq_length(0) == 4
+        for block in PLAN.blocks:
+            cache.update(*drawn(2, 1), block)
+        assert [cache.get_seq_length(block) for block in range(4)] == [5, 0, 5, 0]
+    # Positions in place of a count, as older releases give them.
+    assert cache.blocks[0].get_mask_sizes(torch.arange(3)) == (3, 0)
+    assert cache.blocks[0].get_max_cache_shape() == 6
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("tad"), st.integers(0, 9)), max_size=30))
+def test_slots_in_use_are_always_the_first(moves: list[tuple[str, int]]) -> None:
+    cache = made(slots=4, tokens=50)
+    cache.blocks[0].buffers(*drawn(1, 1))
+    buffer = cache.blocks[0].keys
+    assert buffer is not None
+    rows: list[list[float]] = []
+    for number, (move, at) in enumerate(moves):
+        if move == "t" and len(rows) < 4:
+            assert cache.take() == len(rows)
+            rows.append([])
+        elif move == "a" and rows:
+            slot = at % len(rows)
+            buffer[slot, :, len(rows[slot])] = float(number)
+            cache.advance([slot])
+            rows[slot].append(float(number))
+        elif move == "d" and rows:
+            slot = at % len(rows)
+            last = rows.pop()
+            moved = cache.release(slot)
+            assert moved == (None if slot == len(rows) else len(rows))
+            if slot < len(rows):
+                rows[slot] = last
+        assert cache.lengths == tuple(map(len, rows)) and cache.count == len(rows)
+        for slot, row in enumerate(rows):
+            assert buffer[slot, 0, : len(row), 0].tolist() == row
+
+
+def test_adopts_a_request_of_its_own() -> None:
+    plan = Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
+    with attached() as (adapter, knobs), torch.no_grad():
+
+        def ran(plan: Plan, tokens: int) -> Any:
+            with knobs.running(plan):
+                return adapter.model(**words(tokens), use_cache=True).past_key_values
+
+        cache = SlotCache(plan, 6, slots=2, tokens=8)
+        cache.take()
+        cache.take()
+        own = ran(plan, 5)
+        cache.adopt(1, own)
+        assert cache.lengths == (0, 5)
+        for block in plan.blocks:
+            held = cache.blocks[block].keys
+            assert held is not None and torch.equal(held[1, :, :5], own.layers[block].keys[0])
+        assert [layer.keys is not None for layer in cache.blocks] == [at in plan.blocks for at in range(6)]
+        with pytest.raises(InputError, match="9"):
+            cache.adopt(0, ran(plan, 9))
+        other = Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 5))
+        with pytest.raises(PlanError, match="does not belong"):
+            cache.adopt(0, ran(other, 2))
+        with pytest.raises(InputError, match="not in use"):
+            cache.adopt(2, own)
+
+
+def test_refuses() -> None:
+    with pytest.raises(InputError, match=r"`slots` \(=0\)"):
+        made(slots=0)
+    with pytest.raises(InputError, match=r"`tokens` \(=0\)"):
+        made(tokens=0)
+    cache = made(slots=1, tokens=2)
+    with pytest.raises(InputError, match="not in use"):
+        cache.release(0)
+    cache.take()
+    with pytest.raises(InputError, match="all 1 slots"):
+        cache.take()
+    cache.advance([0], 2)
+    with pytest.raises(InputError, match="no room for 1"):
+        cache.advance([0])
+    cache.rewind([1])
+    cache.advance([0])
+    assert cache.lengths == (2,)

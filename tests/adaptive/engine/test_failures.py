@@ -1,0 +1,190 @@
+"""What goes wrong with one request stays with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters import Adapter
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.engine.requests.request import (
+    EngineStopped,
+    RequestFailed,
+    RequestOutOfMemory,
+)
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from tests.adaptive.engine.serving import (
+    PLANS,
+    alone,
+    attached,
+    driven,
+    request,
+    still,
+)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
+    with attached() as both:
+        yield both
+
+
+@contextmanager
+def failing(adapter: Adapter, fails: Any) -> Iterator[None]:
+    """Forwards for which `fails` gives an error, by their tokens and positions, raise it."""
+
+    def hook(module: Any, given: Any, named: dict[str, Any]) -> None:
+        ids = named.get("input_ids")
+        if ids is not None and (error := fails(ids, named["position_ids"])) is not None:
+            raise error
+
+    handle = adapter.model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class TestFailures:
+    def test_a_prompt_that_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        bad = request(7, max_new_tokens=4)
+        good = [request(5, seed=seed, max_new_tokens=4) for seed in range(2)]
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            return ValueError("no such prompt") if ids.shape[1] == 7 else None
+
+        with failing(olmoe[0], fails):
+            handles = [engine.submit(each) for each in (good[0], bad, good[1])]
+            driven(engine)
+        with pytest.raises(RequestFailed, match=f"{bad.id} failed: ValueError: no such prompt"):
+            handles[1].result()
+        assert [handles[at].result().tokens for at in (0, 2)] == [alone(*olmoe, each) for each in good]
+        assert engine.snapshot().ended == {"finished": 2, "failed": 1}
+
+    def test_one_of_equal_prompts_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        requests = [request(5, seed=seed, max_new_tokens=4) for seed in range(3)]
+        wrong = requests[1].inputs["input_ids"]
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            here = ids.shape[1] == 5 and any(torch.equal(row, wrong[0]) for row in ids)
+            return ValueError("that one") if here else None
+
+        with failing(olmoe[0], fails):
+            handles = [engine.submit(each) for each in requests]
+            driven(engine)
+        with pytest.raises(RequestFailed, match="that one"):
+            handles[1].result()
+        for at in (0, 2):
+            assert handles[at].result().tokens == alone(*olmoe, requests[at])
+
+    @pytest.mark.parametrize("error", [ValueError("bad row"), torch.OutOfMemoryError("no memory")])
+    def test_a_row_that_fails_in_a_step(self, olmoe: tuple[Adapter, PlanRuntime], error: Exception) -> None:
+        engine = still(olmoe)
+        requests = [request(5 + 2 * seed, seed=seed, max_new_tokens=9) for seed in range(4)]
+        expected = [alone(*olmoe, each) for each in requests]
+        handles = [engine.submit(each) for each in requests]
+        for _ in range(4):
+            engine.turn()
+        # The row of the second request fails at its next step, however it is batched.
+        place = 7 + len(handles[1].tokens) - 1
+        assert len({len(handle.tokens) + 5 + 2 * at for at, handle in enumerate(handles)}) == 4
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            return error if ids.shape[1] == 1 and bool((places == place).any()) else None
+
+        with failing(olmoe[0], fails):
+            engine.turn()
+        driven(engine)
+        with pytest.raises(
+            RequestOutOfMemory if isinstance(error, torch.OutOfMemoryError) else RequestFailed
+        ):
+            handles[1].result()
+        assert handles[1].tokens == expected[1][: len(handles[1].tokens)]
+        for at in (0, 2, 3):
+            assert handles[at].result().tokens == expected[at]
+
+    def test_no_memory_for_a_batch_but_for_each(
+        self, olmoe: tuple[Adapter, PlanRuntime], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        # Halves of three, which is no bucket.
+        engine = still(olmoe, max_batch=6)
+        requests = [request(5, seed=seed, max_new_tokens=6) for seed in range(6)]
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            return torch.OutOfMemoryError("too many") if len(ids) > 1 else None
+
+        with failing(olmoe[0], fails), caplog.at_level(logging.WARNING):
+            handles = [engine.submit(each) for each in requests]
+            driven(engine)
+        assert "trying halves" in caplog.text
+        for handle in handles:
+            assert handle.result().tokens == alone(*olmoe, handle.request)
+
+    def test_no_memory_for_a_prompt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine, tries = still(olmoe), []
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            if ids.shape[1] == 7:
+                tries.append(1)
+                return RuntimeError("CUDA error: out of memory")
+            return None
+
+        with failing(olmoe[0], fails):
+            bad, good = engine.submit(request(7)), engine.submit(request(5, max_new_tokens=3))
+            driven(engine)
+        with pytest.raises(RequestOutOfMemory, match="not even alone"):
+            bad.result()
+        assert len(tries) == 2 and good.result().tokens == alone(*olmoe, good.request)
+
+    def test_nan(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = still(olmoe)
+        handles = [engine.submit(request(5, seed=seed, max_new_tokens=6)) for seed in range(3)]
+        engine.turn()
+        head: Any = olmoe[0].model.get_output_embeddings()
+
+        def poison(module: Any, given: Any, found: torch.Tensor) -> torch.Tensor:
+            found[1] = float("nan")
+            return found
+
+        hook = head.register_forward_hook(poison)
+        engine.turn()
+        hook.remove()
+        driven(engine)
+        with pytest.raises(RequestFailed, match="NaN"):
+            handles[1].result()
+        for at in (0, 2):
+            assert handles[at].result().tokens == alone(*olmoe, handles[at].request)
+
+    def test_a_broken_device_ends_everything(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
+        started = threading.Event()
+
+        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+            started.wait(10)
+            return RuntimeError("CUDA error: device-side assert triggered") if ids.shape[1] == 1 else None
+
+        with failing(olmoe[0], fails):
+            handles = [engine.submit(request(5 + at)) for at in range(3)]
+            started.set()
+            for handle in handles:
+                with pytest.raises(EngineStopped, match="device-side assert"):
+                    handle.result(30)
+        assert not engine.snapshot().healthy
+        for call in (lambda: engine.submit(request()), engine.warm):
+            with pytest.raises(EngineStopped, match="broke"):
+                call()
+        assert not engine.shutdown()

@@ -1,0 +1,235 @@
+"""Generation by the model's own forward: the tokens of transformers' own `generate` under the same plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.engine.generate import GenerationResult, generate
+from sparseflow.adaptive.engine.requests.request import (
+    GenerationRequest,
+    InitialDecision,
+    PlanDecision,
+    Rejection,
+    RequestRejected,
+)
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.errors import InputError, PlanError, RunError
+from tests.adaptive import tiny
+from tests.adaptive.engine.serving import DEEP, NARROW, SHALLOW, attached, model
+
+TOKENS = 10
+
+
+def by_transformers(adapter: Adapter, knobs: PlanRuntime, inputs: Any, plan: Plan, **given: Any) -> Tensor:
+    own: Any = adapter.model
+    with knobs.running(plan):
+        return own.generate(
+            **adapter.at_tier(inputs, plan.tier), **({"max_new_tokens": TOKENS, "do_sample": False} | given)
+        )
+
+
+@pytest.fixture
+def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
+    with attached() as both:
+        yield both
+
+
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+@pytest.mark.parametrize("text", [DEEP, SHALLOW, NARROW])
+def test_one_row(family: str, text: Plan) -> None:
+    with attached(family) as both:
+        prompts: list[tuple[Any, Plan]] = [(tiny.text(), text)]
+        if both[0].geometry.tiers:
+            inputs = tiny.prompt(model(family), images=2)
+            prompts += [(inputs, replace(text, tier=tier)) for tier in ("low", "high")]
+        for inputs, plan in prompts:
+            found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
+            assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
+            assert found.plan == plan and found.new_tokens.shape == (1, TOKENS)
+
+
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+def test_rows_of_equal_length(family: str) -> None:
+    with attached(family) as both:
+        plan = replace(SHALLOW, tier="medium" if both[0].geometry.tiers else None)
+        inputs = tiny.prompt(model(family), rows=3)
+        found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
+        assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
+
+
+def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Words of rows of several lengths, padded on their left."""
+    most = max(lengths)
+    ids, mask = torch.zeros(len(lengths), most, dtype=torch.int64), torch.zeros(len(lengths), most).long()
+    for row, length in enumerate(lengths):
+        ids[row, most - length :] = tiny.text(tokens=length, seed=row)["input_ids"][0]
+        mask[row, most - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3_vl_moe"])
+def test_rows_padded_on_their_left(family: str) -> None:
+    with attached(family) as both:
+        inputs = padded((3, 9, 5))
+        found = generate(*both, inputs, SHALLOW, max_new_tokens=TOKENS)
+        assert torch.equal(found.sequences, by_transformers(*both, inputs, SHALLOW))
+        for row, length in enumerate((3, 9, 5)):
+            alone = generate(*both, {"input_ids": inputs["input_ids"][row : row + 1, -length:]}, SHALLOW,
+                             max_new_tokens=TOKENS)  # fmt: skip
+            assert torch.equal(alone.new_tokens[0], found.new_tokens[row])
+
+
+def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    inputs = tiny.text(rows=3)
+    whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
+    stop = [int(whole[0, 2]), int(whole[1, 5])]
+    found = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
+    expected = by_transformers(*olmoe, inputs, DEEP, eos_token_id=stop, pad_token_id=0)
+    assert torch.equal(found.sequences, expected)
+    row = {name: each[:1] for name, each in inputs.items()}
+    alone = generate(*olmoe, row, DEEP, max_new_tokens=TOKENS, stop=stop)
+    first = next(at for at in range(TOKENS) if int(whole[0, at]) in stop)
+    assert alone.new_tokens[0].tolist() == whole[0, : first + 1].tolist()
+
+
+def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    inputs = tiny.text(rows=2, seed=4)
+    whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
+    stop = [int(whole[0, 1])]
+    # The model's own padding, where it has one.
+    found = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop).new_tokens[0].tolist()
+    end = found.index(stop[0])
+    assert set(found[end + 1 :]) <= {olmoe[0].model.generation_config.pad_token_id}  # pyright: ignore[reportOptionalMemberAccess]
+    chosen = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=9).new_tokens[0]
+    assert set(chosen[end + 1 :].tolist()) <= {9}
+
+
+def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    inputs, way = tiny.text(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+
+    def answer(sampling: Any, given: Any = inputs) -> Tensor:
+        return generate(*olmoe, given, DEEP, max_new_tokens=TOKENS, sampling=sampling).new_tokens
+
+    first = answer(way)
+    assert torch.equal(first, answer(way)) and not torch.equal(first, answer(replace(way, seed=4)))
+    rows = tiny.text(rows=2)
+    ways = [SamplingParams(), way]
+    found = answer(ways, rows)
+    for row in range(2):
+        one = {name: each[row : row + 1] for name, each in rows.items()}
+        assert torch.equal(answer(ways[row], one)[0], found[row])
+    with pytest.raises(InputError, match="one for each of 2 rows"):
+        answer([way], rows)
+
+
+def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    told: list[list[int]] = []
+    found = generate(*olmoe, tiny.text(rows=2), DEEP, max_new_tokens=4, on_tokens=told.append)
+    assert torch.equal(torch.tensor(told).T, found.new_tokens)
+
+
+def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    found = generate(
+        *olmoe, tiny.text(), DEEP, max_new_tokens=3, received_s=time.perf_counter() - 2.0, budget_ms=1e3
+    )
+    times = found.timings
+    parts = (times.decide_ms, times.vision_ms, times.prefill_ms, times.decode_ms)
+    assert min(parts) >= 0.0 and times.queued_ms >= 2000.0
+    assert times.total_ms >= times.queued_ms + sum(parts) and found.budget_met is False
+    assert generate(*olmoe, tiny.text(), DEEP, max_new_tokens=1).budget_met is None
+
+
+class Decider:
+    """A decider that says what it was made to say, and keeps what it was told."""
+
+    def __init__(self, plan: Plan, **said: Any) -> None:
+        self.plan, self.said, self.asked = plan, said, []
+
+    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+        self.asked.append(("first", request.tokens, remaining_ms))
+        if "refusal" in self.said:
+            return self.said["refusal"]
+        return InitialDecision(
+            tier=self.plan.tier, insertion_position=1, max_new_tokens=self.said.get("tokens")
+        )
+
+    def again(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
+        self.asked.append(("again", choice.insertion_position, remaining_ms))
+        return self.plan.insertion_position
+
+    def second(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> PlanDecision:
+        self.asked.append(("second", latency_token, remaining_ms))
+        return PlanDecision(plan=self.plan, feasible=False, predicted_ms=5.0)
+
+
+def test_a_decider() -> None:
+    with attached("llava_siglip") as both:
+        inputs, plan = tiny.prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
+        decide = Decider(plan)
+        found = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
+        assert [each[0] for each in decide.asked] == ["first", "again", "second"]
+        left = [each[2] for each in decide.asked]
+        assert 1e6 > left[0] >= left[1] >= left[2] > 0.0 and decide.asked[0][1] == 66
+        assert decide.asked[1][1] == 1
+        assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
+        assert (found.plan, found.feasible, found.predicted_ms, found.budget_met) == (plan, False, 5.0, True)
+        hidden: list[Any] = []
+        hook = both[0].blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
+        generate(*both, inputs, plan, max_new_tokens=1)
+        hook.remove()
+        torch.testing.assert_close(decide.asked[2][1], hidden[0][0, -1], rtol=0.0, atol=1e-10)
+
+
+def test_a_decider_that_refuses_or_cuts_short(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    with pytest.raises(RequestRejected, match=r"12\.0 ms"):
+        generate(
+            *olmoe, tiny.text(), Decider(DEEP, refusal=Rejection(reason="no", least_ms=12.0)), budget_ms=1.0
+        )
+    found: GenerationResult = generate(*olmoe, tiny.text(), Decider(DEEP, tokens=2), max_new_tokens=TOKENS)
+    assert found.new_tokens.shape == (1, 2)
+    with pytest.raises(InputError, match="a decider decides for one row, not 2"):
+        generate(*olmoe, tiny.text(rows=2), Decider(DEEP))
+
+
+def test_bad_input(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    with pytest.raises(InputError, match="input_ids"):
+        generate(*olmoe, {"input_ids": torch.zeros(3)}, DEEP)
+    with pytest.raises(InputError, match="max_new_tokens"):
+        generate(*olmoe, tiny.text(), DEEP, max_new_tokens=0)
+    with pytest.raises(InputError, match="budget_ms"):
+        generate(*olmoe, tiny.text(), DEEP, budget_ms=-1.0)
+    with pytest.raises(PlanError, match="must be None"):
+        generate(*olmoe, tiny.text(), replace(DEEP, tier="low"))
+    with pytest.raises(PlanError, match="top_k"):
+        generate(*olmoe, tiny.text(), replace(DEEP, top_k=9))
+
+
+def test_nan() -> None:
+    made = tiny.olmoe()
+    made.lm_head.weight.data.fill_(float("nan"))
+    adapter = adapter_of(made)
+    with pytest.raises(RunError, match="NaN"):
+        generate(adapter, PlanRuntime(adapter), tiny.text(), DEEP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+def test_on_a_gpu(family: str) -> None:
+    made = tiny.FAMILIES[family]().cuda()
+    adapter = adapter_of(made)
+    knobs = PlanRuntime(adapter)
+    inputs = {name: each.cuda() for name, each in tiny.prompt(made, images=2).items()}
+    plan = replace(SHALLOW, tier="low" if adapter.geometry.tiers else None)
+    found = generate(adapter, knobs, inputs, plan, max_new_tokens=TOKENS)
+    assert torch.equal(found.sequences, by_transformers(adapter, knobs, inputs, plan))
+    assert found.timings.prefill_ms > 0.0 and found.timings.decode_ms > 0.0

@@ -1,0 +1,146 @@
+"""Recorded work: the same results, and what cannot be recorded still runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from sparseflow.adaptive.engine import graphs as module
+from sparseflow.adaptive.engine.graphs import GraphCache
+
+
+class Played:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
+    """Graphs on a GPU that is not there: recording runs the body twice more, and keeps a stand-in."""
+
+    @contextmanager
+    def nothing() -> Iterator[None]:
+        yield
+
+    def record(self: GraphCache, key: str, body: module.Callable[[], None]) -> None:
+        body()
+        body()
+        self._graphs[key] = Played()
+
+    monkeypatch.setattr(module, "_forbidden_to_wait", nothing)
+    monkeypatch.setattr(GraphCache, "_record", record)
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    return graphs
+
+
+def test_without_a_gpu_bodies_run() -> None:
+    graphs, ran = GraphCache("cpu"), []
+    assert not graphs.enabled
+    for _ in range(3):
+        graphs.run("a", lambda: ran.append(1))
+    assert len(ran) == 3 and graphs.recorded == () and not graphs.reasons
+
+
+def test_records_once_and_plays(pretended: GraphCache) -> None:
+    ran: list[int] = []
+    for _ in range(4):
+        pretended.run("a", lambda: ran.append(1))
+    assert len(ran) == 3 and pretended.recorded == ("a",)
+    assert pretended._graphs["a"].count == 3
+
+
+def test_what_waits_runs_unrecorded(pretended: GraphCache, caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[int] = []
+
+    def body() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    with caplog.at_level(logging.WARNING):
+        pretended.run("a", body)
+        pretended.run("a", body)
+    assert len(tries) == 3 and pretended.recorded == ()
+    assert pretended.reasons == {"a": "RuntimeError: called a synchronizing CUDA operation"}
+    assert "runs as it is" in caplog.text
+
+
+def test_work_that_fails_is_no_reason(pretended: GraphCache) -> None:
+    def body() -> None:
+        raise RuntimeError("shapes do not fit")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            pretended.run("a", body)
+    assert not pretended.reasons
+    with pytest.raises(KeyError):
+        pretended.run("b", lambda: {}["x"])
+
+
+def test_a_recording_that_fails_is_told(pretended: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: GraphCache, key: str, body: module.Callable[[], None]) -> None:
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    monkeypatch.setattr(GraphCache, "_record", record)
+    ran: list[int] = []
+    pretended.run("a", lambda: ran.append(1))
+    assert len(ran) == 1 and "no room" in pretended.reasons["a"]
+
+
+def test_no_memory_for_the_work_itself_is_raised(pretended: GraphCache) -> None:
+    def body() -> None:
+        raise torch.OutOfMemoryError("none")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        pretended.run("a", body)
+    assert not pretended.reasons
+
+
+@pytest.mark.gpu
+def test_recorded_on_a_gpu() -> None:
+    graphs = GraphCache("cuda")
+    given, found = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    weight = torch.randn(4, 4, device="cuda")
+
+    def body() -> None:
+        found.copy_((weight @ given).exp())
+
+    for value in range(5):
+        given.fill_(value / 8)
+        graphs.run("a", body)
+        torch.testing.assert_close(found, (weight @ given).exp())
+    assert graphs.recorded == ("a",)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.gpu
+def test_what_waits_on_a_gpu() -> None:
+    graphs = GraphCache("cuda")
+    given, found = torch.arange(4.0, device="cuda"), torch.zeros((), device="cuda")
+
+    def body() -> None:
+        found.fill_(float(given.sum()))
+
+    for value in range(3):
+        given.fill_(value)
+        graphs.run("a", body)
+        assert float(found) == 4.0 * value
+    assert graphs.recorded == () and "a" in graphs.reasons
+
+    # Nothing is left behind that would break the next recording.
+    def other() -> None:
+        found.copy_(given[0] + 1)
+
+    graphs.run("b", other)
+    assert graphs.recorded == ("b",)
+    assert torch.rand(2, device="cuda").shape == (2,)

@@ -1,0 +1,174 @@
+"""Replacements for a recording: they give what the modules give, and leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, KernelPatcher
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from tests.adaptive import tiny
+from tests.adaptive.engine.serving import SHALLOW, parameters, same, words
+
+# Triton's interpreter turns its one-element arrays into loop bounds this way; numpy below 2.4 allows it.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    return tiny.olmoe(depth=3, dtype=torch.float32)
+
+
+def test_what_can_be_replaced(made: Any) -> None:
+    fused = KernelPatcher(adapter_of(made), kernels=True)
+    assert len(fused.experts) == 3
+    # Two of each block, two of its attention, and the last one.
+    assert len(fused.norms) == 3 * 4 + 1
+    assert list(fused.routers.values()) == [False] * 3
+    assert [each.__name__.split(".")[-1] for each in fused.turning] == ["modeling_olmoe"]
+    alone = KernelPatcher(adapter_of(made))
+    assert not (alone.experts or alone.norms or alone.routers or alone.turning)
+    # Normalisations compute in float32 whatever the model; only weights could be wider.
+    wide = KernelPatcher(adapter_of(tiny.olmoe(depth=2)), kernels=True)
+    assert len(wide.experts) == 2 and not wide.norms
+
+
+def test_a_forward_with_replacements(made: Any) -> None:
+    adapter = adapter_of(made)
+    fused, ids = KernelPatcher(adapter, kernels=True), words(3)["input_ids"]
+    before, inside = parameters(made), {id(each): dict(vars(each)) for each in made.modules()}
+    (file,) = fused.turning
+    turning, knobs = file.apply_rotary_pos_emb, PlanRuntime(adapter)
+    try:
+        with knobs.running(SHALLOW_OF_THREE) as running:
+            expected = made(input_ids=ids).logits
+            with fused.installed(3, running):
+                assert running.route is not None and file.apply_rotary_pos_emb is not turning
+                found = made(input_ids=ids).logits
+                assert running.routed == {0, 2}
+            assert running.route is None and file.apply_rotary_pos_emb is turning
+            again = made(input_ids=ids).logits
+    finally:
+        knobs.remove()
+    assert torch.equal(again, expected)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[torch.float32], atol=1e-4)
+    assert same(made, before) and inside == {id(each): dict(vars(each)) for each in made.modules()}
+
+
+SHALLOW_OF_THREE = type(SHALLOW)(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
+
+
+def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = KernelPatcher(adapter_of(made), kernels=True)
+    (file,) = fused.turning
+    query = torch.randn(1, 2, 3, 8).transpose(1, 2)
+    places = torch.randn(1, 2, 8)
+    turned: list[int] = []
+
+    def rotate(*given: Tensor) -> tuple[Tensor, ...]:
+        turned.append(threading.get_ident())
+        return given[:2]
+
+    monkeypatch.setattr("sparseflow.adaptive.kernels.rotary.triton.rotate", rotate)
+    expected = file.apply_rotary_pos_emb(query, query, places, places)
+    with fused.installed(1), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(file.apply_rotary_pos_emb, query, query, places, places).result()
+        assert not turned
+        file.apply_rotary_pos_emb(query, query, places, places)
+    assert turned == [threading.get_ident()]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
+    fused = KernelPatcher(adapter_of(made), kernels=True)
+    (file,) = fused.turning
+    function = file.apply_rotary_pos_emb
+    another = KernelPatcher(adapter_of(tiny.olmoe(depth=2, dtype=torch.float32)), kernels=True)
+    one, other = fused.installed(1), another.installed(1)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert file.apply_rotary_pos_emb is not function
+    other.__exit__(None, None, None)
+    assert file.apply_rotary_pos_emb is function
+
+
+def test_families_of_routers() -> None:
+    for family, normalized in (("mixtral", True), ("qwen3_vl_moe", True)):
+        fused = KernelPatcher(adapter_of(tiny.FAMILIES[family](depth=2, dtype=torch.float32)), kernels=True)
+        assert list(fused.routers.values()) == [normalized] * 2 and len(fused.turning) == 1
+
+
+def test_taken_away_after_an_error(made: Any) -> None:
+    fused = KernelPatcher(adapter_of(made), kernels=True)
+    kept = fused.experts[0].forward
+    fused.experts[0].forward = kept
+    with pytest.raises(ZeroDivisionError), fused.installed(1):
+        assert fused.experts[0].forward != kept
+        raise ZeroDivisionError
+    # A forward that stood on the instance stands there again.
+    assert vars(fused.experts[0])["forward"] == kept
+    assert all("forward" not in vars(each) for each in (*fused.experts[1:], *fused.norms))
+    del fused.experts[0].forward
+
+
+def test_many_tokens_keep_the_experts(made: Any) -> None:
+    fused = KernelPatcher(adapter_of(made), kernels=True)
+    with fused.installed(1000):
+        assert all("forward" not in vars(each) for each in fused.experts)
+        assert all("forward" in vars(each) for each in fused.norms)
+
+
+def test_what_differs_is_not_replaced() -> None:
+    model = tiny.olmoe(depth=3, dtype=torch.float32)
+    layers = model.model.layers
+    layers[0].mlp.experts.act_fn = nn.GELU()
+    layers[1].mlp.experts.is_transposed = True
+    plus_one: Any = type(layers[0].input_layernorm)
+
+    class OtherRMSNorm(plus_one):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) + hidden_states
+
+    layers[2].input_layernorm = OtherRMSNorm(tiny.WIDTH)
+    fused = KernelPatcher(adapter_of(model), kernels=True)
+    assert fused.experts == [layers[2].mlp.experts]
+    assert layers[2].input_layernorm not in fused.norms and len(fused.norms) == 12
+
+
+def test_families() -> None:
+    for family, experts in (("mixtral", 2), ("qwen3_vl_moe", 2), ("llava_dense", 0)):
+        build = tiny.llava_dense if family == "llava_dense" else tiny.FAMILIES[family]
+        fused = KernelPatcher(adapter_of(build(depth=2, dtype=torch.float32)), kernels=True)
+        assert len(fused.experts) == experts and len(fused.norms) >= 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    model = tiny.olmoe(depth=3, dtype=dtype).cuda()
+    fused = KernelPatcher(adapter_of(model))
+    assert len(fused.experts) == 3 and len(fused.norms) == 13
+    for tokens in (1, 5, 40):
+        ids = words(tokens)["input_ids"].cuda()
+        expected = model(input_ids=ids).logits.float()
+        with fused.installed(tokens):
+            found = model(input_ids=ids).logits.float()
+        largest = float(expected.abs().max())
+        assert float((found - expected).abs().max()) <= 2 * TOLERANCE[dtype] * largest

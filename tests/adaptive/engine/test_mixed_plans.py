@@ -1,0 +1,153 @@
+"""Mixed plans in one engine: each request gets exactly the tokens that it gets alone, in float64."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.engine.engine import Engine
+from sparseflow.adaptive.engine.requests.request import GenerationRequest
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan
+from tests.adaptive import tiny
+from tests.adaptive.engine.serving import (
+    DEEP,
+    LATER,
+    PLANS,
+    SHALLOW,
+    alone,
+    arrivals,
+    attached,
+    driven,
+    mixed,
+    model,
+    request,
+    still,
+    words,
+)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
+    with attached() as both:
+        yield both
+
+
+def images(family: str, count: int) -> tuple[list[Any], tuple[Plan, ...]]:
+    """Prompts with images, and plans of several tiers."""
+    made = model(family)
+    prompts = [tiny.prompt(made, tokens=3 + seed, seed=seed) for seed in range(count)]
+    plans = [replace(plan, tier=tier) for plan in (DEEP, SHALLOW) for tier in ("low", "medium", "high")]
+    return prompts, tuple(plans)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_words(olmoe: tuple[Adapter, PlanRuntime], seed: int) -> None:
+    draw = random.Random(seed)
+    prompts = [words(draw.randint(1, 20), at) for at in range(6)]
+    sizes = None if seed % 2 else (4, 16)
+    engine = still(
+        olmoe,
+        max_batch=draw.choice([2, 4]),
+        prompts=sizes,
+        contexts=(8, 16),
+        fairness=draw.choice([1, 4]),
+    )
+    mixed(*olmoe, engine, arrivals(draw, prompts, PLANS, 14), draw)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("llava_siglip", None), ("llava_siglip", (24, 40, 80)), ("qwen3_vl_moe", (24, 40)),
+])  # fmt: skip
+def test_images(family: str, sizes: tuple[int, ...] | None) -> None:
+    with attached(family) as both:
+        draw = random.Random(7)
+        prompts, plans = images(family, 3)
+        engine = still(both, plans=(*plans, SHALLOW), max_tokens=96, prompts=sizes)
+        requests = arrivals(draw, prompts, plans, 8) + arrivals(draw, [words(5)], (SHALLOW,), 3)
+        mixed(*both, engine, requests, draw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_clip"])
+def test_many(family: str, seed: int) -> None:
+    with attached(family) as both:
+        draw = random.Random(seed)
+        prompts, plans = [words(draw.randint(1, 30), at) for at in range(10)], PLANS
+        if family == "llava_clip":
+            prompts, plans = images(family, 4)
+        engine = still(both, plans=plans, max_batch=5, max_tokens=96, prompts=draw.choice([None, (16, 64)]))
+        mixed(*both, engine, arrivals(draw, prompts, plans, 60), draw)
+
+
+def test_by_its_thread(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    draw = random.Random(11)
+    requests = arrivals(draw, [words(each, each) for each in (2, 7, 12)], PLANS, 12)
+    found: dict[str, tuple[int, ...]] = {}
+
+    def user(asked: list[GenerationRequest]) -> None:
+        for each in asked:
+            found[each.id] = tuple(engine.submit(each))
+
+    with Engine(*olmoe, plans=PLANS, max_batch=3, max_tokens=48) as engine:
+        users = [threading.Thread(target=user, args=(requests[at::3],)) for at in range(3)]
+        for each in users:
+            each.start()
+        for each in users:
+            each.join(60)
+    assert found == {each.id: alone(*olmoe, each) for each in requests}
+
+
+def test_batches_are_of_what_matters(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    engine = still(olmoe)
+    for plan in (DEEP, LATER, SHALLOW):
+        engine.submit(request(plan=plan, max_new_tokens=9))
+    for _ in range(3):
+        engine.turn()
+    snapshot = engine.snapshot()
+    assert snapshot.batches == {DEEP.id: 2, SHALLOW.id: 1}
+    assert snapshot.plans == {DEEP.id: 1, LATER.id: 1, SHALLOW.id: 1} and snapshot.running == 3
+    driven(engine)
+
+
+def test_equal_prompts_of_a_fixed_plan_begin_together(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    engine = still(olmoe)
+    handles = [engine.submit(request(6, seed=seed, max_new_tokens=4)) for seed in range(3)]
+    other = engine.submit(request(5, max_new_tokens=4))
+    engine.turn()
+    assert [len(handle.tokens) for handle in handles] == [2, 2, 2] and not other.tokens
+    driven(engine)
+    for handle in (*handles, other):
+        assert handle.result().tokens == alone(*olmoe, handle.request)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
+def test_mixed_plans_on_a_gpu(family: str) -> None:
+    made = tiny.FAMILIES[family]().cuda()
+    adapter = adapter_of(made)
+    knobs, draw = PlanRuntime(adapter), random.Random(0)
+    prompts, plans = [words(draw.randint(1, 20), at) for at in range(6)], PLANS
+    if adapter.geometry.tiers:
+        prompts, plans = images(family, 3)
+    prompts = [{name: each.cuda() for name, each in inputs.items()} for inputs in prompts]
+    engine = Engine(
+        adapter, knobs, plans=plans, max_tokens=96, prompts=(24, 48, 96), contexts=(32,), start=False
+    )
+    engine.warm(prompts[0] if adapter.geometry.tiers else None)
+    mixed(adapter, knobs, engine, arrivals(draw, prompts, plans, 40), draw)
+    assert engine.snapshot().recorded > 0 and engine.snapshot().unrecorded == ()

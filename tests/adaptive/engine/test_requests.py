@@ -1,0 +1,274 @@
+"""Requests, what deciders say, and the end that owners hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.engine.requests.handle import RequestHandle
+from sparseflow.adaptive.engine.requests.plan_request import PlanRequest
+from sparseflow.adaptive.engine.requests.request import (
+    FixedPlan,
+    GenerationRequest,
+    InitialDecision,
+    PlanDecision,
+    Rejection,
+    RequestCancelled,
+    RequestOutput,
+    RequestRejected,
+    SupportsReplanning,
+)
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.errors import InputError, PlanError, RunError
+from tests.adaptive.engine.serving import DEEP, SHALLOW, request, words
+
+
+def finished(**given: Any) -> RequestOutput:
+    told: dict[str, Any] = {
+        "tokens": (4, 5), "plan": DEEP, "reason": "length", "prompt_tokens": 3, "feasible": True,
+        "predicted_ms": None, "budget_ms": None, "queued_ms": 1.0, "decide_ms": 1.0, "vision_ms": 1.0,
+        "prefill_ms": 1.0, "decode_ms": 1.0, "total_ms": 5.0,
+    }  # fmt: skip
+    return RequestOutput(**(told | given))
+
+
+class TestRequest:
+    def test_defaults(self) -> None:
+        asked = request(7)
+        assert asked.tokens == 7 and asked.max_new_tokens == 8 and asked.stop == frozenset()
+        assert asked.sampling == SamplingParams() and asked.deadline_s == asked.remaining_ms(1e9) == math.inf
+        assert asked.id != request(7).id
+
+    def test_deadline(self) -> None:
+        asked = request(received_s=10.0, budget_ms=250.0)
+        assert asked.deadline_s == 10.25
+        assert asked.remaining_ms(10.2) == pytest.approx(50.0) and asked.remaining_ms(11.0) == pytest.approx(
+            -750.0
+        )
+
+    def test_stop_is_a_set(self) -> None:
+        assert request(stop=[3, 3, 4]).stop == {3, 4}
+
+    @pytest.mark.parametrize("budget", [0.0, -1.0, math.nan, math.inf])
+    def test_budgets_that_cannot_be(self, budget: float) -> None:
+        with pytest.raises(InputError, match="budget_ms"):
+            request(budget_ms=budget)
+
+    @pytest.mark.parametrize("count", [0, -3, 1.5, True])
+    def test_counts_that_cannot_be(self, count: Any) -> None:
+        with pytest.raises(InputError, match="max_new_tokens"):
+            request(max_new_tokens=count)
+        for kind in (
+            lambda: InitialDecision(tier=None, insertion_position=1, max_new_tokens=count),
+            lambda: PlanDecision(plan=DEEP, max_new_tokens=count),
+        ):
+            with pytest.raises(InputError, match="max_new_tokens"):
+                kind()
+
+    @pytest.mark.parametrize(
+        ("inputs", "said"),
+        [
+            ({}, "NoneType"),
+            ({"input_ids": [[1, 2]]}, "list"),
+            ({"input_ids": torch.ones(1, 2)}, "float32"),
+            ({"input_ids": torch.ones(2, dtype=torch.int64)}, r"\(2,\)"),
+            ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, r"\(1, 0\)"),
+            ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, "1 rows"),
+            ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)}, "shape"),
+            ({"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": torch.tensor([[0, 1]])},
+             "without padding"),
+        ],
+    )  # fmt: skip
+    def test_inputs_that_are_no_row(self, inputs: dict[str, Any], said: str) -> None:
+        with pytest.raises(InputError, match=said):
+            GenerationRequest(inputs=inputs, decide=FixedPlan(plan=DEEP))
+
+    def test_budget_met(self) -> None:
+        assert finished().budget_met is None
+        assert finished(budget_ms=5.0).budget_met and not finished(budget_ms=4.9).budget_met
+
+
+class Scripted:
+    """A decider that says what it was told to say."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.said, self.asked = (first, second), []
+
+    def first(self, request: GenerationRequest, remaining_ms: float) -> Any:
+        self.asked.append(("first", remaining_ms))
+        return self.said[0]
+
+    def second(self, latency_token: torch.Tensor, request: GenerationRequest, remaining_ms: float) -> Any:
+        self.asked.append(("second", remaining_ms))
+        return self.said[1]
+
+
+class Careful(Scripted):
+    """As that, but wants to be asked once more."""
+
+    def again(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
+        self.asked.append(("again", remaining_ms))
+        return choice.insertion_position + 1
+
+
+def asking(decide: Any, *, plans: tuple[Plan, ...] | None = None) -> PlanRequest:
+    left = iter([9.0, 8.0, 7.0])
+    return PlanRequest(decide, request(), lambda: next(left), plans=plans)
+
+
+class TestAsking:
+    def test_in_order(self) -> None:
+        first = InitialDecision(tier=None, insertion_position=1, max_new_tokens=5, predicted_ms=80.0)
+        decide = Careful(
+            first, PlanDecision(plan=SHALLOW, max_new_tokens=7, feasible=False, predicted_ms=90.0)
+        )
+        assert isinstance(decide, SupportsReplanning)
+        found = asking(decide)
+        assert found.again_wanted and found.first() == first
+        assert (found.limit(9), found.limit(3), found.feasible, found.predicted_ms) == (5, 3, True, 80.0)
+        assert found.again(1) == 2
+        assert found.second(torch.zeros(2)) == SHALLOW
+        assert (found.limit(9), found.feasible, found.predicted_ms) == (5, False, 90.0)
+        assert decide.asked == [("first", 9.0), ("again", 8.0), ("second", 7.0)] and found.spent_s > 0.0
+
+    def test_getting_ready_is_not_counted(self) -> None:
+        class Getting(Scripted):
+            def prepare(self, request: GenerationRequest) -> None:
+                self.asked.append(("prepare", request.max_new_tokens))
+
+        decide = Getting(InitialDecision(tier=None, insertion_position=1), SHALLOW)
+        for each in (decide, Scripted(*decide.said)):
+            found = asking(each)
+            found.first()
+            before = found.spent_s
+            found.prepare()
+            assert found.spent_s == before
+            assert found.second(torch.zeros(2)) == SHALLOW
+        assert [name for name, _ in decide.asked] == ["first", "prepare", "second"]
+
+    def test_a_plan_is_decision_enough(self) -> None:
+        found = asking(Scripted(InitialDecision(tier=None, insertion_position=2, predicted_ms=3.0), SHALLOW))
+        found.first()
+        assert not found.again_wanted and found.again(2) == 2
+        assert found.second(torch.zeros(2)) == SHALLOW and found.feasible and found.predicted_ms == 3.0
+
+    def test_refusal(self) -> None:
+        with pytest.raises(RequestRejected, match=r"too little; it needs at least 12\.5 ms") as caught:
+            asking(Scripted(Rejection(reason="too little", least_ms=12.5), None)).first()
+        assert caught.value.least_ms == 12.5 and isinstance(caught.value, RunError)
+        with pytest.raises(RequestRejected, match=r"^busy$"):
+            asking(Scripted(Rejection(reason="busy"), None)).first()
+
+    def test_what_is_no_answer(self) -> None:
+        with pytest.raises(PlanError, match="Choice or a Refusal"):
+            asking(Scripted(SHALLOW, None)).first()
+        with pytest.raises(PlanError, match="Plan or a Decision"):
+            asking(Scripted(None, "low")).second(torch.zeros(2))
+        with pytest.raises(PlanError, match="among the 1 plans"):
+            asking(Scripted(None, DEEP), plans=(SHALLOW,)).second(torch.zeros(2))
+
+
+class TestHandle:
+    def test_result(self) -> None:
+        handle = RequestHandle(request())
+        with pytest.raises(TimeoutError, match="not done"):
+            handle.result(0.0)
+        handle.put(4)
+        assert handle.tokens == (4,) and not handle.done
+        handle.end(finished())
+        handle.end(RequestCancelled("too late"))
+        assert handle.done and handle.result() == finished()
+
+    def test_iterates_while_tokens_come(self) -> None:
+        handle, seen, first = RequestHandle(request()), [], threading.Event()
+
+        def read() -> None:
+            for token in handle:
+                seen.append(token)
+                first.set()
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        handle.put(4)
+        first.wait(10)
+        handle.put(5)
+        handle.end(finished())
+        for thread in threads:
+            thread.join(10)
+        assert sorted(seen) == [4, 4, 5, 5] and list(handle) == [4, 5]
+
+    def test_raises_what_went_wrong_after_what_came(self) -> None:
+        handle, seen = RequestHandle(request()), []
+        handle.put(4)
+        handle.end(RequestCancelled("off"))
+        with pytest.raises(RequestCancelled, match="off"):
+            for token in handle:
+                seen.append(token)
+        assert seen == [4]
+        with pytest.raises(RequestCancelled):
+            handle.result()
+
+    def test_cancel_wakes(self) -> None:
+        woken: list[int] = []
+        handle = RequestHandle(request(), lambda: woken.append(1))
+        assert not handle.cancelled
+        handle.cancel()
+        assert handle.cancelled and woken == [1] and not handle.done
+
+    def test_listeners(self, caplog: pytest.LogCaptureFixture) -> None:
+        handle, told = RequestHandle(request()), []
+        handle.listen(lambda: told.append(handle.tokens))
+
+        def broken() -> None:
+            raise ValueError("not the engine's business")
+
+        handle.listen(broken)
+        with caplog.at_level(logging.ERROR):
+            handle.put(4)
+        assert "a listener" in caplog.text
+        handle.listen(lambda: told.append("late"))
+        handle.end(finished())
+        assert told == [(4,), "late", (4,), "late"]
+
+    def test_for_a_coroutine(self) -> None:
+        handle = RequestHandle(request())
+
+        async def read() -> list[int]:
+            return [token async for token in handle]
+
+        def write() -> None:
+            for token in (4, 5, 6):
+                handle.put(token)
+            handle.end(finished())
+
+        async def both() -> list[int]:
+            reading = asyncio.create_task(read())
+            await asyncio.sleep(0)
+            await asyncio.to_thread(write)
+            return await reading
+
+        assert asyncio.run(both()) == [4, 5, 6]
+        # A loop that is over does not hurt the engine.
+        handle.put(7)
+
+    def test_a_coroutine_gets_the_error(self) -> None:
+        handle = RequestHandle(request())
+        handle.end(RequestCancelled("off"))
+
+        async def read() -> list[int]:
+            return [token async for token in handle]
+
+        with pytest.raises(RequestCancelled, match="off"):
+            asyncio.run(read())
+
+
+def test_words_are_a_prompt() -> None:
+    assert words(3)["input_ids"].shape == (1, 3)

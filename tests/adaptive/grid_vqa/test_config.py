@@ -1,0 +1,67 @@
+"""Settings: those that come with the wing are of use, and those that are not say why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparseflow.adaptive.grid_vqa.config import read_settings, settings_of, shipped
+from sparseflow.errors import InputError
+
+
+def test_what_is_shipped_can_be_read_and_changed() -> None:
+    assert {"digits", "gpu", "large"} <= set(shipped())
+    for name in shipped():
+        settings = read_settings(name, {"train.steps": 5})
+        assert settings.train.steps == 5
+        assert settings_of(settings.model_dump(mode="json")) == settings
+
+
+def test_shipped_weights_fit() -> None:
+    # 16 bits each; what attention, experts, the vision tower and words have.
+    told = read_settings("gpu").model
+    blocks = told.depth * (
+        4 * told.width**2 + told.experts * (3 * told.width * told.expert_width + told.width)
+    )
+    vision = told.vision_depth * (4 + 2 * told.vision_mlp) * told.vision_width**2
+    assert 2 * (blocks + vision) < 24.5e6
+
+
+def stages(*tiers: str) -> list[dict[str, Any]]:
+    return [{"share": 1.0, "tier": tier} for tier in tiers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scene": {"grid": 4}}, "grid"),
+        ({"scene": {"item": [0.9, 0.5]}}, r"`scene.item` \(=0.9, 0.5\) must be two shares"),
+        ({"scene": {"small": [0.0, 0.5]}}, "scene.small"),
+        ({"model": {"crop_px": 30}}, r"`crop_px` \(=30\) must be divisible by `patch_px` \(=8\)"),
+        ({"model": {"vision_heads": 5}}, "`vision_width`"),
+        ({"model": {"width": 60, "heads": 8}}, "`width`"),
+        ({"model": {"width": 12, "heads": 4}}, "even"),
+        ({"model": {"top_k": 17}}, r"`top_k` \(=17\) must not be more than `experts` \(=16\)"),
+        ({"images": {"digits": False}}, "there are no images"),
+        ({"test_shares": {"at": 0.0}}, "not all of them 0"),
+        ({"train": {"shares": {"at": 2.0, "left": -1.0}}}, "train.shares"),
+        ({"train": {"shares": {"why": 1.0}}}, "shares"),
+        ({"train": {"stages": []}}, r"`train.stages` \(=none\) must go from lower tiers"),
+        ({"train": {"stages": stages("low", "medium")}}, r"\(=low, medium\) must .* end with high"),
+        ({"train": {"stages": stages("medium", "low", "high")}}, "must go from lower tiers to higher ones"),
+        ({"train": {"warm_up": 0.6}}, r"`warm_up` \(=0.6\) and `cool_down` \(=0.5\) must be at most 1"),
+        ({"train": {"ground_blocks": 17}}, r"`ground_blocks` \(=17\) must not be more than `depth` \(=16\)"),
+        (
+            {"train": {"vision_crops": [1, 0, 3]}},
+            r"`train.vision_crops` \(=\(1, 0, 3\)\) must be at least 1, 1, 1",
+        ),
+        ({"train": {"vision_crops": [1, 4, 10]}}, "at most 1, 4, 9"),
+        ({"train": {"vision_weights": {"cat": -1.0}}}, r"`train.vision_weights` .* must be at least 0"),
+        ({"train": {"rate": float("nan")}}, "rate"),
+        ({"trains": {}}, "trains"),
+    ],
+)
+def test_settings_of_no_use(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        settings_of(changes)

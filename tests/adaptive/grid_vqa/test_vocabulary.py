@@ -1,0 +1,66 @@
+"""Words: numbers and back, and the same in the tokenizer that servers use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from sparseflow.adaptive.grid_vqa.question_generator import QuestionDomain
+from sparseflow.adaptive.grid_vqa.vocabulary import SPECIALS, Vocabulary
+from sparseflow.errors import InputError
+
+WORLD = QuestionDomain(names=("cat", "one", "two", "dog"), asked=("cat", "one", "two"), grid=3)
+TEXT = "what is at row 2 column 3 ?"
+
+
+def test_words_are_numbered_alike_whatever_their_order() -> None:
+    one, two = Vocabulary(["b", "a", "?", "a"]), Vocabulary(["?", "a", "b"])
+    assert one.words == two.words == (*SPECIALS, "?", "a", "b")
+    assert one.ids("b ?").tolist() == [8, 6] and one.text([1, 8, 6, 0]) == "b ?"
+    with pytest.raises(InputError, match="'c' is not among the 9 words"):
+        one.ids("a c")
+
+
+@pytest.mark.parametrize("word", ["two words", "Big", "", " ", "<pad>", "a-b", "??"])
+def test_words_of_no_use(word: str) -> None:
+    with pytest.raises(InputError, match="is not a lower-case word"):
+        Vocabulary(["fine", word])
+
+
+def test_the_tokenizer_agrees_and_survives_its_folder(tmp_path: Path) -> None:
+    vocabulary = WORLD.vocabulary
+    vocabulary.tokenizer.save_pretrained(tmp_path)
+    for tokenizer in (vocabulary.tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(tokenizer) == len(vocabulary)
+        assert tokenizer(TEXT).input_ids == vocabulary.ids(TEXT).tolist()
+        assert tokenizer("What is at row 2, column 3?").input_ids[-1] == vocabulary.ids("?")[0]
+        assert tokenizer("unheard").input_ids == [vocabulary.unknown]
+        assert tokenizer.decode(vocabulary.ids(TEXT)) == TEXT
+        ends = (
+            tokenizer.pad_token_id,
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.unk_token_id,
+        )
+        assert ends == (vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.unknown)
+        assert tokenizer.convert_tokens_to_ids("<image>") == vocabulary.image
+        assert tokenizer.image_token == "<image>"
+
+
+def test_the_chat_template_asks_as_training_does() -> None:
+    vocabulary = WORLD.vocabulary
+    content = [{"type": "text", "text": "what is at row 2 column 3?"}, {"type": "image"}]
+    told = vocabulary.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=True
+    )
+    wanted = [vocabulary.bos, vocabulary.image, *vocabulary.ids(TEXT), vocabulary.answer]
+    assert told["input_ids"] == wanted
+    told = vocabulary.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}, {"role": "assistant", "content": "cat"}], return_dict=True
+    )
+    assert told["input_ids"] == [*wanted, *vocabulary.ids("cat"), vocabulary.eos]

@@ -1,0 +1,246 @@
+"""The protocol: an adapter of a model that is like nothing in transformers, as remote code may be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparseflow.adaptive.adapters import Adapter, adapter_of, register
+from sparseflow.adaptive.plan.adapter import _ADAPTERS, PLUGINS
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan
+from sparseflow.adaptive.prompts.model_folder import open_folder
+from sparseflow.errors import FileFormatError, ModelError, PlanError
+
+WIDTH, EXPERTS = 8, 5
+
+
+class Mixture(nn.Module):
+    """Routes by itself, with its own top-k, and returns no choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k = 4
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.asked: list[int] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.gate(x)
+        weights, chosen = logits.softmax(-1).topk(self.top_k, -1)
+        self.asked.append(chosen.shape[-1])
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        picked = every.gather(-2, chosen[..., None].expand(*chosen.shape, WIDTH))
+        return (weights[..., None] * picked).sum(-2), logits
+
+
+class Block(nn.Module):
+    """Gives hidden states and what it keeps, as older models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mixture = Mixture()
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Any]:
+        key, value = self.key(x), self.value(x)
+        if past is not None:
+            key, value = torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
+        seen = torch.ones(x.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - x.shape[1])
+        x = x + nn.functional.scaled_dot_product_attention(self.query(x), key, value, seen)
+        return x + self.mixture(x)[0], (key, value)
+
+
+class Kept:
+    """Keys and values of each block, and nothing that transformers knows."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Any] = {}
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor, past_key_values: Kept | None = None) -> tuple[Tensor, Kept]:
+        kept = Kept() if past_key_values is None else past_key_values
+        for at, block in enumerate(self.blocks):
+            x, mine = block(x, kept.of.get(at))
+            if mine is not None:
+                kept.of[at] = mine
+        return x, kept
+
+
+class Remote(nn.Module):
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="remote")
+        self.words = nn.Embedding(16, WIDTH)
+        self.stack = Stack(depth)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, input_ids: Tensor, past_key_values: Kept | None = None) -> Any:
+        hidden, kept = self.stack(self.words(input_ids), past_key_values=past_key_values)
+        return SimpleNamespace(logits=hidden @ self.words.weight.T, past_key_values=kept)
+
+
+class RemoteAdapter(Adapter):
+    """All that has to be said of it."""
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return ModelGeometry(depth=len(self.blocks), top_k=4, tiers=())
+
+    @property
+    def decoder(self) -> nn.Module:
+        stack: Any = self.model.stack
+        return stack
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        blocks: Any = self.decoder.blocks
+        return tuple(blocks)
+
+    def router(self, block: nn.Module) -> nn.Module:
+        return block.get_submodule("mixture")
+
+    def width(self, router: nn.Module) -> int:
+        found: Any = router
+        found(torch.zeros(1, WIDTH, dtype=torch.float64))
+        return found.asked.pop()
+
+    def hidden(self, found: Any) -> Tensor:
+        return found[0]
+
+    def skipped(self, hidden: Tensor) -> Any:
+        return hidden, None
+
+    def cache(self, found: Any) -> Any:
+        return found[1] if isinstance(found, tuple) else found.past_key_values
+
+    def kv_lengths(self, cache: Any) -> dict[int, int]:
+        return {at: key.shape[1] for at, (key, _) in cache.of.items()}
+
+
+@pytest.fixture
+def remote() -> Iterator[tuple[Any, PlanRuntime]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Remote().double().eval()
+    register("remote", RemoteAdapter)
+    try:
+        with torch.no_grad():
+            yield model, PlanRuntime(adapter_of(model))
+    finally:
+        del _ADAPTERS["remote"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package that brings two adapters, one of which cannot be imported."""
+    told = tmp_path / "remote_moe-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-moe\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text(
+        f"[{PLUGINS}]\nplugged_moe = remote_moe:made\nbroken_moe = remote_moe.nowhere:made\n"
+    )
+    (tmp_path / "remote_moe.py").write_text("def made(model):\n    return model, 'made'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    _ADAPTERS.pop("plugged_moe", None)
+    sys.modules.pop("remote_moe", None)
+
+
+def of_type(model_type: str) -> Any:
+    model: Any = nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type=model_type)
+    return model
+
+
+@pytest.mark.usefixtures("package")
+def test_adapters_of_installed_packages_are_found() -> None:
+    model = of_type("plugged_moe")
+    assert adapter_of(model) == (model, "made")
+    with pytest.raises(ModelError, match=r"'broken_moe', remote_moe\.nowhere:made, cannot be loaded: Module"):
+        adapter_of(of_type("broken_moe"))
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_comes_in_before_its_model_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "plugged_moe"}')
+    with pytest.raises(FileFormatError, match="plugged_moe"):  # transformers was told nothing of it
+        open_folder(folder)
+    assert "plugged_moe" in _ADAPTERS
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(FileFormatError, match="no model that can be read"):
+        open_folder(folder)
+
+
+def test_an_architecture_without_adapter() -> None:
+    with pytest.raises(ModelError, match="no adapter for `model_type` 'plugged_moe'"):
+        adapter_of(of_type("plugged_moe"))
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
+    model, knobs = remote
+    plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 3))
+    with knobs.running(plan) as running:
+        expected = model(IDS).logits
+        for block in model.stack.blocks:
+            block.mixture.asked.clear()
+        found = model(IDS[:, :5])
+        logits = [found.logits]
+        for at in range(5, 8):
+            found = model(IDS[:, at : at + 1], past_key_values=found.past_key_values)
+            logits.append(found.logits)
+        assert running.ran == [0, 1, 3]
+    assert (torch.cat(logits, 1) - expected).abs().max() < 1e-10
+    asked = [block.mixture.asked for block in model.stack.blocks]
+    assert asked == [[4] * 4, [2] * 4, [], [2] * 4, []]
+    assert knobs.adapter.kv_lengths(found.past_key_values) == {0: 8, 1: 8, 3: 8}
+    other = Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 1, 3))
+    with knobs.running(other), pytest.raises(PlanError, match="frozen"):
+        model(IDS[:, :1], past_key_values=found.past_key_values)
+
+
+def test_the_second_controller_sees_hidden_states(remote: tuple[Any, PlanRuntime]) -> None:
+    model, knobs = remote
+    plan = Plan(tier=None, insertion_position=2, top_k=1, blocks=(0, 1, 4))
+    seen = []
+    with knobs.deciding(None, 2, lambda hidden: seen.append(hidden) or plan):  # type: ignore[func-returns-value]
+        found = model(IDS).logits
+    with knobs.running(plan):
+        assert torch.equal(model(IDS).logits, found)
+    assert seen[0].shape == (1, 8, WIDTH)
+
+
+def test_a_cache_that_cannot_remember_is_refused(remote: tuple[Any, PlanRuntime]) -> None:
+    model, knobs = remote
+    knobs.adapter.cache = lambda found: tuple(found[1].of.values())  # type: ignore[method-assign]
+    knobs.adapter.kv_lengths = lambda cache: {at: key.shape[1] for at, (key, _) in enumerate(cache)}  # type: ignore[method-assign]
+    with knobs.running(knobs.geometry.full()), pytest.raises(ModelError, match="type tuple cannot remember"):
+        model(IDS)
+
+
+def test_embeddings_and_what_is_left_out(remote: tuple[Any, PlanRuntime]) -> None:
+    model, knobs = remote
+    adapter = knobs.adapter
+    assert torch.equal(adapter.embed(IDS), model.words(IDS))
+    assert adapter.state == () and adapter.vision_tokens({"input_ids": IDS}) == 0
+    with pytest.raises(PlanError, match="Remote takes no images"):
+        adapter.at_tier({"input_ids": IDS}, "low")

@@ -1,0 +1,265 @@
+"""Plans: the option table of the document, spaces of any depth, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseflow.adaptive.plan.space import (
+    OPTIONS,
+    POSITIONS,
+    TIERS,
+    ModelGeometry,
+    Plan,
+    PlanAction,
+    PlanSpace,
+)
+from sparseflow.errors import FileFormatError, InputError, PlanError
+
+MOLMOE = ModelGeometry(depth=16, top_k=8)
+WHOLE: dict[str, Any] = {"tier": "high", "insertion_position": 2, "top_k": 8, "blocks": (0, 1, 2, 3)}
+WHOLE_TEXT: dict[str, Any] = WHOLE | {"tier": None}
+
+geometries = st.builds(
+    ModelGeometry,
+    depth=st.integers(2, 70),
+    top_k=st.integers(1, 12),
+    tiers=st.sampled_from([TIERS, (), ("low", "high"), ("medium",)]),
+)
+
+
+def test_the_option_table_of_the_document() -> None:
+    assert MOLMOE.positions == (1, 2, 3, 4, 5)
+    assert MOLMOE.top_ks == (4, 5, 6, 7, 8)
+    assert {position: MOLMOE.totals(position) for position in POSITIONS} == {
+        1: (12, 13, 14, 15, 16),
+        2: (13, 14, 15, 16),
+        3: (14, 15, 16),
+        4: (15, 16),
+        5: (16,),
+    }
+
+
+def test_there_are_225_plans_and_invalid_options_are_masked() -> None:
+    space = PlanSpace.of(MOLMOE, [0.5] + [0.1] * 15)
+    assert (
+        len(space)
+        == len(space.plans)
+        == len(set(space.plans))
+        == len({plan.id for plan in space.plans})
+        == 225
+    )
+    assert space.options() == (
+        (True, True, True, True, True),
+        (True, True, True, True, False),
+        (True, True, True, False, False),
+        (True, True, False, False, False),
+        (True, False, False, False, False),
+    )
+    for position, row in enumerate(space.options()):
+        for option, there in enumerate(row):
+            action = PlanAction(tier=0, position=position, top_k=0, option=option)
+            if there:
+                assert space.action(space.plan(action)) == action
+            else:
+                with pytest.raises(PlanError, match="counts of blocks"):
+                    space.plan(action)
+
+
+def test_blocks_of_least_importance_go_first_and_never_those_before_the_insertion() -> None:
+    importance = [0.0, 0.9, 0.1, 0.2, 0.05, 0.3, 0.05, 0.4, 0.5, 0.6, 0.7, 0.8, 0.15, 0.25, 0.35, 0.45]
+    space = PlanSpace.of(MOLMOE, importance)
+    # Of the two of 0.05, the earlier is kept longer.
+    assert set(range(16)) - set(space.sets[1, 15]) == {6}
+    assert set(range(16)) - set(space.sets[1, 12]) == {6, 4, 2, 12}
+    assert set(range(16)) - set(space.sets[3, 14]) == {6, 4}
+    assert space.sets[5, 16] == tuple(range(16))
+
+
+@given(geometries)
+def test_totals_of_any_depth(geometry: ModelGeometry) -> None:
+    for position in geometry.positions:
+        totals = geometry.totals(position)
+        assert list(totals) == sorted(set(totals)) and totals[-1] == geometry.depth
+        assert 1 <= len(totals) <= OPTIONS and totals[0] >= position
+        # As large a share as of 16 blocks, to half a block.
+        assert abs((geometry.depth - totals[0]) - (5 - position) * geometry.depth / 16) <= 0.5
+    assert geometry.top_ks == tuple(range(max(1, geometry.top_k - 4), geometry.top_k + 1))
+
+
+@given(geometries, st.randoms(use_true_random=False))
+def test_every_plan_of_any_space_can_be_run_and_found_again(geometry: ModelGeometry, random: Any) -> None:
+    space = PlanSpace.of(geometry, [random.random() for _ in range(geometry.depth)])
+    counts = sum(len(geometry.totals(position)) for position in geometry.positions)
+    assert len(space) == max(1, len(geometry.tiers)) * len(geometry.top_ks) * counts
+    for plan in space.plans:
+        geometry.check(plan)
+        assert space.plan(space.action(plan)) == plan
+        assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+        assert set(range(plan.insertion_position)) <= set(plan.blocks)
+    again = PlanSpace.from_dict(json.loads(json.dumps(space.to_dict())))
+    assert again.plans == space.plans and again.geometry == geometry
+    # The tiers come one after the other, from the smallest.
+    ranks = [0 if plan.tier is None else TIERS.index(plan.tier) for plan in space.plans]
+    assert ranks == sorted(ranks)
+
+
+@given(geometries, st.lists(st.floats(0.0, 1.0), min_size=70, max_size=70))
+def test_sets_against_all_others(geometry: ModelGeometry, values: list[float]) -> None:
+    importance = values[: geometry.depth]
+    space = PlanSpace.of(geometry, importance)
+    for (position, total), kept in space.sets.items():
+        assert len(kept) == total and kept[:position] == tuple(range(position))
+        gone = set(range(geometry.depth)) - set(kept)
+        for lost, stays in product(gone, kept[position:]):
+            assert importance[lost] <= importance[stays]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each), max_leaves=5
+    )
+)
+def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
+    record = {"tier": "high", "insertion_position": 1, "top_k": 1, "blocks": [0, 1]}
+    for name in record:
+        if junk != record[name]:
+            try:
+                Plan.from_dict(record | {name: junk})
+            except FileFormatError:
+                continue
+    for read in (Plan.from_dict, ModelGeometry.from_dict, PlanSpace.from_dict):
+        with pytest.raises(FileFormatError):
+            read(junk)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tier": "huge"}, "one of low, medium, high"),
+        ({"tier": 3}, "one of low, medium, high"),
+        ({"insertion_position": 0}, "one of 1 to 5"),
+        ({"insertion_position": 6}, "one of 1 to 5"),
+        ({"insertion_position": 2.0}, "whole number"),
+        ({"insertion_position": True}, "whole number"),
+        ({"top_k": 0}, "at least 1"),
+        ({"top_k": "8"}, "whole number"),
+        ({"blocks": (0, 1, 3, 2)}, "ascend"),
+        ({"blocks": (0, 1, 1)}, "ascend"),
+        ({"blocks": (-1, 0, 1)}, "ascend"),
+        ({"blocks": (0, 1, 2.0)}, "whole numbers"),
+        ({"blocks": 3}, "indices of those that run"),
+        ({"blocks": (1, 2, 3)}, "cache tells its length by block 0"),
+        ({"blocks": ()}, "cache tells its length by block 0"),
+        ({"blocks": (0, 2, 3)}, "before the insertion"),
+    ],
+)
+def test_plans_that_no_model_could_run(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(**(WHOLE | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tier": "low"}, "no tier 'low': it has medium, high"),
+        ({"top_k": 9}, "more than the 8 experts"),
+        ({"blocks": (0, 1, 2, 4)}, "blocks 0 to 3"),
+        ({"insertion_position": 4}, "must be one of"),
+    ],
+)
+def test_plans_that_this_model_cannot_run(change: dict[str, Any], says: str) -> None:
+    geometry = ModelGeometry(depth=4, top_k=8, tiers=("medium", "high"))
+    geometry.check(Plan(**WHOLE))
+    geometry.check(Plan(**WHOLE_TEXT))
+    with pytest.raises(PlanError, match=says):
+        geometry.check(Plan(**(WHOLE | change)))
+
+
+def test_a_model_without_images_has_no_tiers() -> None:
+    with pytest.raises(PlanError, match="takes no images, so use None"):
+        ModelGeometry(depth=4, top_k=8, tiers=()).check(Plan(**WHOLE))
+    assert ModelGeometry(depth=4, top_k=8, tiers=()).full().tier is None
+    assert MOLMOE.full().tier == "high" and MOLMOE.full(images=False).tier is None
+    assert MOLMOE.full().blocks == tuple(range(16)) and MOLMOE.full().top_k == 8
+
+
+def test_calls_of_experts_are_counted_before_and_after_the_insertion() -> None:
+    assert MOLMOE.expert_calls(MOLMOE.full()) == 16 * 8
+    plan = Plan(tier="low", insertion_position=2, top_k=5, blocks=(0, 1, 4, 7))
+    assert MOLMOE.expert_calls(plan) == 2 * 8 + 2 * 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depth": 1},
+        {"depth": 4.0},
+        {"top_k": 0},
+        {"top_k": True},
+        {"tiers": ("high", "low")},
+        {"tiers": ("vast",)},
+    ],
+)
+def test_geometries_that_are_none(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        given: dict[str, Any] = {"depth": 4, "top_k": 2} | change
+        ModelGeometry(**given)
+
+
+def test_spaces_that_are_none() -> None:
+    with pytest.raises(InputError, match="16 finite numbers"):
+        PlanSpace.of(MOLMOE, [0.0] * 15)
+    with pytest.raises(InputError, match="16 finite numbers"):
+        PlanSpace.of(MOLMOE, [math.nan] * 16)
+    space = PlanSpace.of(MOLMOE, [0.0] * 16)
+    for blocks in (None, tuple(range(11)), (0, *range(5, 16))):
+        sets = {**space.sets, (1, 13): blocks} if blocks else {key: space.sets[key] for key in [(1, 12)]}
+        with pytest.raises(InputError, match="needs a set of 13, not"):
+            PlanSpace(geometry=MOLMOE, sets=sets)
+    with pytest.raises(PlanError, match="before the insertion"):
+        PlanSpace(geometry=MOLMOE, sets={**space.sets, (3, 15): (0, 1, *range(3, 16))})
+    with pytest.raises(PlanError, match="not among the 225 plans"):
+        space.action(Plan(tier=None, insertion_position=1, top_k=8, blocks=tuple(range(16))))
+    for name in ("tier", "position", "top_k"):
+        for value in (-1, 9):
+            with pytest.raises(PlanError, match=name):
+                space.plan(
+                    PlanAction(**({"tier": 0, "position": 0, "top_k": 0, "option": 0} | {name: value}))
+                )
+
+
+def test_names_of_plans() -> None:
+    assert Plan(**WHOLE).id == "high-p2-k8-b0.1.2.3"
+    assert Plan(**WHOLE_TEXT).id == "text-p2-k8-b0.1.2.3"
+    listed: dict[str, Any] = WHOLE | {"blocks": [0, 1, 2, 3]}
+    assert Plan(**listed) == Plan(**WHOLE)
+
+
+def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
+    space = PlanSpace.of(MOLMOE)
+    gone = {key: tuple(sorted(set(range(16)) - set(kept))) for key, kept in space.sets.items()}
+    assert [gone[1, total] for total in (16, 15, 14, 13, 12)] == [
+        (), (12,), (10, 12), (10, 12, 14), (8, 10, 12, 14),
+    ]  # fmt: skip
+    assert gone[4, 15] == (12,)
+    # Of three blocks, only the last one lies after position 2.
+    assert PlanSpace.of(ModelGeometry(depth=3, top_k=2)).sets[2, 2] == (0, 1)
+
+
+@given(geometries)
+def test_without_importance_first_and_last_blocks_are_kept(geometry: ModelGeometry) -> None:
+    depth = geometry.depth
+    for (position, _), kept in PlanSpace.of(geometry).sets.items():
+        gone = sorted(set(range(depth)) - set(kept))
+        assert 0 in kept and (depth - 1 in kept or position == depth - 1)
+        if depth >= 12:
+            assert all(block >= depth // 2 for block in gone)
+            # A quarter is skipped at most, to half a block: there may be one between two others.
+            assert sum(later - sooner < 2 for sooner, later in pairwise(gone)) <= 2

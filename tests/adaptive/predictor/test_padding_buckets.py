@@ -1,0 +1,92 @@
+"""What an engine makes of numbers of tokens, and that predictions of its profiles know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
+from sparseflow.adaptive.predictor.features import FeatureBuilder, PaddingBuckets
+from sparseflow.adaptive.profile import RequestTimes, collect_profile, spread
+from tests.adaptive.fake_runner import VISION, FakeRunner, space
+
+SIZES = {"prompts": [16, 32, 64], "contexts": [8, 32, 64]}
+
+
+def up(sizes: list[int], tokens: int) -> int:
+    return next((size for size in sizes if size >= tokens), tokens)
+
+
+def test_prompts_are_filled_up() -> None:
+    filling = PaddingBuckets.of(SIZES)
+    tokens = np.arange(1.0, 90.0)
+    assert filling.prompt(tokens).tolist() == [up(SIZES["prompts"], int(each)) for each in tokens]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 30])
+def test_attention_is_rounded_up_step_by_step(steps: int) -> None:
+    filling = PaddingBuckets.of(SIZES)
+    tokens = np.arange(1.0, 64.0 - steps)
+    expected = [
+        np.mean([up(SIZES["contexts"], int(each) + at) for at in range(1, max(steps, 1) + 1)])
+        for each in tokens
+    ]
+    np.testing.assert_allclose(filling.context(tokens, np.full(len(tokens), float(steps))), expected)
+
+
+def test_without_sizes_nothing_is_rounded() -> None:
+    filling, tokens = PaddingBuckets.of({"runner": "eager"}), np.array([3.0, 7.0])
+    assert filling.prompt(tokens).tolist() == [3.0, 7.0]
+    assert filling.context(tokens, np.array([4.0, 0.0])).tolist() == [5.5, 7.5]
+
+
+class Stairs(FakeRunner):
+    """Prompts take what the size takes that they are filled up to."""
+
+    sizes = (256, 512, 768, 1024)
+
+    def run(self, plan, text_tokens, *, steps, batch=1) -> RequestTimes:  # type: ignore[no-untyped-def]
+        tokens = text_tokens + (VISION[plan.tier] if plan.tier else 0)
+        filled = next(size for size in self.sizes if size >= tokens)
+        return RequestTimes(
+            prefill_ms=0.01 * filled * (1.0 + 0.1 * len(plan.blocks)), steps_ms=(1.0,) * steps
+        )
+
+
+def test_a_share_of_an_image_has_whole_tokens() -> None:
+    plans, filling = space(), PaddingBuckets.of({"prompts": [256, 512]})
+    plan = plans.plans[-1]
+    assert plan.tier == "high"
+    # Exactly a size, whatever a division makes of it: not filled up to the next one.
+    asks = [
+        LatencyQuery(plan=plan, text_tokens=256 - vision, images=vision / VISION["high"], new_tokens=1)
+        for vision in range(1, 257)
+    ]
+    describer = FeatureBuilder(plans.geometry, VISION, plans.plans, filling, stretches=1)
+    assert set(describer.of(asks).prompt) == {256.0}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_stairs_are_predicted_where_they_are_known(told: bool, tmp_path: Path) -> None:
+    runner = Stairs()
+    if told:
+        runner.how = {"runner": "engine", "prompts": list(Stairs.sizes), "contexts": []}
+    plans = space()
+    found = PlanLatencyPredictor.fit(
+        collect_profile(
+            runner, plans, tmp_path / "p.parquet", buckets=(10, 100, 250, 400), plans=spread(plans, 9),
+            repeats=1, steps=1, warmup=0,
+        )
+    )  # fmt: skip
+    worst = 0.0
+    for plan in plans.plans[::23]:
+        for text in (20, 60, 180, 240, 300):
+            ask = LatencyQuery(plan=plan, text_tokens=text, images=1, new_tokens=2)
+            measured = runner.run(plan, text, steps=1)
+            p50 = found.predict([ask])[0].item()
+            every = found.predict_all(text_tokens=text, images=1, new_tokens=2)[0]
+            assert every[plans.plans.index(plan)] == pytest.approx(p50)
+            worst = max(worst, abs(p50 / (measured.prefill_ms + 1.0) - 1.0))
+    assert worst < 0.02 if told else worst > 0.1

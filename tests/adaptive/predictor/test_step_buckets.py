@@ -1,0 +1,93 @@
+"""Steps in stretches: what each has, and what that is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
+from sparseflow.adaptive.predictor.features import before, counts, stretches
+from sparseflow.adaptive.profile import PlanProfile, RequestTimes, collect_profile, spread
+from tests.adaptive.fake_runner import FakeRunner, space
+
+SPACE = space()
+
+
+def test_every_step_is_in_one_stretch() -> None:
+    steps = np.arange(40.0)
+    found = counts(steps, 4)
+    assert (found.sum(axis=0) == steps).all()
+    assert found[:, 6].tolist() == [1.0, 2.0, 3.0, 0.0] and found[:, 39].tolist() == [1.0, 2.0, 4.0, 32.0]
+    assert counts(np.array(5.0), 2).tolist() == [1.0, 4.0]
+    assert counts(steps[:, None], 3).shape == (3, 40, 1)
+
+
+def test_the_last_stretch_was_measured_well() -> None:
+    assert [stretches(steps) for steps in (1, 2, 4, 5, 10, 11, 16, 23)] == [1, 2, 2, 3, 3, 4, 4, 5]
+    for steps in range(1, 200):
+        last = stretches(steps) - 1
+        assert 2 * (steps - before(last)) >= before(last)
+
+
+class Meeting(FakeRunner):
+    """Beside a load, after each token another request may come, whose prompt is waited for."""
+
+    def request(
+        self, plan: Plan, text_tokens: int, images: float, steps: int, batch: int = 1
+    ) -> RequestTimes:
+        alone = super().request(plan, text_tokens, images, steps, batch)
+        met = self.generator.random(len(alone.steps_ms)) < 0.2 * self.load
+        waits = met * self.generator.exponential(8.0, len(met))
+        return RequestTimes(
+            prefill_ms=alone.prefill_ms,
+            steps_ms=tuple(ms + wait for ms, wait in zip(alone.steps_ms, waits.tolist(), strict=True)),
+        )
+
+
+def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp_path: Path) -> None:
+    runner = Meeting(noise=0.01)
+    found = PlanLatencyPredictor.fit(
+        collect_profile(
+            runner, SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 20),
+            loads=(0.0, 0.7), repeats=8, steps=10, load=runner.busy, warmup=0,
+        )
+    )  # fmt: skip
+    plan = SPACE.plans[100]
+    runner.load = 0.7
+    # Of three tokens three quarters meet nobody, of eleven a quarter.
+    for new_tokens in (3, 7, 11):
+        ask = LatencyQuery(plan=plan, text_tokens=40, images=1, new_tokens=new_tokens, load=0.7)
+        taken = [runner.request(plan, 40, 1, new_tokens - 1) for _ in range(800)]
+        middle = np.median([timed.prefill_ms + sum(timed.steps_ms) for timed in taken])
+        assert found.predict([ask])[0][0] == pytest.approx(middle, rel=0.06)
+
+
+def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
+    def profiled(steps: int, plans: int) -> PlanProfile:
+        return collect_profile(
+            FakeRunner(), SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 20)[:plans],
+            repeats=2, steps=steps, warmup=0,
+        )  # fmt: skip
+
+    profiled(4, 20)
+    found = PlanLatencyPredictor.fit(profiled(12, 1))
+    ask = LatencyQuery(plan=SPACE.plans[100], text_tokens=40, images=1, new_tokens=65)
+    timed = FakeRunner(noise=0.0).request(SPACE.plans[100], 40, 1, 64)
+    assert found.predict([ask])[0][0] == pytest.approx(timed.prefill_ms + sum(timed.steps_ms), rel=0.08)
+
+
+def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Path) -> None:
+    runner = FakeRunner()
+    found = PlanLatencyPredictor.fit(
+        collect_profile(
+            runner, SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 10), loads=(0.7,),
+            repeats=2, steps=3, load=runner.busy, warmup=0,
+        )
+    )  # fmt: skip
+    size: dict[str, Any] = {"text_tokens": 40, "images": 1, "new_tokens": 3}
+    ask = LatencyQuery(plan=SPACE.plans[100], **size)
+    assert found.predict_all(**size)[0][100] == pytest.approx(found.predict([ask])[0][0])

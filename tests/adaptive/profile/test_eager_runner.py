@@ -1,0 +1,195 @@
+"""Running requests of real models: the sizes that were asked for, and what makes two models the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.profile import EagerRunner, PlanProfile, ProfileRunner, collect_profile, model_id
+from sparseflow.errors import InputError, PlanError
+from tests.adaptive import tiny
+from tests.adaptive.counting import counted
+
+FLOAT = torch.float32
+
+
+def runner_of(model: Any, **given: Any) -> EagerRunner:
+    knobs = PlanRuntime(adapter_of(model))
+    example = tiny.prompt(model) if knobs.geometry.tiers else None
+    return EagerRunner(knobs, **{"device": "cpu", "example": example} | given)
+
+
+class Seen:
+    """Notes every call of a model: tokens, batch and what was in the cache before."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls: list[tuple[int, int, int, bool]] = []
+        self.ids: list[torch.Tensor] = []
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        ids, cache = named["input_ids"], named.get("past_key_values")
+        held = 0 if cache is None else cache.get_seq_length()
+        self.calls.append((len(ids), ids.shape[1], held, named.get("pixel_values") is not None))
+        self.ids.append(ids.clone())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) -> None:
+    model = tiny.FAMILIES[family](dtype=FLOAT)
+    runner, seen = runner_of(model), Seen(model)
+    geometry = adapter_of(model).geometry
+    plan = Plan(tier="medium" if geometry.tiers else None, insertion_position=2, top_k=3, blocks=(0, 1, 3, 5))
+    timed = runner.run(plan, 17, steps=4, batch=batch)
+    prompt = 17 + (runner.vision_tokens[plan.tier] if plan.tier else 0)
+    assert seen.calls[0] == (1, prompt, 0, plan.tier is not None)
+    assert seen.calls[1:] == [(batch, 1, prompt + at, False) for at in range(4)]
+    assert timed.prefill_ms > 0.0 and len(timed.steps_ms) == 4
+    assert runner.run(plan, 17, steps=0).steps_ms == ()
+
+
+@pytest.mark.parametrize("family", ["olmoe", "llava_siglip", "qwen3_vl_moe"])
+def test_only_the_blocks_of_a_plan_run(family: str) -> None:
+    model = tiny.FAMILIES[family](dtype=FLOAT)
+    runner, blocks = runner_of(model), adapter_of(model).blocks
+    with counted(blocks) as counts:
+        runner.run(Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5)), 6, steps=2)
+    assert counts.attention == {0: 3, 2: 3, 5: 3}
+    assert counts.widths() == {0: 6.0, 2: 2.0, 5: 2.0}
+
+
+def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
+    model = tiny.llava_siglip(dtype=FLOAT)
+    runner = runner_of(model)
+    assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
+    assert isinstance(runner, EagerRunner) and runner.model_id == model_id(model) and runner.device == "cpu"
+    assert runner.how == {"runner": "eager", "dtype": "float32", "attention": "sdpa", "experts": "eager"}
+    _protocol: ProfileRunner = runner
+    assert _protocol is runner
+
+
+def test_words_mean_nothing_special_and_differ() -> None:
+    model = tiny.qwen3_vl_moe(dtype=FLOAT)
+    runner, seen = runner_of(model), Seen(model)
+    full = adapter_of(model).geometry.full(images=False)
+    runner.run(full, 400, steps=0)
+    runner.run(full, 400, steps=0)
+    first, second = seen.ids
+    special = {tiny.IMAGE, tiny.VIDEO, tiny.VISION_START, tiny.VISION_END, 0, 1, 2}
+    assert not special & set(first.flatten().tolist()) and not torch.equal(first, second)
+    # Rows of a batch go on with tokens of their own.
+    seen.ids.clear()
+    runner.run(full, 4, steps=8, batch=4)
+    assert any(len(set(ids.flatten().tolist())) > 1 for ids in seen.ids[1:])
+
+
+def test_prompts_may_be_shorter_than_the_example() -> None:
+    model = tiny.llava_siglip(dtype=FLOAT)
+    runner, seen = runner_of(model), Seen(model)
+    plan = adapter_of(model).geometry.full()
+    runner.run(plan, 1, steps=0)
+    assert seen.calls[0][1] == 57
+    before = tiny.prompt(model)
+    before["input_ids"] = before["input_ids"].flip(1)
+    with pytest.raises(InputError, match="would cut the image off: the example has 10 text tokens"):
+        EagerRunner(
+            PlanRuntime(adapter_of(tiny.llava_siglip(dtype=FLOAT))), device="cpu", example=before
+        ).run(plan, 3, steps=0)
+
+
+def test_bad_requests_and_examples_are_refused() -> None:
+    model = tiny.llava_siglip(dtype=FLOAT)
+    knobs = PlanRuntime(adapter_of(model))
+    full = knobs.geometry.full()
+    bare = EagerRunner(knobs, device="cpu")
+    assert not bare.vision_tokens
+    with pytest.raises(InputError, match="needs an image, and the runner was given no `example`"):
+        bare.run(full, 5, steps=1)
+    for text, steps, batch in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
+        with pytest.raises(InputError, match="must be at least 1"):
+            bare.run(full, text, steps=steps, batch=batch)
+    with pytest.raises(InputError, match="must be one request"):
+        EagerRunner(knobs, device="cpu", example=tiny.prompt(model, rows=2))
+    with pytest.raises(InputError, match="has no image"):
+        EagerRunner(knobs, device="cpu", example=tiny.text())
+    with pytest.raises(PlanError):
+        bare.run(Plan(tier=None, insertion_position=1, top_k=7, blocks=(0,)), 5, steps=1)
+    with pytest.raises(InputError, match=r"`device` \(=cuda\) must be where the model is: cpu"):
+        EagerRunner(knobs, device="cuda")
+    model.train()
+    with pytest.raises(InputError, match="training mode"):
+        EagerRunner(knobs, device="cpu")
+
+
+def test_a_real_model_is_profiled(tmp_path: Path) -> None:
+    model = tiny.llava_siglip(depth=3, top_k=2, experts=3, dtype=FLOAT)
+    runner = runner_of(model)
+    space = PlanSpace.of(adapter_of(model).geometry, [3.0, 2.0, 1.0])
+    plans = [space.plans[0], space.plans[-1]]
+    found = collect_profile(
+        runner, space, tmp_path / "p.parquet", buckets=(5,), plans=plans, repeats=1, steps=2
+    )
+    assert [len(visit.steps_ms) for visit in found.visits] == [2, 2]
+    PlanProfile.read(tmp_path / "p.parquet").check(model_id(model), "cpu")
+
+
+def trained(model: Any) -> Any:
+    for weight in model.parameters():
+        weight.data += 1.0
+    return model
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        trained,
+        lambda model: model.train(),
+        lambda model: (setattr(model.config, "use_cache", False), model)[1],
+    ],
+)
+def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
+    model = tiny.llava_siglip(dtype=FLOAT)
+    before = model_id(model)
+    assert model_id(changed(model)) == before == model_id(tiny.llava_siglip(dtype=FLOAT, seed=5))
+
+
+def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
+    for made in tiny.FAMILIES.values():
+        model = made(dtype=FLOAT)
+        before = model_id(model)
+        knobs = PlanRuntime(adapter_of(model))
+        assert model_id(model) == before
+        knobs.remove()
+        model.save_pretrained(tmp_path)
+        assert model_id(type(model).from_pretrained(tmp_path)) == before
+
+
+def test_other_models_are_others() -> None:
+    made = [
+        tiny.olmoe(dtype=FLOAT), tiny.olmoe(depth=5, dtype=FLOAT), tiny.olmoe(top_k=5, dtype=FLOAT),
+        tiny.olmoe(experts=9, dtype=FLOAT), tiny.olmoe(dtype=torch.bfloat16), tiny.mixtral(dtype=FLOAT),
+        tiny.llava_siglip(dtype=FLOAT), tiny.llava_clip(dtype=FLOAT), nn.Linear(2, 3), nn.Linear(2, 4),
+    ]  # fmt: skip
+    assert len({model_id(model) for model in made}) == len(made)
+
+
+def test_a_limit_of_tokens_is_told_and_kept() -> None:
+    runner = runner_of(tiny.llava_siglip(dtype=FLOAT), max_tokens=40)
+    assert runner.how["max_tokens"] == 40
+    assert "max_tokens" not in runner_of(tiny.olmoe(dtype=FLOAT)).how
+    low, high = (
+        Plan(tier=tier, insertion_position=1, top_k=2, blocks=(0, 1)) for tier in ("low", "high")
+    )  # fmt: skip
+    assert len(runner.run(low, 30, steps=6).steps_ms) == 6
+    for plan, steps in ((low, 7), (high, 1)):
+        with pytest.raises(InputError, match="more than the 40 of `max_tokens`"):
+            runner.run(plan, 30, steps=steps)

@@ -1,0 +1,102 @@
+"""The worth of plans: read as it was written, refused where it is of something else; and which count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflow.adaptive.profile.plan_quality import PlanQuality, pareto
+from sparseflow.errors import FileFormatError, InputError
+from tests.adaptive.synthetic import space
+
+SPACE = space(depth=4, top_k=3)
+PLANS = SPACE.plans
+WORTH = PlanQuality(
+    model_id="m",
+    space=SPACE,
+    accuracy=tuple(at / len(PLANS) for at in range(len(PLANS))),
+    samples=7,
+    task="t",
+)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "worth.json"
+    WORTH.save(path)
+    found = PlanQuality.read(path)
+    assert (found.model_id, found.space, found.samples, found.task) == ("m", SPACE, 7, "t")
+    assert found.accuracy == pytest.approx(WORTH.accuracy, abs=1e-6)
+    found.check("m", SPACE)
+
+
+def test_of_another_model_or_other_plans() -> None:
+    with pytest.raises(InputError, match=r"another model \(id m; yours is other\)"):
+        WORTH.check("other", SPACE)
+    with pytest.raises(InputError, match="worth of other plans than the profile's"):
+        WORTH.check("m", space(depth=5, top_k=3))
+    with pytest.raises(InputError, match=r"1 accuracies for \d+ plans"):
+        replace(WORTH, accuracy=(0.5,))
+    with pytest.raises(InputError, match="shares from 0 to 1"):
+        replace(WORTH, accuracy=(float("nan"),) * len(PLANS))
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "worth.json"
+    with pytest.raises(InputError, match="`sparseflow adaptive eval` writes it"):
+        PlanQuality.read(path)
+    WORTH.save(path)
+    told = json.loads(path.read_text())
+    for wrong in (
+        "{", "[]", "{}",
+        *(
+            json.dumps(told | change)
+            for change in (
+                {"format": "x"}, {"accuracy": [2.0] * len(PLANS)}, {"space": {}}, {"samples": "many"},
+            )
+        ),
+    ):  # fmt: skip
+        path.write_text(wrong)
+        with pytest.raises(FileFormatError, match="does not hold the worth of plans"):
+            PlanQuality.read(path)
+
+
+@settings(deadline=None)
+@given(
+    points=st.lists(
+        st.tuples(st.integers(1, 20).map(float), st.integers(0, 20).map(lambda share: share / 20)),
+        min_size=1, max_size=30,
+    ),
+    most=st.integers(2, 12),
+)  # fmt: skip
+def test_the_front(points: list[tuple[float, float]], most: int) -> None:
+    ms, worth = map(list, zip(*points, strict=True))
+    plans = PLANS[: len(points)]
+    number = {plan: at for at, plan in enumerate(plans)}
+    whole = [number[plan] for plan in pareto(plans, ms, worth, most=len(plans) + 2)]
+    for at in range(len(points)):
+        beaten = any(
+            (ms[other] < ms[at] and worth[other] >= worth[at])
+            or (ms[other] <= ms[at] and worth[other] > worth[at])
+            for other in range(len(points))
+        )
+        alike = any((ms[other], worth[other]) == (ms[at], worth[at]) for other in whole)
+        assert alike != beaten
+    assert [ms[at] for at in whole] == sorted(ms[at] for at in whole)
+    few = [number[plan] for plan in pareto(plans, ms, worth, most=most)]
+    assert len(few) == min(most, len(whole)) and set(few) <= set(whole)
+    assert few[0] == whole[0] and few[-1] == whole[-1]
+
+
+def test_what_makes_no_front() -> None:
+    with pytest.raises(InputError, match="must be equally many, and some"):
+        pareto([], [], [])
+    with pytest.raises(InputError, match="must be equally many, and some"):
+        pareto(PLANS[:2], [1.0], [0.5, 0.5])
+    for ms, most in (([1.0, float("inf")], 2), ([1.0, 0.0], 2), ([1.0, 2.0], 1)):
+        with pytest.raises(InputError, match="finite and above 0"):
+            pareto(PLANS[:2], ms, [0.5, 0.5], most)

@@ -1,0 +1,195 @@
+"""From conversations to prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters.crops import nested_crops
+from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
+from sparseflow.adaptive.plan.adapter import adapter_of
+from sparseflow.adaptive.plan.space import TIERS
+from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.messages import ApiError, Message
+from sparseflow.adaptive.prompts.processors import CropProcessor, PatchProcessor
+from sparseflow.errors import InputError
+from tests.adaptive import tiny
+from tests.adaptive.serve.fake import IMAGE, Bytes, Squares
+
+RED = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 5, 7)
+URL = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+def message(role: str, *parts: Any) -> Message:
+    return Message.model_validate(
+        {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+    )
+
+
+def prompts(**how: Any) -> PromptBuilder:
+    return PromptBuilder(Bytes(), **{"context": 400, "sight": Squares(), **how})
+
+
+def text_of(ids: torch.Tensor) -> str:
+    return "".join(chr(token) if token < 256 else f"[{token}]" for token in ids[0].tolist())
+
+
+def test_a_conversation_becomes_tokens() -> None:
+    found = prompts().prompt(
+        [message("developer", "Be brief."), message("user", "Hi"), message("assistant", "Yes?")], []
+    )
+    assert text_of(found.inputs["input_ids"]) == "system: Be brief.\nuser: Hi\nassistant: Yes?\nassistant:"
+    assert found.inputs["input_ids"].dtype == torch.int64
+    assert (found.tokens, found.text_tokens, found.images) == (53, 53, 0)
+    assert found.inputs["attention_mask"].tolist() == [[1] * 53]
+
+
+def test_images_stand_where_they_were_put() -> None:
+    found = prompts().prompt([message("user", "left ", URL, " right ", URL)], [RED, RED])
+    four = "[256]" * 4
+    assert text_of(found.inputs["input_ids"]) == f"user: left {four} right {four}\nassistant:"
+    assert found.inputs["pixel_values"].tolist() == [[255, 0, 0]] * 2
+    assert (found.tokens, found.images) == (found.text_tokens + 8, 2)
+
+
+def test_a_model_without_images_gets_plain_text() -> None:
+    found = prompts(sight=None).prompt([message("user", "one", "two")], [])
+    assert text_of(found.inputs["input_ids"]) == "user: one\ntwo\nassistant:"
+    assert not prompts(sight=None).takes_images
+    with pytest.raises(ApiError, match="takes no images") as caught:
+        prompts(sight=None).prompt([message("user", "one", URL)], [RED])
+    assert (caught.value.code, caught.value.param) == ("unsupported_content", "messages.0.content.1")
+
+
+def test_text_cannot_pass_for_an_image() -> None:
+    with pytest.raises(ApiError, match=f"text must not hold '{IMAGE}'") as caught:
+        prompts().prompt([message("user", "see ", f"a {IMAGE} b")], [])
+    assert caught.value.param == "messages.0.content.1"
+    # Where there are no images, it is a word like any other.
+    prompts(sight=None).prompt([message("user", "a <image> b")], [])
+
+
+def test_a_prompt_over_the_context_is_refused() -> None:
+    roomy = prompts(context=30)
+    text = "x" * (30 - len("user: \nassistant:") - 5)
+    assert roomy.prompt([message("user", text)], [], 5).tokens == 25
+    with pytest.raises(ApiError) as caught:
+        roomy.prompt([message("user", text)], [], 6)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert caught.value.body["error"]["prompt_tokens"] == 25
+    assert "context is 30 tokens" in caught.value.message
+
+
+def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
+    asked = [message("user", "abc", URL)], [RED]
+    # 20 tokens of text, and 1, 2 or 4 of the image.
+    with pytest.raises(ApiError, match="messages have 21 with images at tier 'low', the lowest") as caught:
+        prompts(context=21).prompt(*asked)
+    assert caught.value.body["error"]["prompt_tokens"] == 21
+    fitting = prompts(context=22)
+    found = fitting.prompt(*asked)
+    assert (found.tokens, found.text_tokens, found.vision_tokens) == (24, 20, 4)
+    assert [found.at(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
+    assert fitting.room(found) == 1
+    # Where no plan is of the lowest tier, the next one counts.
+    with pytest.raises(ApiError, match="messages have 22 with images at tier 'medium'"):
+        prompts(context=22, lowest="medium").prompt(*asked)
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = Bytes()
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        PromptBuilder(tokenizer, context=5)
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return Vocabulary(["what", "is", "at", "row", "1", "cat", "?"]).tokenizer
+
+
+def crops(words: Any) -> CropProcessor:
+    return CropProcessor(words, image_token=4, size=8, tokens_per_crop=3, mean=[0.5] * 3, std=[0.25] * 3)
+
+
+def test_crops_of_the_highest_tier(words: Any) -> None:
+    found = PromptBuilder(words, context=100, sight=crops(words)).prompt(
+        [message("user", "What is at row 1?", URL)], [RED]
+    )
+    ids = found.inputs["input_ids"][0]
+    assert (ids == 4).sum() == 14 * 3
+    assert words.decode(ids[ids != 4]) == "<bos> what is at row 1 ? <answer>"
+    assert torch.equal(found.inputs["pixel_values"], nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3))
+    assert found.inputs["attention_mask"].shape == found.inputs["input_ids"].shape
+    assert (found.tokens, found.text_tokens) == (50, 8)
+    assert found.vision == {"low": 3, "medium": 15, "high": 42}
+
+
+def test_images_of_unlike_sizes(words: Any) -> None:
+    sight = crops(words)
+    found = sight.inputs("<image> cat <image> ?", [RED, RED[:, :2]])
+    assert found["pixel_values"].shape == (28, 3, 8, 8)
+    assert found["input_ids"].shape == (1, 2 + 2 * 42)
+
+
+def test_a_template_that_loses_an_image(words: Any) -> None:
+    with pytest.raises(InputError, match="1 placeholders of 2 images"):
+        crops(words).inputs("<image> cat", [RED, RED])
+
+
+def test_images_side_by_side_are_refused(words: Any) -> None:
+    with pytest.raises(ApiError, match="stand side by side") as caught:
+        PromptBuilder(words, context=200, sight=crops(words)).prompt(
+            [message("user", "cat", URL, URL)], [RED, RED]
+        )
+    assert caught.value.status == 400
+
+
+def test_a_template_that_refuses_a_conversation(words: Any) -> None:
+    template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}<bos>"
+    )
+    kept, words.chat_template = words.chat_template, template
+    try:
+        made = PromptBuilder(words, context=9)
+        assert made.prompt([message("user", "cat")], []).tokens == 1
+        with pytest.raises(ApiError, match="refuses this conversation: begin with the user"):
+            made.prompt([message("system", "cat")], [])
+    finally:
+        words.chat_template = kept
+
+
+def test_an_empty_prompt_is_refused(words: Any) -> None:
+    kept, words.chat_template = words.chat_template, "{{ '' }}"
+    try:
+        with pytest.raises(ApiError, match="the conversation is empty"):
+            PromptBuilder(words, context=9).prompt([message("user", "cat")], [])
+    finally:
+        words.chat_template = kept
+
+
+def test_patches_of_a_processor_of_transformers() -> None:
+    processors = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = processors.Qwen2VLImageProcessorPil(
+        patch_size=tiny.PATCH, merge_size=2, temporal_patch_size=2,
+        size={"shortest_edge": 64, "longest_edge": 4096},
+    )  # fmt: skip
+    words = Vocabulary(["what", "?"]).tokenizer
+    sight = PatchProcessor(words, processor, image_token=4, merge=2)
+    pictures = [torch.zeros(3, 24, 32, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)]
+    turns = [message("user", "what?", URL), message("user", "what?", URL)]
+    found = PromptBuilder(words, context=60, sight=sight).prompt(turns, pictures)
+    assert found.inputs["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
+    assert (found.inputs["input_ids"] == 4).sum() == 12 + 4
+    assert found.inputs["mm_token_type_ids"].sum() == 16
+    assert (found.tokens, found.text_tokens, found.images) == (22, 6, 2)
+
+    # And the adapter knows them: the prompt of tiny models has another number for images.
+    adapter = adapter_of(tiny.qwen3_vl_moe())
+    ids = found.inputs["input_ids"]
+    inputs = {**found.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
+    for tier in TIERS:
+        assert adapter.vision_tokens(adapter.at_tier(inputs, tier)) == found.vision[tier]
+    assert (found.vision["low"], found.vision["high"]) == (5, 16)

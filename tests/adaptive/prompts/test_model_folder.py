@@ -1,0 +1,52 @@
+"""A model's folder, and prompts for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from sparseflow import adaptive
+from sparseflow.adaptive.data import shipped
+from sparseflow.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def there() -> adaptive.ModelFolder:
+    return adaptive.open_folder(shipped())
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    from PIL import Image
+
+    file = tmp_path / "grid.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (72, 72, 3), np.uint8)).save(file)
+    return file
+
+
+def test_from_words_and_a_file_to_an_answer(there: adaptive.ModelFolder, image: Path) -> None:
+    prompt = there.prompt("how many three are there", [image])
+    assert prompt.images == 1 and prompt.inputs["pixel_values"].shape[0] == 14
+    with adaptive.attach(there.model) as ctl:
+        found = ctl.generate(**prompt.inputs, max_new_tokens=2)
+        assert found.plan == ctl.knobs.geometry.full() and found.new_tokens.shape[1] <= 2
+        low = ctl.adapter.at_tier(prompt.inputs, "low")["input_ids"].shape[1]
+        text = ctl.generate(**there.prompt("how many three are there").inputs, max_new_tokens=1)
+        assert text.plan.tier is None and text.prompt_tokens < low < found.prompt_tokens
+
+
+def test_what_cannot_be_used_is_told(there: adaptive.ModelFolder, image: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"image .*absent\.png cannot be read: No such file"):
+        there.prompt("what", [tmp_path / "absent.png"])
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(image.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"image .*broken\.png: "):
+        there.prompt("what", [broken])
+    with pytest.raises(InputError, match="tokens"):
+        there.prompt("what " * 500, [image])
+    with pytest.raises(InputError, match="holds no model"):
+        adaptive.open_folder(tmp_path)

@@ -1,0 +1,322 @@
+"""Attaching: a model keeps budgets while it is attached, and is what it was afterwards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from sparseflow import adaptive
+from sparseflow.adaptive import api as attached_module
+from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.engine.generate import generate
+from sparseflow.adaptive.engine.requests.handle import RequestHandle
+from sparseflow.adaptive.engine.requests.request import RequestRejected
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.adaptive.profile import EagerRunner, EngineRunner, collect_profile, spread, weights_id
+from sparseflow.adaptive.profile.plan_quality import PlanQuality
+from sparseflow.errors import InputError, ModelError
+from tests.adaptive import tiny
+from tests.adaptive.questions import folders
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.olmoe()
+
+
+def profiled(model: Any, folder: Path, runner_of: Callable[[PlanRuntime, Sequence[Plan]], Any]) -> Path:
+    """A profile of some plans of the model, by a runner."""
+    file, knobs = folder / "profile.parquet", PlanRuntime(adapter_of(model))
+    try:
+        space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+        plans = spread(space, 6)
+        with runner_of(knobs, plans) as runner:
+            collect_profile(runner, space, file, buckets=[4, 8], plans=plans, repeats=2, steps=2, warmup=1)
+    finally:
+        knobs.remove()
+    return file
+
+
+@pytest.fixture(scope="module")
+def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the model."""
+    folder = tmp_path_factory.mktemp("profile")
+    return profiled(model, folder, lambda knobs, plans: nullcontext(EagerRunner(knobs, device="cpu")))
+
+
+@pytest.fixture(scope="module")
+def measured_by_an_engine(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the model as an engine of two slots runs it."""
+    folder = tmp_path_factory.mktemp("profile")
+    return profiled(
+        model, folder, lambda knobs, plans: EngineRunner(knobs, plans, max_batch=2, max_tokens=48)
+    )
+
+
+def test_a_budget_is_kept_and_the_model_is_what_it_was(model: Any, measured: Path) -> None:
+    with torch.no_grad():
+        before = model(IDS).logits
+    with adaptive.attach(model, profile=measured) as attached:
+        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
+        assert found.budget_met and found.feasible and found.new_tokens.shape == (1, 4)
+        assert found.predicted_ms is not None and 0.0 < found.measured_ms < 1e5
+        full = attached.generate(input_ids=IDS, max_new_tokens=4)
+        assert full.plan == attached.knobs.geometry.full() and full.budget_met is None
+    assert not any("forward" in vars(module) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    attached.detach()  # again does nothing
+
+
+def test_what_no_plan_keeps(model: Any, measured: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        with pytest.raises(RequestRejected, match=r"needs at least .* ms") as refused:
+            attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject")
+        assert refused.value.least_ms is not None and refused.value.least_ms > 1e-3
+        late = attached.generate(input_ids=IDS, latency_budget_ms=1e-3, max_new_tokens=2)
+        assert late.budget_met is False and not late.feasible
+
+
+def test_what_it_took_is_learnt_from(model: Any, measured: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        before = attached.chooser.predictor.to_dict()
+        attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=3)
+        assert attached.chooser.predictor.to_dict() != before
+
+
+def test_controllers_choose(model: Any, measured: Path, tmp_path: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        space = attached.chooser.predictor.space
+    file = tmp_path / "controllers.safetensors"
+    Controllers(space, width=tiny.WIDTH, model_id=weights_id(model)).save(file)
+    with adaptive.attach(model, profile=measured, controller=file) as attached:
+        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
+        assert found.plan in space.plans and found.budget_met
+    Controllers(space, width=tiny.WIDTH, model_id="another").save(file)
+    with pytest.raises(InputError, match=r"controllers of the model another, not of"):
+        adaptive.attach(model, profile=measured, controller=file)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        space = attached.chooser.predictor.space
+    best = space.plans[len(space) // 2]
+    worth = PlanQuality(
+        model_id=weights_id(model), space=space, samples=4, task="t",
+        accuracy=tuple(1.0 if plan == best else 0.5 for plan in space.plans),
+    )  # fmt: skip
+    file = tmp_path / "worth.json"
+    worth.save(file)
+    for given in (file, worth, worth.accuracy):
+        with adaptive.attach(model, profile=measured, worth=given) as attached:
+            found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
+            assert found.plan == best
+    with pytest.raises(InputError, match=r"worth of plans of another model \(id another; yours is"):
+        adaptive.attach(model, profile=measured, worth=replace(worth, model_id="another"))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_plan_by_hand_needs_no_profile(model: Any) -> None:
+    with adaptive.attach(model) as attached:
+        plan = spread(PlanSpace.of(attached.knobs.geometry, [0.0] * 6), 3)[0]
+        assert attached.generate(input_ids=IDS, plan=plan, max_new_tokens=2).plan == plan
+        with pytest.raises(InputError, match=r"a budget needs a profile: attach\(model, profile=\.\.\.\)"):
+            attached.generate(input_ids=IDS, latency_budget_ms=100.0)
+        with pytest.raises(ModelError, match=r"has knobs already"):
+            adaptive.attach(model)
+
+
+def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
+    with pytest.raises(InputError, match=r"controllers, plans and worth need a profile"):
+        adaptive.attach(model, worth=[1.0])
+    with pytest.raises(InputError, match=r"of another model"):
+        adaptive.attach(tiny.olmoe(depth=7), profile=measured)
+    with pytest.raises(InputError, match=r"there is no profile"):
+        adaptive.attach(model, profile=measured.with_name("absent.parquet"))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_an_engine: Path) -> None:
+    with torch.no_grad():
+        before = model(IDS).logits
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        assert attached.engine is None
+        attached.warm(input_ids=IDS)
+        engine = attached.engine
+        assert engine is not None and (engine.max_batch, engine.max_tokens) == (2, 48)
+        assert 1 <= len(engine.plans) <= 12
+        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
+        # The first one was to warm up.
+        assert engine.snapshot().ended["finished"] == 2 and found.plan in engine.plans
+        assert found.budget_met and found.feasible and found.predicted_ms is not None
+        assert 0.0 < found.timings.decode_ms < found.measured_ms
+        alone = generate(attached.adapter, attached.knobs, {"input_ids": IDS}, found.plan, max_new_tokens=4)
+        assert torch.equal(found.sequences, alone.sequences)
+        with pytest.raises(RequestRejected, match=r"needs at least .* ms"):
+            attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject", max_new_tokens=2)
+        with pytest.raises(InputError, match="more than the 48 tokens that there is room for"):
+            attached.generate(input_ids=IDS, max_new_tokens=64)
+        # What an engine cannot run, the model's forward does: another plan, or several rows.
+        ended = engine.snapshot().ended
+        narrow = replace(attached.knobs.geometry.full(), top_k=1)
+        assert attached.generate(input_ids=IDS, plan=narrow, max_new_tokens=2).plan == narrow
+        rows = attached.generate(input_ids=IDS.repeat(2, 1), plan=found.plan, max_new_tokens=2)
+        assert len(rows.new_tokens) == 2 and engine.snapshot().ended == ended
+    with pytest.raises(InputError, match="detached; attach to the model again"):
+        attached.generate(input_ids=IDS, latency_budget_ms=1e5)
+    assert attached.engine is None and not any("forward" in vars(module) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("way", ["forward", "engine"])
+def test_what_a_request_waited_is_not_learnt_as_work(
+    model: Any, measured: Path, measured_by_an_engine: Path, way: str
+) -> None:
+    file = measured if way == "forward" else measured_by_an_engine
+    with adaptive.attach(model, profile=file) as attached:
+        attached.warm(input_ids=IDS)
+        assert attached.chooser is not None
+        for _ in range(8):
+            late = time.perf_counter() - 60.0
+            found = attached.generate(input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=4, received_s=late)
+            assert found.measured_ms > 6e4 and found.predicted_ms is not None and found.predicted_ms > 6e4
+        p50, _ = attached.chooser.predictor.predict_all(text_tokens=5, images=0, new_tokens=4)
+        assert p50.max() < 1e4
+
+
+def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> None:
+    prompts = [torch.arange(4 + each, 9 + each)[None] for each in range(6)]
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached, ThreadPoolExecutor(6) as pool:
+        found = list(
+            pool.map(
+                lambda ids: attached.generate(input_ids=ids, latency_budget_ms=1e5, max_new_tokens=6), prompts
+            )
+        )
+        for ids, mine in zip(prompts, found, strict=True):
+            alone = generate(
+                attached.adapter, attached.knobs, {"input_ids": ids}, mine.plan, max_new_tokens=6
+            )
+            assert torch.equal(mine.sequences, alone.sequences)
+
+
+def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
+    exact = torch.float64
+    there = folders.opened(folders.model_folder(tmp_path / "model", "llava_siglip", dtype=exact), exact)
+    (tmp_path / "0.png").write_bytes(folders.picture(0))
+    inputs = there.prompt("w7 w8", [tmp_path / "0.png"]).inputs
+    with adaptive.attach(there.model, profile=folders.profile_of(there)) as attached:
+        assert attached.chooser is not None
+        attached.chooser = replace(attached.chooser, most_tokens=32)
+        attached.warm(**inputs)
+        for budget_ms in (None, 1e6):
+            found = attached.generate(**inputs, latency_budget_ms=budget_ms, max_new_tokens=3)
+            assert found.plan.tier == "medium"
+        with pytest.raises(InputError, match="more than the 32 tokens"):
+            attached.generate(**inputs, max_new_tokens=32)
+
+
+def test_an_interrupted_call_does_not_go_on(
+    model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        attached.warm(input_ids=IDS)
+
+        def interrupted(self: RequestHandle) -> None:
+            raise KeyboardInterrupt
+
+        engine, called_off, cancel = attached.engine, threading.Event(), RequestHandle.cancel
+        assert engine is not None
+        turn = engine._schedule.turn
+
+        def cancelled(self: RequestHandle) -> None:
+            cancel(self)
+            called_off.set()
+
+        # The engine goes on when the request was called off, so that it is not done before.
+        monkeypatch.setattr(engine._schedule, "turn", lambda: called_off.wait(60.0) and turn())
+        monkeypatch.setattr(RequestHandle, "cancel", cancelled)
+        monkeypatch.setattr(RequestHandle, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            attached.generate(input_ids=IDS, max_new_tokens=40)
+        engine.shutdown()
+        assert engine.snapshot().ended["cancelled"] == 1
+
+
+def test_an_engine_that_cannot_be_warmed_is_ended(
+    model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Full:
+        """An engine on a device without memory."""
+
+        graphs = SimpleNamespace(enabled=True)
+
+        def __init__(self, *parts: Any, **sizes: Any) -> None:
+            pass
+
+        def warm(self, example: Any, progress: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        def shutdown(self, *, drain: bool) -> None:
+            ended.append(drain)
+
+    monkeypatch.setattr(attached_module, "Engine", Full)
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached:
+        with pytest.raises(torch.OutOfMemoryError):
+            attached.generate(input_ids=IDS, latency_budget_ms=1e5)
+        assert attached.engine is None and ended == [False]
+
+
+def test_what_is_no_input_is_refused(model: Any) -> None:
+    with adaptive.attach(model) as attached:
+        with pytest.raises(
+            InputError, match=r"'latency_budget': neither inputs of Olmoe.* latency_budget_ms,"
+        ):
+            attached.generate(input_ids=IDS, latency_budget=5)
+        with pytest.raises(InputError, match="'do_sample', 'temperature'"):
+            attached.generate(input_ids=IDS, do_sample=True, temperature=2.0)
+        for without in (attached.warm, attached.generate):
+            with pytest.raises(InputError, match="there are no `input_ids`; give a request's inputs"):
+                without()
+        with pytest.raises(InputError, match=r"latency budget .*'180'"):
+            attached.generate(input_ids=IDS, latency_budget_ms="180")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InputError, match="the model knows 0 to 63"):
+            attached.generate(input_ids=torch.tensor([[5, 64]]))
+        most = attached.adapter.context
+        assert most is not None
+        with pytest.raises(InputError, match=f"more than the {most} tokens"):
+            attached.generate(input_ids=IDS, max_new_tokens=most)
+        assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)
+
+
+def test_a_request_longer_than_those_that_were_profiled_is_refused(model: Any, measured: Path) -> None:
+    with adaptive.attach(model, profile=measured) as attached:
+        assert attached.chooser is not None
+        attached.chooser = replace(attached.chooser, most_tokens=12)
+        assert attached.generate(input_ids=IDS, max_new_tokens=8).new_tokens.shape == (1, 8)
+        with pytest.raises(
+            InputError, match="more than the 12 tokens that there is room for; ask for at most 8"
+        ):
+            attached.generate(input_ids=IDS, max_new_tokens=9)

@@ -1,0 +1,130 @@
+"""GRPO: its gradient against enumerated expectations on small bandits, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseflow.adaptive.training.grpo import FLOOR, advantages, centred, grpo_loss, k3
+from sparseflow.errors import InputError
+
+REWARDS = torch.tensor([0.2, -0.5, 1.0], dtype=torch.float64)
+
+
+def bandit() -> torch.Tensor:
+    return torch.tensor([0.3, -0.2, 0.8], dtype=torch.float64, requires_grad=True)
+
+
+def simple(
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float = 0.2
+) -> torch.Tensor:
+    nothing = torch.zeros_like(log_prob)
+    return grpo_loss(
+        log_prob, old, old, advantage, nothing, clip=clip, kl_weight=0.0, entropy_weight=0.0
+    ).total
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_the_expected_gradient_is_that_of_the_expected_reward(group: int) -> None:
+    """Over all groups, it is −(g − 1) / g · ∇E[r]: the group's mean holds the choice itself."""
+    logits = bandit()
+    total = torch.zeros(3, dtype=torch.float64)
+    for arms in itertools.product(range(3), repeat=group):
+        log_prob = logits.log_softmax(0)[list(arms)]
+        advantage = centred(REWARDS[list(arms)][None])[0]
+        loss = simple(log_prob, log_prob.detach(), advantage)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        total += log_prob.sum().exp().detach() * gradient
+    (wanted,) = torch.autograd.grad((logits.softmax(0) * REWARDS).sum(), logits)
+    torch.testing.assert_close(total, -(group - 1) / group * wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_the_divergence_is_estimated_without_bias() -> None:
+    """The mean of k3 over the policy's own draws is the divergence; at the reference its gradient is 0."""
+    logits = bandit()
+    new, reference = logits.log_softmax(0), torch.tensor([0.5, 0.1, 0.4], dtype=torch.float64).log()
+    expected = (new.exp() * k3(new, reference)).sum()
+    torch.testing.assert_close(expected, (new.exp() * (new - reference)).sum())
+    (gradient,) = torch.autograd.grad(k3(new, new.detach()).sum(), logits)
+    torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64))
+
+
+@given(st.floats(-8, 0), st.floats(-8, 0))
+def test_the_divergence_is_never_negative(one: float, other: float) -> None:
+    found = float(k3(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)))
+    assert found >= 0.0
+    assert found > 0.0 or abs(other - one) < 1e-6
+
+
+def test_a_choice_that_was_given_up_has_a_finite_divergence() -> None:
+    log_prob = torch.tensor([-500.0], requires_grad=True)
+    k3(log_prob, torch.tensor([-1.0])).sum().backward()
+    assert log_prob.grad is not None and math.isfinite(float(log_prob.grad))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "moves"),
+    [
+        (1.0, 2.0, -2.0, True),
+        (1.5, 2.0, -2.4, False),  # likelier and good: enough
+        (0.5, 2.0, -1.0, True),  # good, but less likely than it was: back
+        (0.5, -2.0, 1.6, False),  # less likely and bad: enough
+        (1.5, -2.0, 3.0, True),  # bad, but likelier than it was: back
+    ],
+)
+def test_the_clipped_ratio_by_hand(ratio: float, advantage: float, value: float, moves: bool) -> None:
+    log_prob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    old = torch.zeros(1, dtype=torch.float64)
+    loss = simple(log_prob, old, torch.tensor([advantage], dtype=torch.float64))
+    assert float(loss.detach()) == pytest.approx(value)
+    loss.backward()
+    assert log_prob.grad is not None
+    assert float(log_prob.grad) == pytest.approx(-ratio * advantage if moves else 0.0)
+
+
+def test_all_terms_and_their_signs() -> None:
+    log_prob = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    old, reference = log_prob - math.log(2.0), log_prob + 0.5
+    advantage, spread = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 1.5])
+    found = grpo_loss(
+        log_prob, old, reference, advantage, spread, clip=0.2, kl_weight=0.1, entropy_weight=0.01
+    )
+    policy, divergence = -(1.2 - 2.0) / 2, math.exp(0.5) - 0.5 - 1
+    assert float(found.policy) == pytest.approx(policy)
+    assert float(found.kl) == pytest.approx(divergence)
+    assert float(found.entropy) == pytest.approx(1.0) and float(found.clipped) == 1.0
+    assert float(found.total) == pytest.approx(policy + 0.1 * divergence - 0.01)
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_advantages_sum_to_zero_in_each_group_and_keep_its_order(rows: list[list[float]]) -> None:
+    rewards = torch.tensor(rows, dtype=torch.float64)
+    found = advantages(rewards)
+    torch.testing.assert_close(found.mean(1), torch.zeros(len(rows), dtype=torch.float64), atol=1e-9, rtol=0)
+    ordered = found.gather(1, rewards.argsort(1))
+    assert bool((ordered.diff(dim=1) >= -1e-12).all())
+
+
+def test_jitter_is_not_blown_up() -> None:
+    jitter = torch.tensor([[1.0, 1.0001, 0.9999, 1.0]])
+    assert float(advantages(jitter).abs().max()) < 0.003
+    # Beside a group that really differs, a constant one stays at nothing.
+    found = advantages(torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
+    assert found[1].tolist() == [0.0, 0.0] and float(found[0, 1]) == pytest.approx(math.sqrt(2))
+
+
+def test_the_scale_may_be_that_of_all_processes() -> None:
+    rewards = torch.tensor([[0.0, 1.0]])
+    torch.testing.assert_close(advantages(rewards, variance=torch.tensor(4.0)), centred(rewards) / 2)
+    torch.testing.assert_close(advantages(rewards, variance=torch.tensor(0.0)), centred(rewards) / FLOOR)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (2, 2, 2)])
+def test_a_group_of_one_teaches_nothing(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="2 or more"):
+        centred(torch.zeros(shape))

@@ -1,0 +1,365 @@
+"""Training by GRPO: it beats the lookup table, goes on where it was stopped, and stops where it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseflow.adaptive.controllers.controllers import Controllers
+from sparseflow.adaptive.controllers.networks import Stage1
+from sparseflow.adaptive.policy.evaluation import judge, versus
+from sparseflow.adaptive.policy.outcomes import OutcomeTable, QuantileLatencies, budget_grid
+from sparseflow.adaptive.policy.policies import ControllerPolicy, ImitationPolicy, LookupTablePolicy
+from sparseflow.adaptive.training.config import GrpoConfig
+from sparseflow.adaptive.training.grpo import Reward
+from sparseflow.adaptive.training.joint import JointTrainer
+from sparseflow.adaptive.training.train import CONTROLLERS, ControllerTrainResult, train
+from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
+from sparseflow.core.training.distributed import DistributedContext
+from sparseflow.core.training.history import read_history
+from sparseflow.errors import FileFormatError, InputError, RunError
+from tests.adaptive.synthetic import outcomes, reachable, space
+from tests.killed import ROOT, environment, run_script
+
+ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
+
+QUICK: dict[str, Any] = {
+    "steps": 8, "warm_start": 4, "prompts": 8, "minibatches": 2, "reference_every": 3, "validate_every": 4,
+    "validation": 64, "checkpoint_every": 5,
+}  # fmt: skip
+
+
+def tables() -> tuple[OutcomeTable, OutcomeTable]:
+    return outcomes(64, seed=1), outcomes(32, seed=2)
+
+
+def config(**changes: Any) -> GrpoConfig:
+    return GrpoConfig(**QUICK | changes)
+
+
+def quick(folder: Path, progress: Any = None, **changes: Any) -> ControllerTrainResult:
+    learnt, held_out = tables()
+    return train(config(**changes), learnt, folder, held_out=held_out, model_id="m", progress=progress)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(folder / CHECKPOINT_FILE, weights_only=True)
+    return state["run"]["controllers"]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+
+
+def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
+    """How much more goodput than the lookup table at least; how much less than can be reached; attainment."""
+    learnt, held_out, test = outcomes(1024, seed=1), outcomes(256, seed=2), outcomes(256, seed=3)
+    costs = QuantileLatencies.of(learnt, 0.99) if masked else None
+    settings = GrpoConfig(steps=steps, seed=seed)
+    found = train(settings, learnt, folder, held_out=held_out, model_id="m", costs=costs)
+    budgets = budget_grid(learnt.span_ms(), 24)
+    lookup = judge(LookupTablePolicy.of(learnt), test, budgets)
+    mine = judge(ControllerPolicy(controllers=found.controllers, costs=costs), test, budgets)
+    bound = reachable(
+        256, seed=3, budgets_ms=budgets, costs_ms=learnt.quantiles_ms(0.99) if masked else None
+    ).mean()
+    gain = versus(mine, lookup)["goodput"]
+    return gain.low, float(bound) - mine.goodput.mean, mine.attainment.mean, gain.mean
+
+
+def test_it_beats_the_lookup_table_soon(tmp_path: Path) -> None:
+    gain, short, attained, _ = beats(40, tmp_path, masked=True, seed=0)
+    assert gain > 0.03 and short < 0.06 and attained > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_comes_near_to_what_can_be_reached(seed: int, tmp_path: Path) -> None:
+    gain, short, attained, _ = beats(150, tmp_path, masked=True, seed=seed)
+    assert gain > 0.07 and short < 0.02 and attained > 0.995
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rewards_alone_teach_latency(seed: int, tmp_path: Path) -> None:
+    gain, short, attained, _ = beats(150, tmp_path, masked=False, seed=seed)
+    assert gain > 0.05 and short < 0.07 and attained > 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """A training that nothing stopped: not to be written to."""
+
+    folder: Path
+    trained: ControllerTrainResult
+    told: list[tuple[str, float]]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    folder, told = tmp_path_factory.mktemp("unbroken"), []
+    return Unbroken(folder=folder, trained=quick(folder, lambda *one: told.append(one)), told=told)
+
+
+def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
+    trained, folder, told = unbroken.trained, unbroken.folder, unbroken.told
+    rows = list(read_history(folder))
+    learnt = [row for row in rows if row["kind"] == "train"]
+    looks = [row for row in rows if row["kind"] == "held_out"]
+    assert [row["step"] for row in learnt] == list(range(1, 13))
+    assert [row["step"] for row in looks] == [0, 4, 8, 12], "the first look is before anything was learnt"
+    assert "imitation" in learnt[3] and {"reward", "accuracy", "attainment", "kl", "multiplier"} < set(
+        learnt[4]
+    )
+    assert [share for _, share in told] == pytest.approx([at / 12 for at in range(1, 13)])
+    best = max(looks, key=lambda row: (row["score"], row["step"]))
+    assert trained.step == best["step"] and trained.validation["score"] == best["score"]
+    kept = Controllers.load(folder / CONTROLLERS, model_id="m")
+    assert kept.chosen.sum() == pytest.approx(1.0), "of the plans, how often each was chosen on the held-out"
+    assert_same(dict(kept.state_dict()), dict(trained.controllers.state_dict()))
+    again = JointTrainer(config(), tables()[0], None, "m", ALONE)
+    again.controllers.load_state_dict(kept.state_dict())
+    assert again.validate(tables()[1]) == trained.validation
+
+
+def test_a_finished_training_is_not_done_again_and_another_is_refused(
+    unbroken: Unbroken, tmp_path: Path
+) -> None:
+    first = unbroken.trained
+    shutil.copytree(unbroken.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / CONTROLLERS).unlink()
+    again = quick(tmp_path, lambda *_: pytest.fail("it trained"))
+    assert (again.step, again.validation) == (first.step, first.validation)
+    assert_same(dict(again.controllers.state_dict()), dict(first.controllers.state_dict()))
+    with pytest.raises(InputError, match="of another training, with other rate"):
+        quick(tmp_path, rate=0.1)
+    learnt, held_out = tables()
+    with pytest.raises(InputError, match=r"with other environment\.digest"):
+        train(config(), outcomes(64, seed=5), tmp_path, held_out=held_out, model_id="m")
+    with pytest.raises(InputError, match="other model_id"):
+        train(config(), learnt, tmp_path, held_out=held_out, model_id="other")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
+    with pytest.raises(FileFormatError, match="remove it"):
+        quick(tmp_path)
+    with pytest.raises(InputError, match="is a file"):
+        quick(tmp_path / CONTROLLERS)
+
+
+KILLED = """
+import sys
+from functools import partial
+from pathlib import Path
+from tests.adaptive.training.test_train import quick
+from tests.killed import killed_when
+
+for step in sys.argv[2:]:
+    killed_when(partial(quick, Path(sys.argv[1], step)), lambda _, share: share > float(step) / 12 - 0.01)
+"""
+KILLS = {3: 1, 7: 6}
+"""In which step a training is killed, and the one that it then goes on with."""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
+    root = tmp_path_factory.mktemp("killed")
+    run_script(KILLED, str(root), *map(str, KILLS))
+    return root
+
+
+@pytest.mark.parametrize("dies", KILLS)
+def test_after_sigkill_it_goes_on_as_if_unbroken(dies: int, killed: Path, unbroken: Unbroken) -> None:
+    folder = killed / str(dies)
+    assert Controllers.load(folder / CONTROLLERS).model_id == "m", "the best so far is there at any time"
+    steps: list[int] = []
+    again = quick(folder, lambda _, share: steps.append(round(12 * share)))
+    assert steps == list(range(KILLS[dies], 13))
+    wanted = unbroken.trained
+    assert (again.step, again.validation) == (wanted.step, wanted.validation)
+    assert_same(weights(folder), weights(unbroken.folder))
+    assert_same(dict(again.controllers.state_dict()), dict(wanted.controllers.state_dict()))
+    assert list(read_history(folder)) == list(read_history(unbroken.folder))
+
+
+def test_seeds_and_the_global_generator(unbroken: Unbroken, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    quick(tmp_path / "same")
+    assert torch.equal(torch.rand(1), expected), "the global generator was used"
+    assert_same(weights(unbroken.folder), weights(tmp_path / "same"))
+    quick(tmp_path / "other", seed=1)
+    assert not torch.equal(
+        weights(unbroken.folder)["stage1.fuse.weight"], weights(tmp_path / "other")["stage1.fuse.weight"]
+    )
+
+
+@pytest.mark.parametrize("broken", ["logits", "gradient"])
+def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    if broken == "logits":
+        forward = Stage1.forward
+
+        def nan(self: Stage1, *given: torch.Tensor) -> dict[str, torch.Tensor]:
+            calls.append(1)
+            found = forward(self, *given)
+            return {name: each * (float("nan") if len(calls) == 40 else 1.0) for name, each in found.items()}
+
+        monkeypatch.setattr(Stage1, "forward", nan)
+    else:
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def inf(parameters: Any, most: float) -> torch.Tensor:
+            calls.append(1)
+            return torch.tensor(float("inf")) if len(calls) == 20 else clip(parameters, most)
+
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", inf)
+    with pytest.raises(
+        RunError, match=r"failed in step \d+: .*(not finite|inf).* The checkpoint before is kept"
+    ):
+        quick(tmp_path, checkpoint_every=1)
+    monkeypatch.undo()
+    kept = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)["step"]
+    assert 0 < kept < 12
+    assert all(bool(each.isfinite().all()) for each in weights(tmp_path).values())
+    steps: list[int] = []
+    quick(tmp_path, lambda _, share: steps.append(round(12 * share)), checkpoint_every=1)
+    assert steps[0] == kept + 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
+    """The gradients that each of several processes would average, against those of one; in turn, here."""
+    settings = config(warm_start=0)
+    learnt, _ = tables()
+    alone = JointTrainer(settings, learnt, None, "m", ALONE)
+    samples, budgets, chance = alone._prompts()
+    parts = []
+    for rank in range(size):
+        mine = JointTrainer(
+            settings,
+            learnt,
+            None,
+            "m",
+            DistributedContext(rank=rank, world_size=size, device=torch.device("cpu")),
+        )
+        parts.append(mine._prompts())
+    # A minibatch of one is made of the same minibatch of all.
+    for number in range(settings.minibatches):
+        for at, whole in enumerate((samples, budgets, chance.view(8, -1))):
+            shared = [part[at].view(8 // size, -1).chunk(settings.minibatches)[number] for part in parts]
+            torch.testing.assert_close(
+                torch.cat(shared), whole.view(8, -1).chunk(settings.minibatches)[number]
+            )
+    with pytest.raises(InputError, match="times the 3 processes"):
+        JointTrainer(
+            settings, learnt, None, "m", DistributedContext(rank=0, world_size=3, device=torch.device("cpu"))
+        )
+
+
+RANK = """
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tests.adaptive.training.test_train import quick
+quick(Path(sys.argv[1]), steps=3, warm_start=1)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    alone = quick(tmp_path / "one", steps=3, warm_start=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "two")],
+            cwd=ROOT, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            _, told = process.communicate(timeout=120)
+            assert process.returncode == 0, told
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    # Adam divides by roots of tiny numbers: the order of a sum shows, magnified.
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=2e-4)
+    numbers = [
+        [row for row in read_history(tmp_path / name) if row["kind"] == "train"] for name in ("one", "two")
+    ]
+    for mine, theirs in zip(*numbers, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert list(mine.values())[2:] == pytest.approx(list(theirs.values())[2:], rel=1e-3, abs=1e-4)
+    # Another number of processes may go on, and finds nothing left to do.
+    again = quick(tmp_path / "two", lambda *_: pytest.fail("it trained"), steps=3, warm_start=1)
+    assert again.validation == pytest.approx(alone.validation, rel=1e-3)
+
+
+def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
+    plans = space(depth=3, top_k=2, tiers=0)
+    learnt, held_out = outcomes(48, seed=1, plans=plans), outcomes(24, seed=2, plans=plans)
+    found = train(
+        config(steps=0, warm_start=30, validate_every=10),
+        learnt,
+        tmp_path,
+        held_out=held_out,
+        model_id="text",
+    )
+    policy = ImitationPolicy(controllers=found.controllers)
+    assert set(policy.choose(held_out, torch.arange(24), torch.full((24,), 60.0)).tolist()) <= set(
+        range(len(plans))
+    )
+    losses = [row["imitation"] for row in read_history(tmp_path) if row["kind"] == "train"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_environments_of_other_plans(tmp_path: Path) -> None:
+    learnt, _ = tables()
+    with pytest.raises(InputError, match="other plans"):
+        train(GrpoConfig(), learnt, tmp_path, held_out=outcomes(8, plans=space(depth=3)), model_id="m")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"group": 8}, "`group`"), ({"steps": -1}, "`steps`"), ({"steps": 0}, "nothing to do"),
+        ({"rate": 0.0}, "`rate`"), ({"rate": float("nan")}, "`rate`"), ({"clip": -1.0}, "`clip`"),
+        ({"kl": -0.1}, "`kl`"), ({"entropy": float("inf")}, "`entropy`"), ({"prompts": 5}, "divisible"),
+        ({"multiplier": 20.0}, "multiplier"), ({"violations": 1.0}, "`asked`"),
+        ({"budgets_ms": (5.0, 1.0)}, "budgets from"), ({"seed": True}, "`seed`"),
+        ({"validate_every": 0}, "`validate_every`"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        GrpoConfig(**change)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = GrpoConfig(steps=100)
+    rates = [settings.rate_at(step, 100) for step in range(100)]
+    assert max(rates) == settings.rate == rates[5] and rates[0] == settings.rate / 5
+    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] > 0.0
+
+
+def test_settings_are_json() -> None:
+    settings = GrpoConfig(reward=Reward(excess=0.5), budgets_ms=(10.0, 20.0))
+    assert json.loads(json.dumps(asdict(settings)))["reward"] == {"excess": 0.5}
