@@ -315,7 +315,7 @@ def test_profile_engine_measures_under_load_and_reports_progress(
         runner._progress(2, 3)
         raise InputError(f"measuring {how['loads']} and {how['batches']}")
 
-    monkeypatch.setattr("sparseflow.adaptive.model_profile.by_group", measure)
+    monkeypatch.setattr("sparseflow.adaptive.profile.model_profile.by_group", measure)
     command = ["adaptive", "profile", model, "--out", "profile.parquet", "--num-plans", "6"]
     assert run(command) == 2
     assert "measuring [0.0, 0.7] and [1, 8]" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
 def test_train_with_two_processes(folder: Path) -> None:
     process = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standscores", "--nproc_per_node", "2",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
             "-m", "sparseflow", "adaptive", "train", "run/model", "--profile", "profile.parquet",
             "--out", "two", *FEW, *STEPS, "--json",
         ],

@@ -17,7 +17,7 @@ from sparseflow.cli.root import run
 from sparseflow.errors import MissingExtraError
 from sparseflow.spiking import demo
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.models.model_zoo import Settings, build
+from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        pretrained, "load", lambda name: build("spiking_resnet18", Settings(width=8, image=16, steps=2))
+        pretrained, "load_network", lambda name: build_network("spiking_resnet18", NetworkConfig(width=8, image_size=16, time_steps=2))
     )
-    monkeypatch.setattr(pretrained, "images", lambda: (pixels, np.arange(6)))
-    monkeypatch.setattr(pretrained, "_card", lambda name: card)
+    monkeypatch.setattr(pretrained, "load_images", lambda: (pixels, np.arange(6)))
+    monkeypatch.setattr(pretrained, "_read_card", lambda name: card)
     return tmp_path / "runs"
 
 

@@ -61,7 +61,7 @@ def test_export_analyze_extract_text(capsys: pytest.CaptureFixture[str], tmp_pat
     assert run(["latency", "analyze", model]) == 0
     out = capsys.readouterr().out
     assert "Conv_Relu" in out and "1×3×8×8" in out and "GFLOP" in out
-    assert run(["latency", "analyze", model, "--kernels", "--level", "disable"]) == 0
+    assert run(["latency", "analyze", model, "--kernels", "--opt-level", "disable"]) == 0
     out = capsys.readouterr().out
     assert "Conv_Relu" not in out and "1 Relu" in out
     assert run(["latency", "extract", model, "--out", str(tmp_path / "k"), "--no-check"]) == 0

@@ -33,14 +33,14 @@ def test_stress_reports_levels_and_fails_if_not_reached(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["latency", "stress", "--threads", "1", "--duration-s", "0.2", "--json"]
-    assert run([*command, "--level", "0.05", "--level", "0.1", "--timeout-s", "60"]) == 0
+    assert run([*command, "--load", "0.05", "--load", "0.1", "--timeout-s", "60"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [level["target"] for level in result["levels"]] == [0.05, 0.1] and len(result["cpus"]) == 1
     assert all(0.0 < level["achieved"] < 0.5 for level in result["levels"])
-    assert run([*command, "--level", "2"]) == 2
+    assert run([*command, "--load", "2"]) == 2
     monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
     capsys.readouterr()
-    assert run([*command, "--level", "0.1", "--timeout-s", "0.5"]) == 1
+    assert run([*command, "--load", "0.1", "--timeout-s", "0.5"]) == 1
     assert "0.10" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("scipy")
 
 from sparseflow.cli.root import run
 from sparseflow.latency.measure import collection
-from sparseflow.latency.measure.fingerprint import Fingerprint
+from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import few_tries
 from tests.latency.onnx_models import convnet, save
@@ -61,7 +61,7 @@ def _synthetic_device(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(Fingerprint, "check_here", lambda self, gpu=0: None)
+    monkeypatch.setattr(DeviceFingerprint, "check_here", lambda self, gpu=0: None)
     monkeypatch.setattr(collection, "Bench", Bench)
 
 
@@ -91,10 +91,10 @@ def test_train_saves_predictor_and_reports_quality(
 
     kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
     out = tmp_path / "predictor.json"
-    text = run_text(["train", str(kernels), "--out", str(out), "--kind", "random_forest"], capsys)
+    text = run_text(["train", str(kernels), "--out", str(out), "--regressor", "random_forest"], capsys)
     assert "leaky" in text and "under load" not in text and "random_forest *" in text
     assert "Made Up, CPUExecutionProvider" in text
-    assert Predictor.load(out).model.kind == "random_forest"
+    assert Predictor.load(out).regressor.kind == "random_forest"
 
 
 def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,14 +127,14 @@ def test_evaluate_compares_and_writes_report(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["evaluate", *map(str, trained.models), "--predictor", str(trained.file), "--rounds", "1"]
-    result = run_json([*command, "--level", "0", "--level", "0.6", "--out", str(tmp_path / "out")], capsys)
+    result = run_json([*command, "--load", "0", "--load", "0.6", "--out", str(tmp_path / "out")], capsys)
     assert Path(result["report"]) == tmp_path / "out" / "report.html"
     page = Path(result["report"]).read_text()
     assert all(path.stem in page for path in trained.models)
     assert len(result["rows"]) == 2 * len(trained.models)
     assert [part["level"] for part in result["summary"]] == [0.0, 0.6]
     assert result["summary"][1]["slowdown"] == pytest.approx(slowdown(0.6), rel=0.02)
-    text = run_text([*command, "--level", "0", "--level", "0.6"], capsys)
+    text = run_text([*command, "--load", "0", "--load", "0.6"], capsys)
     assert "load 0.00: MAPE" in text and "slowdown 1.43x (predicted" in text and "–" in text
     assert "report:" not in text
     assert run_json([*command], capsys)["report"] is None
@@ -165,8 +165,8 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
     for arguments, kind, value in (
         (["train"], "UsageError", "collections"),
         (["train", str(absent)], "FileFormatError", "absent"),
-        (["train", str(absent), "--kind", "forest"], "UsageError", "'forest'"),
-        (["train", str(absent), "--mode", "fastest"], "UsageError", "'fastest'"),
+        (["train", str(absent), "--regressor", "forest"], "UsageError", "'forest'"),
+        (["train", str(absent), "--composition", "fastest"], "UsageError", "'fastest'"),
         (["train", str(absent), "--out", str(tmp_path)], "InputError", "--out"),
         (["predict", model, "--predictor", str(absent)], "InputError", "absent"),
         (["predict", model, "--predictor", str(trap)], "FileFormatError", "trap.json"),
@@ -181,7 +181,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         ([*base, "--device", "cuda:1"], "InputError", "--device cuda:1"),
         (["evaluate", str(absent), "--predictor", file], "InputError", "absent"),
         (["evaluate", model, "--predictor", str(absent)], "InputError", "absent"),
-        (["evaluate", model, "--predictor", file, "--level", "2"], "InputError", "levels"),
+        (["evaluate", model, "--predictor", file, "--load", "2"], "UsageError", "--load"),
         (["evaluate", model, "--predictor", file, "--rounds", "0"], "UsageError", "--rounds"),
         (["overlap", str(bad)], "FileFormatError", "bad.onnx"),
     ):

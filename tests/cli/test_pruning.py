@@ -13,7 +13,7 @@ pytest.importorskip("av")
 
 from sparseflow.cli.root import run
 from sparseflow.pruning import save
-from sparseflow.pruning.settings import read_settings
+from sparseflow.pruning.config import read_settings
 from tests.pruning.data.tree import make_tree
 from tests.pruning.small import QUICK
 

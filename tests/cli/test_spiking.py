@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from spikingjelly.activation_based import layer, neuron
 
 from sparseflow.cli.root import run
-from sparseflow.spiking.models.model_zoo import Settings, build
+from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
 
 NETWORK = ["--model", "sew_resnet18", "--width", "8", "--image-size", "16", "-T", "2", "--batch-size", "2"]
 CONVS = 20
@@ -57,7 +57,7 @@ def test_optimize_static_policy_shows_table_and_writes_no_cache(
 
 
 def test_optimize_zero_weights_never_fires(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    net = build("sew_resnet18", Settings(width=8, image=16, steps=2))
+    net = build_network("sew_resnet18", NetworkConfig(width=8, image_size=16, time_steps=2))
     silent = {key: value * ("running_var" in key) for key, value in net.state_dict().items()}
     file = tmp_path / "w.safetensors"
     save_file({key: value.contiguous() for key, value in silent.items()}, file)

@@ -15,7 +15,7 @@ from sparseflow.cli.root import run
 from sparseflow.tuning.measure import collection as collecting
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.measure.labels import LabelSet
-from sparseflow.tuning.model.net.pretrained import load
+from sparseflow.tuning.model.net.pretrained import load_network
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.synthetic_labels import SMALL, on_disk
 
@@ -44,7 +44,7 @@ class Evaluator:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(collecting, "Evaluator", Evaluator)
+    monkeypatch.setattr(collecting, "ScheduleEvaluator", Evaluator)
     (tmp_path / "empty").mkdir()
     (tmp_path / "matrices").mkdir()
     (tmp_path / "matrices" / "net7.mtx").write_text(MATRIX)
@@ -118,7 +118,7 @@ def test_train_eval_and_plot(
     assert run([*command, "--json"]) == 0
     result = read_json(capsys)
     assert result["tasks"] == 2 and result["held_out"]["tasks"] == 1 and result["limits"] == {}
-    config = load(result["net"]).config
+    config = load_network(result["net"]).config
     assert config.pattern is not None
     assert (config.joined, config.pattern.kind, config.pattern.pooling) == ("cross", "strided", "last")
     assert run(command) == 0
@@ -127,7 +127,7 @@ def test_train_eval_and_plot(
     assert "net" in capsys.readouterr().err
     fine_tune = ["tuning", "train", "labels", "--out", "tuned", "--set", f"init={result['net']}"]
     assert run([*fine_tune, "--set", "steps=1", "--set", "rate=1.0e-9", "--json"]) == 0
-    assert load(read_json(capsys)["net"]).config == config
+    assert load_network(read_json(capsys)["net"]).config == config
 
     command = ["tuning", "eval", "labels", "--out", "study", "--operators", "spmv", "--folds", "2", *settings]
     assert run([*command, "--json"]) == 0
@@ -143,7 +143,7 @@ def test_train_eval_and_plot(
     assert run(["tuning", "plot", "study", "--json"]) == 0
     assert read_json(capsys) == {"page": result["page"]}
     assert Path(result["page"]).is_file()
-    for bad, value in ((["--models", "all"], "'all'"), (["--config", "none.json"], "none.json")):
+    for bad, value in ((["--suite", "all"], "'all'"), (["--config", "none.json"], "none.json")):
         assert run([*command, *bad]) == 2
         assert value in capsys.readouterr().err
 

@@ -32,24 +32,24 @@ def demo(
 
     with progress_bar() as progress:
         result = run_demo(
-            out=out,
-            batch=batch_size,
+            out_dir=out,
+            batch_size=batch_size,
             rounds=rounds,
-            compiled=compile_dense,
+            compile_baselines=compile_dense,
             cache=cache,
             progress=progress,
         )
     speedup = result.speedup
     agreement = "all predictions identical" if result.predictions_identical else "PREDICTIONS DIFFER"
-    latencies = sorted(result.ms.items(), key=lambda item: -item[1])
+    latencies = sorted(result.latency_ms.items(), key=lambda item: -item[1])
     emit(
         result.to_dict(),
         as_json,
-        result.explanation.table(brief=True),
-        f"accuracy on {result.images} images: {100 * result.accuracy_before:.2f} % before, "
+        result.explanation.make_table(brief=True),
+        f"accuracy on {result.num_images} images: {100 * result.accuracy_before:.2f} % before, "
         f"{100 * result.accuracy_after:.2f} % after; {agreement}",
         *(f"  {latency_ms:9.2f} ms  {name}" for name, latency_ms in latencies),
         f"{speedup.median:.2f}x end to end (95 %: {speedup.low:.2f}–{speedup.high:.2f}) against the fastest "
-        f"dense setting, '{result.baseline}', {result.threads} threads, batch size {result.batch}",
+        f"dense setting, '{result.baseline}', {result.num_threads} threads, batch size {result.batch_size}",
         f"report: {result.report}",
     )

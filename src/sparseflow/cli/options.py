@@ -56,6 +56,7 @@ _OUT_DIR = typer.Option(
 _OUT_FILE = typer.Option("--out", metavar="FILE", callback=_check_out_file, help="Output file.")
 _SEED = typer.Option("--seed", min=0, help="Random seed.")
 _CONFIG = typer.Option("--config", metavar="NAME|FILE", help="Configuration: a YAML file or a shipped name.")
+_LOAD = typer.Option("--load", min=0.0, max=1.0, help="Share of the device that other work uses, 0 to 1.")
 _MODEL = typer.Option("--model", metavar="MODEL", help="Model: a file, a directory or a shipped name.")
 _BUDGET_S = typer.Option("--budget-s", min=0.0, help="Time budget, seconds.")
 _DTYPE = typer.Option("--dtype", help="Data type.")
@@ -86,6 +87,7 @@ SetOption = Annotated[
     ),
 ]
 
+MethodOption = Annotated[str, typer.Option("--method", help="Search method.")]
 BudgetSOption = Annotated[float, _BUDGET_S]
 OptionalBudgetSOption = Annotated[float | None, _BUDGET_S]
 """As `BudgetSOption`; None is unlimited."""
@@ -102,6 +104,10 @@ BatchSizeOption = Annotated[int, _BATCH_SIZE]
 BatchSizesOption = Annotated[list[int] | None, _BATCH_SIZE]
 """As `BatchSizeOption`, for commands that measure several batch sizes; repeatable."""
 
+LoadOption = Annotated[float | None, _LOAD]
+LoadsOption = Annotated[list[float] | None, _LOAD]
+"""As `LoadOption`, for commands that create or measure several loads; repeatable."""
+
 HostOption = Annotated[
     str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
 ]
@@ -112,7 +118,7 @@ RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Timing round
 PairedRoundsOption = Annotated[int, typer.Option("--rounds", min=4, help="Timing rounds.")]
 """As `RoundsOption`, for paired comparisons, whose intervals need at least four rounds."""
 CompileOption = Annotated[
-    bool, typer.Option("--compile/--no-compile", help="Compile the dense models with torch.compile.")
+    bool, typer.Option("--compile/--no-compile", help="Compile models with torch.compile.")
 ]
 DtypeOption = Annotated[Literal["float32", "float64"], _DTYPE]
 HalfDtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], _DTYPE]

@@ -53,8 +53,8 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model; with torchrun on several GPUs."""
-    from sparseflow.pruning.train import MODEL
-    from sparseflow.pruning.train import train as run_training
+    from sparseflow.pruning.training.train import MODEL
+    from sparseflow.pruning.training.train import train as run_training
 
     settings = _read_settings(config, overrides)
     torch_device = open_device(device)
@@ -235,7 +235,7 @@ def compare(
 
 def _read_settings(config: str, overrides: list[str] | None) -> Any:
     from sparseflow.core.config import parse_overrides
-    from sparseflow.pruning.settings import read_settings
+    from sparseflow.pruning.config import read_settings
 
     return read_settings(config, parse_overrides(overrides or [], extra="pruning"))
 

@@ -73,10 +73,12 @@ def _open_model(
     num_classes: int,
     device: str,
 ) -> tuple[Any, Any]:
-    from sparseflow.spiking.models.model_zoo import Case, Settings
+    from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
 
-    settings = Settings(steps=time_steps, classes=num_classes, image=image_size, width=width)
-    network, images, _ = Case(model=model, settings=settings, batch=batch_size).build(weights)
+    settings = NetworkConfig(
+        time_steps=time_steps, num_classes=num_classes, image_size=image_size, width=width
+    )
+    network, images, _ = BenchCase(model=model, config=settings, batch_size=batch_size).build(weights)
     torch_device = open_device(device)
     return network.to(torch_device), images.to(torch_device)
 
@@ -110,7 +112,7 @@ def optimize(
             images,
             policy=policy,
             cache=cache,
-            progress=lambda layer, done, total: progress(f"measuring {layer}", done / max(total, 1)),
+            progress=progress,
         )
     explanation = sparseflow.explain(network)
     emit(explanation.to_dict(), as_json, explanation)
@@ -166,7 +168,7 @@ def bench(
     """Benchmark networks against their fastest dense form.
 
     Measures one case for each network, dataset, T and batch size; --model, --batch-size and -T are
-    repeatable. float16 applies to the optimized networks, on GPUs.
+    repeatable. --compile applies to the dense forms, float16 to the optimized networks on GPUs.
     """
     import torch
 
@@ -189,7 +191,7 @@ def bench(
             device=torch_device,
             dtype=torch.float16 if dtype == "float16" else None,
             rounds=rounds,
-            compiled=compile_dense,
+            compile_baselines=compile_dense,
             cache=cache,
             progress=progress,
         )
@@ -199,7 +201,7 @@ def bench(
 def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
     rows = []
     for layer in layers:
-        activity = layer.activity if layer.fed_by else None
+        activity = layer.firing if layer.fed_by else None
         rows.append(
             (
                 layer.name,
@@ -208,7 +210,7 @@ def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
                 f"{100 * activity.firing_rate:.2f} %" if activity else "–",
                 f"{100 * activity.zero_block_ratio:.1f} %" if activity else "–",
                 f"{100 * activity.silent_channels:.0f} %" if activity else "–",
-                f"{layer.activity.height} x {layer.activity.width}" if layer.activity else "–",
+                f"{layer.firing.height} x {layer.firing.width}" if layer.firing else "–",
                 "–" if layer.latency_ms is None else f"{layer.latency_ms:.3f}",
                 layer.reason or "",
             )

@@ -12,11 +12,19 @@ from sparseflow.cli.options import (
     ClusterOption,
     DtypeOption,
     JsonOption,
+    MethodOption,
     OptionalOutDirOption,
     SeedOption,
     ThreadsOption,
 )
 from sparseflow.cli.output import emit, make_table
+
+_TRIALS = typer.Option("--trials", min=0, help="Maximum number of schedules to measure.")
+TrialsOption = Annotated[int, _TRIALS]
+OptionalTrialsOption = Annotated[int | None, _TRIALS]
+NetOption = Annotated[
+    Path | None, typer.Option("--net", help="AutoSparse Net of guided searches; the shipped one by default.")
+]
 
 KERNEL_FILE = "kernel.sfk"
 """Name of the kernel in the output directory."""
@@ -26,18 +34,10 @@ def tune(
     operator: Annotated[str, typer.Argument(help="Operator: spmm, spmv or sddmm.")],
     matrix: Annotated[Path, typer.Argument(help="Matrix Market file, .mtx or .mtx.gz.")],
     n_cols: Annotated[int | None, typer.Option(help="Columns of the dense operands; not for spmv.")] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Search strategy: random, evolutionary, annealing, qlearning; with prefix guided-, a cost "
-            "model selects the candidates."
-        ),
-    ] = "guided-evolutionary",
-    trials: Annotated[int | None, typer.Option(min=0, help="Maximum number of schedules to measure.")] = None,
+    method: MethodOption = "guided-evolutionary",
+    trials: OptionalTrialsOption = None,
     budget_s: BudgetSOption = 60.0,
-    net: Annotated[
-        Path | None, typer.Option(help="AutoSparse Net of guided strategies; the shipped one by default.")
-    ] = None,
+    net: NetOption = None,
     dtype: DtypeOption = "float32",
     threads: ThreadsOption = None,
     cluster: ClusterOption = None,
@@ -48,33 +48,35 @@ def tune(
 ) -> None:
     """Find the fastest schedule for a sparse matrix; compare it with scipy and expert schedules.
 
-    All ratios are relative to the reference: for spmm, CSR with sums in registers; otherwise CSR. The output
-    directory receives all trials and the kernel, kernel.sfk.
+    Methods are random, evolutionary, annealing and qlearning; with the prefix guided-, a cost model selects
+    the candidates. All ratios are relative to the reference: for spmm, CSR with sums in registers; otherwise
+    CSR. The output directory receives all trials and the kernel, kernel.sfk.
     """
     import numpy as np
 
     from sparseflow.cli.progress import progress_bar
     from sparseflow.tuning.model.net.pretrained import load_prior
     from sparseflow.tuning.schedule.matrices import read_matrix
-    from sparseflow.tuning.search.session import explore
+    from sparseflow.tuning.search.session import TuningSession
 
     coo = read_matrix(matrix, dtype=np.dtype(dtype))
     with progress_bar() as progress:
-        result = explore(
+        session = TuningSession(
             operator,
             coo,
             n_cols=n_cols,
             budget_s=budget_s,
-            trials=trials,
+            max_trials=trials,
             method=method,
             prior=None if net is None else load_prior(net),
             threads=threads,
             seed=seed,
-            folder=out,
+            out_dir=out,
             cluster=cluster,
-            machines=machines,
+            num_machines=machines,
             progress=progress,
         )
+        result = session.run()
     kernel = None if out is None else out / KERNEL_FILE
     if kernel is not None:
         result.kernel.save(kernel)
@@ -86,7 +88,7 @@ def tune(
         as_json,
         make_table(
             ("schedule", ">time / reference"),
-            [(name, f"{ratio:.3f}") for name, ratio in (*baselines, ("tuned", result.best))],
+            [(name, f"{ratio:.3f}") for name, ratio in (*baselines, ("tuned", result.best_ratio))],
             title=f"{operator}, {matrix.name}: {rows} x {cols}, {coo.nnz} elements"
             + ("" if n_cols is None else f", {n_cols} columns"),
         ),

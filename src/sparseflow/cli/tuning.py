@@ -26,7 +26,7 @@ from sparseflow.cli.options import (
 )
 from sparseflow.cli.output import emit, make_table
 from sparseflow.cli.progress import progress_bar
-from sparseflow.cli.tune import tune
+from sparseflow.cli.tune import NetOption, TrialsOption, tune
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +43,9 @@ LabelSetsArgument = Annotated[
 ]
 OperatorsOption = Annotated[
     str | None, typer.Option("--operators", help="Operators to learn, e.g. spmm,spmv; by default all.")
+]
+WorkloadsOption = Annotated[
+    str, typer.Option("--workloads", help="Operators and columns of the dense operands.")
 ]
 FamiliesOption = Annotated[
     Path | None,
@@ -69,9 +72,7 @@ def collect(
         typer.Argument(metavar="[MATRIX]...", help="Matrix Market files, or directories of them."),
     ] = None,
     synthetic: Annotated[int, typer.Option(min=0, help="Number of synthetic patterns.")] = 0,
-    operators: Annotated[
-        str, typer.Option("--workloads", help="Operators and columns of the dense operands.")
-    ] = "spmm:64,spmm:256,spmv,sddmm:64",
+    workloads: WorkloadsOption = "spmm:64,spmm:256,spmv,sddmm:64",
     schedules: Annotated[int, typer.Option(min=1, help="Schedules to measure for each task.")] = 128,
     budget_s: OptionalBudgetSOption = None,
     dtype: DtypeOption = "float32",
@@ -85,10 +86,11 @@ def collect(
     from sparseflow.tuning.measure import collection
     from sparseflow.tuning.measure.families import read_families
     from sparseflow.tuning.schedule.operators import parse_workloads
+    from sparseflow.tuning.search.evolutionary import COLLECTION_STRATEGY
 
     targets = collection.generate_targets(
         matrices or [],
-        parse_workloads(operators),
+        parse_workloads(workloads),
         num_synthetic=synthetic,
         dtype=dtype,
         families=None if families is None else read_families(families),
@@ -98,6 +100,7 @@ def collect(
         result = collection.collect(
             targets,
             out,
+            strategy=COLLECTION_STRATEGY,
             schedules=schedules,
             budget_s=budget_s,
             seed=seed,
@@ -112,8 +115,8 @@ def collect(
         f"{result.tasks} tasks with at least {result.min_rows} rows each",
         f"{result.rows} rows ({result.added} new{rate}), {result.failed} failed, "
         f"{result.disturbed} disturbed",
-        *(f"skipped: {task}: {reason}" for task, reason in result.broken.items()),
-        f"labels: {result.folder}",
+        *(f"skipped: {task}: {reason}" for task, reason in result.failed_references.items()),
+        f"labels: {result.out_dir}",
     )
 
 
@@ -166,8 +169,8 @@ def import_labels(
             f"rejected: {group['rows']} rows, {reason}; line {group['first_line']}: {group['first_reason']}"
             for reason, group in record["rejected"].items()
         ),
-        *(f"suspicious: {doubt}" for doubt in result.doubts),
-        f"labels: {result.folder}; rejected lines: {result.folder / label_import.REJECTED_FILE}",
+        *(f"suspicious: {doubt}" for doubt in result.warnings),
+        f"labels: {result.out_dir}; rejected lines: {result.out_dir / label_import.REJECTED_FILE}",
     )
 
 
@@ -191,7 +194,7 @@ def train(
     from sparseflow.core.config import parse_overrides
     from sparseflow.tuning.model import training
     from sparseflow.tuning.model.dataset import load_dataset
-    from sparseflow.tuning.model.ranking import summary
+    from sparseflow.tuning.model.ranking import summarize_scores
 
     settings = training.TrainConfig.read(config, parse_overrides(overrides or [], extra="tuning"))
     torch_device = open_device(device)
@@ -202,21 +205,21 @@ def train(
         result = training.train(
             settings, data, out, held_out=held_out, device=torch_device, progress=progress
         )
-    scores = summary(result.judged) if result.judged else None
+    scores = summarize_scores(result.scores) if result.scores else None
     net = out / training.NETWORK_FILE
     emit(
         {
             "net": str(net),
             "tasks": len(data.groups),
-            "labels": data.schedules,
+            "labels": data.num_schedules,
             "held_out": scores,
             "limits": dict(result.limits),
         },
         as_json,
-        f"trained on {data.schedules} labels of {len(data.groups)} tasks",
+        f"trained on {data.num_schedules} labels of {len(data.groups)} tasks",
         *([] if scores is None else [_score_table([{"model": "net", "operator": "all", **scores}])]),
         *(
-            f"out of memory: the pattern of {data.names(digest)} is limited to {max_cells} cells"
+            f"out of memory: the pattern of {data.list_matrix_names(digest)} is limited to {max_cells} cells"
             for digest, max_cells in result.limits.items()
         ),
         f"network: {net}",
@@ -227,7 +230,7 @@ def train(
 def evaluate(
     label_sets: LabelSetsArgument,
     out: OutDirOption,
-    models: Annotated[
+    suite: Annotated[
         Literal["named", "ablation", "both"],
         typer.Option(help="Models: AutoSparse's networks and boosted trees (named), the ablation, or both."),
     ] = "named",
@@ -238,24 +241,19 @@ def evaluate(
     overrides: SetOption = None,
     device: DeviceOption = "cpu",
     workers: WorkersOption = 1,
-    search: Annotated[
+    search_matrix: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Matrix Market file to search schedules for, with and without a model. Repeatable."
-        ),
+        typer.Option(help="Matrix Market file to search schedules for. Repeatable."),
     ] = None,
-    workloads: Annotated[
-        str, typer.Option("--workloads", help="Operators and columns of the dense operands.")
-    ] = "spmm:64,spmv",
-    trials: Annotated[int, typer.Option(min=1, help="Schedules that each search measures.")] = 100,
-    net: Annotated[
-        Path | None, typer.Option(help="AutoSparse Net of guided searches; must not know the matrices.")
-    ] = None,
+    workloads: WorkloadsOption = "spmm:64,spmv",
+    trials: TrialsOption = 100,
+    net: NetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cross-validate cost models over matrix families and write a report.
 
-    The report shows losses and scores. With --search it also shows how much search time the model saves.
+    The report shows losses and scores. With --search-matrix it also shows how much search time a
+    model saves; the network of guided searches must not be trained on these matrices.
     """
     from sparseflow.core.config import parse_overrides
     from sparseflow.tuning.evaluation import evaluate_models
@@ -267,15 +265,15 @@ def evaluate(
             TrainConfig.read(config, parse_overrides(overrides or [], extra="tuning")),
             label_sets,
             out,
-            models=models,
+            models=suite,
             operators=split_list(operators),
             folds=folds,
             seeds=seeds,
             device=device,
             workers=workers,
-            matrices=search or [],
+            matrices=search_matrix or [],
             workloads=parse_workloads(workloads),
-            trials=trials,
+            max_trials=trials,
             net=net,
             progress=progress,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,6 +29,17 @@ LabelsOption = Annotated[
     list[str] | None,
     typer.Option("--label", help="Prometheus label of the device, such as gpu=0. Repeatable."),
 ]
+Stressor = Literal["cpu-fma", "cpu-stream", "gpu-matmul", "gpu-copy"]
+_STRESSOR = typer.Option("--stressor", help="Kind of load.")
+StressorOption = Annotated[Stressor, _STRESSOR]
+OptionalStressorOption = Annotated[Stressor | None, _STRESSOR]
+
+OptLevel = Literal["disable", "basic", "extended", "all"]
+_OPT_LEVEL = typer.Option("--opt-level", help="Graph optimization level of onnxruntime.")
+OptLevelOption = Annotated[OptLevel, _OPT_LEVEL]
+OptionalOptLevelOption = Annotated[OptLevel | None, _OPT_LEVEL]
+
+WindowOption = Annotated[float, typer.Option("--window-s", help="Time to average the load over, seconds.")]
 MaxAgeOption = Annotated[
     float, typer.Option("--max-age-s", help="Age after which a Prometheus sample is stale, seconds.")
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparseflow.cli.latency.base import (
     ModelArgument,
+    OptLevelOption,
     ShapesOption,
     app,
     count_progress,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparseflow.latency.graph.analysis import Graph
-    from sparseflow.latency.graph.kernels import Tensor
+    from sparseflow.latency.graph.kernels import TensorSpec
 
 _USAGE_ERRORS = ("InputError", "ModelError", "FileFormatError", "SampleError", "MissingExtraError")
 
@@ -51,11 +52,11 @@ def export(
 
     provider, _ = parse_provider(device)
     with progress_bar() as progress:
-        results = zoo.export(config, out, provider=provider, progress=count_progress(progress))
+        results = zoo.export_zoo(config, out, provider=provider, progress=count_progress(progress))
     rows = [
         (
             result.name,
-            "failed" if result.problem else "kept" if result.kept else "exported",
+            "failed" if result.problem else "kept" if result.reused else "exported",
             result.problem or str(result.path),
         )
         for result in results
@@ -77,10 +78,7 @@ def export(
 def analyze(
     model: ModelArgument,
     device: DeviceOption = "cpu",
-    level: Annotated[
-        Literal["disable", "basic", "extended", "all"],
-        typer.Option(help="Graph optimization level of onnxruntime."),
-    ] = "all",
+    opt_level: OptLevelOption = "all",
     shape: ShapesOption = None,
     out: OptionalOutDirOption = None,
     kernels: Annotated[
@@ -95,8 +93,8 @@ def analyze(
     from sparseflow.latency.graph.analysis import analyze as analyze_model
 
     provider, _ = parse_provider(device)
-    graph = analyze_model(model, provider, level, shapes=parse_shapes(shape), out=out)
-    counts = graph.counts()
+    graph = analyze_model(model, provider, opt_level, shapes=parse_shapes(shape), out_dir=out)
+    counts = graph.count_ops()
     summary = {"counts": counts, "flops": graph.flops, "bytes_moved": graph.bytes_moved}
     emit(
         {**graph.to_dict(), "summary": summary},
@@ -133,7 +131,7 @@ def extract(
             out,
             provider=None if device is None else parse_provider(device)[0],
             check=check,
-            only=kernel or (),
+            kernel_ids=kernel or (),
             shapes=parse_shapes(shape),
             seed=seed,
             progress=count_progress(progress),
@@ -186,7 +184,7 @@ def _node_table(graph: Graph) -> Table:
 
 
 def _kernel_table(graph: Graph) -> Table:
-    uses = graph.uses()
+    uses = graph.count_kernel_uses()
     rows = [
         (
             kernel.id,
@@ -202,7 +200,7 @@ def _kernel_table(graph: Graph) -> Table:
     return make_table(columns, rows, title=_graph_title(graph), no_wrap=("kernel", "nodes", "MFLOP", "MB"))
 
 
-def _format_shapes(tensors: tuple[Tensor, ...], constants: tuple[int, ...] = ()) -> str:
+def _format_shapes(tensors: tuple[TensorSpec, ...], constants: tuple[int, ...] = ()) -> str:
     """Format the shapes of activations; weights are only in the JSON output."""
     return "  ".join(
         "×".join(map(str, tensor.shape)) or "scalar"

@@ -11,8 +11,11 @@ from sparseflow.cli.latency.base import (
     MaxAgeOption,
     MetricsOption,
     ModelArgument,
+    OptionalOptLevelOption,
     ShapesOption,
+    StressorOption,
     UrlOption,
+    WindowOption,
     app,
     format_time,
     parse_gpu,
@@ -27,6 +30,7 @@ from sparseflow.cli.options import (
     HostOption,
     InferredDeviceOption,
     JsonOption,
+    LoadsOption,
     OutDirOption,
     PortOption,
     SeedOption,
@@ -39,7 +43,7 @@ from sparseflow.cli.progress import progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparseflow.latency.measure.collection import Collected
+    from sparseflow.latency.measure.collection import CollectionSummary
 
 
 @app.command("run")
@@ -50,12 +54,7 @@ def run_model(
         int, typer.Option(min=0, help="Runs before the first sample; with 0 the first run is a sample.")
     ] = 5,
     loops: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 50,
-    level: Annotated[
-        Literal["disable", "basic", "extended", "all"] | None,
-        typer.Option(
-            help="Graph optimization level of onnxruntime; by default all for a model, disable for a kernel."
-        ),
-    ] = None,
+    opt_level: OptionalOptLevelOption = None,
     threads: ThreadsOption = None,
     shape: ShapesOption = None,
     conv_search: Annotated[
@@ -65,14 +64,17 @@ def run_model(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Time a model or an extracted kernel with inputs and outputs on the device; keep all samples."""
+    """Time a model or an extracted kernel with inputs and outputs on the device; keep all samples.
+
+    The default optimization level is all for a model and disable for a kernel.
+    """
     from sparseflow.latency.measure.runner import Runner
 
     provider, gpu = parse_provider(device)
     runner = Runner(
         model,
         provider,
-        level=level,
+        level=opt_level,
         threads=threads,
         shapes=parse_shapes(shape),
         conv_search=conv_search,
@@ -105,29 +107,25 @@ def run_model(
 
 @app.command()
 def stress(
-    kind: Annotated[
-        Literal["cpu-fma", "cpu-stream", "gpu-matmul", "gpu-copy"], typer.Option(help="Kind of load.")
-    ] = "cpu-fma",
-    level: Annotated[
-        list[float] | None, typer.Option(help="Share of the device's time, 0 to 1. Repeatable. Default: 0.6.")
-    ] = None,
+    stressor: StressorOption = "cpu-fma",
+    load: LoadsOption = None,
     duration_s: Annotated[float, typer.Option(min=0.0, help="Time to hold each level, seconds.")] = 10.0,
     timeout_s: Annotated[float, typer.Option(min=0.0, help="Maximum time to reach a level, seconds.")] = 30.0,
     threads: ThreadsOption = None,
     device: InferredDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a CPU or GPU to a level that is measured and corrected; show the achieved share.
+    """Load a CPU or GPU to a share that is measured and corrected; show the achieved share.
 
-    Exits with 1 if a level is not reached.
+    The default load is 0.6. Exits with 1 if a load is not reached.
     """
     from sparseflow.latency.measure.stress import hold_levels
 
-    gpu = parse_gpu(device, required="cpu" if kind.startswith("cpu-") else "cuda")
+    gpu = parse_gpu(device, required="cpu" if stressor.startswith("cpu-") else "cuda")
     with progress_bar() as progress:
         result = hold_levels(
-            kind,
-            level or [0.6],
+            stressor,
+            load or [0.6],
             duration_s=duration_s,
             timeout_s=timeout_s,
             threads=threads,
@@ -135,7 +133,7 @@ def stress(
             progress=progress,
         )
     rows = [(f"{r.target:.2f}", f"{r.achieved:.3f}", f"{r.duty:.3f}") for r in result.levels]
-    emit(result.to_dict(), as_json, make_table((">target", ">achieved", ">duty"), rows, title=kind))
+    emit(result.to_dict(), as_json, make_table((">target", ">achieved", ">duty"), rows, title=stressor))
 
 
 @app.command()
@@ -157,9 +155,9 @@ def collect(
     """
     from sparseflow.latency.measure.collection import collect as run_collection
     from sparseflow.latency.measure.fanout import fan_out
-    from sparseflow.latency.measure.plan import read_config
+    from sparseflow.latency.measure.plan import load_collection_config
 
-    settings = read_config(config)
+    settings = load_collection_config(config)
     with progress_bar() as progress:
         if devices is None and cluster is None and num_parts is None:
             parts = [run_collection(settings, out, progress=progress)]
@@ -178,12 +176,12 @@ def collect(
 def load(
     source: Annotated[
         Literal["host", "gpm", "prometheus"],
-        typer.Option(help="Source of the load: host, gpm (an NVIDIA GPU by NVML) or prometheus."),
+        typer.Option(help="Source of the load; gpm reads an NVIDIA GPU through NVML."),
     ] = "host",
     url: UrlOption = None,
     label: LabelsOption = None,
     metric: MetricsOption = None,
-    window_s: Annotated[float, typer.Option(help="Time to average the load over, seconds.")] = 1.0,
+    window_s: WindowOption = 1.0,
     max_age_s: MaxAgeOption = 30.0,
     device: InferredDeviceOption = None,
     as_json: JsonOption = False,
@@ -214,7 +212,7 @@ def load(
 @app.command()
 def exporter(
     source: Annotated[
-        Literal["host", "gpm"], typer.Option(help="Source of the load: host, or gpm (an NVIDIA GPU by NVML).")
+        Literal["host", "gpm"], typer.Option(help="Source of the load; gpm reads an NVIDIA GPU through NVML.")
     ] = "host",
     metric: MetricsOption = None,
     interval_s: Annotated[float, typer.Option(help="Duration of one reading, seconds.")] = 1.0,
@@ -240,7 +238,7 @@ def exporter(
     serve(Exporter(reader, host=host, port=port, interval_s=interval_s), ready=announce)
 
 
-def _level_table(part: Collected) -> Table:
+def _level_table(part: CollectionSummary) -> Table:
     rows = [
         (
             f"{row['level']:.2f}",
@@ -254,9 +252,9 @@ def _level_table(part: Collected) -> Table:
     return make_table(columns, rows, title=str(part.path))
 
 
-def _format_counts(part: Collected) -> str:
+def _format_counts(part: CollectionSummary) -> str:
     drift = "–" if part.drift is None else f"{100 * part.drift:.1f} %"
     return (
-        f"{part.items} items, {part.rows} rows ({part.added} new, {part.failed} failed), drift of the "
+        f"{part.targets} items, {part.rows} rows ({part.added} new, {part.failed} failed), drift of the "
         f"reference {drift}"
     )

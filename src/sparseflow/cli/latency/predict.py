@@ -11,9 +11,11 @@ from sparseflow.cli.latency.base import (
     LabelsOption,
     MaxAgeOption,
     ModelArgument,
+    OptionalStressorOption,
     PredictorOption,
     ShapesOption,
     UrlOption,
+    WindowOption,
     app,
     parse_gpu,
     parse_labels,
@@ -25,6 +27,8 @@ from sparseflow.cli.options import (
     DeviceOption,
     InferredDeviceOption,
     JsonOption,
+    LoadOption,
+    LoadsOption,
     OptionalOutDirOption,
     OutDirOption,
     OutFileOption,
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from sparseflow.latency.model.evaluation import Evaluation
+    from sparseflow.latency.model.evaluation import PredictorEvaluation
     from sparseflow.latency.model.predictor import Prediction, Predictor
 
 _MAX_KERNEL_ROWS = 15
@@ -50,11 +54,11 @@ _MAX_KERNEL_ROWS = 15
 def train(
     collections: Annotated[list[Path], typer.Argument(help="Directories written by `latency collect`.")],
     out: OutFileOption = Path("predictor.json"),
-    kind: Annotated[
+    regressor: Annotated[
         Literal["ratio", "xgboost", "random_forest"] | None,
         typer.Option(help="Regressor; by default the best one on held-out kernels."),
     ] = None,
-    mode: Annotated[
+    composition: Annotated[
         Literal["sum", "critical_path", "queue"] | None,
         typer.Option(
             help="Composition of kernels: sum, critical_path (see `overlap`) or queue; by default queue if "
@@ -68,7 +72,9 @@ def train(
     from sparseflow.latency.model.training import train as train_predictor
 
     with progress_bar() as progress:
-        predictor = train_predictor(collections, kind=kind, mode=mode, seed=seed, progress=progress)
+        predictor = train_predictor(
+            collections, kind=regressor, mode=composition, seed=seed, progress=progress
+        )
     path = predictor.save(out)
     fingerprint = predictor.fingerprint
     emit(
@@ -84,10 +90,7 @@ def train(
 def predict(
     model: Annotated[Path, typer.Argument(help="ONNX model, or the directory of an analyzed one.")],
     predictor: PredictorOption = Path("predictor.json"),
-    load: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Share of the device that other work uses; by default 0."),
-    ] = None,
+    load: LoadOption = None,
     live: Annotated[
         Literal["host", "gpm", "prometheus"] | None,
         typer.Option(help="Source to read the current load from."),
@@ -95,7 +98,7 @@ def predict(
     url: UrlOption = None,
     label: LabelsOption = None,
     max_age_s: MaxAgeOption = 30.0,
-    window_s: Annotated[float, typer.Option(help="Time to average the load over, seconds.")] = 1.0,
+    window_s: WindowOption = 1.0,
     shape: ShapesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
@@ -104,7 +107,7 @@ def predict(
     """Predict the latency of a model: mean, quantiles and interval, by kernel."""
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
-    from sparseflow.latency.measure.plan import Telemetry
+    from sparseflow.latency.measure.plan import TelemetryConfig
     from sparseflow.latency.model.predictor import Predictor
 
     if load is not None and live is not None:
@@ -115,16 +118,16 @@ def predict(
     prediction = predict_latency(
         model,
         fitted,
-        load=None if load is None else {fitted.sharing.metric: load},
+        load=None if load is None else {fitted.contention.metric: load},
         live=None
         if live is None
-        else Telemetry(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
+        else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
         window_s=window_s,
         shapes=parse_shapes(shape),
         gpu=_parse_predictor_gpu(device, fitted),
         seed=seed,
     )
-    metric = fitted.sharing.metric
+    metric = fitted.contention.metric
     low, high = prediction.interval
     share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
     emit(
@@ -133,7 +136,7 @@ def predict(
         _prediction_table(model, prediction),
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval {low:.3f} to "
         f"{high:.3f}), p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
-        f"idle {prediction.rest_ms:.3f} ms; {share}: {prediction.slowdown:.2f}x; "
+        f"idle {prediction.idle_ms:.3f} ms; {share}: {prediction.slowdown:.2f}x; "
         f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
     )
 
@@ -143,13 +146,8 @@ def evaluate(
     context: typer.Context,
     models: Annotated[list[Path], typer.Argument(help="ONNX models, or directories of them.")],
     predictor: PredictorOption = Path("predictor.json"),
-    level: Annotated[
-        list[float] | None, typer.Option(help="Load to create, 0 to 1. Repeatable. Default: 0.")
-    ] = None,
-    stressor: Annotated[
-        Literal["cpu-fma", "cpu-stream", "gpu-matmul", "gpu-copy"] | None,
-        typer.Option(help="Kind of load; by default cpu-fma or gpu-matmul."),
-    ] = None,
+    load: LoadsOption = None,
+    stressor: OptionalStressorOption = None,
     rounds: RoundsOption = 3,
     min_time_s: Annotated[float, typer.Option(min=0.1, help="Minimum time of a measurement, seconds.")] = 0.5,
     out: OptionalOutDirOption = None,
@@ -159,7 +157,8 @@ def evaluate(
 ) -> None:
     """Compare predictions with measurements, idle and under load.
 
-    The output directory receives the measurements and report.html.
+    Creates no load by default; the default stressor is cpu-fma or gpu-matmul. The output directory receives
+    the measurements and report.html.
     """
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
     from sparseflow.latency.model.predictor import Predictor
@@ -171,11 +170,11 @@ def evaluate(
         evaluation = evaluate_predictor(
             models,
             fitted,
-            levels=level or [0.0],
+            levels=load or [0.0],
             stressor=stressor,
             rounds=rounds,
-            seconds=min_time_s,
-            out=None if out is None else out / "measurements",
+            min_time_s=min_time_s,
+            out_dir=None if out is None else out / "measurements",
             gpu=gpu,
             seed=seed,
             progress=progress,
@@ -212,10 +211,10 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Measure whether kernels overlap: the latency is their sum or the critical path."""
-    from sparseflow.latency.measure.overlap import analyze
+    from sparseflow.latency.measure.overlap import measure_overlap
 
     provider, gpu = parse_provider(device)
-    result = analyze(model, provider, parallel=parallel, shapes=parse_shapes(shape), gpu=gpu)
+    result = measure_overlap(model, provider, parallel=parallel, shapes=parse_shapes(shape), gpu=gpu)
     emit(
         {"model": str(model), **result.to_dict()},
         as_json,
@@ -235,7 +234,7 @@ def quickstart(
 
     Takes a few minutes.
     """
-    from sparseflow.latency.quickstart import quickstart as run_quickstart
+    from sparseflow.latency.quickstart import run_quickstart as run_quickstart
 
     provider, _ = parse_provider(device)
     with progress_bar() as progress:
@@ -315,7 +314,7 @@ def _prediction_table(model: Path, prediction: Prediction) -> Table:
     return make_table(columns, rows, title=str(model))
 
 
-def _format_evaluation(evaluation: Evaluation) -> list[Table | str]:
+def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
     rows = [
         (
             row.model,
@@ -323,13 +322,13 @@ def _format_evaluation(evaluation: Evaluation) -> list[Table | str]:
             f"{row.predicted_ms:.3f}",
             f"{row.measured_ms:.3f}",
             f"{100 * row.error:+.1f} %",
-            f"{row.low_ms:.3f}–{row.high_ms:.3f}{'' if row.within else ' (missed)'}",
+            f"{row.low_ms:.3f}–{row.high_ms:.3f}{'' if row.in_interval else ' (missed)'}",
         )
         for row in evaluation.rows
     ]
     columns = ("model", ">load", ">predicted ms", ">measured ms", ">error", "interval ms")
     lines: list[Table | str] = [make_table(columns, rows)]
-    for part in evaluation.summary():
+    for part in evaluation.summarize():
         measured, predicted = part["slowdown"], part["predicted_slowdown"]
         slowdown = (
             ""
