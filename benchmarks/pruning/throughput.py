@@ -30,9 +30,9 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import compare
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.config import SELECTORS
-from sparseflow.pruning.flops import flops
-from sparseflow.pruning.profile import DENSE, Profile, dense, profile
+from sparseflow.pruning.compaction.flops import flops
+from sparseflow.pruning.evaluation.profile import DENSE, Profile, dense, profile
+from sparseflow.pruning.model.config import SELECTORS
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference of the compact model from the masked one, relative."""

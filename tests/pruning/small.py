@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparseflow.pruning.settings import Settings, settings_of
+from sparseflow.pruning.config import Settings, settings_of
 
 QUICK: dict[str, Any] = {
     "mode": "ast",

@@ -1,106 +1,70 @@
-"""Settings: what is refused and how that is said; JSON and back."""
+"""Configurations: those that are shipped, changes by name, and what is refused."""
 
 from __future__ import annotations
 
-import json
-import math
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from sparseflow.errors import InputError
-from sparseflow.pruning import ASTConfig, ScoreConfig
-from sparseflow.pruning.config import SELECTORS
+pytest.importorskip("yaml")
 
-OTHERS: dict[str, Any] = {
-    "stages": {0: 0.9, 3: 0.5, 7: 0.5}, "score": ScoreConfig(time=0.5, levels=(1, 3), measure="divergence"),
-    "softness": 0.0, "merge": True, "keep": {"head": 0.5, "channel": 1.0, "block": 0.75}, "strength": 2.5,
-    "gate_init": 0.8, "threshold": 0.3,
-}  # fmt: skip
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.config import read_settings, shipped
+from tests.pruning.small import quick
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("others", [{}, OTHERS, {"stages": {}}])
-def test_json_and_back(selector: str, others: dict[str, Any]) -> None:
-    if selector in ("tome", "attention"):
-        others = {name: value for name, value in others.items() if name != "keep"}
-    config = ASTConfig(selector=selector, **others)
-    assert ASTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert ASTConfig.from_dict(config.to_dict()) == config
-    assert set(config.to_dict()) == set(ASTConfig.__dataclass_fields__)
+def test_what_is_shipped_can_be_made() -> None:
+    assert shipped() == ["ast2_ucf101", "moving_digits"]
+    for name in shipped():
+        settings = read_settings(name)
+        assert settings.mode == "ast"
+    assert read_settings("moving_digits").make(8, 1).config.tokens == 64
 
 
-def test_a_part_has_the_defaults() -> None:
-    assert ASTConfig.from_dict({}) == ASTConfig()
-    found = ASTConfig.from_dict({"stages": {"2": 0.5}, "score": {"levels": [2]}})
-    assert found == ASTConfig(stages={2: 0.5}, score=ScoreConfig(levels=(2,)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"selector": "best"},
-            r"`selector` \(='best'\) must be one of: ast, random, uniform, tome, attention",
-        ),
-        ({"stages": {-1: 0.5}}, "`stages` names the block -1; blocks are numbered from 0"),
-        ({"stages": {"3": 0.5}}, "`stages` names the block '3'"),
-        ({"stages": {1.0: 0.5}}, "`stages` names the block 1.0"),
-        ({"stages": {True: 0.5}}, "`stages` names the block True"),
-        ({"stages": {3: 0.0}}, "share of 0.0 at block 3; it must be above 0 and at most 1.0"),
-        ({"stages": {3: 1.5}}, "share of 1.5 at block 3"),
-        ({"stages": {3: "half"}}, "share of 'half' at block 3"),
-        ({"stages": {3: math.nan}}, "share of nan at block 3"),
-        ({"stages": {3: True}}, "share of True at block 3"),
-        ({"stages": {5: 0.6, 2: 0.5}}, "share of 0.6 at block 5; .* at most 0.5, what is left before it"),
-        ({"selector": "tome", "keep": {"head": 0.5}}, "`selector` 'tome' .* must not name head or block"),
-        ({"selector": "attention", "keep": {"block": 0.5}}, "`selector` 'attention' .* must not name"),
-        ({"keep": {"token": 0.5}}, "`keep` names token; it may name: head, channel, block"),
-        ({"keep": {"width": 0.5, "ch": 0.5}}, "`keep` names ch, width"),
-        ({"keep": {"head": 0.0}}, r"`keep` of head \(=0.0\) must be above 0 and at most 1"),
-        ({"keep": {"channel": 1.1}}, r"`keep` of channel \(=1.1\)"),
-        ({"keep": {"block": math.nan}}, r"`keep` of block \(=nan\)"),
-        ({"keep": {"block": "half"}}, r"`keep` of block \(='half'\)"),
-        ({"keep": {"block": True}}, r"`keep` of block \(=True\)"),
-        ({"merge": 1}, r"`merge` \(=1\) must be true or false"),
-        ({"threshold": 0.0}, r"`threshold` \(=0.0\) and `gate_init` \(=0.9\) must be between 0 and 1"),
-        ({"threshold": 0.9}, "the first below the second"),
-        ({"gate_init": 1.0}, r"`gate_init` \(=1.0\)"),
-        ({"gate_init": math.nan}, r"`gate_init` \(=nan\)"),
-        ({"softness": -0.1}, r"`softness` \(=-0.1\) and `strength` \(=1.0\) must not be negative"),
-        ({"strength": -1.0}, r"`strength` \(=-1.0\)"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ASTConfig(**settings)
+def test_changes_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "model: {img_size: 16, num_frames: 2, embed_dim: 8, depth: 1, num_heads: 1, patch_size: 8}\n"
+        "data: {kind: moving_digits}\n"
+    )
+    settings = read_settings(file, {"train.epochs": 3, "mode": "dense"})
+    assert (settings.train.epochs, settings.mode, settings.model.depth) == (3, "dense", 1)
+    with pytest.raises(InputError, match="`mode` has no parts"):
+        read_settings(file, {"mode": "ast", "mode.x": 1})
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("text", "error", "said"),
     [
-        ({"stagess": {}}, "stagess"),
-        ({"score": {"tme": 1.0}}, "tme"),
-        ({"score": {"levels": 3}}, "`ast_cfg` cannot be used"),
-        ({"score": None}, "`ast_cfg` cannot be used"),
-        ({"score": {"regions": 0}}, "`regions`"),
-        ({"stages": [[3, 0.5]]}, "`ast_cfg` cannot be used"),
-        ({"stages": {"last": 0.5}}, "'last'"),
-        ({"keep": None}, "`ast_cfg` cannot be used"),
-        ({"stages": {3.7: 0.5}}, "`stages` names the block 3.7"),
-        ({"stages": {True: 0.5}}, "`stages` names the block True"),
-        ({"softness": "much"}, r"`softness` \(='much'\) must be a finite number"),
-        ({"merge": "yes"}, r"`merge` \(='yes'\)"),
-        ({"keep": {"token": 0.5}}, "`keep` names token"),
+        ("a: [", FileFormatError, "is not YAML"),
+        ("- 1", FileFormatError, "must hold settings by name"),
+        ("mode: ast", InputError, "model: Field required"),
     ],
 )
-def test_files_that_cannot_be(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ASTConfig.from_dict(data)
+def test_what_is_no_configuration(text: str, error: type[Exception], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(error, match=said):
+        read_settings(file)
 
 
-@pytest.mark.parametrize("name", ["softness", "strength", "gate_init", "threshold"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, True, "1", None])
-def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"`{name}` \(={value!r}\) must be a finite number"):
-        ASTConfig.from_dict({name: value})
+def test_a_file_that_is_not_there_names_what_is_shipped(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="these come with SparseFlow: ast2_ucf101, moving_digits"):
+        read_settings(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": {"epoch": 3}}, "train.epoch: Extra inputs"),
+        ({"ast": {"stages": {"1": 1.5}}}, "share of 1.5"),
+        ({"ast": {"selector": "best"}}, "must be one of"),
+        ({"mode": "ast+latency"}, "there must be settings of `latency`"),
+        ({"mode": "ast+latency", "ast": {"keep": {}}}, "learns gates"),
+        ({"latency": {"model": "cost.json", "budget": 0.5}}, "and only then"),
+        ({"data": {"kind": "kinetics"}}, "kinetics"),
+    ],
+)
+def test_settings_of_no_use(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        quick(**changes)

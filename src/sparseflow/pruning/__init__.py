@@ -2,7 +2,8 @@
 
 ::
 
-    from sparseflow.pruning import VideoViT, compact
+    from sparseflow.pruning import VideoViT
+    from sparseflow.pruning import compact
     model = VideoViT(224, 8, 101, 768, 12, 12, 4, 16, use_ast_prune=True, ast_cfg={"stages": {3: 0.5}})
     logits, info = model(clips, return_intermediate=True)   # [B, T, C, H, W]
     fast = compact(model)
@@ -10,12 +11,12 @@
 
 from __future__ import annotations
 
-from sparseflow.pruning.compact import compact
-from sparseflow.pruning.config import ASTConfig
-from sparseflow.pruning.entropy import ScoreConfig
-from sparseflow.pruning.saved import load, save
-from sparseflow.pruning.video_vit import VideoViT
-from sparseflow.pruning.weights import load_pretrained, video_vit_for
+from sparseflow.pruning.compaction.compact import compact
+from sparseflow.pruning.compaction.saved_model import load, save
+from sparseflow.pruning.model.config import ASTConfig
+from sparseflow.pruning.model.pretrained import load_pretrained, video_vit_for
+from sparseflow.pruning.model.video_vit import VideoViT
+from sparseflow.pruning.selectors.ast import ScoreConfig
 
 __all__ = [
     "ASTConfig",

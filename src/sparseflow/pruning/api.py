@@ -11,17 +11,19 @@ import torch
 
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
-from sparseflow.pruning import compare as comparison
-from sparseflow.pruning import latency
-from sparseflow.pruning.compact import compact, units
-from sparseflow.pruning.datasets import data_of
-from sparseflow.pruning.evaluate import Accuracy, evaluate
-from sparseflow.pruning.flops import flops
-from sparseflow.pruning.page import write_comparison
-from sparseflow.pruning.profile import Profile, dense, profile
-from sparseflow.pruning.saved import load, save
-from sparseflow.pruning.settings import Settings
-from sparseflow.pruning.video_vit import VideoViT
+from sparseflow.pruning.compaction.compact import compact, units
+from sparseflow.pruning.compaction.flops import flops
+from sparseflow.pruning.compaction.layered_model import Steps
+from sparseflow.pruning.compaction.saved_model import load, save
+from sparseflow.pruning.config import Settings, settings_of
+from sparseflow.pruning.data.datasets import data_of
+from sparseflow.pruning.evaluation import latency_model
+from sparseflow.pruning.evaluation.accuracy import Accuracy, evaluate
+from sparseflow.pruning.evaluation.profile import Profile, dense, profile
+from sparseflow.pruning.model.video_vit import VideoViT
+from sparseflow.pruning.training import comparison
+from sparseflow.pruning.training.epoch_trainer import VideoTask
+from sparseflow.pruning.training.page import write_comparison
 
 
 def evaluate_model(
@@ -113,7 +115,7 @@ class ProfileResult:
     """
 
     profile: Profile
-    cost_model: latency.LatencyModel | None = None
+    cost_model: latency_model.LatencyModel | None = None
     cost_path: Path | None = None
 
     def rows(self) -> list[dict[str, Any]]:
@@ -185,7 +187,7 @@ def profile_model(
     )
     if cost_path is None:
         return ProfileResult(profile=timings)
-    cost_model = latency.fit(
+    cost_model = latency_model.fit(
         model, batch=batch_size, device=device, dtype=torch_dtype, progress=_count(progress, "fitting")
     )
     cost_model.save(cost_path)
@@ -275,6 +277,50 @@ def compare_models(
     )
     page = write_comparison(out_dir, results)
     return ComparisonResult(models=results["models"], latency=times, page=page)
+
+
+def open_layered_model(path: Path | None, settings: Mapping[str, Any], *, seed: int = 0) -> Steps:
+    """Open a compact model layer by layer, for partitioning.
+
+    Args:
+        path: Saved model; None builds the model of `settings` with random weights.
+        settings: Configuration of the model; its dataset sets the number of classes and channels.
+        seed: Random seed of the weights.
+
+    Raises:
+        InputError: A setting cannot be used, or a file is missing.
+    """
+    if path is not None:
+        return Steps(compact(load(path)))
+    checked = settings_of(settings, "`task`")
+    num_classes, channels = _dataset_shape(checked)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Steps(compact(checked.make(num_classes, channels).eval()))
+
+
+def make_random_clips(model: Steps, count: int, *, seed: int = 0) -> torch.Tensor:
+    """Make random clips for a model, [count, frames, channels, height, width]."""
+    config = model.model.config
+    shape = (count, config.num_frames, config.in_chans, config.img_size, config.img_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_video_task(settings: Mapping[str, Any], seed: int, device: str) -> VideoTask:
+    """Create the training task of a configuration, for joint training with hardware."""
+    train = {**settings.get("train", {}), "seed": seed}
+    return VideoTask(settings_of({**settings, "train": train}, "`task`"), device=device)
+
+
+def _dataset_shape(settings: Settings) -> tuple[int, int]:
+    """Number of classes and channels of a dataset, without opening videos."""
+    if settings.data.kind == "moving_digits":
+        from sparseflow.pruning.data.moving_digits import MovingDigits
+
+        return len(MovingDigits.classes), 1
+    from sparseflow.pruning.data.splits import read_split
+
+    return len(read_split(settings.data.lists, settings.data.split).classes), 3
 
 
 def _count(progress: Progress | None, message: str) -> Callable[[int, int], None] | None:

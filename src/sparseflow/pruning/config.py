@@ -1,137 +1,180 @@
-"""What is pruned, and how: AST2.0-lite v2's settings, and those of its rivals."""
+"""A training, an evaluation or a comparison in one YAML file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
 from sparseflow.errors import InputError
-from sparseflow.pruning.entropy import ScoreConfig
+from sparseflow.pruning.model.config import ASTConfig
+from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
 
-SELECTORS = ("ast", "random", "uniform", "tome", "attention")
-"""Who says which tokens stay: entropies; chance; every so many; ToMe (arXiv 2210.09461), which merges the
-most alike; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
-
-BY_HEADS = ("tome", "attention")
-"""Of these, those that look at the heads of a stage's block, so that none of them can be cut."""
-
-GRAINS = ("token", "head", "channel", "block")
+_PACKAGE = "sparseflow.pruning"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ASTConfig:
-    """AST2.0-lite v2.
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSettings(_Model):
+    """Arguments of `VideoViT`, without what is pruned; classes and channels of frames are the data's."""
+
+    img_size: int
+    num_frames: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_ratio: float = 4.0
+    patch_size: int
+    drop_rate: float = 0.0
+    attn_drop: float = 0.0
+    drop_path_rate: float = 0.0
+    tubelet_size: int = 1
+    pool: Literal["mean", "cls"] = "mean"
+    position: Literal["factored", "joint"] = "factored"
+
+
+class MovingDigitsSettings(_Model):
+    """Clips made on the fly; see `data.moving_digits`."""
+
+    kind: Literal["moving_digits"]
+    train_clips: int = Field(default=8192, ge=1)
+    """Of an epoch; every epoch has new ones."""
+    test_clips: int = Field(default=2048, ge=1)
+    speed: int = 2
+    clutter: int = 8
+    noise: float = 0.05
+    frozen: bool = False
+    """Show the first frame over and over: a control, of which no model can tell the motion."""
+
+
+class UCF101Settings(_Model):
+    """The real data set; see `data.ucf101`."""
+
+    kind: Literal["ucf101"]
+    lists: Path
+    split: Literal[1, 2, 3] = 1
+    videos: Path | None = None
+    cache: Path | None = None
+    counts: Path | None = None
+    clip_lens: tuple[int, ...] = (8, 16)
+    stride_ratio: float = 0.5
+    on_error: Literal["raise", "skip"] = "raise"
+
+
+class LatencySettings(_Model):
+    """The loss that keeps a budget; see `latency`."""
+
+    model: Path
+    budget: float = Field(gt=0.0, le=1.0)
+    """Share of the dense model's latency."""
+    weight: float = Field(default=1.0, ge=0.0)
+
+
+class TrainSettings(_Model):
+    """How a model is trained."""
+
+    epochs: int = Field(default=10, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    """Of each process."""
+    rate: float = Field(default=1e-3, gt=0.0)
+    gate_rate: float = Field(default=10.0, gt=0.0)
+    """Of gates, over `rate`: an optimizer that scales gradients moves a logit by about its rate a step."""
+    weight_decay: float = Field(default=0.05, ge=0.0)
+    warm_up: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Share of all steps in which the rate rises; it then falls as a cosine."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    clip: float = Field(default=1.0, gt=0.0)
+    """Largest norm of the gradient."""
+    softness_end: float | None = Field(default=None, gt=0.0)
+    """The soft masks' softness at the end, which it falls to step by step; constant by default."""
+    hard_from: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Share of all steps after which gates are hard in training, too, as they are when the model is judged;
+    never by default. Without it a gate may close unnoticed in the end, and accuracy falls where the loss does
+    not."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    workers: int = Field(default=0, ge=0)
+    checkpoint_every: int = Field(default=200, ge=1)
+    """Steps from one checkpoint to the next; there is one at the end of every epoch, too."""
+    seed: int = Field(default=0, ge=0)
+
+
+class Settings(_Model):
+    """All of it.
 
     Attributes:
-        stages: Block -> share of all T * N tokens that are left when it begins; shares fall with the blocks.
-        selector: One of `SELECTORS`.
-        score: What entropies make up the score of `"ast"`.
-        softness: Width of the soft mask that stands for a stage in training, sigmoid((score - threshold) /
-            softness), in units of the score. 0 drops tokens in training, too.
-        merge: Whether the mean of what a stage drops goes on as one more token.
-        keep: Grain -> share that `L_AST` drives towards, of `"head"`, `"channel"` (of perceptrons) and
-            `"block"`; what is not named has no gates.
-        strength: Weight of `L_AST`'s parts.
-        gate_init: Value of gates at first, above `threshold`.
-        threshold: Gates below it are closed where gates are hard.
-
-    Raises:
-        InputError: A value is out of range.
+        mode: `"dense"` prunes nothing; `"ast"` prunes as `ast` says; `"ast+latency"` keeps a budget besides.
     """
 
-    stages: Mapping[int, float] = field(default_factory=lambda: {3: 0.6})
-    selector: str = "ast"
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    softness: float = 0.15
-    merge: bool = False
-    keep: Mapping[str, float] = field(default_factory=dict)
-    strength: float = 1.0
-    gate_init: float = 0.9
-    threshold: float = 0.5
+    mode: Literal["dense", "ast", "ast+latency"] = "ast"
+    model: ModelSettings
+    ast: dict[str, Any] = Field(default_factory=dict)
+    data: Annotated[MovingDigitsSettings | UCF101Settings, Field(discriminator="kind")]
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    latency: LatencySettings | None = None
 
-    def __post_init__(self) -> None:
-        if self.selector not in SELECTORS:
-            raise InputError(f"`selector` (={self.selector!r}) must be one of: {', '.join(SELECTORS)}")
-        for name in ("softness", "strength", "gate_init", "threshold"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-                raise InputError(f"`{name}` (={value!r}) must be a finite number")
-        if type(self.merge) is not bool:
-            raise InputError(f"`merge` (={self.merge!r}) must be true or false")
-        before = 1.0
-        for block in self.stages:
-            if type(block) is not int or block < 0:
-                raise InputError(f"`stages` names the block {block!r}; blocks are numbered from 0")
-        for block, share in sorted(self.stages.items()):
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= before:
-                raise InputError(
-                    f"`stages` leaves a share of {share!r} at block {block}; it must be above 0 and at most "
-                    f"{before}, what is left before it"
-                )
-            before = share
-        if self.selector in BY_HEADS and {"head", "block"} & set(self.keep):
-            raise InputError(
-                f"`selector` {self.selector!r} looks at the heads of a stage's block: `keep` must not "
-                "name head or block"
-            )
-        unknown = sorted(set(self.keep) - set(GRAINS[1:]))
-        if unknown:
-            raise InputError(f"`keep` names {', '.join(unknown)}; it may name: {', '.join(GRAINS[1:])}")
-        for grain, share in self.keep.items():
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-                raise InputError(f"`keep` of {grain} (={share!r}) must be above 0 and at most 1")
-        if not 0.0 < self.threshold < self.gate_init < 1.0:
-            raise InputError(
-                f"`threshold` (={self.threshold}) and `gate_init` (={self.gate_init}) must be between 0 and "
-                "1, the first below the second"
-            )
-        if self.softness < 0.0 or self.strength < 0.0:
-            raise InputError(
-                f"`softness` (={self.softness}) and `strength` (={self.strength}) must not be negative"
-            )
-
-    def check(self, depth: int) -> None:
-        """Raise InputError where a stage stands at a block that a model of this depth lacks."""
-        if any(block >= depth for block in self.stages):
-            raise InputError(f"`stages` names block {max(self.stages)}; the last of {depth} is {depth - 1}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "stages": {str(block): share for block, share in self.stages.items()},
-            "score": asdict(self.score) | {"levels": list(self.score.levels)},
-            "keep": dict(self.keep),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ASTConfig:
-        """What `to_dict` gave, or a part of it: the rest has its defaults.
+    def make(self, classes: int, channels: int) -> VideoViT:
+        """The model, with weights drawn from torch's generator.
 
         Raises:
-            InputError: A setting is unknown, or its value cannot be used.
+            InputError: A setting of the model, or of what is pruned, cannot be used.
         """
-        try:
-            given = dict(data)
-            if "stages" in given:
-                given["stages"] = {
-                    int(block) if isinstance(block, str) else block: share
-                    for block, share in given["stages"].items()
-                }
-            if "score" in given:
-                score = dict(given["score"])
-                if "levels" in score:
-                    score["levels"] = tuple(score["levels"])
-                given["score"] = ScoreConfig(**score)
-            if "keep" in given:
-                given["keep"] = dict(given["keep"])
-            return cls(**given)
-        except InputError:
-            raise
-        except (AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"`ast_cfg` cannot be used: {error}") from error
+        return VideoViT(
+            **self.model.model_dump(), num_classes=classes, in_chans=channels,
+            use_ast_prune=self.mode != "dense", ast_cfg=ASTConfig.from_dict(self.ast),
+        )  # fmt: skip
 
 
-_PLAIN = ("selector", "softness", "merge", "strength", "gate_init", "threshold")
+def shipped() -> list[str]:
+    """Names of the configurations that come with SparseFlow."""
+    return list_configs(_PACKAGE)
+
+
+def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
+    """Read a configuration.
+
+    Args:
+        source: A YAML file, or the name of a configuration that comes with SparseFlow.
+        changes: `"train.epochs"` -> a value that goes before the file's.
+
+    Raises:
+        InputError: There is no such file, or a setting is missing, unknown or of no use.
+        FileFormatError: The file is not YAML, or holds something else.
+        MissingExtraError: PyYAML is missing.
+    """
+    content = read_config_file(source, package=_PACKAGE, extra="pruning")
+    return settings_of(apply_overrides(content, changes or {}), str(source))
+
+
+def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
+    """Settings from what a file holds.
+
+    Raises:
+        InputError: A setting is missing, unknown or of no use.
+    """
+    try:
+        found = Settings.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
+    pruned = ASTConfig.from_dict(found.ast)
+    VideoViTConfig(**found.model.model_dump(), num_classes=1)
+    if found.mode != "dense":
+        pruned.check(found.model.depth)
+    end = found.train.softness_end
+    if end is not None and end > pruned.softness > 0.0:
+        raise InputError(f"`softness_end` (={end}) must not be above `softness` (={pruned.softness})")
+    if found.mode == "ast+latency" and not pruned.keep:
+        raise InputError(
+            "`mode` ast+latency learns gates, and `ast` names none: give `keep`, such as {head: 1.0, "
+            "channel: 1.0}"
+        )
+    if (found.mode == "ast+latency") != (found.latency is not None):
+        raise InputError(
+            f"`mode` (={found.mode!r}) and `latency` do not fit: with ast+latency there must be settings of "
+            "`latency`, and only then"
+        )
+    return found

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.data.cache import build_cache
-from sparseflow.pruning.data.lists import read_split
-from sparseflow.pruning.data.transforms import MEAN, STD
+from sparseflow.pruning.data.sampling import MEAN, STD
+from sparseflow.pruning.data.splits import read_split
 from sparseflow.pruning.data.ucf101 import UCF101, video_average
 from tests.pruning.data.tree import Tree, name_of, numbers_of, write_frames
 

@@ -24,7 +24,7 @@ from sparseflow.core.files import sync_dir
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.pruning.data.counts import check_on_error
+from sparseflow.pruning.data.frame_counts import check_on_error
 from sparseflow.pruning.data.video import as_indices, decoded
 
 INDEX = "index.jsonl"

@@ -18,11 +18,19 @@ from torch.utils.data import Dataset
 
 from sparseflow.errors import InputError
 from sparseflow.pruning.data.cache import VideoCache
-from sparseflow.pruning.data.counts import check_on_error, count_frames
-from sparseflow.pruning.data.lists import Entry, read_split
-from sparseflow.pruning.data.transforms import centre_crop, crop_resized, draw_crop, normalised
+from sparseflow.pruning.data.frame_counts import check_on_error, count_frames
+from sparseflow.pruning.data.sampling import (
+    centre_crop,
+    crop_resized,
+    draw_crop,
+    frame_indices,
+    jittered,
+    normalised,
+    sliding_windows,
+    stride_of,
+)
+from sparseflow.pruning.data.splits import Entry, read_split
 from sparseflow.pruning.data.video import Video, find_video, open_video
-from sparseflow.pruning.data.windows import frame_indices, jittered, sliding_windows, stride_of
 
 _NAMED = 3
 """Missing videos that a message names."""

@@ -1,1 +1,0 @@
-"""Kernels of the pruning wing: for each operation a reference in plain torch, and one for a GPU beside it."""

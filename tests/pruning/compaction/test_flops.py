@@ -1,0 +1,96 @@
+"""Operations against those that torch counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparseflow.pruning import VideoViT, compact
+from sparseflow.pruning.compaction.flops import flops
+from sparseflow.pruning.evaluation.profile import dense
+from sparseflow.pruning.model.config import SELECTORS
+from tests.pruning.models import awake, clips
+
+TWO: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}}
+WIDE: dict[str, Any] = {"embed_dim": 64}
+
+
+def counted(model: VideoViT) -> int:
+    """What torch counts for one clip."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(clips(model, 1))
+    return counter.get_total_flops()
+
+
+def without_attention(model: VideoViT) -> int:
+    """On a CPU torch counts no fused attention."""
+    found = flops(model)
+    return found["total"] - found["attention"]
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+@pytest.mark.parametrize("tubelet", [1, 2])
+def test_dense(pool: str, tubelet: int) -> None:
+    model = awake(pool=pool, tubelet_size=tubelet, **WIDE)
+    assert counted(model) == without_attention(model)
+    tokens = 64 // tubelet + (pool == "cls")
+    assert flops(model)["attention"] == 4 * 2 * 2 * tokens**2 * 64
+    assert flops(model)["total"] == sum(value for name, value in flops(model).items() if name != "total")
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_pruned(selector: str, pool: str, merge: bool, cut: bool) -> None:
+    keep = {} if selector in ("tome", "attention") else {"head": 0.5, "block": 0.5}
+    ast = TWO | {"selector": selector, "merge": merge, "keep": keep | {"channel": 0.5}}
+    model = awake(ast, pool=pool, seed=1, **WIDE)
+    model = compact(model) if cut else model
+    # Torch counts weighted sums as products, which `flops` leaves out: means of what each stage merges,
+    merges = merge and selector != "tome"
+    summed = [64, 32 if cut else 64] if merges else []
+    # the pool where tokens have weights or sizes,
+    if pool == "mean" and (selector == "tome" or not cut):
+        summed.append(16 if selector == "tome" else 64)
+    more = sum(2 * each * 64 for each in summed)
+    # the mean over queries at the second stage,
+    if selector == "attention" and pool == "mean" and not cut:
+        more += 2 * (64 + merges) ** 2
+    # and at each of the two, counts of windows and cells, the way back from them to tokens, and regions.
+    if model.score is not None:
+        windows, cells, regions = (
+            len(model.score.get_buffer(each)) for each in ("windows", "cells", "regions")
+        )
+        more += 2 * 64 * (4 * (windows + cells) + 6 * regions)
+    assert counted(model) == without_attention(model) + more
+
+
+def test_what_is_dropped_is_not_counted() -> None:
+    model = awake(TWO | {"keep": {"channel": 0.5}, "merge": True}, **WIDE)
+    masked, gone, cut, plain = (
+        flops(model),
+        flops(model, dropped=True),
+        flops(compact(model)),
+        flops(dense(model)),
+    )
+    assert cut["total"] < gone["total"] < plain["total"] < masked["total"]
+    assert gone["attention"] == cut["attention"] and gone["linear"] == cut["linear"]
+    assert gone["perceptron"] > cut["perceptron"]
+    # Blocks see 64, 32 and one merged, the same, and 16 and two merged.
+    assert cut["attention"] == 2 * 2 * 64 * (64**2 + 2 * 33**2 + 18**2)
+    assert flops(compact(model), dropped=False)["attention"] == masked["attention"]
+    assert plain["stage"] == 0 and masked["patch"] == plain["patch"]
+
+
+def test_removed_blocks_cost_nothing() -> None:
+    model = awake({"stages": {}, "keep": {"block": 0.5}}, **WIDE)
+    assert model.gates is not None
+    with torch.no_grad():
+        model.gates.logits["block"].fill_(-1.0)
+    found = flops(compact(model))
+    assert found["linear"] == found["attention"] == found["perceptron"] == 0
+    assert found["total"] == found["patch"] + found["head"]
