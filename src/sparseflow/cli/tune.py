@@ -22,6 +22,9 @@ from sparseflow.cli.output import emit, make_table
 _TRIALS = typer.Option("--trials", min=0, help="Maximum number of schedules to measure.")
 TrialsOption = Annotated[int, _TRIALS]
 OptionalTrialsOption = Annotated[int | None, _TRIALS]
+NumColumnsOption = Annotated[
+    int | None, typer.Option("--n-cols", help="Columns of the dense operands; not for spmv.")
+]
 NetOption = Annotated[
     Path | None, typer.Option("--net", help="AutoSparse Net of guided searches; the shipped one by default.")
 ]
@@ -33,7 +36,7 @@ KERNEL_FILE = "kernel.sfk"
 def tune(
     operator: Annotated[str, typer.Argument(help="Operator: spmm, spmv or sddmm.")],
     matrix: Annotated[Path, typer.Argument(help="Matrix Market file, .mtx or .mtx.gz.")],
-    n_cols: Annotated[int | None, typer.Option(help="Columns of the dense operands; not for spmv.")] = None,
+    n_cols: NumColumnsOption = None,
     method: MethodOption = "guided-evolutionary",
     trials: OptionalTrialsOption = None,
     budget_s: BudgetSOption = 60.0,

@@ -26,7 +26,7 @@ from sparseflow.cli.options import (
 )
 from sparseflow.cli.output import emit, make_table
 from sparseflow.cli.progress import progress_bar
-from sparseflow.cli.tune import NetOption, TrialsOption, tune
+from sparseflow.cli.tune import NetOption, NumColumnsOption, TrialsOption, tune
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -128,10 +128,7 @@ def import_labels(
     ],
     operator: Annotated[str, typer.Option(help="Operator: spmm, spmv or sddmm.")],
     out: OutDirOption,
-    n_cols: Annotated[
-        int | None,
-        typer.Option(help="Columns of the dense operands; by default what the schedules' splits cover."),
-    ] = None,
+    n_cols: NumColumnsOption = None,
     matrix: Annotated[str | None, typer.Option(help="Name of the matrix, for lines without one.")] = None,
     matrices: Annotated[
         Path | None, typer.Option(help="Directory of the matrices' .mtx or .mtx.gz files.")
@@ -143,7 +140,10 @@ def import_labels(
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
 ) -> None:
-    """Convert AutoSparse's measurements to a label set; invalid lines are counted and listed."""
+    """Convert AutoSparse's measurements to a label set; invalid lines are counted and listed.
+
+    The number of columns is by default what the splits of the schedules cover.
+    """
     from sparseflow.tuning.measure import label_import
     from sparseflow.tuning.measure.families import read_families
 
