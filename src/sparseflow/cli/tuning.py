@@ -286,7 +286,7 @@ def plot(
     as_json: JsonOption = False,
 ) -> None:
     """Write the report of an evaluation again."""
-    from sparseflow.tuning.model.page import write_page
+    from sparseflow.tuning.evaluation import write_page
 
     emit({"page": str(write_page(evaluation))}, as_json)
 
