@@ -45,7 +45,7 @@ fmt: $(VENV)/.dev  ## Format the sources and apply the linter's fixes
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.run  ## Run the spiking benchmark on this machine
-	$(BIN)/sparseflow spiking bench $(ARGS)
+	$(BIN)/sparseflow spiking bench --device auto $(ARGS)
 
 tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ from results/
 	$(BIN)/python benchmarks/tables.py
