@@ -266,10 +266,10 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
     context = json.loads(Path(model, "config.json").read_text())["text_config"]["max_position_embeddings"]
     assert run(profile_command(model, "--out", "whole.parquet", "--json")) == 0
     assert read_json(capsys)["tiers_left_out"] == []
-    full = PlanLatencyPredictor.load("whole.predictor.json").about
-    assert full.how["max_tokens"] == context
+    full = PlanLatencyPredictor.load("whole.predictor.json").metadata
+    assert full.config["max_tokens"] == context
     # Without --tokens, prompts are as long as still leaves room for the highest tier.
-    longest = max(visit.text_tokens for visit in PlanProfile.read("whole.parquet").visits)
+    longest = max(visit.text_tokens for visit in PlanProfile.load("whole.parquet").measurements)
     assert longest == min(64, context - full.vision_tokens["high"] - 2)
     limit = full.vision_tokens["medium"] + 12 + 2
     lower = profile_command(model, "--text-tokens", "12", "--out", "profile.parquet")
@@ -278,8 +278,8 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
     assert json.loads(output.out)["tiers_left_out"] == ["high"]
     warning = " ".join(output.err.split())
     assert warning.count("is left out") == 1 and f"{full.vision_tokens['high']} vision tokens" in warning
-    result = PlanProfile.read("profile.parquet")
-    assert {visit.plan.tier for visit in result.visits} == {"low", "medium", None}
+    result = PlanProfile.load("profile.parquet")
+    assert {visit.plan.tier for visit in result.measurements} == {"low", "medium", None}
     # Plans that were not measured are predicted.
     assert PlanLatencyPredictor.load("predictor.json").space.geometry.tiers == ("low", "medium", "high")
     assert run([*lower, "--max-tokens", str(limit + 1)]) == 2

@@ -70,19 +70,19 @@ def test_importance_eval_train_generate_with_questions(
     capsys.readouterr()
     assert run([*weigh, "--json"]) == 0
     assert read_json(capsys)["samples"] == 12
-    importance = BlockImportance.read("importance.json")
-    assert 0.0 < importance.full < 1.0 and any(drop.drop > 0.0 for drop in importance.singles)
+    importance = BlockImportance.load("importance.json")
+    assert 0.0 < importance.full_score < 1.0 and any(drop.drop > 0.0 for drop in importance.single_drops)
     # Other questions have another journal.
     assert run([*weigh, "--max-samples", "10"]) == 0
     assert len(list(folder.glob("importance-*.jsonl"))) == 2
 
-    folders.profile_of(there, importance.space()).write(folder / "profile.parquet")
+    folders.profile_of(there, importance.make_space()).save(folder / "profile.parquet")
     study = ["model", "--profile", "profile.parquet", *ASK]
     capsys.readouterr()
     assert run(["adaptive", "eval", *study, "--out", "study", "--num-budgets", "6", "--json"]) == 0
     scores = read_json(capsys)
     assert scores["samples"] == {"train": 9, "validation": 9, "test": 9}
-    worth = PlanQuality.read(scores["plan_quality"])
+    worth = PlanQuality.load(scores["plan_quality"])
     assert worth.task == "questions of questions.jsonl" and worth.samples == 18 and max(worth.accuracy) > 0.0
     page = Path(scores["page"]).read_text("utf-8")
     assert "questions of questions.jsonl" in page and "but for blanks and case" in page
@@ -94,7 +94,7 @@ def test_importance_eval_train_generate_with_questions(
     assert run(["adaptive", "train", *study, "--out", "study", *STEPS, "--json"]) == 0
     trained = read_json(capsys)
     assert trained["policies"][0]["name"] == "controllers"
-    assert Controllers.load(trained["controllers"]).space == importance.space()
+    assert Controllers.load(trained["controllers"]).space == importance.make_space()
     image = ["--image", "0.png"] if there.sight is not None else []
     budget = ["--profile", "profile.parquet", "--controller", trained["controllers"], "--budget-ms", "1e5"]
     assert (
@@ -106,7 +106,7 @@ def test_importance_eval_train_generate_with_questions(
 
 @pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
 def test_eval_killed_study_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders.profile_of(folders.opened(folder / "model")).write(folder / "all.parquet")
+    folders.profile_of(folders.opened(folder / "model")).save(folder / "all.parquet")
     ask = [
         "adaptive",
         "eval",
@@ -121,7 +121,8 @@ def test_eval_killed_study_resumes(folder: Path, capsys: pytest.CaptureFixture[s
         "--json",
     ]
     code = (
-        "import sys; from sparseflow.adaptive.questions.file_task import QuestionTask; QuestionTask.chunk = 3; "
+        "import sys; from sparseflow.adaptive.questions.file_task import QuestionTask; "
+        "QuestionTask.chunk = 3; "
         "from sparseflow.cli.root import run; sys.exit(run(sys.argv[1:]))"
     )
     process = subprocess.Popen(
@@ -145,7 +146,7 @@ def test_eval_killed_study_resumes(folder: Path, capsys: pytest.CaptureFixture[s
 def test_invalid_questions_exit_with_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders.profile_of(folders.opened(folder / "model")).write(folder / "all.parquet")
+    folders.profile_of(folders.opened(folder / "model")).save(folder / "all.parquet")
     for command in (
         ["importance", "model", "--out", "refused.json"],
         ["eval", "model", "--profile", "all.parquet", "--out", "refused"],

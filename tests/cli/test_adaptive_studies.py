@@ -20,7 +20,7 @@ from tests.adaptive.grid_vqa.little import QUICK
 from tests.adaptive.study import small
 
 ROOT = Path(__file__).parents[2]
-FEW = [
+MAX_ENGINE_PLANS = [
     "--max-train-samples", "40", "--max-validation-samples", "16", "--max-test-samples", "24",
     "--num-budgets", "6",
 ]  # fmt: skip
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         == 0
     )
-    small.profile_of(small.opened(directory / "run" / "model")).write(directory / "profile.parquet")
+    small.profile_of(small.opened(directory / "run" / "model")).save(directory / "profile.parquet")
     return directory
 
 
@@ -57,7 +57,7 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_train_eval_plot_write_results_and_pages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = ["adaptive", "train", "run/model", "--profile", "profile.parquet", "--out", "study", *FEW, *STEPS]
+    ask = ["adaptive", "train", "run/model", "--profile", "profile.parquet", "--out", "study", *MAX_ENGINE_PLANS, *STEPS]
     assert run(ask) == 0
     output = capsys.readouterr()
     for word in ("Controllers against lookup table:", "supervised on oracle", "page: study/report.html"):
@@ -81,7 +81,7 @@ def test_train_eval_plot_write_results_and_pages(
         "profile.parquet",
         "--out",
         "judged",
-        *FEW,
+        *MAX_ENGINE_PLANS,
         "--json",
     ]
     assert run(judge) == 0
@@ -131,7 +131,7 @@ def test_train_with_two_processes(folder: Path) -> None:
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
             "-m", "sparseflow", "adaptive", "train", "run/model", "--profile", "profile.parquet",
-            "--out", "two", *FEW, *STEPS, "--json",
+            "--out", "two", *MAX_ENGINE_PLANS, *STEPS, "--json",
         ],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=1800, check=False,

@@ -27,7 +27,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        pretrained, "load_network", lambda name: build_network("spiking_resnet18", NetworkConfig(width=8, image_size=16, time_steps=2))
+        pretrained,
+        "load_network",
+        lambda name: build_network("spiking_resnet18", NetworkConfig(width=8, image_size=16, time_steps=2)),
     )
     monkeypatch.setattr(pretrained, "load_images", lambda: (pixels, np.arange(6)))
     monkeypatch.setattr(pretrained, "_read_card", lambda name: card)

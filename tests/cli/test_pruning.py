@@ -12,8 +12,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("av")
 
 from sparseflow.cli.root import run
-from sparseflow.pruning import save
-from sparseflow.pruning.config import read_settings
+from sparseflow.pruning import save_model
+from sparseflow.pruning.config import read_config
 from tests.pruning.data.tree import make_tree
 from tests.pruning.small import QUICK
 
@@ -46,8 +46,8 @@ def test_train_eval_compact_profile_agree(config: str, capsys: pytest.CaptureFix
     assert cut["gflops"] < cut["dense_gflops"] and len(cut["units"]) == 2
     assert run(["pruning", "eval", "small.safetensors", "--config", config, "--json"]) == 0
     assert read_json(capsys)["video_top1"] == result["video_top1"]
-    settings = read_settings(config, {"model.depth": 1, "mode": "dense"})
-    save(settings.make(5, 1), "other.safetensors")
+    settings = read_config(config, {"model.depth": 1, "mode": "dense"})
+    save_model(settings.build_model(5, 1), "other.safetensors")
     assert run(["pruning", "eval", "other.safetensors", "--config", config]) == 2
     assert "other.safetensors has 5 classes" in capsys.readouterr().err
     profile = ["pruning", "profile", "--config", config, "--rounds", "2", "--batch-size", "2"]

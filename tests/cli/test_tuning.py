@@ -113,14 +113,14 @@ def test_train_eval_and_plot(
     command = [
         "tuning", "train", "labels", "--out", "net", "--operators", "spmv", "--hold-out", "f1", *settings,
         "--set", "loss=margin", "--set", "net.pattern.kind=strided", "--set", "net.pattern.pooling=last",
-        "--set", "net.joined=cross",
+        "--set", "net.context_mode=cross",
     ]  # fmt: skip
     assert run([*command, "--json"]) == 0
     result = read_json(capsys)
     assert result["tasks"] == 2 and result["held_out"]["tasks"] == 1 and result["limits"] == {}
     config = load_network(result["net"]).config
     assert config.pattern is not None
-    assert (config.joined, config.pattern.kind, config.pattern.pooling) == ("cross", "strided", "last")
+    assert (config.context_mode, config.pattern.kind, config.pattern.pooling) == ("cross", "strided", "last")
     assert run(command) == 0
     assert "24 labels of 2 tasks" in capsys.readouterr().out
     assert run([*command, "--set", "net.pattern=null"]) == 2
