@@ -130,8 +130,8 @@ def test_serve_replicas_receive_picklable_app_factory(
     assert run([*profile, "--text-tokens", "6", "--rounds", "1", "--runner", "eager"]) == 0
     started: list[dict[str, Any]] = []
 
-    def start(make: Any, **how: Any) -> None:
-        started.append({"app": pickle.loads(pickle.dumps(make))(), **how})
+    def start(make: Any, **options: Any) -> None:
+        started.append({"app": pickle.loads(pickle.dumps(make))(), **options})
 
     monkeypatch.setattr(serve, "serve_replicas", start)
     ask = [
@@ -269,7 +269,7 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
     full = PlanLatencyPredictor.load("whole.predictor.json").metadata
     assert full.config["max_tokens"] == context
     # Without --tokens, prompts are as long as still leaves room for the highest tier.
-    longest = max(visit.text_tokens for visit in PlanProfile.load("whole.parquet").measurements)
+    longest = max(measurement.text_tokens for measurement in PlanProfile.load("whole.parquet").measurements)
     assert longest == min(64, context - full.vision_tokens["high"] - 2)
     limit = full.vision_tokens["medium"] + 12 + 2
     lower = profile_command(model, "--text-tokens", "12", "--out", "profile.parquet")
@@ -279,7 +279,7 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
     warning = " ".join(output.err.split())
     assert warning.count("is left out") == 1 and f"{full.vision_tokens['high']} vision tokens" in warning
     result = PlanProfile.load("profile.parquet")
-    assert {visit.plan.tier for visit in result.measurements} == {"low", "medium", None}
+    assert {measurement.plan.tier for measurement in result.measurements} == {"low", "medium", None}
     # Plans that were not measured are predicted.
     assert PlanLatencyPredictor.load("predictor.json").space.geometry.tiers == ("low", "medium", "high")
     assert run([*lower, "--max-tokens", str(limit + 1)]) == 2
@@ -293,7 +293,7 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
         assert value in capsys.readouterr().err
     # A server takes the requests that were measured.
     served: list[Any] = []
-    monkeypatch.setattr(serve, "run_server", lambda make, **how: served.append(make()))
+    monkeypatch.setattr(serve, "run_server", lambda make, **options: served.append(make()))
     assert run(["adaptive", "serve", model, "--profile", "predictor.json", "--max-plans", "2"]) == 0
     service = served[0].state.service
     assert service.prompts.context == service.backend.context == limit
@@ -309,11 +309,11 @@ def test_profile_engine_measures_under_load_and_reports_progress(
         lambda: nullcontext(lambda *args: shown.append(args)),
     )
 
-    def measure(runner: Any, space: Any, out: Path, *, progress: Any, **how: Any) -> Any:
+    def measure(runner: Any, space: Any, out: Path, *, progress: Any, **options: Any) -> Any:
         runner._progress(1, 3)
         progress("round 1", 0.25)
         runner._progress(2, 3)
-        raise InputError(f"measuring {how['loads']} and {how['batches']}")
+        raise InputError(f"measuring {options['loads']} and {options['batches']}")
 
     monkeypatch.setattr("sparseflow.adaptive.profile.model_profile.by_group", measure)
     command = ["adaptive", "profile", model, "--out", "profile.parquet", "--num-plans", "6"]

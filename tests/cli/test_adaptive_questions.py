@@ -34,8 +34,8 @@ STEPS = [
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with a model and questions."""
     directory = tmp_path_factory.mktemp(request.param)
-    there = folders.opened(folders.model_folder(directory / "model", request.param))
-    lines = folders.lines(there, directory, 27, images=there.sight is not None)
+    opened = folders.opened(folders.model_folder(directory / "model", request.param))
+    lines = folders.lines(opened, directory, 27, images=opened.sight is not None)
     for at, line in enumerate(lines):
         line["split"] = ("train", "val", "test")[at % 3]
     folders.write(directory / "questions.jsonl", lines)
@@ -43,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _enter_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
@@ -54,7 +54,7 @@ def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_importance_eval_train_generate_with_questions(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = folders.opened(folder / "model")
+    opened = folders.opened(folder / "model")
     weigh = [
         "adaptive",
         "importance",
@@ -76,14 +76,18 @@ def test_importance_eval_train_generate_with_questions(
     assert run([*weigh, "--max-samples", "10"]) == 0
     assert len(list(folder.glob("importance-*.jsonl"))) == 2
 
-    folders.profile_of(there, importance.make_space()).save(folder / "profile.parquet")
+    folders.profile_of(opened, importance.make_space()).save(folder / "profile.parquet")
     study = ["model", "--profile", "profile.parquet", *ASK]
     capsys.readouterr()
     assert run(["adaptive", "eval", *study, "--out", "study", "--num-budgets", "6", "--json"]) == 0
     scores = read_json(capsys)
     assert scores["samples"] == {"train": 9, "validation": 9, "test": 9}
-    worth = PlanQuality.load(scores["plan_quality"])
-    assert worth.task == "questions of questions.jsonl" and worth.samples == 18 and max(worth.accuracy) > 0.0
+    plan_quality = PlanQuality.load(scores["plan_quality"])
+    assert (
+        plan_quality.task == "questions of questions.jsonl"
+        and plan_quality.samples == 18
+        and max(plan_quality.accuracy) > 0.0
+    )
     page = Path(scores["page"]).read_text("utf-8")
     assert "questions of questions.jsonl" in page and "but for blanks and case" in page
     assert "Grid-VQA" not in page
@@ -95,7 +99,7 @@ def test_importance_eval_train_generate_with_questions(
     trained = read_json(capsys)
     assert trained["policies"][0]["name"] == "controllers"
     assert Controllers.load(trained["controllers"]).space == importance.make_space()
-    image = ["--image", "0.png"] if there.sight is not None else []
+    image = ["--image", "0.png"] if opened.sight is not None else []
     budget = ["--profile", "profile.parquet", "--controller", trained["controllers"], "--budget-ms", "1e5"]
     assert (
         run(["adaptive", "generate", "model", "w7 w8", *image, *budget, "--max-new-tokens", "2", "--json"])

@@ -50,14 +50,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _enter_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
 def test_train_eval_plot_write_results_and_pages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = ["adaptive", "train", "run/model", "--profile", "profile.parquet", "--out", "study", *MAX_ENGINE_PLANS, *STEPS]
+    ask = [
+        "adaptive",
+        "train",
+        "run/model",
+        "--profile",
+        "profile.parquet",
+        "--out",
+        "study",
+        *MAX_ENGINE_PLANS,
+        *STEPS,
+    ]
     assert run(ask) == 0
     output = capsys.readouterr()
     for word in ("Controllers against lookup table:", "supervised on oracle", "page: study/report.html"):

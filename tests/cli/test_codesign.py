@@ -237,9 +237,9 @@ def test_train_verify_report_resume(config: str, capsys: pytest.CaptureFixture[s
 
     # The report shows the design of the run, not those of its baselines.
     page = Path("runs/two-stage-0/report.html").read_text()
-    own, *others = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
+    own, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
     assert own["mode"] == "two-stage" and f"{own['energy_delay']:.4g} mJ ms" in page
-    assert all(f"{each['energy_delay']:.4g} mJ ms" not in page for each in others)
+    assert all(f"{record['energy_delay']:.4g} mJ ms" not in page for record in baselines)
     assert run(["codesign", "verify", "runs/joint-0/trace.jsonl", "--json"]) == 0
     assert {"replayed", "error"} <= set(read_json(capsys))
 
@@ -270,7 +270,9 @@ def test_verify_trained_run(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run([*command, "--json"]) == 0
     read_json(capsys)
     again = shlex.split(json.loads(Path("runs/designs.json").read_text())["command"])
-    assert [each for each in again if "=" in each] == [each for each in (*close, *SPLIT) if "=" in each]
+    assert [record for record in again if "=" in record] == [
+        record for record in (*close, *SPLIT) if "=" in record
+    ]
     planned = load_plan("runs/joint-0/plan.json")
     assert planned.decision.rewrite_plan is not None and planned.layers[2].units < 2048
     assert run(["codesign", "verify", "runs/joint-0", "--json"]) == 0, read_error(capsys)
@@ -316,9 +318,9 @@ def test_profile_resumes_and_refuses_another_tdp(
     assert read_json(capsys)["chips"] == 3
 
     # The device is not measured again, because its measurements vary.
-    held = LayerHwProxy.load(result["proxy"])
-    assert result["device"] == held.devices[0].to_dict() and held.provenance["held_out"]["folds"] == 5
-    assert list(held.provenance["environments"]) and result["median_error"] >= 0.0
+    proxy = LayerHwProxy.load(result["proxy"])
+    assert result["device"] == proxy.devices[0].to_dict() and proxy.provenance["held_out"]["folds"] == 5
+    assert list(proxy.provenance["environments"]) and result["median_error"] >= 0.0
     assert run(["codesign", "profile", "--out", "profile", "--num-points", "9", "--json"]) == 0
     more = read_json(capsys)
     assert more["points"] == 9 and more["device"] == result["device"] and more["device"]["tdp_w"] == 65.0

@@ -52,7 +52,7 @@ def test_collect_resumes_and_refuses_other_settings(
     config.write_text("models: models\nlevels: [0]\nrounds: 1\nmin_time_s: 0.12\nloops: 2\n")
     assert run(["latency", "collect", "--config", str(config), "--out", str(out), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["rows"], result["added"], result["failed"], result["items"]) == (3, 3, 0, 1)
+    assert (result["rows"], result["added"], result["failed"], result["targets"]) == (3, 3, 0, 1)
     assert (out / "kernels.csv").is_file() and (out / "rows.parquet").is_file()
     assert run(["latency", "collect", "--config", str(config), "--out", str(out)]) == 0
     assert "3 rows (0 new, 0 failed)" in " ".join(capsys.readouterr().out.split())

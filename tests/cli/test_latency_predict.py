@@ -39,13 +39,13 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     models, kernels = make_networks(folder, 2)
-    rest = make_collection(folder, models, kernels, out="rest", levels=[0.0])
-    beside = make_collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
+    idle = make_collection(folder, models, kernels, out="rest", levels=[0.0])
+    loaded_collection = make_collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
     file = folder / "predictors" / "made_up.json"
     with pytest.MonkeyPatch.context() as patch, few_tries():
         printed: list[str] = []
         patch.setattr("typer.echo", lambda text, **settings: printed.append(text))
-        assert run(["latency", "train", str(rest), str(beside), "--out", str(file), "--json"]) == 0
+        assert run(["latency", "train", str(idle), str(loaded_collection), "--out", str(file), "--json"]) == 0
     (text,) = printed
     return Trained(file, text, models, kernels)
 
@@ -61,7 +61,7 @@ def _synthetic_device(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(DeviceFingerprint, "check_here", lambda self, gpu=0: None)
+    monkeypatch.setattr(DeviceFingerprint, "check_local_device", lambda self, gpu=0: None)
     monkeypatch.setattr(collection, "Bench", Bench)
 
 
@@ -99,19 +99,19 @@ def test_train_saves_predictor_and_reports_quality(
 
 def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = str(trained.models[0]), str(trained.file)
-    rest = run_json(["predict", model, "--predictor", file], capsys)
+    idle = run_json(["predict", model, "--predictor", file], capsys)
     loaded = run_json(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
-    assert rest["model"] == model and rest["load"] == {} and loaded["load"] == {"others": 0.6}
-    assert rest["rest_ms"] == loaded["rest_ms"] == pytest.approx(rest["mean_ms"])
+    assert idle["model"] == model and idle["load"] == {} and loaded["load"] == {"others": 0.6}
+    assert idle["rest_ms"] == loaded["rest_ms"] == pytest.approx(idle["mean_ms"])
     assert loaded["slowdown"] == pytest.approx(slowdown(0.6), rel=0.1)
-    for result in (rest, loaded):
+    for result in (idle, loaded):
         low, high = result["interval"]
         assert low <= result["mean_ms"] <= high and result["p50_ms"] <= result["p95_ms"]
         assert sum(k["count"] * k["mean_ms"] for k in result["per_kernel"]) == pytest.approx(
             result["mean_ms"]
         )
     text = run_text(["predict", model, "--predictor", file], capsys)
-    assert f"mean {rest['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
+    assert f"mean {idle['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
     assert "measured" in text and "Conv_Relu" in text
     text = run_text(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
     assert f"others 60 %: {loaded['slowdown']:.2f}x" in text

@@ -160,19 +160,19 @@ def test_check_writable_read_only_filesystem_raises() -> None:
         check_writable(Path("/proc/run"))
 
 
-def _walk(command: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
+def _iterate_commands(command: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
     subcommands = getattr(command, "commands", None)
     if subcommands is None:
         yield " ".join(path), command
         return
     for name, subcommand in subcommands.items():
-        yield from _walk(subcommand, [*path, name])
+        yield from _iterate_commands(subcommand, [*path, name])
 
 
 COMMANDS = {
     path: command
     for name in sorted(root.COMMANDS)
-    for path, command in _walk(root._import_command(name), [name])
+    for path, command in _iterate_commands(root._import_command(name), [name])
 }
 
 OPTIONS = [

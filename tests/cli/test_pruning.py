@@ -39,8 +39,8 @@ def test_train_eval_compact_profile_agree(config: str, capsys: pytest.CaptureFix
     assert run([*command, "--set", "train.rate=0.1"]) == 2
     assert "train.rate" in capsys.readouterr().err
     assert run(["pruning", "eval", result["model"], "--config", config, "--json"]) == 0
-    judged = read_json(capsys)
-    assert judged["video_top1"] == result["video_top1"] and judged["videos"] == 20
+    accuracy = read_json(capsys)
+    assert accuracy["video_top1"] == result["video_top1"] and accuracy["videos"] == 20
     assert run(["pruning", "compact", result["model"], "--out", "small.safetensors", "--json"]) == 0
     cut = read_json(capsys)
     assert cut["gflops"] < cut["dense_gflops"] and len(cut["units"]) == 2

@@ -63,7 +63,7 @@ def test_optimize_zero_weights_never_fires(capsys: pytest.CaptureFixture[str], t
     save_file({key: value.contiguous() for key, value in silent.items()}, file)
     result = run_json(["spiking", "optimize", *NETWORK, "--weights", str(file)], capsys)
     assert all(row["firing_rate"] == 0 for row in result["layers"] if row["fed_by"])
-    assert any("fires under 0.1 %" in str(row["flag"]) for row in result["layers"])
+    assert any("fires under 0.1 %" in str(row["warning"]) for row in result["layers"])
 
 
 def test_profile_json_lists_layers(capsys: pytest.CaptureFixture[str]) -> None:

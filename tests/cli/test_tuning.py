@@ -126,7 +126,7 @@ def test_train_eval_and_plot(
     assert run([*command, "--set", "net.pattern=null"]) == 2
     assert "net" in capsys.readouterr().err
     fine_tune = ["tuning", "train", "labels", "--out", "tuned", "--set", f"init={result['net']}"]
-    assert run([*fine_tune, "--set", "steps=1", "--set", "rate=1.0e-9", "--json"]) == 0
+    assert run([*fine_tune, "--set", "steps=1", "--set", "learning_rate=1.0e-9", "--json"]) == 0
     assert load_network(read_json(capsys)["net"]).config == config
 
     command = ["tuning", "eval", "labels", "--out", "study", "--operators", "spmv", "--folds", "2", *settings]

@@ -221,8 +221,8 @@ def report(
 def _read_settings(config: str, overrides: list[str] | None) -> Any:
     from sparseflow.codesign.design.config import read_config
     from sparseflow.core.config import parse_overrides
-    from sparseflow.pruning.config import settings_of
+    from sparseflow.pruning.config import parse_config
 
     settings = read_config(config, parse_overrides(overrides or [], extra="codesign"))
-    settings_of(settings.task, "`task`")
+    parse_config(settings.task, "`task`")
     return settings

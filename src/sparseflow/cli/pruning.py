@@ -53,7 +53,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model; with torchrun on several GPUs."""
-    from sparseflow.pruning.training.train import MODEL
+    from sparseflow.pruning.training.train import MODEL_FILE
     from sparseflow.pruning.training.train import train as run_training
 
     settings = _read_settings(config, overrides)
@@ -62,7 +62,7 @@ def train(
         result = run_training(settings, out, device=torch_device, progress=progress)
     if result.accuracy is None:
         return  # Only the first process of torchrun prints the result.
-    model, report = out / MODEL, out / "report.html"
+    model, report = out / MODEL_FILE, out / "report.html"
     accuracy = result.accuracy.to_dict()
     emit(
         {"model": str(model), "report": str(report), **accuracy, **result.stats},
@@ -94,7 +94,7 @@ def evaluate(
     with progress_bar() as progress:
         result = evaluate_model(model, settings, device=torch_device, progress=progress)
     record = result.to_dict()
-    emit(record | {"videos": len(result.right)}, as_json, _format_accuracy(record))
+    emit(record | {"videos": len(result.correct)}, as_json, _format_accuracy(record))
 
 
 @app.command()
@@ -203,7 +203,7 @@ def compare(
         result = compare_models(
             settings,
             out,
-            seeds=seeds,
+            num_seeds=seeds,
             names=split_list(models),
             ablations=ablations,
             workers=workers,
@@ -235,9 +235,9 @@ def compare(
 
 def _read_settings(config: str, overrides: list[str] | None) -> Any:
     from sparseflow.core.config import parse_overrides
-    from sparseflow.pruning.config import read_settings
+    from sparseflow.pruning.config import read_config
 
-    return read_settings(config, parse_overrides(overrides or [], extra="pruning"))
+    return read_config(config, parse_overrides(overrides or [], extra="pruning"))
 
 
 def _format_accuracy(accuracy: Mapping[str, Any]) -> str:

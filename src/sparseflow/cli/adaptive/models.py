@@ -90,11 +90,11 @@ def importance(
     emit(
         result.to_dict(),
         as_json,
-        f"all blocks: accuracy {result.full:.1%} on {result.samples} questions; "
+        f"all blocks: accuracy {result.full_score:.1%} on {result.samples} questions; "
         f"{result.evaluations} sets evaluated",
         *(
-            f"without block {drop.without[0]}: {-drop.drop:+.1%} ({-drop.high:+.1%} to {-drop.low:+.1%})"
-            for drop in result.singles
+            f"without block {drop.blocks[0]}: {-drop.drop:+.1%} ({-drop.high:+.1%} to {-drop.low:+.1%})"
+            for drop in result.single_drops
         ),
         f"importance: {out}",
     )

@@ -62,8 +62,10 @@ def generate(
     inputs = folder.prompt(prompt, image or []).inputs
     with attached:
         with progress_bar() as progress:
-            attached.warm(
-                progress=lambda done, total: progress(f"warmed {done} of {total} steps", done / total),
+            attached.warm_up(
+                progress=lambda completed, total: progress(
+                    f"warmed {completed} of {total} steps", completed / total
+                ),
                 **inputs,
             )
         result = attached.generate(

@@ -171,7 +171,7 @@ def plot(
         page = write_page(study, path)
     else:
         assert profile is not None and plan_quality is not None
-        results = of_worth(PlanProfile.read(profile), PlanQuality.read(plan_quality))
+        results = of_worth(PlanProfile.load(profile), PlanQuality.load(plan_quality))
         page = write_findings(results | {"command": get_command_line(context)}, path)
     emit({"page": str(page)}, as_json)
 

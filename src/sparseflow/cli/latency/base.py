@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from sparseflow.cli.options import open_device, parse_device
-from sparseflow.core.progress import Progress
 
 app = typer.Typer(
     name="latency",
@@ -124,11 +123,6 @@ def parse_gpu(device: str | None, *, required: str) -> int:
     if provider != required:
         raise InputError(f"`--device {device}` does not fit the input, which needs {required}")
     return gpu
-
-
-def count_progress(progress: Progress) -> Callable[[str, int, int], None]:
-    """Adapt a progress callback to one that takes (message, done, total)."""
-    return lambda message, done, total: progress(message, done / max(total, 1))
 
 
 def format_time(timestamp_s: float) -> str:

@@ -12,7 +12,6 @@ from sparseflow.cli.latency.base import (
     OptLevelOption,
     ShapesOption,
     app,
-    count_progress,
     parse_provider,
     parse_shapes,
 )
@@ -52,7 +51,7 @@ def export(
 
     provider, _ = parse_provider(device)
     with progress_bar() as progress:
-        results = zoo.export_zoo(config, out, provider=provider, progress=count_progress(progress))
+        results = zoo.export_zoo(config, out, provider=provider, progress=progress)
     rows = [
         (
             result.name,
@@ -134,7 +133,7 @@ def extract(
             kernel_ids=kernel or (),
             shapes=parse_shapes(shape),
             seed=seed,
-            progress=count_progress(progress),
+            progress=progress,
         )
     num_nodes, num_matched = sum(r.nodes for r in results), sum(r.matched for r in results)
     num_ok = sum(result.ok for result in results)

@@ -154,8 +154,8 @@ def collect(
     Each part is written to its own directory; `latency train` takes all of them.
     """
     from sparseflow.latency.measure.collection import collect as run_collection
+    from sparseflow.latency.measure.config import load_collection_config
     from sparseflow.latency.measure.fanout import fan_out
-    from sparseflow.latency.measure.plan import load_collection_config
 
     settings = load_collection_config(config)
     with progress_bar() as progress:

@@ -107,7 +107,7 @@ def predict(
     """Predict the latency of a model: mean, quantiles and interval, by kernel."""
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
-    from sparseflow.latency.measure.plan import TelemetryConfig
+    from sparseflow.latency.measure.config import TelemetryConfig
     from sparseflow.latency.model.predictor import Predictor
 
     if load is not None and live is not None:
@@ -294,13 +294,13 @@ def _prediction_table(model: Path, prediction: Prediction) -> Table:
                 kernel.source,
             )
         )
-    others = prediction.per_kernel[_MAX_KERNEL_ROWS:]
-    if others:
-        total_ms = sum(kernel.count * kernel.mean_ms for kernel in others)
-        num_nodes = sum(kernel.count for kernel in others)
+    other_kernels = prediction.per_kernel[_MAX_KERNEL_ROWS:]
+    if other_kernels:
+        total_ms = sum(kernel.count * kernel.mean_ms for kernel in other_kernels)
+        num_nodes = sum(kernel.count for kernel in other_kernels)
         rows.append(
             (
-                f"… {len(others)} more",
+                f"… {len(other_kernels)} more",
                 str(num_nodes),
                 "",
                 f"{total_ms:.3f} ms",
@@ -329,14 +329,14 @@ def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
     columns = ("model", ">load", ">predicted ms", ">measured ms", ">error", "interval ms")
     lines: list[Table | str] = [make_table(columns, rows)]
     for part in evaluation.summarize():
-        measured, predicted = part["slowdown"], part["predicted_slowdown"]
+        measured, predicted = part.slowdown, part.predicted_slowdown
         slowdown = (
             ""
             if measured is None or predicted is None
             else f", slowdown {measured:.2f}x (predicted {predicted:.2f}x)"
         )
         lines.append(
-            f"load {part['level']:.2f}: MAPE {100 * part['mape']:.1f} %, {100 * part['within_10']:.0f} % of "
-            f"{part['models']} models within 10 %{slowdown}"
+            f"load {part.level:.2f}: MAPE {100 * part.mape:.1f} %, {100 * part.within_10:.0f} % of "
+            f"{part.models} models within 10 %{slowdown}"
         )
     return lines
