@@ -1,4 +1,4 @@
-"""Tuned kernels against MKL, scipy and CSR with sums in registers, on files of matrices (line 3).
+"""TuneResult kernels against MKL, scipy and CSR with sums in registers, on files of matrices (line 3).
 
 ::
 
@@ -30,14 +30,14 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import JsonLinesWriter
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
-from sparseflow.tuning.codegen.program import build
-from sparseflow.tuning.measure.evaluator import TOLERANCE, job_of
-from sparseflow.tuning.measure.runner import Job, Measured, measure
+from sparseflow.tuning.codegen.program import build_program
+from sparseflow.tuning.measure.evaluator import TOLERANCE, make_job
+from sparseflow.tuning.measure.runner import KernelJob, KernelTiming, measure_kernel
 from sparseflow.tuning.schedule.matrices import CooMatrix, parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.schedule.presets import presets
-from sparseflow.tuning.schedule.problem import Problem
-from sparseflow.tuning.search.session import explore
+from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
+from sparseflow.tuning.search.session import TuningSession
 
 REGISTERS = {"spmm": ("tiled_csr",), "spmv": ("csr", "csr_gathered")}
 """Operator -> the presets that keep a row's sums in registers."""
@@ -50,9 +50,9 @@ TRIES = 2
 """How many times as many processes there may be where others disturb some."""
 
 
-def checker(problem: Problem, inputs: tuple[np.ndarray, ...]) -> Callable[[np.ndarray], bool]:
+def checker(problem: SparseProblem, inputs: tuple[np.ndarray, ...]) -> Callable[[np.ndarray], bool]:
     """What tells whether an output is what scipy computes in float64, but for rounding."""
-    expected = problem.reference(inputs)
+    expected = problem.compute_reference(inputs)
     scale = float(np.abs(expected).max(initial=0.0)) or 1.0
 
     def right(output: np.ndarray) -> bool:
@@ -63,47 +63,47 @@ def checker(problem: Problem, inputs: tuple[np.ndarray, ...]) -> Callable[[np.nd
 
 
 def slower(
-    baseline: Job, tuned: Job, right: Callable[[np.ndarray], bool], processes: int = PROCESSES
+    baseline: KernelJob, tuned: KernelJob, right: Callable[[np.ndarray], bool], processes: int = PROCESSES
 ) -> dict[str, Any]:
     """The baseline's time over the tuned kernel's: the median over processes of the median over pairs.
 
     Whose arrays are loaded first has the better pages now and then: the two take turns in that.
     """
-    found: list[tuple[Measured, list[float]]] = []
+    result: list[tuple[KernelTiming, list[float]]] = []
     attempts = 0
-    while len(found) < processes:
+    while len(result) < processes:
         attempts += 1
-        tuned_first = len(found) % 2 == 1
+        tuned_first = len(result) % 2 == 1
         first, second = (tuned, baseline) if tuned_first else (baseline, tuned)
-        one = measure(first, second, repeats=PAIRS, min_time_s=0.1, max_time_s=1.0)
-        if one.error is not None:
-            raise RunError(f"a kernel failed: {one.error}")
-        if not right(one.output):
+        item = measure_kernel(first, second, repeats=PAIRS, min_time_s=0.1, max_time_s=1.0)
+        if item.error is not None:
+            raise RunError(f"a kernel failed: {item.error}")
+        if not right(item.output):
             raise RunError("a result is wrong")
-        if attempts >= TRIES * processes or not (one.contended or one.drifted):
-            pairs = [a / b for a, b in zip(one.latency_ms, one.reference_ms, strict=True)]
-            found.append((one, [1.0 / pair for pair in pairs] if tuned_first else pairs))
+        if attempts >= TRIES * processes or not (item.contended or item.drifted):
+            pairs = [a / b for a, b in zip(item.latency_ms, item.reference_ms, strict=True)]
+            result.append((item, [1.0 / pair for pair in pairs] if tuned_first else pairs))
     times = [
-        (one.reference_ms, one.latency_ms) if place % 2 == 0 else (one.latency_ms, one.reference_ms)
-        for place, (one, _) in enumerate(found)
+        (item.reference_ms, item.latency_ms) if index % 2 == 0 else (item.latency_ms, item.reference_ms)
+        for index, (item, _) in enumerate(result)
     ]
     return {
-        "ratio": statistics.median(statistics.median(pairs) for _, pairs in found),
-        "pairs": [[round(pair, 3) for pair in pairs[:PAIRS]] for _, pairs in found],
+        "ratio": statistics.median(statistics.median(pairs) for _, pairs in result),
+        "pairs": [[round(pair, 3) for pair in pairs[:PAIRS]] for _, pairs in result],
         "tuned_ms": min(min(tuned_ms) for tuned_ms, _ in times),
         "ms": min(min(baseline_ms) for _, baseline_ms in times),
-        "disturbed": sum(one.contended or one.drifted for one, _ in found),
+        "disturbed": sum(item.contended or item.drifted for item, _ in result),
         "attempts": attempts,
     }
 
 
 def strongest(
-    baselines: Mapping[str, Job], tuned: Job, right: Callable[[np.ndarray], bool]
+    baselines: Mapping[str, KernelJob], tuned: KernelJob, right: Callable[[np.ndarray], bool]
 ) -> dict[str, Any]:
     """`slower` of the fastest of some forms of a baseline; ratios from two processes chose it."""
-    found = {name: slower(job, tuned, right, 2)["ratio"] for name, job in baselines.items()}
-    best = min(found, key=lambda name: found[name])
-    return slower(baselines[best], tuned, right) | {"form": best, "forms": found}
+    result = {name: slower(job, tuned, right, 2)["ratio"] for name, job in baselines.items()}
+    best = min(result, key=lambda name: result[name])
+    return slower(baselines[best], tuned, right) | {"form": best, "forms": result}
 
 
 def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> di
     calls = [library.compute, kernel.compute]
     samples: list[list[float]] = [[], []]
     for turn in range(PROCESSES * PAIRS + 3):
-        for call, kept in zip(calls, samples, strict=True):
-            begin = time.perf_counter()
+        for call, retained in zip(calls, samples, strict=True):
+            start = time.perf_counter()
             call(*inputs)
             if turn >= 3:
-                kept.append(1e3 * (time.perf_counter() - begin))
+                retained.append(1e3 * (time.perf_counter() - start))
     pairs = [a / b for a, b in zip(*samples, strict=True)]
     return {
         "ratio": statistics.median(pairs),
@@ -126,39 +126,41 @@ def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> di
     }
 
 
-def compare(name: str, matrix: CooMatrix, label: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Tune one problem and time what was found."""
+def compare(name: str, matrix: CooMatrix, label: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Tune one problem and time what was result."""
     kind, _, width = label.partition(":")
-    problem = Problem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
-    found = explore(
-        kind, matrix, n_cols=problem.n_cols, budget_s=asked.budget, method=asked.method,
-        threads=asked.threads, seed=asked.seed,
-    )  # fmt: skip
-    if not isinstance(found.kernel, CompiledKernel):
+    problem = SparseProblem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
+    result = TuningSession(
+        kind, matrix, n_cols=problem.n_cols, budget_s=args.budget, method=args.method,
+        threads=args.threads, seed=args.seed,
+    ).run()  # fmt: skip
+    if not isinstance(result.kernel, CompiledKernel):
         raise RunError(f"{name}, {label}: scipy was the fastest; compare it by hand")
-    inputs = problem.generate_inputs(asked.seed)
+    inputs = problem.generate_inputs(args.seed)
     right = checker(problem, inputs)
-    tuned = job_of(found.kernel.program, inputs)
+    tuned = make_job(result.kernel.program, inputs)
     mkl, registers = {}, {}
-    for threads in sorted({1, asked.threads}, reverse=True):
-        mkl[f"{threads} threads"] = mkl_job(problem, inputs, asked.mkl, threads)
-        known = presets(problem.operator, problem.extents, threads)
+    for threads in sorted({1, args.threads}, reverse=True):
+        mkl[f"{threads} threads"] = mkl_job(problem, inputs, args.mkl, threads)
+        known = build_presets(problem.operator, problem.extents, threads)
         for preset in REGISTERS[kind]:
-            registers[f"{preset}, {threads} threads"] = job_of(build(problem, known[preset]), inputs)
+            registers[f"{preset}, {threads} threads"] = make_job(
+                build_program(problem, known[preset]), inputs
+            )
     against = {
         "mkl": strongest(mkl, tuned, right),
         "registers": strongest(registers, tuned, right),
-        "scipy": slower_library(found.kernel, inputs),
+        "scipy": slower_library(result.kernel, inputs),
     }
     return {
         "matrix": name,
         "problem": label,
         "shape": matrix.shape,
         "nnz": matrix.nnz,
-        "schedule": str(found.kernel.schedule),
-        "trials": len(found.trials),
-        "failed": sum(trial.error is not None for trial in found.trials),
-        "seconds": found.seconds,
+        "schedule": str(result.kernel.schedule),
+        "trials": len(result.trials),
+        "failed": sum(trial.error is not None for trial in result.trials),
+        "seconds": result.seconds,
         "against": against,
     }
 
@@ -221,21 +223,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
-    asked = parser.parse_args()
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    writer = JsonLinesWriter(asked.out)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    writer = JsonLinesWriter(args.out)
     try:
-        rows = [json.loads(line) for line in asked.out.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
         if not rows:
-            settings = {name: getattr(asked, name) for name in ("budget", "method", "threads", "seed")}
+            settings = {name: getattr(args, name) for name in ("budget", "method", "threads", "seed")}
             writer.write({"environment": collect_environment("cpu"), "settings": settings})
-        done = {(row["matrix"], row["problem"]) for row in rows[1:]}
-        for path in sorted(asked.matrices):
+        completed = {(row["matrix"], row["problem"]) for row in rows[1:]}
+        for path in sorted(args.matrices):
             name = parse_matrix_name(path)
-            for label in asked.problems:
-                if (name, label) in done:
+            for label in args.problems:
+                if (name, label) in completed:
                     continue
-                row = compare(name, read_matrix(path, dtype=np.float32), label, asked)
+                row = compare(name, read_matrix(path, dtype=np.float32), label, args)
                 writer.write(row)
                 ratios = {key: round(value["ratio"], 2) for key, value in row["against"].items()}
                 print(f"{name:32s} {label:9s} {row['trials']:4d} schedules  {ratios}", flush=True)

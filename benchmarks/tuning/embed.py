@@ -51,26 +51,26 @@ def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int,
     ends = np.cumsum(lengths)
     rows, cols = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
     for first in range(0, side, ROWS_AT_ONCE):
-        some = lengths[first : first + ROWS_AT_ONCE]
-        begin, end = ends[first] - some[0], ends[first + len(some) - 1]
-        each = np.repeat(some, some)
-        place = np.arange(begin, end) - np.repeat(ends[first : first + len(some)] - some, some)
+        subset = lengths[first : first + ROWS_AT_ONCE]
+        start, end = ends[first] - subset[0], ends[first + len(subset) - 1]
+        item = np.repeat(subset, subset)
+        position = np.arange(start, end) - np.repeat(ends[first : first + len(subset)] - subset, subset)
         # One element in each of as many equal parts of the row as it has elements: sorted, and none twice.
-        left, right = place * side // each, (place + 1) * side // each
-        rows[begin:end] = np.repeat(np.arange(first, first + len(some)), some)
-        cols[begin:end] = left + (generator.random(end - begin) * (right - left)).astype(np.int64)
+        remaining, right = position * side // item, (position + 1) * side // item
+        rows[start:end] = np.repeat(np.arange(first, first + len(subset)), subset)
+        cols[start:end] = remaining + (generator.random(end - start) * (right - remaining)).astype(np.int64)
     return rows, cols, (side, side)
 
 
 def peak_bytes() -> int:
     """The most memory that this process ever held."""
     # Not getrusage: its peak is inherited from whoever started the process.
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
+    result = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert result
+    return 1024 * int(result[1])
 
 
-def embed(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
+def embed_task(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
     """Make a pattern and embed it, in the process that this is called in."""
     rows, cols, shape = pattern(nnz)
     made_bytes = peak_bytes()
@@ -86,14 +86,14 @@ def embed(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
     seconds, coarsen_seconds = [], []
     cells = 0
     for _ in range(repeats):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with torch.no_grad():
-            found = coarsen(rows, cols, shape, most=config.most_cells, device=device)
-            coarsen_seconds.append(time.perf_counter() - begin)
-            vector = network([found]).cpu()
-        seconds.append(time.perf_counter() - begin)
+            result = coarsen(rows, cols, shape, max_cells=config.max_cells, device=device)
+            coarsen_seconds.append(time.perf_counter() - start)
+            vector = network([result]).cpu()
+        seconds.append(time.perf_counter() - start)
         assert bool(vector.isfinite().all())
-        cells = len(found.coords)
+        cells = len(result.coords)
     input_bytes = rows.nbytes + cols.nbytes
     return {
         "nnz": len(rows),
@@ -115,10 +115,10 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     device = record["environment"]["device"]["kind"]
     cuda = device == "cuda"
     command = f"python benchmarks/tuning/embed.py --device {device} --out results/tuning/embed-{device}.json"
-    place = "a GPU" if cuda else f"{record['threads']} CPU threads"
+    position = "a GPU" if cuda else f"{record['threads']} CPU threads"
     yield Claim(
         id=f"tuning/6-embed-{device}",
-        claim=f"Time to coarsen and embed a pattern of {record['nnz']:,} elements on {place}, slowest of "
+        claim=f"Time to coarsen and embed a pattern of {record['nnz']:,} elements on {position}, slowest of "
         f"{len(record['seconds'])} runs including the first.",
         value=round(max(record["seconds"]), 3),
         unit="s",
@@ -147,11 +147,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="the first one warms up, and is kept, too")
     parser.add_argument("--out", type=Path, help="JSON file")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = pool.submit(embed, asked.nnz, asked.device, asked.threads, asked.repeats).result()
-    record = {"environment": collect_environment(asked.device, seed=0), **found}
+        result = pool.submit(embed_task, args.nnz, args.device, args.threads, args.repeats).result()
+    record = {"environment": collect_environment(args.device, seed=0), **result}
     print(
         f"{record['nnz']:,} elements, {record['cells']:,} cells: {min(record['seconds']):.2f} s (first "
         f"{record['seconds'][0]:.2f} s, coarsening {min(record['coarsen_seconds']):.2f} s), "
@@ -159,9 +159,9 @@ def main() -> int:
     )
     if record["cuda_peak_bytes"] is not None:
         print(f"{record['cuda_peak_bytes'] / 1e9:.2f} GB on the GPU")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
-        record_claims(make_claims(record), record, asked.out)
+    if args.out:
+        write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, args.out)
     return 0
 
 

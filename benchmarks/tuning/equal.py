@@ -27,13 +27,13 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.codegen.program import build
-from sparseflow.tuning.measure.evaluator import TOLERANCE, job_of
-from sparseflow.tuning.measure.runner import measure
-from sparseflow.tuning.schedule.matrices import Coo, as_coo
+from sparseflow.tuning.codegen.program import build_program
+from sparseflow.tuning.measure.evaluator import TOLERANCE, make_job
+from sparseflow.tuning.measure.runner import measure_kernel
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.problem import Problem
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.problem import SparseProblem
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 RTOL = {dtype.name: largest for dtype, largest in TOLERANCE.items()}
 """Largest error, relative to the largest result."""
@@ -44,7 +44,7 @@ LIMIT_BYTES = 256 << 20
 BATCH = 25
 
 
-def matrix(shape: tuple[int, int, float], dtype: str, seed: int) -> Coo:
+def matrix(shape: tuple[int, int, float], dtype: str, seed: int) -> CooMatrix:
     rows, cols, density = shape
     generator = np.random.default_rng(seed)
     values = generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density)
@@ -61,38 +61,38 @@ def try_one(name: str, number: int, cache: Path | None) -> dict[str, Any]:
     operator = OPERATORS[name]
     case = number % len(SHAPES)
     dtype = "float64" if number % 5 == 4 else "float32"
-    problem = Problem(
+    problem = SparseProblem(
         operator=operator,
         matrix=matrix(SHAPES[case], dtype, number),
         n_cols=WIDTHS[number // len(SHAPES) % len(WIDTHS)] if operator.dense_axes else None,
     )
-    space = Space(operator, problem.extents, threads=(1, 2))
+    space = ScheduleSpace(operator, problem.extents, threads=(1, 2))
     schedule = space.sample(np.random.default_rng([number, 1]))
     row: dict[str, Any] = {
         "operator": name, "number": number, "dtype": dtype, "extents": dict(problem.extents),
         "schedule": str(schedule),
     }  # fmt: skip
-    inputs = problem.draw(number)
+    inputs = problem.generate_inputs(number)
     try:
-        program = build(problem, schedule, limit_bytes=LIMIT_BYTES)
-        job = job_of(program, inputs, cache=cache)
+        program = build_program(problem, schedule, max_bytes=LIMIT_BYTES)
+        job = make_job(program, inputs, cache_dir=cache)
     except InputError as error:
         return row | {"outcome": "refused", "why": str(error)}
     except RunError as error:
         return row | {"outcome": "failed", "why": str(error)}
-    found = measure(job, repeats=1, min_time_s=0.0, cache=cache)
-    if found.error is not None:
-        return row | {"outcome": "failed", "why": found.error}
-    error = largest_error(program.result(found.output), problem.reference(inputs))
+    result = measure_kernel(job, repeats=1, min_time_s=0.0, cache_dir=cache)
+    if result.error is not None:
+        return row | {"outcome": "failed", "why": result.error}
+    error = largest_error(program.extract_result(result.output), problem.compute_reference(inputs))
     return row | {"outcome": "equal" if error <= RTOL[dtype] else "wrong", "error": error}
 
 
-def largest_error(found: np.ndarray, wanted: np.ndarray) -> float:
+def largest_error(result: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference, relative to the largest result."""
-    if not np.isfinite(found).all():
+    if not np.isfinite(result).all():
         return float("inf")
-    difference = float(np.abs(found - wanted).max(initial=0.0))
-    scale = float(np.abs(wanted).max(initial=0.0))
+    difference = float(np.abs(result - expected).max(initial=0.0))
+    scale = float(np.abs(expected).max(initial=0.0))
     return difference / scale if scale else difference
 
 
@@ -104,7 +104,7 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "drawn": len(rows),
         "distinct": len({row["schedule"] for row in rows}),
         "outcomes": dict(Counter(row["outcome"] for row in rows)),
-        "largest_error": {dtype: max(found, default=None) for dtype, found in errors.items()},
+        "largest_error": {dtype: max(result, default=None) for dtype, result in errors.items()},
     }
 
 
@@ -135,32 +135,37 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile and run")
     parser.add_argument("--cache", type=Path, help="folder of compiled code")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    asked = parser.parse_args()
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     tasks = [
-        (name, first, min(first + BATCH, asked.schedules))
-        for name in asked.operators
-        for first in range(0, asked.schedules, BATCH)
+        (name, first, min(first + BATCH, args.schedules))
+        for name in args.operators
+        for first in range(0, args.schedules, BATCH)
     ]
     rows: list[dict[str, Any]] = []
-    for _, found in map_unordered(partial(try_some, cache=asked.cache), tasks, workers=asked.jobs):
-        rows += found
+    for _, result in map_unordered(partial(try_some, cache=args.cache), tasks, workers=args.jobs):
+        rows += result
         print(len(rows), dict(Counter(f"{row['operator']} {row['outcome']}" for row in rows)), flush=True)
     rows.sort(key=lambda row: (row["operator"], row["number"]))
     for row in rows:
         if row["outcome"] in ("wrong", "failed"):
             print(row)
-    summary = {name: summed_up([row for row in rows if row["operator"] == name]) for name in asked.operators}
+    summary = {name: summed_up([row for row in rows if row["operator"] == name]) for name in args.operators}
     # A schedule is drawn again from its number alone.
-    kept = {
+    retained = {
         name: [
             [row["outcome"], float(f"{row.get('error', -1):.2e}")] for row in rows if row["operator"] == name
         ]
-        for name in asked.operators
+        for name in args.operators
     }
-    record = {"environment": collect_environment("cpu"), "rtol": RTOL, "summary": summary, "schedules": kept}
-    write_atomic(asked.out, json.dumps(record) + "\n")
-    record_claims(make_claims(record), record, asked.out)
+    record = {
+        "environment": collect_environment("cpu"),
+        "rtol": RTOL,
+        "summary": summary,
+        "schedules": retained,
+    }
+    write_atomic(args.out, json.dumps(record) + "\n")
+    record_claims(make_claims(record), record, args.out)
     print(json.dumps(summary, indent=1))
     return 0
 

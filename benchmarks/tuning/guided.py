@@ -25,7 +25,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +35,28 @@ from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import RunError
-from sparseflow.tuning.codegen.program import build
-from sparseflow.tuning.measure.evaluator import Trial, job_of
-from sparseflow.tuning.model.net.pretrained import load
-from sparseflow.tuning.model.net.scoring import scorer
+from sparseflow.tuning.codegen.program import build_program
+from sparseflow.tuning.measure.evaluator import Trial, make_job
+from sparseflow.tuning.model.net.pretrained import load_prior
 from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.schedule.presets import presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.search.guided import GUIDED
-from sparseflow.tuning.search.session import Tuned, explore
+from sparseflow.tuning.search.guided import GUIDED_PREFIX
+from sparseflow.tuning.search.session import TuneResult, TuningSession
 
 WITHIN = 1.05
 """As fast as the long search: at most this many times its winner's time."""
 
 
-def against(problem: Problem, schedule: Schedule, other: Schedule) -> dict[str, Any]:
+def against(problem: SparseProblem, schedule: Schedule, other: Schedule) -> dict[str, Any]:
     """The time of a schedule over another's, in pairs."""
     if schedule == other:
         return {"ratio": 1.0, "pairs": [], "disturbed": 0, "attempts": 0}
     inputs = problem.generate_inputs(0)
-    one, two = (job_of(build(problem, each), inputs) for each in (schedule, other))
-    return slower(one, two, checker(problem, inputs))
+    item_value, two = (make_job(build_program(problem, item), inputs) for item in (schedule, other))
+    return slower(item_value, two, checker(problem, inputs))
 
 
 def curve(trials: Iterable[Trial]) -> list[list[float]]:
@@ -72,17 +70,17 @@ def curve(trials: Iterable[Trial]) -> list[list[float]]:
     return points
 
 
-def row_of(found: Tuned) -> dict[str, Any]:
+def row_of(result: TuneResult) -> dict[str, Any]:
     """A search as it is kept."""
-    if found.kernel.schedule is None:
+    if result.kernel.schedule is None:
         raise RunError("scipy was the fastest; there is no schedule to compare")
     return {
-        "schedules": len(found.trials),
-        "measurements": sum(trial.times for trial in found.trials),
-        "failed": sum(trial.error is not None for trial in found.trials),
-        "seconds": {part: round(took, 3) for part, took in found.seconds.items()},
-        "curve": curve(found.trials),
-        "winner": str(found.kernel.schedule),
+        "schedules": len(result.trials),
+        "measurements": sum(trial.times for trial in result.trials),
+        "failed": sum(trial.error is not None for trial in result.trials),
+        "seconds": {part: round(elapsed_s, 3) for part, elapsed_s in result.seconds.items()},
+        "curve": curve(result.trials),
+        "winner": str(result.kernel.schedule),
     }
 
 
@@ -91,7 +89,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The median over seeds of each problem, then the median over problems.
     """
-    told = []
+    messages = []
     short = [row for row in rows if "against" in row]
     kinds = dict.fromkeys((row["method"], row["problem"].partition(":")[0]) for row in short)
     for method, kind in kinds:
@@ -100,7 +98,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if (row["method"], row["problem"].partition(":")[0]) == (method, kind):
                 by_problem.setdefault((row["matrix"], row["problem"]), []).append(row["against"]["ratio"])
         medians = [statistics.median(ratios) for ratios in by_problem.values()]
-        told.append(
+        messages.append(
             {
                 "method": method,
                 "operator": kind,
@@ -111,7 +109,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "worst": max(medians),
             }
         )
-    return told
+    return messages
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -124,9 +122,9 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     long = {(row["matrix"], row["problem"]): row for row in rows if not row["seed"]}
     summaries = {(line["method"], line["operator"]): line for line in summary(rows)}
     for (method, operator_name), line in summaries.items():
-        if not method.startswith(GUIDED):
+        if not method.startswith(GUIDED_PREFIX):
             continue
-        unguided = summaries.get((method.removeprefix(GUIDED), operator_name))
+        unguided = summaries.get((method.removeprefix(GUIDED_PREFIX), operator_name))
         guided = [
             row
             for row in rows
@@ -178,22 +176,22 @@ def main() -> int:
     parser.add_argument("--net", type=Path, help="what guided searches begin with; by default what they do")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
-    asked = parser.parse_args()
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(asked, name) for name in ("long", "short", "long_method", "threads")}
-    settings["net"] = None if asked.net is None else hashlib.sha256(asked.net.read_bytes()).hexdigest()
-    writer = JsonLinesWriter(asked.out)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {name: getattr(args, name) for name in ("long", "short", "long_method", "threads")}
+    settings["net"] = None if args.net is None else hashlib.sha256(args.net.read_bytes()).hexdigest()
+    writer = JsonLinesWriter(args.out)
     try:
-        rows = read_json_lines(asked.out)
+        rows = read_json_lines(args.out)
         if not rows:
             writer.write({"environment": collect_environment("cpu"), "settings": settings})
         elif rows[0]["settings"] != settings:
-            raise RunError(f"{asked.out} holds searches with {rows[0]['settings']}; name another file")
+            raise RunError(f"{args.out} holds searches with {rows[0]['settings']}; name another file")
         rows = rows[1:]
-        for label in asked.problems:
-            for path in sorted(asked.matrices):
+        for label in args.problems:
+            for path in sorted(args.matrices):
                 name = parse_matrix_name(path)
-                rows += compare(name, path, label, asked, rows, writer)
+                rows += compare(name, path, label, args, rows, writer)
     finally:
         writer.close()
     for line in summary(rows):
@@ -205,44 +203,44 @@ def compare(
     name: str,
     path: Path,
     label: str,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
     rows: Sequence[dict[str, Any]],
     writer: JsonLinesWriter,
 ) -> list[dict[str, Any]]:
     """All searches of one problem that are not among the rows yet."""
-    done = {(row["method"], row["seed"], row["asked"]): row
+    completed = {(row["method"], row["seed"], row["asked"]): row
             for row in rows if (row["matrix"], row["problem"]) == (name, label)}  # fmt: skip
-    wanted = [(asked.long_method, 0, asked.long)]
-    wanted += [(method, seed, asked.short) for seed in range(1, asked.seeds + 1) for method in asked.methods]
-    if all(each in done for each in wanted):
+    expected = [(args.long_method, 0, args.long)]
+    expected += [(method, seed, args.short) for seed in range(1, args.seeds + 1) for method in args.methods]
+    if all(build_preset in completed for build_preset in expected):
         return []
     kind, _, width = label.partition(":")
     matrix = read_matrix(path, dtype=np.float32)
-    problem = Problem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
-    by_hand = {each.canonical(problem.operator, problem.extents)
-               for each in presets(problem.operator, problem.extents, asked.threads).values()}  # fmt: skip
+    problem = SparseProblem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
+    presets = build_presets(problem.operator, problem.extents, args.threads)
+    by_hand = {preset.canonicalize(problem.operator, problem.extents) for preset in presets.values()}
     added = []
-    for method, seed, count in wanted:
-        if (method, seed, count) in done:
+    for method, seed, count in expected:
+        if (method, seed, count) in completed:
             continue
-        folder = asked.out.parent / f"{asked.out.stem}-trials" / f"{name} {label} {method} {seed} {count}"
-        found = explore(
-            kind, matrix, n_cols=problem.n_cols, budget_s=math.inf, trials=count - len(by_hand),
-            method=method, threads=asked.threads, seed=seed, folder=folder,
-            prior=partial(scorer, load(asked.net)) if asked.net and method.startswith(GUIDED) else None,
-        )  # fmt: skip
+        folder = args.out.parent / f"{args.out.stem}-trials" / f"{name} {label} {method} {seed} {count}"
+        result = TuningSession(
+            kind, matrix, n_cols=problem.n_cols, budget_s=math.inf, max_trials=count - len(by_hand),
+            method=method, threads=args.threads, seed=seed, out_dir=folder,
+            prior=load_prior(args.net) if args.net and method.startswith(GUIDED_PREFIX) else None,
+        ).run()  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}
         row |= {"method": method, "seed": seed, "asked": count, "git": collect_environment("cpu")["git"]}
-        row |= row_of(found)
+        row |= row_of(result)
         if seed:
-            long = Schedule.parse(done[wanted[0]]["winner"])
+            long = Schedule.parse(completed[expected[0]]["winner"])
             row["against"] = against(problem, Schedule.parse(row["winner"]), long)
         writer.write(row)
-        done[method, seed, count] = row
+        completed[method, seed, count] = row
         added.append(row)
-        told = f"{row['against']['ratio']:.3f} of the long search's time" if seed else ""
+        messages = f"{row['against']['ratio']:.3f} of the long search's time" if seed else ""
         print(
-            f"{name:32s} {label:9s} {method:20s} {seed} {row['measurements']:5d} measurements  {told}",
+            f"{name:32s} {label:9s} {method:20s} {seed} {row['measurements']:5d} measurements  {messages}",
             flush=True,
         )
     return added

@@ -36,13 +36,13 @@ TIMES = 15
 def lines_of(path: Path) -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         header, *rows = file.read().splitlines()
-    place = header.split("\t").index("schedule")
-    return [row.split("\t")[place] for row in rows]
+    position = header.split("\t").index("schedule")
+    return [row.split("\t")[position] for row in rows]
 
 
 def read(path: Path) -> dict[str, Any]:
     """What came of one file."""
-    operator = next(one for name, one in OPERATORS.items() if name in path.name)
+    operator = next(item for name, item in OPERATORS.items() if name in path.name)
     lines = lines_of(path)
     refused: Counter[str] = Counter()
     problems: Counter[str] = Counter()
@@ -54,16 +54,16 @@ def read(path: Path) -> dict[str, Any]:
             refused[str(error)] += 1
             continue
         same += str(schedule) == line
-        found = schedule.problems(operator)
-        runnable += not found
-        problems.update({problem.partition(":")[0] for problem in found})
-    some = lines[:PARSED]
+        violations = schedule.find_violations(operator)
+        runnable += not violations
+        problems.update({problem.partition(":")[0] for problem in violations})
+    subset = lines[:PARSED]
     seconds = []
     for _ in range(TIMES):
-        begin = time.perf_counter()
-        for line in some:
+        start = time.perf_counter()
+        for line in subset:
             Schedule.parse(line)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
     return {
         "file": path.name,
         "operator": operator.name,
@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
         "refused": dict(refused),
         "runnable": runnable,
         "problems": dict(problems.most_common()),
-        "parsed": len(some),
+        "parsed": len(subset),
         "seconds": seconds,
     }
 
@@ -111,13 +111,13 @@ def main() -> int:
     )
     parser.add_argument("labels", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    asked = parser.parse_args()
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": collect_environment("cpu"), "files": [read(path) for path in asked.labels]}
-    for found in record["files"]:
-        print({key: value for key, value in found.items() if key != "seconds"}, min(found["seconds"]))
-    write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
-    record_claims(make_claims(record), record, asked.out)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {"environment": collect_environment("cpu"), "files": [read(path) for path in args.labels]}
+    for result in record["files"]:
+        print({key: value for key, value in result.items() if key != "seconds"}, min(result["seconds"]))
+    write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+    record_claims(make_claims(record), record, args.out)
     return 0
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.compile import compile_source
-from sparseflow.tuning.measure.runner import Job
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.measure.runner import KernelJob
+from sparseflow.tuning.schedule.problem import SparseProblem
 
 
-def mkl_job(problem: Problem, inputs: tuple[np.ndarray, ...], library: Path, threads: int) -> Job:
+def mkl_job(problem: SparseProblem, inputs: tuple[np.ndarray, ...], library: Path, threads: int) -> KernelJob:
     """SpMM or SpMV by MKL's inspector and executor.
 
     Args:
@@ -39,7 +39,7 @@ def mkl_job(problem: Problem, inputs: tuple[np.ndarray, ...], library: Path, thr
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
     source = head + (Path(__file__).parent / "mkl.c").read_text(encoding="utf-8")
-    return Job(
+    return KernelJob(
         library=compile_source(source, extra_flags=["-ldl"]),
         inputs=(csr.indptr.astype(np.int32), csr.indices.astype(np.int32), csr.data, *inputs),
         output_shape=(rows, *(() if problem.n_cols is None else (problem.n_cols,))),

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.claims import Claim, record_claims
 from sparseflow.core.files import write_atomic
 from sparseflow.core.metrics import bootstrap_mean
-from sparseflow.tuning.model.comparison import BOOSTED, FULL, PRETRAINED, read_study
-from sparseflow.tuning.model.page import SCORES
-from sparseflow.tuning.model.ranking import TOP
+from sparseflow.tuning.evaluation import SCORES_FILE
+from sparseflow.tuning.model.comparison import BOOSTED, FULL, PRETRAINED, read_comparison
+from sparseflow.tuning.model.ranking import TOP_K
 
 SLUGS = {FULL: "full", PRETRAINED: "pretrained"}
 
@@ -38,7 +38,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 ("random", "random", "a random pick"),
                 (f"{BOOSTED}_{operator}", "trees", "boosted trees"),
             ):
-                gains = {f"top_{k}": compute_gain(record, operator, k, model, other) for k in TOP}
+                gains = {f"top_{k}": compute_gain(record, operator, k, model, other) for k in TOP_K}
                 yield Claim(
                     id=f"tuning/5-{operator}-{slug}-{end}",
                     claim=f"Smallest top-k score gain of {model} over {baseline} on {operator}, matrix "
@@ -71,7 +71,7 @@ def compute_gain(
 
     The score of a matrix is the mean over trainings; `"random"` is the expected score of a random pick.
     """
-    column = TOP.index(k)
+    column = TOP_K.index(k)
     scores = record["rankings"][model][operator]
     if other == "random":
         other_scores = {name: [pool["random"]] for name, pool in record["pools"][operator].items()}
@@ -99,22 +99,22 @@ def read_ranking(folder: Path) -> dict[str, Any]:
     """
     pools: dict[str, Any] = {}
     rankings: dict[str, Any] = {}
-    rows = sorted(read_study(folder), key=lambda row: row.seed)
+    rows = sorted(read_comparison(folder), key=lambda row: row.seed)
     for row in rows:
-        for score in row.judged:
+        for score in row.scores:
             pools.setdefault(score.operator, {})[score.matrix] = {
-                "known": score.known,
+                "known": score.pattern_known,
                 "schedules": score.pool,
-                "random": [round(score.random_top_k[k], 4) for k in TOP],
+                "random": [round(score.random_top_k[k], 4) for k in TOP_K],
             }
             matrices = rankings.setdefault(row.entry, {}).setdefault(score.operator, {})
             matrices.setdefault(score.matrix, []).append(
-                [round(value, 4) for value in (*(score.top_k[k] for k in TOP), score.pair_accuracy)]
+                [round(value, 4) for value in (*(score.top_k[k] for k in TOP_K), score.pair_accuracy)]
             )
-    record = json.loads((folder / SCORES).read_text(encoding="utf-8"))
+    record = json.loads((folder / SCORES_FILE).read_text(encoding="utf-8"))
     del record["scores_known"]
     seeds = len({row.seed for row in rows})
-    return record | {"seeds": seeds, "top": TOP, "pools": pools, "rankings": rankings}
+    return record | {"seeds": seeds, "top": TOP_K, "pools": pools, "rankings": rankings}
 
 
 def main() -> int:

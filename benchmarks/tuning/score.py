@@ -28,16 +28,16 @@ import torch
 from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.tuning.measure.synthetic import draw
+from sparseflow.tuning.measure.synthetic import sample_pattern
 from sparseflow.tuning.model.net.network import AutoSparseNet
-from sparseflow.tuning.model.net.pretrained import load
-from sparseflow.tuning.model.net.scoring import embedded, score_ids
-from sparseflow.tuning.model.net.tokenizer import Encoder
-from sparseflow.tuning.schedule.matrices import Coo
-from sparseflow.tuning.schedule.operators import operator
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.model.net.pretrained import load_network
+from sparseflow.tuning.model.net.scoring import embed_problem, score_token_ids
+from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
+from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -70,42 +70,42 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20, help="the first one warms up, and is kept, too")
     parser.add_argument("--net", type=Path, help="network to score with")
     parser.add_argument("--out", type=Path, help="JSON file")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     random = np.random.default_rng(0)
-    kind = operator(asked.operator)
-    _, pattern = draw(random, kind="power_rows")
-    matrix = Coo(
+    kind = get_operator(args.operator)
+    _, pattern = sample_pattern(random, kind="power_rows")
+    matrix = CooMatrix(
         rows=pattern.rows, cols=pattern.cols, values=np.ones(pattern.nnz, np.float32), shape=pattern.shape
     )
-    problem = Problem(operator=kind, matrix=matrix, n_cols=asked.n_cols if kind.dense_axes else None)
-    space = Space(kind, problem.extents, threads=[1, asked.threads])
-    drawn: dict[Schedule, None] = {}
-    while len(drawn) < asked.schedules:
-        drawn[space.sample(random)] = None
-    encoder = Encoder()
-    begin = time.perf_counter()
-    ids = encoder.encode(list(drawn), kind, problem.extents)
+    problem = SparseProblem(operator=kind, matrix=matrix, n_cols=args.n_cols if kind.dense_axes else None)
+    space = ScheduleSpace(kind, problem.extents, threads=[1, args.threads])
+    samples: dict[Schedule, None] = {}
+    while len(samples) < args.schedules:
+        samples[space.sample(random)] = None
+    encoder = ScheduleTokenizer()
+    start = time.perf_counter()
+    ids = encoder.encode(list(samples), kind, problem.extents)
     table = encoder.table
-    encode_seconds = time.perf_counter() - begin
+    encode_seconds = time.perf_counter() - start
 
-    net = (AutoSparseNet() if asked.net is None else load(asked.net)).to(asked.device).eval()
-    context = embedded(net, problem, asked.threads)
+    net = (AutoSparseNet() if args.net is None else load_network(args.net)).to(args.device).eval()
+    context = embed_problem(net, problem, args.threads)
     seconds = []
-    for _ in range(asked.repeats):
-        begin = time.perf_counter()
-        scores = score_ids(net, ids, table, context)
-        seconds.append(time.perf_counter() - begin)
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        scores = score_token_ids(net, ids, table, context)
+        seconds.append(time.perf_counter() - start)
         assert bool(np.isfinite(scores).all())
     record = {
-        "environment": collect_environment(asked.device, seed=0),
+        "environment": collect_environment(args.device, seed=0),
         "operator": kind.name,
         "schedules": len(ids),
         "tokens": int(ids.shape[1]),
         "distinct_tokens": len(table.fields),
         "config": net.config.to_dict(),
-        "parameters": sum(each.numel() for each in net.parameters()),
-        "threads": asked.threads,
+        "parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "threads": args.threads,
         "encode_seconds": encode_seconds,
         "seconds": seconds,
     }
@@ -115,9 +115,9 @@ def main() -> int:
         f"{len(ids):,} schedules: scored in {middle:.1f} ms (fastest {fastest:.1f}, "
         f"first {1e3 * seconds[0]:.1f}); encoded in {1e3 * encode_seconds:.0f} ms"
     )
-    if asked.out:
-        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
-        record_claims(make_claims(record), record, asked.out)
+    if args.out:
+        write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, args.out)
     return 0
 
 

@@ -11,5 +11,5 @@ from sparseflow.tuning.search import rerank
 @pytest.fixture(autouse=True)
 def short_finals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "_TURN_S", 0.0)
-    monkeypatch.setattr(rerank, "_TURNS", 1)
-    monkeypatch.setattr(evaluator, "_PROCESSES", 1)
+    monkeypatch.setattr(rerank, "_NUM_TURNS", 1)
+    monkeypatch.setattr(evaluator, "_THOROUGH_PROCESSES", 1)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sparseflow.tuning.schedule.operators import OPERATORS, Operator
-from sparseflow.tuning.schedule.schedule import Level, Mode, Schedule, SparseFormat, Split
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.schedule import AxisSplit, FormatLevel, LevelMode, Schedule, SparseFormat
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 SPMM_LINE = (
     "2 i 2 i0 256 i1 16 k 2 k0 4096 k1 16 1 A 4 i0 i1 k0 k1 A 4 i0 1 i1 1 k0 1 k1 1 1 j 2 j0 2 j1 64 "
@@ -28,7 +28,7 @@ LINES = (SPMM_LINE, CSR_LINE, SPMV_LINE, SDDMM_LINE)
 
 _AXES = st.sampled_from(["i", "j", "k", "row", "Ij", "x_"])
 _NAMES = st.sampled_from(["i", "i0", "i1", "k", "k0", "j1", "row2", "None_", "x_0"])
-_SIZES = st.integers(0, 10**18 - 1)
+_NUM_SIZES = st.integers(0, 10**18 - 1)
 
 
 @st.composite
@@ -36,7 +36,9 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
     """Whatever the grammar allows, for no operator in particular."""
     axes = draw(st.lists(_AXES, unique=True, max_size=4))
     splits = [
-        Split(axis=axis, parts=tuple((f"{axis}{n}", draw(_SIZES)) for n in range(draw(st.integers(2, 12)))))
+        AxisSplit(
+            axis=axis, parts=tuple((f"{axis}{n}", draw(_NUM_SIZES)) for n in range(draw(st.integers(2, 12))))
+        )
         for axis in axes
     ]
     cut = draw(st.integers(0, len(splits)))
@@ -44,7 +46,8 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
     for tensor in draw(st.lists(st.sampled_from(["A", "D", "T1"]), unique=True, min_size=1)):
         order = draw(st.lists(_NAMES, unique=True, min_size=1, max_size=5))
         modes = [
-            Level(axis=axis, mode=draw(st.sampled_from(list(Mode)))) for axis in draw(st.permutations(order))
+            FormatLevel(axis=axis, mode=draw(st.sampled_from(list(LevelMode))))
+            for axis in draw(st.permutations(order))
         ]
         formats.append(SparseFormat(tensor=tensor, order=tuple(order), modes=tuple(modes)))
     loop = st.none() | _NAMES
@@ -56,19 +59,19 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         parallel=draw(loop),
         vectorize=draw(loop),
         unroll=draw(loop),
-        unroll_factor=draw(_SIZES),
-        threads=draw(_SIZES),
-        chunk=draw(_SIZES),
+        unroll_factor=draw(_NUM_SIZES),
+        threads=draw(_NUM_SIZES),
+        chunk=draw(_NUM_SIZES),
     )
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> Space:
+def spaces(draw: st.DrawFn) -> ScheduleSpace:
     """A space of any operator, for a shape with odd, large or tiny extents."""
     operator = OPERATORS[draw(st.sampled_from(sorted(OPERATORS)))]
     shape = {axis: draw(st.integers(1, 40) | st.integers(1, 10**6)) for axis in operator.axes}
     threads = draw(st.lists(st.integers(1, 64), min_size=1, max_size=3))
-    return Space(operator, shape, threads, draw(st.sampled_from([1, 2, 100, 1024])))
+    return ScheduleSpace(operator, shape, threads, draw(st.sampled_from([1, 2, 100, 1024])))
 
 
 generators = st.integers(0, 2**32).map(np.random.default_rng)
@@ -77,22 +80,22 @@ generators = st.integers(0, 2**32).map(np.random.default_rng)
 def restated(schedule: Schedule, operator: Operator, rng: np.random.Generator) -> Schedule:
     """Another schedule with the same canonical form: what makes no difference is drawn anew."""
     modes = list(schedule.formats[0].modes)
-    for at, level in enumerate(modes):
+    for index, level in enumerate(modes):
         if not level.mode.has_loop and rng.integers(2):
-            modes[at] = replace(level, mode=Mode.SINGLETON_NONUNIQUE)
-    for at in range(len(modes)):
-        same = at == len(modes) - 1 or _holds_one_element([level.mode for level in modes[:at]])
-        free = operator.sparse_output or modes[at].axis != schedule.parallel
-        if modes[at].mode is Mode.COMPRESSED and same and free and rng.integers(2):
-            modes[at] = replace(modes[at], mode=Mode.COMPRESSED_NONUNIQUE)
-    listed = tuple(modes[at] for at in rng.permutation(len(modes)))
+            modes[index] = replace(level, mode=LevelMode.SINGLETON_NONUNIQUE)
+    for index in range(len(modes)):
+        same = index == len(modes) - 1 or _holds_one_element([level.mode for level in modes[:index]])
+        free = operator.sparse_output or modes[index].axis != schedule.parallel
+        if modes[index].mode is LevelMode.COMPRESSED and same and free and rng.integers(2):
+            modes[index] = replace(modes[index], mode=LevelMode.COMPRESSED_NONUNIQUE)
+    listed = tuple(modes[index] for index in rng.permutation(len(modes)))
     roles = {}
     if schedule.unroll is None:
-        taken = {schedule.parallel, schedule.vectorize}
+        selected = {schedule.parallel, schedule.vectorize}
         singletons = {level.axis for level in modes if not level.mode.has_loop}
-        left = [loop for loop in schedule.lreorder if loop not in taken | singletons]
-        if left and rng.integers(2):
-            roles |= {"unroll": left[rng.integers(len(left))], "unroll_factor": 1}
+        remaining = [loop for loop in schedule.lreorder if loop not in selected | singletons]
+        if remaining and rng.integers(2):
+            roles |= {"unroll": remaining[rng.integers(len(remaining))], "unroll_factor": 1}
     if schedule.parallel is None:
         roles |= {"threads": int(rng.integers(1, 9)), "chunk": 2 ** int(rng.integers(10))}
     return replace(
@@ -101,15 +104,15 @@ def restated(schedule: Schedule, operator: Operator, rng: np.random.Generator) -
             replace(split, parts=((split.parts[0][0], int(rng.integers(1, 10**6))), *split.parts[1:]))
             for split in reversed(schedule.fsplit)
         ),
-        formats=tuple(replace(each, modes=listed) for each in reversed(schedule.formats)),
+        formats=tuple(replace(format, modes=listed) for format in reversed(schedule.formats)),
         **roles,
     )
 
 
-def _holds_one_element(above: list[Mode]) -> bool:
+def _holds_one_element(above: list[LevelMode]) -> bool:
     """Whether positions below levels of these modes do: one is non-unique, and none after it dense."""
     for mode in reversed(above):
-        if mode is Mode.DENSE:
+        if mode is LevelMode.DENSE:
             return False
         if not mode.unique:
             return True

@@ -9,24 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.tuning.measure.labels import LabelSet, Measurement, Rows, Task, write_labels, write_pattern
-from sparseflow.tuning.model.dataset import Dataset
+from sparseflow.tuning.measure.labels import (
+    LabelSet,
+    ScheduleLatencies,
+    ScheduleMeasurement,
+    TuningTask,
+    write_labels,
+    write_pattern,
+)
+from sparseflow.tuning.model.dataset import RankingDataset
 from sparseflow.tuning.model.net.network import NetConfig
 from sparseflow.tuning.model.net.pattern_net import PatternConfig
-from sparseflow.tuning.schedule.matrices import Pattern
+from sparseflow.tuning.schedule.matrices import SparsityPattern
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 SMALL = NetConfig(
-    pattern=PatternConfig(channels=4, width=8, most_cells=64), layers=1, width=16, heads=2, feed_forward=16
+    pattern=PatternConfig(channels=4, width=8, max_cells=64), layers=1, width=16, heads=2, feed_forward=16
 )
 NO_PATTERN = NetConfig(pattern=None, layers=1, width=16, heads=2, feed_forward=16)
 
 
-def pattern_of(seed: int, shape: tuple[int, int] = (60, 40), density: float = 0.1) -> Pattern:
+def pattern_of(seed: int, shape: tuple[int, int] = (60, 40), density: float = 0.1) -> SparsityPattern:
     rows, cols = np.nonzero(np.random.default_rng(seed).random(shape) < density)
-    return Pattern.of(rows, cols, shape)
+    return SparsityPattern.from_coords(rows, cols, shape)
 
 
 class MadeUp(LabelSet):
@@ -40,34 +47,34 @@ class MadeUp(LabelSet):
         schedules: int = 12,
         seed: int = 0,
     ) -> None:
-        self.patterns = {str(at): pattern_of(seed + at) for at in range(matrices)}
-        self._rows: dict[Task, Rows] = {}
+        self.patterns = {str(index): pattern_of(seed + index) for index in range(matrices)}
+        self._rows: dict[TuningTask, ScheduleLatencies] = {}
         for name in operators:
-            for at in range(matrices):
-                self._add(name, at, schedules, known=at < matrices - 1)
+            for index in range(matrices):
+                self._add(name, index, schedules, known=index < matrices - 1)
         self.tasks = tuple(self._rows)
 
-    def _add(self, operator: str, at: int, schedules: int, *, known: bool) -> None:
-        op, pattern = OPERATORS[operator], self.patterns[str(at)]
-        task = Task(
-            operator=operator, matrix=f"m{at}", family=f"f{at}", shape=pattern.shape,
+    def _add(self, operator: str, index: int, schedules: int, *, known: bool) -> None:
+        op, pattern = OPERATORS[operator], self.patterns[str(index)]
+        task = TuningTask(
+            operator=operator, matrix=f"m{index}", family=f"f{index}", shape=pattern.shape,
             nnz=pattern.nnz if known else None, n_cols=32 if op.dense_axes else None, dtype="float32",
-            threads=2, device="none", pattern=str(at) if known else None,
+            threads=2, device="none", pattern=str(index) if known else None,
         )  # fmt: skip
-        random = np.random.default_rng(at)
-        space = Space(op, task.extents(), threads=[1, 2])
-        drawn = tuple(dict.fromkeys(str(space.sample(random)) for _ in range(2 * schedules)))[:schedules]
-        self._rows[task] = Rows(
-            schedules=drawn,
-            latency_ms=np.array([latency_ms(Schedule.parse(line)) for line in drawn]),
-            ratio=np.full(len(drawn), np.nan),
-            repeats=random.integers(1, 4, len(drawn)),
+        random = np.random.default_rng(index)
+        space = ScheduleSpace(op, task.extents(), threads=[1, 2])
+        samples = tuple(dict.fromkeys(str(space.sample(random)) for _ in range(2 * schedules)))[:schedules]
+        self._rows[task] = ScheduleLatencies(
+            schedules=samples,
+            latency_ms=np.array([latency_ms(Schedule.parse(line)) for line in samples]),
+            ratio=np.full(len(samples), np.nan),
+            repeats=random.integers(1, 4, len(samples)),
         )
 
-    def rows(self, task: Task) -> Rows:
+    def read_latencies(self, task: TuningTask) -> ScheduleLatencies:
         return self._rows[task]
 
-    def pattern(self, task: Task) -> Pattern | None:
+    def read_pattern(self, task: TuningTask) -> SparsityPattern | None:
         return None if task.pattern is None else self.patterns[task.pattern]
 
 
@@ -80,19 +87,19 @@ def latency_ms(schedule: Schedule) -> float:
 
 def on_disk(folder: Path, **options: Any) -> Path:
     """The same as files."""
-    made = MadeUp(**options)
-    digests = {name: write_pattern(folder, pattern) for name, pattern in made.patterns.items()}
+    created = MadeUp(**options)
+    digests = {name: write_pattern(folder, pattern) for name, pattern in created.patterns.items()}
 
-    def measured() -> Iterator[tuple[Task, Measurement]]:
-        for task in made.tasks:
-            rows = made.rows(task)
-            kept = replace(task, pattern=None if task.pattern is None else digests[task.pattern])
+    def measured() -> Iterator[tuple[TuningTask, ScheduleMeasurement]]:
+        for task in created.tasks:
+            rows = created.read_latencies(task)
+            retained = replace(task, pattern=None if task.pattern is None else digests[task.pattern])
             for line, latency in zip(rows.schedules, rows.latency_ms, strict=True):
-                yield kept, Measurement(schedule=line, latency_ms=float(latency))
+                yield retained, ScheduleMeasurement(schedule=line, latency_ms=float(latency))
 
     write_labels(folder, measured())
     return folder
 
 
-def made_up(**options: Any) -> Dataset:
-    return Dataset.of([MadeUp(**options)])
+def made_up(**options: Any) -> RankingDataset:
+    return RankingDataset.from_label_sets([MadeUp(**options)])

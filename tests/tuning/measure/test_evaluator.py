@@ -13,11 +13,11 @@ import pytest
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.codegen import program
 from sparseflow.tuning.codegen.c_source import SYMBOL
-from sparseflow.tuning.measure.evaluator import Evaluator, Trial
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.presets import presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 CSR = Schedule.parse("0 1 A 2 i k A 2 i 0 k 1 0 3 i k j None j None 0 1 1")
@@ -25,11 +25,11 @@ DENSE = Schedule.parse("0 1 A 2 i k A 2 i 0 k 0 0 3 i k j None j None 0 1 1")
 SPMV = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j None None None 0 1 1")
 
 
-def problem_of(name: str = "spmm", density: float = 0.3, dtype: type = np.float32) -> Problem:
+def problem_of(name: str = "spmm", density: float = 0.3, dtype: type = np.float32) -> SparseProblem:
     generator = np.random.default_rng(0)
     full = generator.standard_normal((19, 23)) * (generator.random((19, 23)) < density)
     operator = OPERATORS[name]
-    return Problem(
+    return SparseProblem(
         operator=operator,
         matrix=as_coo(full, dtype=dtype),
         n_cols=10 if operator.dense_axes else None,
@@ -42,8 +42,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def evaluator(cache: Path) -> Iterator[Evaluator]:
-    with Evaluator(problem_of(), CSR, cache=cache) as opened:
+def evaluator(cache: Path) -> Iterator[ScheduleEvaluator]:
+    with ScheduleEvaluator(problem_of(), CSR, cache_dir=cache) as opened:
         yield opened
 
 
@@ -59,7 +59,7 @@ def body(monkeypatch: pytest.MonkeyPatch) -> Body:
             "#include <stdlib.h>\n"
             f"void {SYMBOL}(const void *const *in, void *const *out) {{ {statements} }}\n"
         )
-        monkeypatch.setattr(program, "generate", lambda *args, **kwargs: source)
+        monkeypatch.setattr(program, "generate_source", lambda *args, **kwargs: source)
 
     return give
 
@@ -76,8 +76,8 @@ def failed(trial: Trial) -> str:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_presets_work(name: str, dtype: type, density: float, cache: Path) -> None:
     problem = problem_of(name, density, dtype)
-    known = presets(problem.operator, problem.extents, 1)
-    with Evaluator(problem, known["csr"], cache=cache) as opened:
+    known = build_presets(problem.operator, problem.extents, 1)
+    with ScheduleEvaluator(problem, known["csr"], cache_dir=cache) as opened:
         for schedule in known.values():
             trial = opened.measure(schedule)
             assert trial.error is None and trial.schedule == schedule
@@ -86,7 +86,7 @@ def test_presets_work(name: str, dtype: type, density: float, cache: Path) -> No
             assert all(part >= 0.0 for part in trial.seconds.values())
 
 
-def test_a_trial_goes_through_json(evaluator: Evaluator) -> None:
+def test_a_trial_goes_through_json(evaluator: ScheduleEvaluator) -> None:
     trial = evaluator.measure(CSR, thorough=True)
     row = json.loads(json.dumps(trial.to_dict(), allow_nan=False))
     assert Trial(**{**row, "schedule": Schedule.parse(row["schedule"])}) == trial
@@ -98,37 +98,39 @@ def test_a_failure_goes_through_json() -> None:
 
 
 def test_only_inside_of_its_block(cache: Path) -> None:
-    one = Evaluator(problem_of(), CSR, cache=cache)
-    with pytest.raises(InputError, match="only inside its `with` block"):
-        one.measure(CSR)
-    with one:
-        assert one.measure(CSR).error is None
-    with pytest.raises(InputError, match="only inside its `with` block"):
-        one.measure(CSR)
+    item = ScheduleEvaluator(problem_of(), CSR, cache_dir=cache)
+    with pytest.raises(InputError, match="`with`"):
+        item.measure(CSR)
+    with item:
+        assert item.measure(CSR).error is None
+    with pytest.raises(InputError, match="`with`"):
+        item.measure(CSR)
 
 
-def test_what_cannot_run_is_told(evaluator: Evaluator) -> None:
+def test_what_cannot_run_is_told(evaluator: ScheduleEvaluator) -> None:
     assert "cannot run as spmm" in failed(evaluator.measure(SPMV))
 
 
-def test_storage_has_a_limit(evaluator: Evaluator, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_has_a_limit(
+    evaluator: ScheduleEvaluator, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert evaluator.measure(DENSE).error is None, "small ones may be dense"
-    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._ROOM", 0)
-    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._LEAST_BYTES", 19 * 23 * 4 - 1)
-    with Evaluator(problem_of(), CSR, cache=cache) as opened:
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MAX_STORAGE_RATIO", 0)
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MIN_STORAGE_BYTES", 19 * 23 * 4 - 1)
+    with ScheduleEvaluator(problem_of(), CSR, cache_dir=cache) as opened:
         assert opened.measure(CSR).error is None
         trial = opened.measure(DENSE)
     assert "MiB are allowed" in failed(trial)
     assert "compile" not in trial.seconds, "it was refused before"
 
 
-def test_wrong_results_are_told(evaluator: Evaluator, body: Body) -> None:
+def test_wrong_results_are_told(evaluator: ScheduleEvaluator, body: Body) -> None:
     body("float *c = out[0]; for (int i = 0; i < 190; i++) c[i] = 1.0f;")
     assert "its result differs from the library's by" in failed(evaluator.measure(CSR))
 
 
-def test_results_that_are_hardly_wrong_are_told(evaluator: Evaluator, body: Body) -> None:
-    expected = problem_of().reference(evaluator.inputs)
+def test_results_that_are_hardly_wrong_are_told(evaluator: ScheduleEvaluator, body: Body) -> None:
+    expected = problem_of().compute_reference(evaluator.inputs)
     values = ", ".join(f"{value:.9e}f" for value in expected.ravel())
     copy = f"static const float c[] = {{{values}}};"
     largest = float(np.abs(expected).max())
@@ -138,13 +140,13 @@ def test_results_that_are_hardly_wrong_are_told(evaluator: Evaluator, body: Body
         assert (trial.error is None) == right, trial.error
 
 
-def test_results_that_are_not_written_are_told(evaluator: Evaluator, body: Body) -> None:
+def test_results_that_are_not_written_are_told(evaluator: ScheduleEvaluator, body: Body) -> None:
     body("float *c = out[0]; for (int i = 0; i < 189; i++) c[i] = 0.0f;")
     assert "differs from the library's by nan" in failed(evaluator.measure(CSR))
 
 
 @pytest.mark.parametrize(
-    ("statements", "told"),
+    ("statements", "messages"),
     [
         ("*(volatile int *)16 = 1;", "SIGSEGV"),
         ("abort();", "SIGABRT"),
@@ -154,37 +156,48 @@ def test_results_that_are_not_written_are_told(evaluator: Evaluator, body: Body)
     ],
 )
 def test_crashes_are_told_and_survived(
-    statements: str, told: str, evaluator: Evaluator, body: Body, monkeypatch: pytest.MonkeyPatch
+    statements: str, messages: str, evaluator: ScheduleEvaluator, body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body(statements)
-    assert told in failed(evaluator.measure(CSR))
+    assert messages in failed(evaluator.measure(CSR))
     monkeypatch.undo()
     assert evaluator.measure(CSR).error is None
 
 
 def test_a_reference_that_does_not_compile(cache: Path, body: Body) -> None:
     body("this is no C")
-    with pytest.raises(RunError, match="failed with exit status"), Evaluator(problem_of(), CSR, cache=cache):
+    with (
+        pytest.raises(RunError),
+        ScheduleEvaluator(problem_of(), CSR, cache_dir=cache),
+    ):
         pass
 
 
 def test_a_reference_that_cannot_run(cache: Path) -> None:
-    with pytest.raises(InputError, match="cannot run as spmm"), Evaluator(problem_of(), SPMV, cache=cache):
+    with (
+        pytest.raises(InputError),
+        ScheduleEvaluator(problem_of(), SPMV, cache_dir=cache),
+    ):
         pass
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(DeviceError, match="no C compiler"), Evaluator(problem_of(), CSR, cache=tmp_path):
+    with (
+        pytest.raises(DeviceError),
+        ScheduleEvaluator(problem_of(), CSR, cache_dir=tmp_path),
+    ):
         pass
 
 
 def test_inputs_depend_on_the_seed(cache: Path) -> None:
-    drawn = [Evaluator(problem_of(), CSR, seed=seed, cache=cache).inputs[0] for seed in (0, 0, 1)]
-    assert np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[0], drawn[2])
+    samples = [
+        ScheduleEvaluator(problem_of(), CSR, seed=seed, cache_dir=cache).inputs[0] for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(samples[0], samples[1]) and not np.array_equal(samples[0], samples[2])
 
 
 def test_an_error_inside_of_the_block_comes_out(cache: Path) -> None:
-    with pytest.raises(KeyError, match="mine"), Evaluator(problem_of(), CSR, cache=cache):
+    with pytest.raises(KeyError), ScheduleEvaluator(problem_of(), CSR, cache_dir=cache):
         raise KeyError("mine")

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from sparseflow.tuning.measure.harness import Handover, MemoryFile
+from sparseflow.tuning.measure.harness import MemoryFile, ShmTransport
 
 
 def content(number: int) -> bytes:
@@ -16,29 +16,29 @@ def content(number: int) -> bytes:
 
 def test_one_array_is_one_file() -> None:
     array, equal = np.arange(10), np.arange(10)
-    with Handover() as files:
+    with ShmTransport() as files:
         first = files.add(array)
         assert files.add(array) == files.add(array.view()) == files.add(array.reshape(2, 5)) == first
         assert files.add(equal) != first
         assert files.add(array[:5]) != first
         assert content(first) == array.tobytes()
-        assert len(files.numbers) == 3
+        assert len(files.file_descriptors) == 3
 
 
 def test_what_is_known_already_is_not_handed_over_again() -> None:
     array = np.arange(10)
-    with Handover() as kept:
-        first = kept.add(array)
-        with Handover(kept) as files:
+    with ShmTransport() as retained:
+        first = retained.add(array)
+        with ShmTransport(retained) as files:
             assert files.add(array) == first
             second = files.add(np.ones(3))
-            assert files.numbers == (first, second)
-        assert kept.numbers == (first,)
+            assert files.file_descriptors == (first, second)
+        assert retained.file_descriptors == (first,)
         assert content(first) == array.tobytes()
 
 
 def test_odd_arrays() -> None:
-    with Handover() as files:
+    with ShmTransport() as files:
         for array in (np.array(3.5), np.zeros((0, 4)), np.array([True, False]), np.ones(2, complex)):
             assert content(files.add(array)) == array.tobytes()
 
@@ -46,7 +46,7 @@ def test_odd_arrays() -> None:
 def test_nothing_is_left_open() -> None:
     gc.collect()
     before = sorted(os.listdir("/proc/self/fd"))
-    with Handover() as files, MemoryFile("test") as file:
+    with ShmTransport() as files, MemoryFile("test") as file:
         files.add(np.arange(10))
-        assert os.fstat(file.number).st_size == 0
+        assert os.fstat(file.fd).st_size == 0
     assert sorted(os.listdir("/proc/self/fd")) == before

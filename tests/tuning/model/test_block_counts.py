@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.tuning.model.block_counts import Blocks
-from sparseflow.tuning.schedule.matrices import Coo
+from sparseflow.tuning.model.block_counts import BlockCounts
+from sparseflow.tuning.schedule.matrices import CooMatrix
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> Coo:
+def patterns(draw: st.DrawFn) -> CooMatrix:
     shape = (draw(st.integers(1, 40)), draw(st.integers(1, 40)))
     share = draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows, cols = np.nonzero(rng.random(shape) < share)
-    return Coo(rows=rows, cols=cols, values=np.ones(len(rows), np.float32), shape=shape)
+    return CooMatrix(rows=rows, cols=cols, values=np.ones(len(rows), np.float32), shape=shape)
 
 
 sizes = st.none() | st.integers(1, 64)
@@ -28,24 +28,24 @@ sizes = st.none() | st.integers(1, 64)
 
 @settings(deadline=None)
 @given(patterns(), sizes, sizes)
-def test_blocks_that_hold_an_element(pattern: Coo, rows: int | None, cols: int | None) -> None:
-    held = {
+def test_blocks_that_hold_an_element(pattern: CooMatrix, rows: int | None, cols: int | None) -> None:
+    held_out = {
         (row // rows if rows else 0, col // cols if cols else 0)
         for row, col in zip(pattern.rows, pattern.cols, strict=True)
     }
-    assert Blocks(pattern).count(rows, cols) == len(held)
+    assert BlockCounts(pattern).count(rows, cols) == len(held_out)
 
 
 @settings(deadline=None)
 @given(patterns(), st.sampled_from([0, 1]), st.integers(1, 64))
-def test_the_fullest_strip(pattern: Coo, axis: int, width: int) -> None:
+def test_the_fullest_strip(pattern: CooMatrix, axis: int, width: int) -> None:
     strips = (pattern.rows, pattern.cols)[axis] // width
-    assert Blocks(pattern).most(axis, width) == np.bincount(strips, minlength=1).max()
+    assert BlockCounts(pattern).max_in_strip(axis, width) == np.bincount(strips, minlength=1).max()
 
 
 @settings(deadline=None)
 @given(patterns(), st.sampled_from([2, 4, 16]), sizes)
-def test_rows_side_by_side(pattern: Coo, lanes: int, cols: int | None) -> None:
+def test_rows_side_by_side(pattern: CooMatrix, lanes: int, cols: int | None) -> None:
     longest: dict[tuple[int, int], int] = {}
     for strip in range(-(-pattern.shape[1] // cols) if cols else 1):
         inside = pattern.cols // cols == strip if cols else np.ones(pattern.nnz, bool)
@@ -53,41 +53,43 @@ def test_rows_side_by_side(pattern: Coo, lanes: int, cols: int | None) -> None:
         for row, length in enumerate(lengths):
             group = row // lanes, strip
             longest[group] = max(longest.get(group, 0), int(length))
-    assert Blocks(pattern).side_by_side(lanes, cols) == lanes * sum(longest.values())
+    assert BlockCounts(pattern).count_padded(lanes, cols) == lanes * sum(longest.values())
 
 
 def test_lengths_of_rows_and_columns() -> None:
     rows, cols = np.array([0, 0, 2]), np.array([1, 3, 1])
-    blocks = Blocks(Coo(rows=rows, cols=cols, values=np.ones(3), shape=(4, 4)))
-    assert blocks.lengths(0).tolist() == [2, 0, 1, 0]
-    assert blocks.lengths(1).tolist() == [0, 2, 0, 1]
+    blocks = BlockCounts(CooMatrix(rows=rows, cols=cols, values=np.ones(3), shape=(4, 4)))
+    assert blocks.count_per_line(0).tolist() == [2, 0, 1, 0]
+    assert blocks.count_per_line(1).tolist() == [0, 2, 0, 1]
 
 
 def test_the_order_of_elements_does_not_matter() -> None:
     rng = np.random.default_rng(0)
     rows, cols = np.nonzero(rng.random((50, 60)) < 0.1)
-    sorted_ = Coo(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(50, 60))
+    sorted_ = CooMatrix(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(50, 60))
     order = rng.permutation(len(rows))
     mixed = replace(sorted_, rows=rows[order], cols=cols[order])
     for size in itertools.product((None, 1, 4, 7), repeat=2):
-        assert Blocks(mixed).count(*size) == Blocks(sorted_).count(*size)
-    assert Blocks(mixed).side_by_side(4, 8) == Blocks(sorted_).side_by_side(4, 8)
+        assert BlockCounts(mixed).count(*size) == BlockCounts(sorted_).count(*size)
+    assert BlockCounts(mixed).count_padded(4, 8) == BlockCounts(sorted_).count_padded(4, 8)
 
 
 def test_asking_together_or_apart_gives_the_same() -> None:
     rng = np.random.default_rng(1)
     rows, cols = np.nonzero(rng.random((70, 30)) < 0.2)
-    pattern = Coo(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(70, 30))
-    some = list(itertools.product((None, 1, 2, 16), (None, 1, 2, 16)))
-    together = Blocks(pattern)
-    together.prepare(some)
-    assert [together.count(*size) for size in some] == [Blocks(pattern).count(*size) for size in some]
+    pattern = CooMatrix(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(70, 30))
+    subset = list(itertools.product((None, 1, 2, 16), (None, 1, 2, 16)))
+    combined = BlockCounts(pattern)
+    combined.prepare(subset)
+    assert [combined.count(*size) for size in subset] == [
+        BlockCounts(pattern).count(*size) for size in subset
+    ]
 
 
 @pytest.mark.parametrize("shape", [(10**9, 10**9), (1, 2 * 10**9)])
 def test_huge_matrices(shape: tuple[int, int]) -> None:
     rows = np.array([0, shape[0] - 1])
     cols = np.array([0, shape[1] - 1])
-    pattern = Coo(rows=rows, cols=cols, values=np.ones(2), shape=shape)
-    assert Blocks(pattern).count(1, 1) == Blocks(pattern).count(1024, 1) == 2
-    assert Blocks(pattern).count(None, shape[1]) == 1
+    pattern = CooMatrix(rows=rows, cols=cols, values=np.ones(2), shape=shape)
+    assert BlockCounts(pattern).count(1, 1) == BlockCounts(pattern).count(1024, 1) == 2
+    assert BlockCounts(pattern).count(None, shape[1]) == 1

@@ -7,35 +7,35 @@ import logging
 import pytest
 
 from sparseflow.tuning.model import dataset as module
-from sparseflow.tuning.model.dataset import Room
+from sparseflow.tuning.model.dataset import CellLimits
 from tests.tuning.synthetic_labels import made_up
 
 
 def test_the_largest_is_halved_until_it_is_set_aside(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_LEAST", 8)
+    monkeypatch.setattr(module, "_MIN_CELLS", 8)
     data = made_up()
-    room = Room(data, 64)
-    sizes = {digest: len(data.cells(digest, 64).coords) for digest in ("0", "1")}
+    limits = CellLimits(data, 64)
+    sizes = {digest: len(data.get_cells(digest, 64).coords) for digest in ("0", "1")}
     largest = max(sizes, key=sizes.__getitem__)
     with caplog.at_level(logging.WARNING):
-        assert room.shrink(["0", "1"])
-    assert room.limits == {largest: sizes[largest] // 2}
+        assert limits.shrink(["0", "1"])
+    assert limits.limits == {largest: sizes[largest] // 2}
     assert f"the pattern of m{largest} does not fit into memory" in caplog.text
-    found = room.cells(largest)
-    assert found is not None and len(found.coords) <= sizes[largest] // 2
+    result = limits.get_cells(largest)
+    assert result is not None and len(result.coords) <= sizes[largest] // 2
     with caplog.at_level(logging.WARNING):
-        while room.shrink(["0", "1"]):
+        while limits.shrink(["0", "1"]):
             pass
-    assert room.limits == {"0": 0, "1": 0} and room.cells("0") is None
+    assert limits.limits == {"0": 0, "1": 0} and limits.get_cells("0") is None
     assert "it is set aside, as if it was not known" in caplog.text
-    assert not room.shrink([])
+    assert not limits.shrink([])
 
 
 def test_limits_are_taken_up_again() -> None:
-    room = Room(made_up(), 64)
-    room.take({"0": 16, "1": 0})
-    cells = room.cells("0")
+    limits = CellLimits(made_up(), 64)
+    limits.restore({"0": 16, "1": 0})
+    cells = limits.get_cells("0")
     assert cells is not None and len(cells.coords) <= 16
-    assert room.cells("1") is None
+    assert limits.get_cells("1") is None

@@ -9,29 +9,32 @@ from pathlib import Path
 import pytest
 
 from sparseflow.errors import FileFormatError, InputError
+from sparseflow.tuning.evaluation import PAGE_FILE, SEARCHES_DIR, write_page
 from sparseflow.tuning.model import comparison as module
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
-    ROWS,
-    Entry,
-    ablation,
-    folds_of,
-    named,
-    read_study,
-    study,
+    ROWS_FILE,
+    NetworkEntry,
+    assign_folds,
+    build_ablation_entries,
+    build_named_entries,
+    compare_networks,
+    read_comparison,
 )
-from sparseflow.tuning.model.dataset import Dataset, Sampling
-from sparseflow.tuning.model.net.pretrained import SHIPPED, shipped
-from sparseflow.tuning.model.page import PAGE, SEARCHES, scores, write_page
+from sparseflow.tuning.model.dataset import BatchSampling, RankingDataset
+from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
+from sparseflow.tuning.model.page import compute_scores
 from sparseflow.tuning.model.training import TrainConfig
-from sparseflow.tuning.search.comparison import Searched
+from sparseflow.tuning.search.comparison import SearchRecord
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, on_disk
 
-QUICK = TrainConfig(net=SMALL, sampling=Sampling(schedules=6, matrices=2, tasks=2), steps=2, validate_every=2)
+QUICK = TrainConfig(
+    net=SMALL, sampling=BatchSampling(schedules=6, matrices=2, tasks=2), steps=2, validate_every=2
+)
 FEW = [
-    Entry(name="without", config=replace(QUICK, net=NO_PATTERN), operators=("spmm", "spmv")),
-    Entry(name="spmv_alone", config=QUICK, operators=("spmv",)),
-    Entry(name=f"{BOOSTED}_spmm", config=None, operators=("spmm",)),
+    NetworkEntry(name="without", config=replace(QUICK, net=NO_PATTERN), operators=("spmm", "spmv")),
+    NetworkEntry(name="spmv_alone", config=QUICK, operators=("spmv",)),
+    NetworkEntry(name=f"{BOOSTED}_spmm", config=None, operators=("spmm",)),
 ]
 
 
@@ -42,27 +45,31 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
-    rows = study(FEW, [labels], tmp_path, folds=3, progress=lambda *one: told.append(one))
-    assert {(row.entry, row.fold) for row in rows} == {(each.name, fold) for each in FEW for fold in range(3)}
+    messages: list[tuple[str, float]] = []
+    rows = compare_networks(FEW, [labels], tmp_path, folds=3, progress=lambda *score: messages.append(score))
+    assert {(row.entry, row.fold) for row in rows} == {(item.name, fold) for item in FEW for fold in range(3)}
     for entry in FEW:
-        judged = [(one.operator, one.matrix) for row in rows if row.entry == entry.name for one in row.judged]
-        wanted = [(name, f"m{at}") for name in entry.operators for at in range(4)]
-        assert sorted(judged) == sorted(wanted)
-    assert told[-1][1] == 1.0
-    assert read_study(tmp_path) == rows
-    again = study(FEW, [labels], tmp_path, folds=3, progress=lambda *_: pytest.fail("nothing is left to do"))
-    assert again == rows
-    with pytest.raises(InputError, match="other folds"):
-        study(FEW, [labels], tmp_path, folds=2)
+        scores = [
+            (score.operator, score.matrix) for row in rows if row.entry == entry.name for score in row.scores
+        ]
+        expected = [(name, f"m{index}") for name in entry.operators for index in range(4)]
+        assert sorted(scores) == sorted(expected)
+    assert messages[-1][1] == 1.0
+    assert read_comparison(tmp_path) == rows
+    repeated = compare_networks(
+        FEW, [labels], tmp_path, folds=3, progress=lambda *_: pytest.fail("nothing is left to do")
+    )
+    assert repeated == rows
+    with pytest.raises(InputError):
+        compare_networks(FEW, [labels], tmp_path, folds=2)
     page = write_page(tmp_path, reproduce="again").read_text()
-    assert "Loss in training" in page and "spmv_alone" in page and "random pick" in page
-    lines = scores(rows)
+    assert "Training loss" in page and "spmv_alone" in page and "random pick" in page
+    lines = compute_scores(rows)
     assert {(line["model"], line["operator"]) for line in lines} == {
         ("without", "spmm"), ("without", "spmv"), ("spmv_alone", "spmv"), (f"{BOOSTED}_spmm", "spmm"),
     }  # fmt: skip
     assert {line["matrices"] for line in lines} == {4}
-    assert {line["matrices"] for line in scores(rows, known=True)} == {3}
+    assert {line["matrices"] for line in compute_scores(rows, known=True)} == {3}
     over = {(line["model"], line["operator"]): line["over_boosted"] for line in lines}
     assert over["without", "spmv"] is None and over["spmv_alone", "spmv"] is None, "no trees learnt that"
     assert over[f"{BOOSTED}_spmm", "spmm"]["top1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
@@ -73,40 +80,44 @@ def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tm
 
 
 def test_every_seed_is_a_training_of_its_own(labels: Path, tmp_path: Path) -> None:
-    rows = study(FEW[:1], [labels], tmp_path, folds=2)
-    more = study(FEW[:1], [labels], tmp_path, folds=2, seeds=2)
+    rows = compare_networks(FEW[:1], [labels], tmp_path, folds=2)
+    more = compare_networks(FEW[:1], [labels], tmp_path, folds=2, seeds=2)
     assert more[:2] == rows and [(row.seed, row.fold) for row in more] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert more[2].judged != more[0].judged
-    assert scores(more)[0]["tasks"] == 2 * scores(rows)[0]["tasks"]
-    with pytest.raises(InputError, match="seeds"):
-        study(FEW[:1], [labels], tmp_path, folds=2, seeds=0)
+    assert more[2].scores != more[0].scores
+    assert compute_scores(more)[0]["tasks"] == 2 * compute_scores(rows)[0]["tasks"]
+    with pytest.raises(InputError):
+        compare_networks(FEW[:1], [labels], tmp_path, folds=2, seeds=0)
 
 
 def test_what_was_done_is_not_done_again(
     labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study(FEW[:1], [labels], tmp_path, folds=3)
-    lines = (tmp_path / ROWS).read_text().splitlines()
-    (tmp_path / ROWS).write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])
-    done = []
-    monkeypatch.setattr(module, "_run", lambda job, run=module._run: done.append(job.fold) or run(job))
-    rows = study(FEW[:1], [labels], tmp_path, folds=3)
-    assert done == [2] and [row.fold for row in rows] == [0, 1, 2]
+    compare_networks(FEW[:1], [labels], tmp_path, folds=3)
+    lines = (tmp_path / ROWS_FILE).read_text().splitlines()
+    (tmp_path / ROWS_FILE).write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])
+    completed = []
+    monkeypatch.setattr(
+        module,
+        "_train_cell",
+        lambda *args, run=module._train_cell: completed.append(args[3].fold) or run(*args),
+    )
+    rows = compare_networks(FEW[:1], [labels], tmp_path, folds=3)
+    assert completed == [2] and [row.fold for row in rows] == [0, 1, 2]
 
 
 def test_folds_hold_about_as_much_each(labels: Path) -> None:
-    data = Dataset.of([module.LabelSet.open(labels)])
-    parts = folds_of(data, 2)
+    data = RankingDataset.from_label_sets([module.LabelSet.open(labels)])
+    parts = assign_folds(data, 2)
     assert [len(part) for part in parts] == [2, 2]
     known = {group.task.family for group in data.groups if group.task.pattern is not None}
     assert sorted(len(known.intersection(part)) for part in parts) == [1, 2]
     for count in (1, 5):
-        with pytest.raises(InputError, match="from 2 to the 4 families"):
-            folds_of(data, count)
+        with pytest.raises(InputError):
+            assign_folds(data, count)
 
 
 def test_the_networks_that_are_compared() -> None:
-    entries = {entry.name: entry for entry in named(QUICK, ["spmm", "spmv"])}
+    entries = {entry.name: entry for entry in build_named_entries(QUICK, ["spmm", "spmv"])}
     assert set(entries) == {
         *(f"{name}_{op}" for op in ("spmm", "spmv") for name in (
             BOOSTED, "WACONet", "AutoSparseNet_WACONet", "AutoSparseNet", "AutoSparseNet_Pretrained",
@@ -115,43 +126,48 @@ def test_the_networks_that_are_compared() -> None:
     }  # fmt: skip
     waco, full = entries["WACONet_spmm"].config, entries["AutoSparseNet_Full"]
     assert waco is not None and waco.net.pattern is not None
-    assert (waco.net.pattern.kind, waco.net.joined, waco.loss, waco.sampling.mode) == (
-        "strided", "perceptron", "margin", "naive",
+    assert (waco.net.pattern.kind, waco.net.context_mode, waco.loss, waco.sampling.mode) == (
+        "strided", "mlp", "margin", "naive",
     )  # fmt: skip
     assert full.operators == ("spmm", "spmv") and full.config is not None and full.config.net == SMALL
-    begun = entries["AutoSparseNet_Pretrained"].config
-    assert begun is not None and begun.init == SHIPPED and begun.steps < QUICK.steps
-    assert begun.net == replace(shipped().config, dropout=SMALL.dropout)
-    table = {entry.name: entry.config for entry in ablation(QUICK, ["spmm"])}
-    assert len(table) == len(ablation(QUICK, ["spmm"])) == 5 * 3 + 3
+    started = entries["AutoSparseNet_Pretrained"].config
+    assert started is not None and started.init == SHIPPED and started.steps < QUICK.steps
+    assert started.net == replace(load_shipped_network().config, dropout=SMALL.dropout)
+    table = {entry.name: entry.config for entry in build_ablation_entries(QUICK, ["spmm"])}
+    assert len(table) == len(build_ablation_entries(QUICK, ["spmm"])) == 5 * 3 + 3
     config = table["hdc_concat_no_pick"]
-    assert config is not None and config.pick == 0.0 and config.loss == QUICK.loss
+    assert config is not None and config.pick_weight == 0.0 and config.loss == QUICK.loss
 
 
 def test_what_is_no_study_is_told(labels: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no study"):
+    with pytest.raises(InputError):
         write_page(tmp_path)
-    with pytest.raises(InputError, match="same name"):
-        study([FEW[0], FEW[0]], [labels], tmp_path, folds=3)
-    (tmp_path / ROWS).write_text('{"entry": "x", "fold": 0}\n')
-    with pytest.raises(FileFormatError, match="no result of a study"):
-        read_study(tmp_path)
+    with pytest.raises(InputError):
+        compare_networks([FEW[0], FEW[0]], [labels], tmp_path, folds=3)
+    (tmp_path / ROWS_FILE).write_text('{"entry": "x", "fold": 0}\n')
+    with pytest.raises(FileFormatError):
+        read_comparison(tmp_path)
 
 
 def test_searches_are_drawn_beside_each_other(labels: Path, tmp_path: Path) -> None:
-    study(FEW[2:], [labels], tmp_path, folds=3)
-    (tmp_path / SEARCHES).mkdir()
+    compare_networks(FEW[2:], [labels], tmp_path, folds=3)
+    (tmp_path / SEARCHES_DIR).mkdir()
     for method, ratios in (("annealing", (None, 2.0, 1.0, 0.5)), ("guided-annealing", (0.52, 0.6))):
-        one = Searched(
+        item = SearchRecord(
             problem="cca spmv", method=method, ratios=ratios, seconds={"measure": 2.0, "rest": 0.5}
         )
-        assert Searched.from_dict(json.loads(json.dumps(one.to_dict()))) == one
-        (tmp_path / SEARCHES / f"{method}.json").write_text(json.dumps(one.to_dict()))
-    assert one.arrived(0.5) == 1 and one.arrived(0.1) is None
+        assert SearchRecord.from_dict(json.loads(json.dumps(item.to_dict()))) == item
+        (tmp_path / SEARCHES_DIR / f"{method}.json").write_text(json.dumps(item.to_dict()))
+    assert item.count_until(0.5) == 1 and item.count_until(0.1) is None
     page = write_page(tmp_path)
-    assert page == tmp_path / PAGE
-    for text in ("Searches: cca spmv", "without the model", "Best schedule so far", "Where search time goes"):
+    assert page == tmp_path / PAGE_FILE
+    for text in (
+        "Searches: cca spmv",
+        "without the model",
+        "Best schedule so far",
+        "Time of each search phase",
+    ):
         assert text in page.read_text()
-    (tmp_path / SEARCHES / "other.json").write_text("[]")
-    with pytest.raises(FileFormatError, match="is no search"):
+    (tmp_path / SEARCHES_DIR / "other.json").write_text("[]")
+    with pytest.raises(FileFormatError):
         write_page(tmp_path)

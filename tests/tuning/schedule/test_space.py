@@ -17,53 +17,53 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.schedule import choices
 from sparseflow.tuning.schedule.choices import UNROLL_FACTORS
 from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV, Operator
-from sparseflow.tuning.schedule.rules import CHUNKS
-from sparseflow.tuning.schedule.schedule import Level, Mode, Schedule, SparseFormat
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.rules import CHUNK_SIZES
+from sparseflow.tuning.schedule.schedule import FormatLevel, LevelMode, Schedule, SparseFormat
+from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.random_schedules import SPMM_LINE, generators, spaces
 
 SHAPE = {"i": 1000, "k": 700, "j": 128}
 
 
-def fits(schedule: Schedule, space: Space) -> bool:
-    canonical = schedule.canonical(space.operator, space.shape)  # raises if it cannot run
+def fits(schedule: Schedule, space: ScheduleSpace) -> bool:
+    canonical = schedule.canonicalize(space.operator, space.shape)  # raises if it cannot run
     return schedule == canonical and Schedule.parse(str(schedule)) == schedule
 
 
 @settings(deadline=None, max_examples=200)
 @given(spaces(), generators)
-def test_whatever_is_drawn_can_run_and_is_canonical(space: Space, rng: np.random.Generator) -> None:
+def test_whatever_is_drawn_can_run_and_is_canonical(space: ScheduleSpace, rng: np.random.Generator) -> None:
     a, b = space.sample(rng), space.sample(rng)
     child = space.crossover(a, b, rng)
     mutant = space.mutate(child, rng)
-    assert all(fits(each, space) for each in (a, b, child, mutant, space.default()))
+    assert all(fits(item, space) for item in (a, b, child, mutant, space.build_default()))
     assert mutant != child
-    for each in (a, b, child, mutant):
-        assert each.threads == 1 or each.threads in space.threads
+    for item in (a, b, child, mutant):
+        assert item.threads == 1 or item.threads in space.threads
 
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda each: each.name)
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda item_value: item_value.name)
 def test_the_same_seed_draws_the_same(operator: Operator) -> None:
-    space = Space(operator, dict.fromkeys(operator.axes, 300))
+    space = ScheduleSpace(operator, dict.fromkeys(operator.axes, 300))
 
-    def drawn() -> list[Schedule]:
+    def samples_value() -> list[Schedule]:
         rng = np.random.default_rng(5)
-        found = [space.sample(rng) for _ in range(20)]
-        found += [space.mutate(each, rng) for each in found]
-        return found + [space.crossover(a, b, rng) for a, b in itertools.pairwise(found)]
+        result = [space.sample(rng) for _ in range(20)]
+        result += [space.mutate(item, rng) for item in result]
+        return result + [space.crossover(a, b, rng) for a, b in itertools.pairwise(result)]
 
-    assert drawn() == drawn()
+    assert samples_value() == samples_value()
 
 
 @settings(deadline=None)
 @given(spaces(), generators)
-def test_a_child_of_one_parent_is_the_parent(space: Space, rng: np.random.Generator) -> None:
+def test_a_child_of_one_parent_is_the_parent(space: ScheduleSpace, rng: np.random.Generator) -> None:
     parent = space.sample(rng)
     assert space.crossover(parent, parent, rng) == parent
 
 
 def test_a_child_has_what_either_parent_has() -> None:
-    space, rng = Space(SPMM, SHAPE), np.random.default_rng(1)
+    space, rng = ScheduleSpace(SPMM, SHAPE), np.random.default_rng(1)
     for _ in range(100):
         a, b = space.sample(rng), space.sample(rng)
         child = space.crossover(a, b, rng)
@@ -72,7 +72,7 @@ def test_a_child_has_what_either_parent_has() -> None:
 
 
 def test_most_mutants_stay_close() -> None:
-    space, rng = Space(SPMM, SHAPE), np.random.default_rng(2)
+    space, rng = ScheduleSpace(SPMM, SHAPE), np.random.default_rng(2)
     differing = Counter()
     for _ in range(300):
         parent = space.sample(rng)
@@ -97,12 +97,12 @@ def parts_of(schedule: Schedule) -> tuple[object, ...]:
 @settings(deadline=None)
 @given(generators)
 def test_schedules_from_elsewhere_may_be_parents(rng: np.random.Generator) -> None:
-    space = Space(SPMM, SHAPE)
+    space = ScheduleSpace(SPMM, SHAPE)
     three = Schedule.parse(
         "1 i 3 i0 1 i1 5 i2 7 1 A 4 i0 k i1 i2 A 4 i1 0 i0 1 k 1 i2 2 0 5 i0 k i1 j i2 i0 i2 k 3 5 64"
     )
     for parent in (Schedule.parse(SPMM_LINE), three):
-        for child in (space.mutate(parent, rng), space.crossover(parent, space.default(), rng)):
+        for child in (space.mutate(parent, rng), space.crossover(parent, space.build_default(), rng)):
             assert fits(child, space)
 
 
@@ -113,7 +113,7 @@ class EveryChoice:
         self.path: list[tuple[int, int]] = []  # (choice, number of choices) of each decision
         self.depth = 0
 
-    def __call__(self, rng: np.random.Generator, weighted: choices.Weighted[Any]) -> Any:
+    def __call__(self, rng: np.random.Generator, weighted: choices.WeightedOptions[Any]) -> Any:
         assert all(weight > 0.0 for _, weight in weighted), "whatever is legal can be drawn"
         if self.depth == len(self.path):
             self.path.append((0, len(weighted)))
@@ -130,14 +130,14 @@ class EveryChoice:
         return False
 
 
-def every_sample(space: Space, monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
-    walk = EveryChoice()
-    monkeypatch.setattr(choices, "pick", walk)
+def every_sample(space: ScheduleSpace, monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
+    strategy = EveryChoice()
+    monkeypatch.setattr(choices, "sample_option", strategy)
     rng = np.random.default_rng(0)
-    found = [space.sample(rng)]
-    while walk.advance():
-        found.append(space.sample(rng))
-    return found
+    result = [space.sample(rng)]
+    while strategy.advance():
+        result.append(space.sample(rng))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -149,22 +149,22 @@ def test_a_space_is_every_schedule_that_runs_and_none_twice(
 ) -> None:
     """Axes that are too short to be split leave so few schedules that all of them can be tried."""
     shape = dict.fromkeys(operator.axes, extent)
-    space = Space(operator, shape, threads)
-    wanted = {
-        schedule.canonical(operator, shape)
-        for schedule in unsplit_schedules(operator, [each for each in threads if each > 1])
+    space = ScheduleSpace(operator, shape, threads)
+    expected = {
+        schedule.canonicalize(operator, shape)
+        for schedule in unsplit_schedules(operator, [thread for thread in threads if thread > 1])
     }
-    found = every_sample(space, monkeypatch)
-    assert len(found) == len(set(found)) == space.size()
-    assert set(found) == wanted
+    result = every_sample(space, monkeypatch)
+    assert len(result) == len(set(result)) == space.count_schedules()
+    assert set(result) == expected
 
 
 def test_the_size_is_exact_with_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = Space(SPMV, {"i": 5, "j": 2}, threads=(1,))
-    found = every_sample(space, monkeypatch)
-    assert len(found) == len(set(found)) == space.size()
-    assert {each.sub_axes("i")[-1] for each in found} == {("i", None), ("i1", 2), ("i1", 4)}
-    assert all(fits(each, space) for each in found[::7])
+    space = ScheduleSpace(SPMV, {"i": 5, "j": 2}, threads=(1,))
+    result = every_sample(space, monkeypatch)
+    assert len(result) == len(set(result)) == space.count_schedules()
+    assert {item.sub_axes("i")[-1] for item in result} == {("i", None), ("i1", 2), ("i1", 4)}
+    assert all(fits(item, space) for item in result[::7])
 
 
 def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedule]:
@@ -173,27 +173,30 @@ def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedu
     for order, loops in itertools.product(
         itertools.permutations(operator.sparse_axes), itertools.permutations(operator.axes)
     ):
-        for modes in itertools.product(Mode, repeat=2):
-            levels = tuple(Level(axis=axis, mode=mode) for axis, mode in zip(order, modes, strict=True))
+        for modes in itertools.product(LevelMode, repeat=2):
+            levels = tuple(FormatLevel(axis=axis, mode=mode) for axis, mode in zip(order, modes, strict=True))
             formats = tuple(SparseFormat(tensor=name, order=order, modes=levels) for name in operator.tensors)
             for parallel, vectorize, unroll in itertools.product(roles, roles, roles):
                 first = Schedule(
                     fsplit=(), formats=formats, lsplit=(), lreorder=loops, parallel=parallel, unroll=unroll,
                     vectorize=vectorize, unroll_factor=2 if unroll else 0, threads=1, chunk=1,
                 )  # fmt: skip
-                if first.problems(operator):
+                if first.find_violations(operator):
                     continue
                 for factor, number, chunk in itertools.product(
                     UNROLL_FACTORS if unroll else (0,),
                     threads if parallel else (1,),
-                    CHUNKS if parallel else (1,),
+                    CHUNK_SIZES if parallel else (1,),
                 ):
                     yield replace(first, unroll_factor=factor, threads=number, chunk=chunk)
 
 
 def test_the_size_of_a_split_counts_its_parts() -> None:
     """Extent 9 has inner parts of 2, 4 and 8; what is around a part does not depend on its size."""
-    sizes = [Space(SPMV, {"i": 9, "j": 1}, max_split=largest).size() for largest in (1, 2, 4, 8, 16)]
+    sizes = [
+        ScheduleSpace(SPMV, {"i": 9, "j": 1}, max_split=largest).count_schedules()
+        for largest in (1, 2, 4, 8, 16)
+    ]
     steps = np.diff(sizes)
     assert steps[0] == steps[1] == steps[2] > 0
     assert steps[3] == 0
@@ -201,34 +204,36 @@ def test_the_size_of_a_split_counts_its_parts() -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(spaces(), st.integers(0, 2**32))
-def test_no_space_is_empty(space: Space, seed: int) -> None:
-    assert space.size() >= len({space.sample(np.random.default_rng(seed + n)) for n in range(5)}) >= 1
+def test_no_space_is_empty(space: ScheduleSpace, seed: int) -> None:
+    assert (
+        space.count_schedules() >= len({space.sample(np.random.default_rng(seed + n)) for n in range(5)}) >= 1
+    )
 
 
 def test_samples_are_mostly_what_runs_well() -> None:
-    space, rng = Space(SPMM, SHAPE), np.random.default_rng(3)
+    space, rng = ScheduleSpace(SPMM, SHAPE), np.random.default_rng(3)
     samples = [space.sample(rng) for _ in range(1000)]
-    rows_first = [each for each in samples if each.lreorder[0].startswith("i")]
-    shared = [each for each in rows_first if each.parallel == each.lreorder[0]]
-    tiled = [each for each in shared if each.lsplit and 8 <= each.lsplit[0].parts[1][1] <= 64]
-    vectors = [each for each in tiled if each.vectorize == "j1"]
+    rows_first = [sample for sample in samples if sample.lreorder[0].startswith("i")]
+    shared = [sample for sample in rows_first if sample.parallel == sample.lreorder[0]]
+    tiled = [sample for sample in shared if sample.lsplit and 8 <= sample.lsplit[0].parts[1][1] <= 64]
+    vectors = [sample for sample in tiled if sample.vectorize == "j1"]
     assert len(rows_first) > 850
     assert len(vectors) > 400
     assert len(set(samples)) > 900, "and they differ"
 
 
 def test_samples_are_of_every_kind() -> None:
-    space, rng = Space(SPMM, SHAPE), np.random.default_rng(4)
+    space, rng = ScheduleSpace(SPMM, SHAPE), np.random.default_rng(4)
     samples = [space.sample(rng) for _ in range(3000)]
-    assert {level.mode for each in samples for level in each.formats[0].modes} == {0, 1, 2, 3}
-    assert {tuple(len(each.sub_axes(axis)) for axis in SPMM.axes) for each in samples} == set(
+    assert {level.mode for sample in samples for level in sample.formats[0].modes} == {0, 1, 2, 3}
+    assert {tuple(len(sample.sub_axes(axis)) for axis in SPMM.axes) for sample in samples} == set(
         itertools.product((1, 2), repeat=3)
     )
-    orders = {each.formats[0].order for each in samples if len(each.formats[0].order) == 4}
+    orders = {sample.formats[0].order for sample in samples if len(sample.formats[0].order) == 4}
     assert len(orders) == 6
-    assert {each.unroll_factor for each in samples} == {0, *UNROLL_FACTORS}
-    assert {each.chunk for each in samples} == {2**power for power in range(10)}
-    assert None in {each.parallel for each in samples}
+    assert {sample.unroll_factor for sample in samples} == {0, *UNROLL_FACTORS}
+    assert {sample.chunk for sample in samples} == {2**power for power in range(10)}
+    assert None in {sample.parallel for sample in samples}
 
 
 @pytest.mark.parametrize(
@@ -240,14 +245,14 @@ def test_samples_are_of_every_kind() -> None:
     ],
 )
 def test_the_default_is_csr(operator: Operator, line: str) -> None:
-    assert str(Space(operator, dict.fromkeys(operator.axes, 128)).default()) == line
+    assert str(ScheduleSpace(operator, dict.fromkeys(operator.axes, 128)).build_default()) == line
 
 
 def test_the_default_splits_no_further_than_the_space() -> None:
-    assert Space(SPMM, SHAPE, max_split=8).default().lsplit[0].parts == (("j0", 16), ("j1", 8))
-    assert Space(SPMM, SHAPE, max_split=1).default().lsplit == ()
-    alone = Space(SPMM, SHAPE, threads=(1,)).default()
-    assert (alone.parallel, alone.threads, alone.chunk) == (None, 1, 1)
+    assert ScheduleSpace(SPMM, SHAPE, max_split=8).build_default().lsplit[0].parts == (("j0", 16), ("j1", 8))
+    assert ScheduleSpace(SPMM, SHAPE, max_split=1).build_default().lsplit == ()
+    single = ScheduleSpace(SPMM, SHAPE, threads=(1,)).build_default()
+    assert (single.parallel, single.threads, single.chunk) == (None, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -261,4 +266,4 @@ def test_the_default_splits_no_further_than_the_space() -> None:
 )
 def test_an_impossible_space_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Space(**({"operator": SPMM, "shape": SHAPE} | arguments))
+        ScheduleSpace(**({"operator": SPMM, "shape": SHAPE} | arguments))

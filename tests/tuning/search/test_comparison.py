@@ -9,41 +9,43 @@ import numpy as np
 import pytest
 
 from sparseflow.errors import FileFormatError
-from sparseflow.tuning.model.cost_model import Scorer
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.model.cost_model import ScheduleScorer
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search import comparison
-from sparseflow.tuning.search.comparison import Searched, compare_searches, read_searched
+from sparseflow.tuning.search.comparison import SearchRecord, compare_searches, read_search_record
 
 
 def test_each_method_with_the_model_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    proposals = []
 
-    def explore(*args: Any, **options: Any) -> Any:
-        asked.append((options["method"], options["prior"]))
+    def create_session(*args: Any, **options: Any) -> Any:
+        proposals.append((options["method"], options["prior"]))
         return real(*args, **options)
 
-    def prior(problem: Problem, threads: int) -> Scorer:
+    def prior(problem: SparseProblem, threads: int) -> ScheduleScorer:
         return lambda schedules: np.zeros(len(schedules))
 
-    real = comparison.explore
-    monkeypatch.setattr(comparison, "explore", explore)
+    real = comparison.TuningSession
+    monkeypatch.setattr(comparison, "TuningSession", create_session)
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
-    given = ("eye", "spmv", np.eye(9, dtype=np.float32), tmp_path / "searches")
-    options: dict[str, Any] = {"methods": ["random"], "trials": 3, "prior": prior, "threads": 1}
-    found = compare_searches(*given, **options)
-    assert asked == [("random", None), ("guided-random", prior)]
-    assert [one.method for one in found] == ["random", "guided-random"]
-    for one in found:
-        assert one.problem == "eye, spmv" and len(one.ratios) == 4 + 3
-        assert {"propose", "build", "compile", "measure", "rest"} <= set(one.seconds)
-    assert compare_searches(*given, **options) == found and len(asked) == 2, "what is done is not done again"
+    arguments = ("eye", "spmv", np.eye(9, dtype=np.float32), tmp_path / "searches")
+    options: dict[str, Any] = {"methods": ["random"], "max_trials": 3, "prior": prior, "threads": 1}
+    result = compare_searches(*arguments, **options)
+    assert proposals == [("random", None), ("guided-random", prior)]
+    assert [item.method for item in result] == ["random", "guided-random"]
+    for item in result:
+        assert item.problem == "eye, spmv" and len(item.ratios) == 4 + 3
+        assert {"propose", "build", "compile", "measure", "rest"} <= set(item.seconds)
+    assert compare_searches(*arguments, **options) == result and len(proposals) == 2, (
+        "what is done is not done again"
+    )
     (path,) = (tmp_path / "searches").glob("*guided-random*")
     path.write_text("{}")
-    with pytest.raises(FileFormatError, match="is no search"):
-        read_searched(path)
+    with pytest.raises(FileFormatError):
+        read_search_record(path)
 
 
 def test_when_a_search_has_arrived() -> None:
-    one = Searched(problem="p", method="m", ratios=(None, 2.0, 1.04, 1.0), seconds={})
-    assert one.best() == [float("inf"), 2.0, 1.04, 1.0]
-    assert (one.arrived(1.0), one.arrived(0.5), one.arrived(2.0)) == (3, None, 2)
+    item = SearchRecord(problem="p", method="m", ratios=(None, 2.0, 1.04, 1.0), seconds={})
+    assert item.best_ratios() == [float("inf"), 2.0, 1.04, 1.0]
+    assert (item.count_until(1.0), item.count_until(0.5), item.count_until(2.0)) == (3, None, 2)

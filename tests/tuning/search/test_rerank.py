@@ -15,7 +15,7 @@ from sparseflow.tuning.search import rerank
 class Clock:
     """Time that passes only while something is computed."""
 
-    now = 0.0
+    current_s = 0.0
 
 
 class Pretended:
@@ -26,17 +26,17 @@ class Pretended:
 
     def compute(self, *inputs: Any) -> np.ndarray:
         self.calls += 1
-        self.clock.now += self.seconds * (20.0 if self.calls <= self.slowly else 1.0)
+        self.clock.current_s += self.seconds * (20.0 if self.calls <= self.slowly else 1.0)
         return np.empty(0)
 
 
 def test_a_kernel_has_its_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that were slow to be parted at first are not held against it."""
     clock = Clock()
-    monkeypatch.setattr(rerank, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(rerank, "_TURNS", 3)
+    monkeypatch.setattr(rerank, "time", SimpleNamespace(perf_counter=lambda: clock.current_s))
+    monkeypatch.setattr(rerank, "_NUM_TURNS", 3)
     monkeypatch.setattr(rerank, "_TURN_S", 0.1)
     kernels = [Pretended(clock, 2e-4), Pretended(clock, 1e-4, slowly=50), Pretended(clock, 4e-4)]
-    found = rerank.call_times(cast(list[Kernel], kernels), ())
-    assert found == pytest.approx([0.2, 0.1, 0.4])
-    assert clock.now == pytest.approx(0.9, rel=0.3)
+    result = rerank.measure_call_times(cast(list[Kernel], kernels), ())
+    assert result == pytest.approx([0.2, 0.1, 0.4])
+    assert clock.current_s == pytest.approx(0.9, rel=0.3)

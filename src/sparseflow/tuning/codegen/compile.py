@@ -1,9 +1,10 @@
-"""C source to a shared object, by the system's compiler, remembered on disk.
+"""Compilation of C code with the system's compiler and an on-disk cache.
 
-A cache entry is `<key>.json`, which names `<key>-<sha256>.so` beside it and holds the checksum. Both are
-written elsewhere and renamed, the JSON last, so that whoever finds a name finds all that it promises;
-processes that compile the same source at once each publish a whole entry and the last one stays. Nothing is
-synced to the disk: what a power cut loses fails its checksum and is compiled again.
+A cache entry is `<key>.json`, which names `<key>-<sha256>.so` and has its checksum. Both files are written to
+a
+temporary directory and renamed, the JSON file last, so that an entry is complete as soon as it is visible.
+Processes that compile the same source at the same time publish complete entries; the last one remains. Files
+are not synced to disk: an entry that is lost in a power failure fails its checksum and is compiled again.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from sparseflow.tuning.codegen import subprocess_runner
 
 CACHE_VERSION = 1
 
-OPTIMISE = (
+OPTIMIZE_FLAGS = (
     "-O3",
     "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
-    # A sum may be reordered, without which no reduction is vectorised; NaN and infinity stay what they are.
+    # Reductions can only be vectorized if sums may be reordered; NaN and infinity are preserved.
     "-fassociative-math",
     "-fno-signed-zeros",
     "-ffp-contract=fast",
 )
-"""How kernels are optimised. Not by `-ffast-math`, which would have all of a process lose subnormals."""
+"""Optimization flags of kernels; `-ffast-math` would disable subnormals in the full process."""
 
-KERNEL_FLAGS = (*OPTIMISE, "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+KERNEL_FLAGS = (*OPTIMIZE_FLAGS, "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
 PROGRAM_FLAGS = ("-O2", "-std=gnu11", "-fopenmp")
 
-ERROR_LINES = 6
+MAX_ERROR_LINES = 6
 STALE_S = 3600.0
-"""Age, in seconds, at which a working folder is taken for one that a killed process left."""
+"""Age of a build directory that is considered abandoned by a killed process, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
-    """A C compiler that answered.
+    """A working C compiler.
 
     Attributes:
-        command: Its path, and the arguments that `$CC` names with it.
-        version: The first line that it tells about itself.
-        flags: What kernels are compiled with.
+        command: Path of the compiler and the arguments that `$CC` adds.
+        version: First line of its version output.
+        flags: Flags for kernels.
     """
 
     command: tuple[str, ...]
@@ -68,216 +69,231 @@ class Compiler:
         return Path(self.command[0])
 
 
-def compiler() -> Compiler:
-    """The C compiler that `$CC` names, else the first of `cc`, `gcc` and `clang` on the PATH.
+def find_compiler() -> Compiler:
+    """Find the C compiler: `$CC`, else the first of `cc`, `gcc` and `clang` on the PATH.
 
     Raises:
-        DeviceError: There is none, or `$CC` names one that is not there or does not answer.
+        DeviceError: There is no compiler, or the compiler of `$CC` does not work.
     """
-    own = os.environ.get("CC", "").strip()
-    for name in [own] if own else ["cc", "gcc", "clang"]:
+    requested = os.environ.get("CC", "").strip()
+    for name in [requested] if requested else ["cc", "gcc", "clang"]:
         try:
             words = shlex.split(name)
         except ValueError as error:
-            raise DeviceError(f"$CC (={own!r}) cannot be read as a command: {error}") from error
-        found = shutil.which(words[0])
-        if found is not None and (version := _version(found, os.stat(found).st_mtime_ns)):
-            return Compiler(command=(os.path.abspath(found), *words[1:]), version=version)
-    if own:
-        raise DeviceError(f"$CC (={own!r}) is no C compiler that runs here; unset it or name another")
+            raise DeviceError(f"$CC (={requested!r}) is not a valid command: {error}") from error
+        path = shutil.which(words[0])
+        if path is not None and (version := _read_version(path, os.stat(path).st_mtime_ns)):
+            return Compiler(command=(os.path.abspath(path), *words[1:]), version=version)
+    if requested:
+        raise DeviceError(f"$CC (={requested!r}) is not a working C compiler; unset it or set another")
     raise DeviceError(
-        "no C compiler was found (cc, gcc, clang): tuning compiles each schedule; install one, on Debian "
-        "with `apt-get install gcc`, or name one in $CC"
+        "no C compiler found (cc, gcc, clang); install one, on Debian with `apt-get install gcc`, or set $CC"
     )
 
 
 @lru_cache(maxsize=16)
-def _version(path: str, changed_ns: int) -> str | None:
-    """What the compiler at `path` says it is; the time of its file makes an upgrade be asked again."""
+def _read_version(path: str, changed_ns: int) -> str | None:
+    """Return the version line of a compiler; `changed_ns` invalidates the cached result after an upgrade."""
     try:
-        ended = subprocess_runner.run([path, "--version"], timeout_s=120.0)
+        result = subprocess_runner.run_process([path, "--version"], timeout_s=120.0)
     except OSError:
         return None
-    return ended.output.partition("\n")[0].strip() or None if ended.code == 0 else None
+    return result.output.partition("\n")[0].strip() or None if result.code == 0 else None
 
 
-def default_folder() -> Path:
-    """`tuning` in `$SPARSEFLOW_CACHE`, else `$XDG_CACHE_HOME/sparseflow`, else `~/.cache/sparseflow`."""
+def get_default_cache_dir() -> Path:
+    """Return `tuning` in the cache directory of SparseFlow."""
     return get_cache_dir() / "tuning"
 
 
-class Cache:
-    """What was compiled, on disk. Many processes may share a folder.
+class CompileCache:
+    """On-disk cache of compiled code; processes may share a directory.
 
     Args:
-        folder: Where entries stand; by default what `default_folder` gives.
+        cache_dir: Directory; by default `get_default_cache_dir()`.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        # dlopen and exec must not search their paths for it.
-        self.folder = Path(os.path.abspath(default_folder() if folder is None else folder))
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        # An absolute path, so that dlopen and exec do not search for the file.
+        self.cache_dir = Path(os.path.abspath(get_default_cache_dir() if cache_dir is None else cache_dir))
 
     def get(self, key: str) -> Path | None:
-        """The compiled file of `key`, or None where there is none that is what its checksum says."""
+        """Return the compiled file of `key`, or None if there is no file with a valid checksum."""
         try:
-            entry = json.loads((self.folder / f"{key}.json").read_bytes())
+            entry = json.loads((self.cache_dir / f"{key}.json").read_bytes())
             name, digest = entry["file"], entry["sha256"]
-            found = self.folder / Path(name).name
-            if hashlib.sha256(found.read_bytes()).hexdigest() == digest:
-                return found
+            path = self.cache_dir / Path(name).name
+            if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+                return path
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
 
-    def put(self, key: str, built: Path, **facts: object) -> Path:
-        """Move a compiled file, which lies in a folder from `building`, under its final name.
+    def put(self, key: str, built_path: Path, **metadata: object) -> Path:
+        """Publish a compiled file from a build directory under its final name.
 
         Args:
-            key: What it will be asked for by.
-            built: The file.
-            facts: What else the JSON shall tell a reader.
+            key: Cache key.
+            built_path: Compiled file.
+            metadata: Further content of the JSON file.
         """
-        content = built.read_bytes()
+        content = built_path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        final = self.folder / f"{key}-{digest[:16]}{built.suffix}"
+        final = self.cache_dir / f"{key}-{digest[:16]}{built_path.suffix}"
         entry = {
             "version": CACHE_VERSION,
             "file": final.name,
             "sha256": digest,
             "bytes": len(content),
-            **facts,
+            **metadata,
         }
-        note = built.with_suffix(".json")
-        note.write_text(json.dumps(entry, indent=1))
-        built.replace(final)
-        note.replace(self.folder / f"{key}.json")
+        entry_path = built_path.with_suffix(".json")
+        entry_path.write_text(json.dumps(entry, indent=1))
+        built_path.replace(final)
+        entry_path.replace(self.cache_dir / f"{key}.json")
         return final
 
-    def keep_source(self, key: str, source: str) -> Path:
-        """Keep a source that does not compile, for whoever reads the error."""
-        final = self.folder / f"{key}.c"
-        with self.building() as folder:
+    def keep_failed_source(self, key: str, source: str) -> Path:
+        """Store a source that does not compile, for debugging."""
+        final = self.cache_dir / f"{key}.c"
+        with self.open_build_dir() as folder:
             draft = folder / "source.c"
             draft.write_text(source)
             draft.replace(final)
         return final
 
     @contextmanager
-    def building(self) -> Iterator[Path]:
-        """A folder of one's own on the cache's file system, gone afterwards.
+    def open_build_dir(self) -> Iterator[Path]:
+        """Create a temporary directory on the file system of the cache.
 
         Raises:
-            RunError: The cache cannot be written.
+            RunError: The cache is not writable.
         """
-        root = self.folder / "building"
+        root = self.cache_dir / "building"
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._sweep(root)
+            self._remove_stale(root)
             folder = tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True)
         except OSError as error:
             raise RunError(
-                f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}); set "
-                "SPARSEFLOW_CACHE to a folder that can be written"
+                f"cannot write compiled kernels to {self.cache_dir} ({error.strerror or error}); set "
+                "SPARSEFLOW_CACHE to a writable directory"
             ) from error
         with folder as path:
             yield Path(path)
 
     @staticmethod
-    def _sweep(root: Path) -> None:
-        oldest = time.time() - STALE_S
-        for left in root.iterdir():
+    def _remove_stale(root: Path) -> None:
+        min_mtime = time.time() - STALE_S
+        for entry in root.iterdir():
             try:
-                stale = left.stat().st_mtime < oldest
+                stale = entry.stat().st_mtime < min_mtime
             except OSError:
-                continue  # its owner was quicker
+                continue  # already removed by its owner
             if stale:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def compile_source(
     source: str,
     *,
     extra_flags: Sequence[str] = (),
-    cache: Path | None = None,
+    cache_dir: Path | None = None,
     timeout_s: float = 60.0,
 ) -> Path:
-    """Compile C to a shared object, or find it compiled already.
+    """Compile C code to a shared object, or return the cached object.
 
     Args:
-        source: The C source.
+        source: C source.
         extra_flags: Flags after `KERNEL_FLAGS`.
-        cache: Folder of the cache; by default what `default_folder` gives.
-        timeout_s: Seconds after which the compiler is killed.
+        cache_dir: Cache directory; by default `get_default_cache_dir()`.
+        timeout_s: Time limit of the compiler, seconds.
 
     Returns:
-        The shared object, in the cache. It runs on this CPU and must not be written to.
+        Path of the shared object in the cache, for this CPU. It must not be modified.
 
     Raises:
         DeviceError: There is no C compiler.
-        RunError: The source does not compile, or not in time (the message holds the first errors and says
-            where the source lies), or the cache cannot be written.
+        RunError: The compilation fails or exceeds the time limit, or the cache is not writable. The message
+            has
+            the first errors and the path of the source.
     """
-    own = compiler()
-    return _compiled(own, source, (*own.flags, *extra_flags), ".so", cache, timeout_s)
+    compiler = find_compiler()
+    return _compile_cached(compiler, source, (*compiler.flags, *extra_flags), ".so", cache_dir, timeout_s)
 
 
-def compile_program(source: str, *, cache: Path | None = None, timeout_s: float = 60.0) -> Path:
-    """Compile C to a program linked with OpenMP and libdl; arguments and errors are `compile_source`'s."""
-    return _compiled(compiler(), source, PROGRAM_FLAGS, ".exe", cache, timeout_s)
+def compile_program(source: str, *, cache_dir: Path | None = None, timeout_s: float = 60.0) -> Path:
+    """Compile C code to an executable with OpenMP and libdl; see `compile_source`."""
+    return _compile_cached(find_compiler(), source, PROGRAM_FLAGS, ".exe", cache_dir, timeout_s)
 
 
-def _compiled(
-    own: Compiler, source: str, flags: tuple[str, ...], suffix: str, folder: Path | None, timeout_s: float
+def _compile_cached(
+    compiler: Compiler,
+    source: str,
+    flags: tuple[str, ...],
+    suffix: str,
+    cache_dir: Path | None,
+    timeout_s: float,
 ) -> Path:
     if timeout_s <= 0:
         raise InputError(f"`timeout_s` (={timeout_s}) must be above 0")
-    store = Cache(folder)
-    key = _key(source, own, flags, suffix)
-    found = store.get(key)
-    if found is not None:
-        return found
-    with store.building() as building:
-        built = building / f"built{suffix}"
-        command = [*own.command, *flags, "-pipe", "-x", "c", "-", "-o", str(built), "-ldl", "-lm"]
-        # A compiler that is killed leaves its temporary files: here they are swept away with the folder.
+    compile_cache = CompileCache(cache_dir)
+    key = _compute_key(source, compiler, flags, suffix)
+    cached = compile_cache.get(key)
+    if cached is not None:
+        return cached
+    with compile_cache.open_build_dir() as building:
+        built_path = building / f"built{suffix}"
+        command = [*compiler.command, *flags, "-pipe", "-x", "c", "-", "-o", str(built_path), "-ldl", "-lm"]
+        # The temporary files of a killed compiler are removed with the build directory.
         environment = {**os.environ, "TMPDIR": str(building), "LC_ALL": "C"}
         started = time.monotonic()
         try:
-            ended = subprocess_runner.run(
+            result = subprocess_runner.run_process(
                 command, timeout_s=timeout_s, stdin=source.encode(), environment=environment
             )
         except OSError as error:
-            raise DeviceError(f"the C compiler {own.path} cannot be started: {error}") from error
+            raise DeviceError(f"the C compiler {compiler.path} cannot be started: {error}") from error
         seconds = time.monotonic() - started
-        if ended.code == 0 and built.is_file():
-            return store.put(
-                key, built, compiler=own.version, command=command[:-4], seconds=round(seconds, 3)
+        if result.code == 0 and built_path.is_file():
+            return compile_cache.put(
+                key, built_path, compiler=compiler.version, command=command[:-4], seconds=round(seconds, 3)
             )
-    kept = store.keep_source(key, source)
-    if ended.overdue:
-        what = f"did not finish within {timeout_s:g} s and was killed"
-    elif ended.signal_name:
-        what = f"was ended by {ended.signal_name}"
+    source_path = compile_cache.keep_failed_source(key, source)
+    if result.timed_out:
+        outcome = f"did not finish within {timeout_s:g} s and was killed"
+    elif result.signal_name:
+        outcome = f"was ended by {result.signal_name}"
     else:
-        what = f"failed with exit status {ended.code}"
-    raise RunError(f"{own.path} {what}; the source is kept in {kept}{_first_errors(ended.output)}")
+        outcome = f"failed with exit status {result.code}"
+    raise RunError(
+        f"{compiler.path} {outcome}; the source is kept in {source_path}{_format_errors(result.output)}"
+    )
 
 
-def _first_errors(output: str) -> str:
-    """The lines that tell an error, each on a line of its own; without any, what was said first."""
+def _format_errors(output: str) -> str:
+    """Format the first error lines, or the first lines if none is an error."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|undefined reference|cannot find", line)] or lines
-    return "".join(f"\n  {line[:300]}" for line in errors[:ERROR_LINES])
+    return "".join(f"\n  {line[:300]}" for line in errors[:MAX_ERROR_LINES])
 
 
-def _key(source: str, own: Compiler, flags: Sequence[str], suffix: str) -> str:
-    facts = [CACHE_VERSION, source, list(flags), suffix, own.command, own.version, _cpu()]
+def _compute_key(source: str, compiler: Compiler, flags: Sequence[str], suffix: str) -> str:
+    facts = [
+        CACHE_VERSION,
+        source,
+        list(flags),
+        suffix,
+        compiler.command,
+        compiler.version,
+        _read_cpu_features(),
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:40]
 
 
 @lru_cache(maxsize=1)
-def _cpu() -> str:
-    """What `-march=native` depends on: the first CPU's model and every one of its flags."""
+def _read_cpu_features() -> str:
+    """Read what `-march=native` depends on: the model and the flags of the first CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""A tuned operator that is called like a function."""
+"""Tuned operators that are called like functions, and their files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sparseflow.core.device import describe_cpu
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen.c_source import SYMBOL
-from sparseflow.tuning.codegen.program import Program, aligned, build
-from sparseflow.tuning.schedule.matrices import Coo, as_coo
-from sparseflow.tuning.schedule.operators import operator
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.codegen.program import KernelProgram, allocate_aligned, build_program
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 VERSION = 1
-"""Of the files that `Kernel.save` writes."""
+"""Version of the files of `Kernel.save`."""
 
 _ARRAYS = ("rows", "cols", "values")
 
-_UNSHARED = 2
-"""References to memory that one view has: the view's, and the question's own."""
+_EXCLUSIVE_REFERENCES = 2
+"""References to a buffer that is used by one view only: the view's and the one of `sys.getrefcount`."""
 
 
-class _Record(BaseModel):
-    """What a file says besides the matrix."""
+class _KernelRecord(BaseModel):
+    """Metadata of a kernel file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -50,19 +50,22 @@ class _Record(BaseModel):
 class Kernel(ABC):
     """One operator with one sparse matrix.
 
-    SpMM takes B of shape (columns of A, n_cols) and gives C = A B; SpMV takes x of shape (columns of A,) and
-    gives y = A x; SDDMM takes X of shape (rows of A, n_cols) and Y of shape (columns of A, n_cols) and gives
-    D, A times X Yᵀ element by element, as a sparse matrix. Given tensors of torch it gives such back.
+    SpMM takes B of shape [columns of A, n_cols] and returns C = A B. SpMV takes x of shape [columns of A] and
+    returns
+    y = A x. SDDMM takes X of shape [rows of A, n_cols] and Y of shape [columns of A, n_cols] and returns D,
+    the
+    elementwise product of A and X Yᵀ, as a sparse matrix. Torch inputs give torch outputs.
 
-    Formats with dense levels multiply zeros that only fill blocks: where B holds an infinity or NaN, results
-    in the same blocks become NaN.
+    Formats with dense levels multiply padding zeros. If B contains an infinity or NaN, other results in the
+    same
+    blocks become NaN.
 
     Attributes:
-        problem: What it computes.
-        speedup: Time of the best baseline over its own, as tuning measured them; None where it did not.
+        problem: Problem.
+        speedup: Time of the best baseline over the time of this kernel; None if it was not tuned.
     """
 
-    def __init__(self, problem: Problem, speedup: float | None) -> None:
+    def __init__(self, problem: SparseProblem, speedup: float | None) -> None:
         self.problem = problem
         self.speedup = speedup
         self._shapes, self._dtype = problem.input_shapes, problem.dtype
@@ -70,43 +73,43 @@ class Kernel(ABC):
     @property
     @abstractmethod
     def schedule(self) -> Schedule | None:
-        """What it runs; None where it is a library's."""
+        """Schedule; None for a library kernel."""
 
     @abstractmethod
     def compute(self, *inputs: np.ndarray) -> np.ndarray:
-        """C or y, or the values of D in the order of the matrix; nothing is checked."""
+        """Compute C or y, or the values of D in the order of the matrix, without checking the inputs."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """Compute.
+        """Compute the result.
 
         Args:
-            inputs: Arrays of numpy or CPU tensors of torch, of the matrix's type (float32 or float64).
+            inputs: numpy arrays or CPU tensors with the dtype of the matrix (float32 or float64).
 
         Raises:
-            InputError: Their number, a shape or a type does not fit.
+            InputError: The number, a shape or a dtype of the inputs is wrong.
         """
         shapes = self._shapes
         if len(inputs) != len(shapes):
             raise InputError(
-                f"{self.problem.operator.name} takes {len(shapes)} inputs ({', '.join(shapes)}), and "
-                f"{len(inputs)} were given"
+                f"{self.problem.operator.name} expects {len(shapes)} inputs ({', '.join(shapes)}), "
+                f"got {len(inputs)}"
             )
         as_torch = any(_is_torch(value) for value in inputs)
-        found = self.compute(
+        output = self.compute(
             *(
-                self._checked(name, value, shape)
+                self._validate_input(name, value, shape)
                 for value, (name, shape) in zip(inputs, shapes.items(), strict=True)
             )
         )
         if self.problem.operator.sparse_output:
-            return _sparse(self.problem.matrix, found, as_torch)
+            return _build_sparse_output(self.problem.matrix, output, as_torch)
         if not as_torch:
-            return found
+            return output
         import torch
 
-        return torch.from_numpy(found)
+        return torch.from_numpy(output)
 
-    def _checked(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _validate_input(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         if (
             type(value) is np.ndarray
             and value.shape == shape
@@ -115,25 +118,23 @@ class Kernel(ABC):
         ):
             return value
         if _is_torch(value):
-            value = _strided(name, value)
+            value = _to_strided(name, value)
         array = np.asarray(value)
         if array.dtype.hasobject and not isinstance(value, np.ndarray):
-            raise InputError(
-                f"`{name}` is a {type(value).__name__}; give an array of numpy or a dense tensor"
-            )
+            raise InputError(f"`{name}` is a {type(value).__name__}; pass a numpy array or a dense tensor")
         if array.shape != shape:
-            raise InputError(f"`{name}` has the shape {array.shape}, and this kernel was tuned for {shape}")
+            raise InputError(f"`{name}` has shape {array.shape}; the kernel was tuned for {shape}")
         if array.dtype != self.problem.dtype:
             raise InputError(
-                f"`{name}` holds {array.dtype}, and this kernel was tuned for {self.problem.dtype}"
+                f"`{name}` has dtype {array.dtype}; the kernel was tuned for {self.problem.dtype}"
             )
         return np.ascontiguousarray(array)
 
     def save(self, path: Path | str) -> None:
-        """Write the schedule and the matrix; `load` compiles again only where the compiler's cache is gone.
+        """Write the schedule and the matrix to a file; `load` compiles again if the compile cache is gone.
 
         Raises:
-            OSError: The folder is missing or cannot be written.
+            OSError: The directory is missing or not writable.
         """
         from safetensors.numpy import save
 
@@ -153,69 +154,72 @@ class Kernel(ABC):
 
 
 class CompiledKernel(Kernel):
-    """A schedule, compiled.
+    """A compiled schedule.
 
     Args:
-        program: What to run.
-        speedup: What tuning measured.
-        cache: Folder for compiled code; see `compile_source`.
+        program: Program.
+        speedup: Time of the best baseline over the time of this kernel.
+        cache_dir: Directory of compiled code; see `compile_source`.
 
     Raises:
         DeviceError: There is no C compiler.
-        RunError: It fails.
+        RunError: The compilation fails.
     """
 
-    def __init__(self, program: Program, *, speedup: float | None = None, cache: Path | None = None) -> None:
+    def __init__(
+        self, program: KernelProgram, *, speedup: float | None = None, cache_dir: Path | None = None
+    ) -> None:
         super().__init__(program.problem, speedup)
         self.program = program
-        self._function = getattr(ctypes.CDLL(str(program.compiled(cache=cache))), SYMBOL)
+        self._function = getattr(ctypes.CDLL(str(program.compile(cache_dir=cache_dir))), SYMBOL)
         self._function.restype = None
-        self._before = [array.ctypes.data for array in program.before]
-        self._after = [array.ctypes.data for array in program.after]
-        count = len(self._before) + len(self.problem.input_shapes) + len(self._after)
-        self._inputs = ctypes.c_void_p * count
+        self._leading_addresses = [array.ctypes.data for array in program.leading_arrays]
+        self._trailing_addresses = [array.ctypes.data for array in program.trailing_arrays]
+        count = len(self._leading_addresses) + len(self.problem.input_shapes) + len(self._trailing_addresses)
+        self._input_array_type = ctypes.c_void_p * count
         self._shape = program.output_shape
         self._rows = None if program.problem.operator.sparse_output else program.problem.matrix.shape[0]
-        self._spare: list[tuple[np.ndarray, Any]] = []
+        self._free_buffers: list[tuple[np.ndarray, Any]] = []
 
     @property
     def schedule(self) -> Schedule:
         return self.program.schedule
 
     def compute(self, *inputs: np.ndarray) -> np.ndarray:
-        # Calls of microseconds are common: what does not change from one to the next is not done again.
-        room = self._room()
-        output, pointer = room
+        # Calls often take microseconds, so everything that does not change is prepared in advance.
+        buffer = self._acquire_buffer()
+        output, pointer = buffer
         addresses = [array.ctypes.data for array in inputs]
-        self._function(self._inputs(*self._before, *addresses, *self._after), pointer)
-        found = self.program.result(output) if self._rows is None else output[: self._rows]
-        # Only now: who takes it from here, in another thread, looks whether somebody has a view of it.
-        self._spare.append(room)
-        return found
+        self._function(
+            self._input_array_type(*self._leading_addresses, *addresses, *self._trailing_addresses), pointer
+        )
+        result = self.program.extract_result(output) if self._rows is None else output[: self._rows]
+        # Returned after use: another thread that takes the buffer checks for views of it.
+        self._free_buffers.append(buffer)
+        return result
 
-    def _room(self) -> tuple[np.ndarray, Any]:
-        """Memory for a result, and a pointer to it: the last one's, unless somebody still has a view of it.
+    def _acquire_buffer(self) -> tuple[np.ndarray, Any]:
+        """Return an output buffer and its pointer, reusing the last one if no view of it exists.
 
-        The system hands out a large array page by page, as it is written, which can take longer than to
-        compute it.
+        Touching the pages of a new large array can take longer than the computation.
         """
         try:
-            room = self._spare.pop()
+            buffer = self._free_buffers.pop()
         except IndexError:
             pass
         else:
-            if sys.getrefcount(room[0].base) == _UNSHARED:
-                return room
-        output = aligned(self._shape, self.problem.dtype)
+            if sys.getrefcount(buffer[0].base) == _EXCLUSIVE_REFERENCES:
+                return buffer
+        output = allocate_aligned(self._shape, self.problem.dtype)
         return output, (ctypes.c_void_p * 1)(output.ctypes.data)
 
 
 class LibraryKernel(Kernel):
-    """What a library does with the problem: where that is fastest, or where nothing can be compiled."""
+    """The library's implementation, if it is the fastest or nothing can be compiled."""
 
-    def __init__(self, problem: Problem, *, speedup: float | None = None) -> None:
+    def __init__(self, problem: SparseProblem, *, speedup: float | None = None) -> None:
         super().__init__(problem, speedup)
-        self._function = problem.library()
+        self._function = problem.get_library_function()
 
     @property
     def schedule(self) -> None:
@@ -225,61 +229,63 @@ class LibraryKernel(Kernel):
         return self._function(*inputs)
 
 
-def load(path: Path | str, *, any_cpu: bool = False, cache: Path | None = None) -> Kernel:
-    """Read a kernel that `Kernel.save` wrote.
+def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = None) -> Kernel:
+    """Read a kernel from a file of `Kernel.save`.
 
     Args:
-        path: The file.
-        any_cpu: Take one that was tuned on another CPU, too: it is right, and perhaps slow.
-        cache: Folder for compiled code.
+        path: File.
+        any_cpu: Accept a kernel that was tuned on another CPU; it is correct but may be slow.
+        cache_dir: Directory of compiled code.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is no kernel, or damaged.
-        DeviceError: It was tuned on another CPU, or there is no C compiler.
-        RunError: It does not compile.
+        InputError: The file does not exist.
+        FileFormatError: The file is not a kernel, or damaged.
+        DeviceError: The kernel was tuned on another CPU, or there is no C compiler.
+        RunError: The compilation fails.
     """
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"there is no file {file}")
+        raise InputError(f"file not found: {file}")
     try:
         with safe_open(str(file), framework="numpy") as opened:
-            record = _Record.model_validate_json((opened.metadata() or {})["sparseflow"])
+            record = _KernelRecord.model_validate_json((opened.metadata() or {})["sparseflow"])
             arrays = {name: opened.get_tensor(name) for name in _ARRAYS}
         if record.version != VERSION:
-            raise FileFormatError(f"it is of version {record.version}, and this reads {VERSION}")
-        matrix = Coo(**arrays, shape=record.shape)
+            raise FileFormatError(f"version {record.version} is not supported; expected {VERSION}")
+        matrix = CooMatrix(**arrays, shape=record.shape)
         if matrix.digest() != record.sha256:
-            raise FileFormatError("its matrix is not the one that was saved")
-        problem = Problem(operator=operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols)
-        program = None if record.schedule is None else build(problem, Schedule.parse(record.schedule))
+            raise FileFormatError("the checksum of the matrix is wrong")
+        problem = SparseProblem(
+            operator=get_operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols
+        )
+        program = None if record.schedule is None else build_program(problem, Schedule.parse(record.schedule))
     except ValidationError as error:
         problem = describe_validation_error(error)
-        raise FileFormatError(f"{file} is not a kernel that can be read: {problem}; tune again") from error
+        raise FileFormatError(f"{file} is not a readable kernel: {problem}; tune again") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise FileFormatError(f"{file} is not a kernel that can be read: {error}; tune again") from error
+        raise FileFormatError(f"{file} is not a readable kernel: {error}; tune again") from error
     if record.cpu != describe_cpu() and not any_cpu:
         raise DeviceError(
-            f"{file} was tuned on another CPU: {record.cpu}; this one is {describe_cpu()}; tune again, or load "
-            "the kernel with any_cpu=True"
+            f"{file} was tuned on another CPU: {record.cpu}; this CPU is {describe_cpu()}. Tune again, or "
+            "load with any_cpu=True"
         )
     if program is None:
         return LibraryKernel(problem, speedup=record.speedup)
-    return CompiledKernel(program, speedup=record.speedup, cache=cache)
+    return CompiledKernel(program, speedup=record.speedup, cache_dir=cache_dir)
 
 
-def _strided(name: str, tensor: Any) -> Any:
-    """A tensor of torch, if numpy can read it."""
+def _to_strided(name: str, tensor: Any) -> Any:
+    """Check that numpy can read a tensor."""
     import torch
 
     if tensor.device.type != "cpu":
-        raise InputError(f"`{name}` lies on {tensor.device}, and this runs on the CPU: give a tensor there")
+        raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
     if tensor.layout is not torch.strided:
-        raise InputError(f"`{name}` is sparse ({tensor.layout}); give a dense tensor")
+        raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
     if tensor.dtype is torch.bfloat16:
-        raise InputError(f"`{name}` holds bfloat16; give float32 or float64, as the matrix does")
+        raise InputError(f"`{name}` has dtype bfloat16; pass float32 or float64, the dtype of the matrix")
     return tensor.detach()
 
 
@@ -287,11 +293,11 @@ def _is_torch(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
 
 
-def _sparse(matrix: Coo, values: np.ndarray, as_torch: bool) -> Any:
-    found = Coo(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape).to_scipy()
+def _build_sparse_output(matrix: CooMatrix, values: np.ndarray, as_torch: bool) -> Any:
+    csr = CooMatrix(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape).to_scipy()
     if not as_torch:
-        return found
+        return csr
     import torch
 
-    parts = (torch.from_numpy(part) for part in (found.indptr, found.indices, found.data))
-    return torch.sparse_csr_tensor(*parts, size=found.shape, check_invariants=False)
+    parts = (torch.from_numpy(part) for part in (csr.indptr, csr.indices, csr.data))
+    return torch.sparse_csr_tensor(*parts, size=csr.shape, check_invariants=False)

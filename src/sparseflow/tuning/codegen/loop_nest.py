@@ -1,15 +1,18 @@
-"""The loops of a schedule for one matrix's shape: what `codegen` writes down as C.
+"""Lowering of a schedule to a loop nest, the input of code generation.
 
 Lowering decides what a schedule leaves open:
 
-- where sums are kept. From the *region* on, what a result depends on are loops of fixed length; all of its
-  results are kept in registers, or else in an array on the stack, while the loops that sum run, and are
-  written once at its end. Without such a place every product is added to memory.
-- whether the innermost loop becomes vectors of C, whose elements are results (*results*) or parts of one sum
-  (*sum*), or is left to the compiler (*hint*), because something does not lie side by side. Where the loop to
-  be vectorised stands above the innermost one (*lanes*), each element of a vector is a result with a sum of
-  its own, and what is summed is stored so that the elements' shares lie side by side.
-- what must be zero before. Rows that no loop visits, and results that are visited more than once.
+- Location of the sums. Inside the *region* all loops that results depend on have a fixed extent. The results
+    of
+  the region are accumulated in registers, or else in an array on the stack, and are written once at its end.
+  Without a region every product is added to memory.
+- Vectorization. The elements of C vectors are adjacent results (*results*) or parts of one sum (*sum*). If
+    the
+  data is not contiguous, the loop gets a pragma for the compiler (*hint*). If the vectorized loop is above
+  the
+  innermost loop (*lanes*), each element is a result with its own sum, and the storage interleaves the groups
+  of the lanes.
+- Zeroing. The output is zeroed if some rows are never visited or if results are written more than once.
 """
 
 from __future__ import annotations
@@ -21,29 +24,29 @@ from typing import Literal
 
 import numpy as np
 
-from sparseflow.tuning.schedule.formats import LevelSpec, level_specs
+from sparseflow.tuning.schedule.formats import LevelSpec, build_level_specs
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS, Operator
-from sparseflow.tuning.schedule.schedule import Mode, Schedule
+from sparseflow.tuning.schedule.schedule import LevelMode, Schedule
 
-Vector = Literal["results", "sum", "lanes", "hint"]
+VectorMode = Literal["results", "sum", "lanes", "hint"]
 
 VECTOR_BYTES = 64
-"""The widest vector that is asked for; the compiler splits it where the processor's are narrower."""
+"""Widest vector; the compiler splits it if the CPU has narrower vectors."""
 
-_TILE_BYTES = 16384
-"""Results that a region may keep: half of a first-level cache."""
+_MAX_TILE_BYTES = 16384
+"""Results that a region may accumulate: half of an L1 cache."""
 
-VARIABLES = 32
-"""Vectors of sums that a region keeps in variables, which is to say in registers."""
+MAX_VARIABLES = 32
+"""Vectors that a region accumulates in variables, that is, in registers."""
 
-_SCALARS = 16
-"""Likewise where sums are no vectors."""
+_MAX_SCALARS = 16
+"""The same limit for scalar sums."""
 
-CHAINS = 4
-"""Vectors that one long sum is spread over, so that additions need not wait for each other."""
+NUM_CHAINS = 4
+"""Independent vectors of one long sum, to hide the latency of additions."""
 
-_MOST_UNROLLED = 16
-"""Copies of a loop's body that `unroll` makes at most."""
+_MAX_UNROLL = 16
+"""Largest unroll factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,50 +54,50 @@ class Loop:
     """One loop.
 
     Attributes:
-        axis: The (sub) axis it runs over.
-        of: The axis that this is part of.
-        weight: What one step along it is along `of`.
-        extent: Steps, for a compressed level at most.
-        level: Number of the storage level that it walks; None for a dense axis.
-        mode: That level's.
-        output: Whether results depend on it.
-        parallel: Whether its steps are shared among threads.
-        unroll: Copies of its body.
+        sub_axis: (Sub) axis that the loop runs over.
+        axis: Axis that contains `sub_axis`.
+        weight: Coordinates of `axis` that one step covers.
+        extent: Number of steps; an upper bound for a compressed level.
+        level: Index of the storage level; None for a dense axis.
+        mode: Mode of the storage level.
+        output: Whether results depend on the loop.
+        parallel: Whether threads share the steps.
+        unroll: Unroll factor.
     """
 
+    sub_axis: str
     axis: str
-    of: str
     weight: int
     extent: int
     level: int | None
-    mode: Mode | None
+    mode: LevelMode | None
     output: bool
     parallel: bool
     unroll: int
 
     @property
     def fixed(self) -> bool:
-        """Whether it always has the same steps, whatever the matrix holds."""
-        return self.mode in (None, Mode.DENSE)
+        """Whether the number of steps does not depend on the matrix."""
+        return self.mode in (None, LevelMode.DENSE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nest:
-    """A schedule, lowered.
+class LoopNest:
+    """A lowered schedule.
 
     Attributes:
-        operator: What is computed.
-        extents: Axis -> extent.
+        operator: Operator.
+        extents: Axis name -> extent.
         dtype: float32 or float64.
-        loops: Outermost first.
-        levels: Storage of the sparse matrix, as `formats.pack` takes it.
-        region: Number of the loop before which sums begin to be kept; None where products go to memory.
-        in_array: Whether they are kept in an array; else in variables.
-        vector: What becomes of the innermost loop, or of the one above it (lanes); None leaves it to the
-            compiler as it is.
-        once: Whether each result is written only once.
-        zeroed: Whether the output must be zero before the loops.
-        padded: Axes along which blocks reach over the end of the matrix.
+        loops: Loops, outermost first.
+        levels: Storage levels of the sparse matrix, for `formats.pack`.
+        region: Index of the first loop of the region; None adds products to memory.
+        in_array: Whether the region accumulates in an array instead of variables.
+        vector: Vectorization of the innermost loop, or of the loop above (lanes); None leaves it to the
+            compiler.
+        writes_once: Whether each result is written only once.
+        needs_zeroing: Whether the output must be zeroed before the loops.
+        padded: Axes whose blocks extend beyond the matrix.
         threads: Threads of the parallel loop.
         chunk: Steps that a thread takes at a time.
     """
@@ -106,9 +109,9 @@ class Nest:
     levels: tuple[LevelSpec, ...]
     region: int | None
     in_array: bool
-    vector: Vector | None
-    once: bool
-    zeroed: bool
+    vector: VectorMode | None
+    writes_once: bool
+    needs_zeroing: bool
     padded: frozenset[str]
     threads: int
     chunk: int
@@ -119,165 +122,175 @@ class Nest:
         return VECTOR_BYTES // self.dtype.itemsize
 
     def tail(self, axis: str) -> int:
-        """Steps of a dense axis' inner part in the last, partial step of its outer part; 0 without one."""
-        inner = math.prod(loop.extent for loop in self.loops if loop.of == axis and loop.weight == 1)
-        parts = sum(loop.of == axis for loop in self.loops)
+        """Return the inner steps of the last, partial outer step of a dense axis; 0 if there is none."""
+        inner = math.prod(loop.extent for loop in self.loops if loop.axis == axis and loop.weight == 1)
+        parts = sum(loop.axis == axis for loop in self.loops)
         return self.extents[axis] % inner if parts > 1 else 0
 
     def padded_extent(self, axis: str) -> int:
-        """Steps along an axis when the last block counts whole."""
-        return math.prod(loop.extent for loop in self.loops if loop.of == axis)
+        """Return the extent of an axis rounded up to full blocks."""
+        return math.prod(loop.extent for loop in self.loops if loop.axis == axis)
 
     @property
     def output_shape(self) -> tuple[int, ...] | None:
-        """What a kernel writes, rows padded to whole blocks; None for an output stored as the matrix is."""
+        """Shape of the output with rows padded to full blocks; None for an output stored like the matrix."""
         if self.operator.sparse_output:
             return None
-        rows, *rest = self.operator.output_axes
-        return (self.padded_extent(rows), *(self.extents[axis] for axis in rest))
+        rows, *columns = self.operator.output_axes
+        return (self.padded_extent(rows), *(self.extents[axis] for axis in columns))
 
 
-def lower(schedule: Schedule, operator: Operator, extents: Mapping[str, int], dtype: np.dtype | type) -> Nest:
-    """Turn a schedule into loops.
+def lower(
+    schedule: Schedule, operator: Operator, extents: Mapping[str, int], dtype: np.dtype | type
+) -> LoopNest:
+    """Lower a schedule to a loop nest.
 
     Args:
-        schedule: What to do.
-        operator: For what.
-        extents: Axis -> extent, of all the operator's axes.
+        schedule: Schedule.
+        operator: Operator.
+        extents: Extents of all axes.
         dtype: float32 or float64.
 
     Raises:
-        InputError: The schedule cannot run (`Schedule.problems`).
+        InputError: The schedule cannot run; see `Schedule.find_violations`.
     """
-    # Schedules that run the same give the same source, which is compiled once.
-    schedule = schedule.canonical(operator, extents)
+    # Schedules that run identically share one source, which is compiled once.
+    schedule = schedule.canonicalize(operator, extents)
     parts = {
-        axis: (of, weight, extent)
-        for of in operator.axes
-        for axis, weight, extent in _parts(schedule, of, extents[of])
+        axis: (parent, weight, extent)
+        for parent in operator.axes
+        for axis, weight, extent in _list_sub_axes(schedule, parent, extents[parent])
     }
-    stored = schedule.formats[0].levels()
-    number = {level.axis: place for place, level in enumerate(stored)}
-    modes = {level.axis: level.mode for level in stored}
+    levels = schedule.formats[0].levels()
+    level_index = {level.axis: index for index, level in enumerate(levels)}
+    modes = {level.axis: level.mode for level in levels}
     loops = tuple(
         Loop(
-            axis=axis,
-            of=parts[axis][0],
+            sub_axis=axis,
+            axis=parts[axis][0],
             weight=parts[axis][1],
             extent=parts[axis][2],
-            level=number.get(axis),
+            level=level_index.get(axis),
             mode=modes.get(axis),
             output=parts[axis][0] in operator.output_axes,
             parallel=axis == schedule.parallel,
-            unroll=min(schedule.unroll_factor, _MOST_UNROLLED) if axis == schedule.unroll else 1,
+            unroll=min(schedule.unroll_factor, _MAX_UNROLL) if axis == schedule.unroll else 1,
         )
         for axis in schedule.lreorder
     )
     dtype = np.dtype(dtype)
     padded = frozenset(
-        of
-        for of in operator.sparse_axes
-        if math.prod(loop.extent for loop in loops if loop.of == of) != extents[of]
-        and any(loop.mode is Mode.DENSE for loop in loops if loop.of == of)
+        axis
+        for axis in operator.sparse_axes
+        if math.prod(loop.extent for loop in loops if loop.axis == axis) != extents[axis]
+        and any(loop.mode is LevelMode.DENSE for loop in loops if loop.axis == axis)
     )
     lanes = 1
-    if schedule.vectorize is not None and schedule.vectorize != loops[-1].axis:
+    if schedule.vectorize is not None and schedule.vectorize != loops[-1].sub_axis:
         lanes = math.gcd(loops[-2].extent, VECTOR_BYTES // dtype.itemsize)
         vector, region, in_array = "lanes", len(loops) - 2, False
     else:
-        vector = None if schedule.vectorize is None else _vector(loops, operator, padded)
-        region, in_array = _region(loops, operator, dtype, vector)
+        vector = None if schedule.vectorize is None else _select_vector_mode(loops, operator, padded)
+        region, in_array = _select_region(loops, operator, dtype, vector)
     if vector == "sum" and region is None:
         vector = "hint"
-    once = _once(loops, region, operator)
-    unseen = any(not loop.fixed for loop in loops if loop.output) and not operator.sparse_output
-    return Nest(
+    once = _writes_once(loops, region, operator)
+    skips_results = any(not loop.fixed for loop in loops if loop.output) and not operator.sparse_output
+    return LoopNest(
         operator=operator,
         extents=dict(extents),
         dtype=dtype,
         loops=loops,
-        levels=level_specs(
-            [(level.axis, level.mode) for level in stored],
+        levels=build_level_specs(
+            [(level.axis, level.mode) for level in levels],
             {
-                axis: (operator.sparse_axes.index(of), weight, extent)
-                for axis, (of, weight, extent) in parts.items()
-                if of in operator.sparse_axes
+                axis: (operator.sparse_axes.index(parent), weight, extent)
+                for axis, (parent, weight, extent) in parts.items()
+                if parent in operator.sparse_axes
             },
             lanes=lanes,
         ),
         region=region,
         in_array=in_array,
         vector=vector,
-        once=once,
-        zeroed=unseen or not once,
+        writes_once=once,
+        needs_zeroing=skips_results or not once,
         padded=padded,
         threads=schedule.threads,
         chunk=schedule.chunk,
     )
 
 
-def _parts(canonical: Schedule, of: str, extent: int) -> list[tuple[str, int, int]]:
-    """(sub axis, weight, extent) of an axis, outermost first."""
-    named = canonical.sub_axes(of)
-    sizes = [extent if size is None else size for _, size in named]
-    return [(axis, math.prod(sizes[place + 1 :]), sizes[place]) for place, (axis, _) in enumerate(named)]
+def _list_sub_axes(canonical: Schedule, axis: str, extent: int) -> list[tuple[str, int, int]]:
+    """List (sub axis, weight, extent) of an axis, outermost first."""
+    sub_axes = canonical.sub_axes(axis)
+    sizes = [extent if size is None else size for _, size in sub_axes]
+    return [
+        (sub_axis, math.prod(sizes[index + 1 :]), sizes[index])
+        for index, (sub_axis, _) in enumerate(sub_axes)
+    ]
 
 
-def _region(
-    loops: tuple[Loop, ...], operator: Operator, dtype: np.dtype, vector: Vector | None
+def _select_region(
+    loops: tuple[Loop, ...], operator: Operator, dtype: np.dtype, vector: VectorMode | None
 ) -> tuple[int | None, bool]:
-    """Where sums begin to be kept, as far out as registers last, else the stack; and whether it is that."""
+    """Return the first loop of the region and whether it accumulates in an array.
+
+    The region starts as far out as registers suffice, else as far out as the stack limit allows.
+    """
     first = 0
-    for place, loop in enumerate(loops):
-        # Where a result lies that is stored as the matrix is, only all levels together tell.
+    for index, loop in enumerate(loops):
+        # The index of a result that is stored like the matrix depends on all levels.
         if (
             loop.parallel
             or (loop.output and not loop.fixed)
             or (operator.sparse_output and loop.level is not None)
         ):
-            first = place + 1
+            first = index + 1
     last, lanes = loops[-1], VECTOR_BYTES // dtype.itemsize
-    roomy = None
-    for place in range(first, len(loops)):
-        inside = loops[place:]
+    array_region = None
+    for index in range(first, len(loops)):
+        inside = loops[index:]
         if inside[0].output:
-            continue  # each of its steps may as well have a region of its own
+            continue  # a region inside the loop is equally good
         tile = math.prod(loop.extent for loop in inside if loop.output)
         if vector == "results":
-            variables, limit = tile // last.extent * -(-last.extent // lanes), VARIABLES
+            variables, limit = tile // last.extent * -(-last.extent // lanes), MAX_VARIABLES
         elif vector == "sum":
-            variables, limit = tile * min(CHAINS, max(1, last.extent // lanes)), VARIABLES
+            variables, limit = tile * min(NUM_CHAINS, max(1, last.extent // lanes)), MAX_VARIABLES
         else:
-            variables, limit = tile, _SCALARS
-        # What is only hinted at stays a loop, and its results an array.
+            variables, limit = tile, _MAX_SCALARS
+        # A loop with a pragma stays a loop, so its results need an array.
         if variables <= limit and not (vector == "hint" and last.output):
-            return place, False
-        if roomy is None and tile * dtype.itemsize <= _TILE_BYTES:
-            roomy = place
-    return roomy, roomy is not None
+            return index, False
+        if array_region is None and tile * dtype.itemsize <= _MAX_TILE_BYTES:
+            array_region = index
+    return array_region, array_region is not None
 
 
-def _once(loops: tuple[Loop, ...], region: int | None, operator: Operator) -> bool:
-    """Whether the region writes each result a single time: it holds all that sums, and no row comes twice."""
+def _writes_once(loops: tuple[Loop, ...], region: int | None, operator: Operator) -> bool:
+    """Whether the region contains all summing loops and no row occurs twice."""
     if region is None:
         return False
-    alone = operator.sparse_output  # every element has a place of its own
-    return all(loop.output and (alone or loop.mode is None or loop.mode.unique) for loop in loops[:region])
+    unique_elements = operator.sparse_output  # every element has its own result
+    return all(
+        loop.output and (unique_elements or loop.mode is None or loop.mode.unique) for loop in loops[:region]
+    )
 
 
-def _vector(loops: tuple[Loop, ...], operator: Operator, padded: frozenset[str]) -> Vector:
+def _select_vector_mode(loops: tuple[Loop, ...], operator: Operator, padded: frozenset[str]) -> VectorMode:
     last = loops[-1]
-    beside = [axes for _, axes in DENSE_INPUTS[operator.name] if last.of in axes]
-    side_by_side = (
+    input_axes = [axes for _, axes in DENSE_INPUTS[operator.name] if last.axis in axes]
+    contiguous = (
         last.fixed
         and last.weight == 1
         and last.extent > 1
-        and all(axes[-1] == last.of for axes in beside)
-        # The last vector of an input would reach over its end.
-        and not (beside and last.of in padded)
+        and all(axes[-1] == last.axis for axes in input_axes)
+        # The last vector of an input would exceed its end.
+        and not (input_axes and last.axis in padded)
         and (last.level is None or last.level == max(loop.level or 0 for loop in loops))
-        and (not last.output or operator.sparse_output or operator.output_axes[-1] == last.of)
+        and (not last.output or operator.sparse_output or operator.output_axes[-1] == last.axis)
     )
-    if not side_by_side:
+    if not contiguous:
         return "hint"
     return "results" if last.output else "sum"

@@ -1,4 +1,4 @@
-"""A schedule made concrete for one matrix: its loops, its C source, the matrix as that reads it."""
+"""A schedule lowered for one matrix: loop nest, C source and packed matrix."""
 
 from __future__ import annotations
 
@@ -8,85 +8,87 @@ from pathlib import Path
 
 import numpy as np
 
-from sparseflow.tuning.codegen.c_source import generate
+from sparseflow.tuning.codegen.c_source import generate_source
 from sparseflow.tuning.codegen.compile import compile_source
-from sparseflow.tuning.codegen.loop_nest import Nest, lower
-from sparseflow.tuning.schedule.formats import LIMIT_BYTES, Packed, index_type, pack
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.codegen.loop_nest import LoopNest, lower
+from sparseflow.tuning.schedule.formats import MAX_STORAGE_BYTES, PackedMatrix, pack, select_index_dtype
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A schedule for a problem, ready to be compiled and run.
+class KernelProgram:
+    """A schedule for a problem, ready to compile and run.
 
     Attributes:
-        problem: What is computed.
-        schedule: How.
-        nest: Its loops.
-        source: Its C.
-        packed: The matrix as it reads it.
+        problem: Problem.
+        schedule: Schedule.
+        nest: Loop nest.
+        source: C source.
+        packed: Matrix in the storage format of the schedule.
     """
 
-    problem: Problem
+    problem: SparseProblem
     schedule: Schedule
-    nest: Nest
+    nest: LoopNest
     source: str
-    packed: Packed
+    packed: PackedMatrix
 
-    def compiled(self, *, cache: Path | None = None) -> Path:
-        """The shared object. Raises DeviceError without a compiler, RunError where it fails."""
-        return compile_source(self.source, cache=cache)
+    def compile(self, *, cache_dir: Path | None = None) -> Path:
+        """Compile to a shared object; see `compile_source`."""
+        return compile_source(self.source, cache_dir=cache_dir)
 
     @property
-    def before(self) -> tuple[np.ndarray, ...]:
-        """What it reads before the dense inputs: the matrix."""
+    def leading_arrays(self) -> tuple[np.ndarray, ...]:
+        """Kernel arguments before the dense inputs: the packed matrix."""
         return self.packed.arrays
 
     @cached_property
-    def after(self) -> tuple[np.ndarray, ...]:
-        """What it reads after them: for an output that is stored as the matrix is, how long that is."""
+    def trailing_arrays(self) -> tuple[np.ndarray, ...]:
+        """Kernel arguments after the dense inputs: the number of values of a sparse output."""
         sparse = self.problem.operator.sparse_output
         return (np.array([len(self.packed.values)], np.int64),) if sparse else ()
 
-    def arrays(self, inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        """What the compiled function reads, in its order."""
-        return (*self.before, *inputs, *self.after)
+    def bind_inputs(self, inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        """Return all kernel arguments in order."""
+        return (*self.leading_arrays, *inputs, *self.trailing_arrays)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """What it writes, rows of padding included."""
+        """Shape of the output, including padded rows."""
         return self.nest.output_shape or self.packed.values.shape
 
-    def result(self, output: np.ndarray) -> np.ndarray:
-        """What it wrote, without padding: C or y, or the values of D in the order of the matrix."""
+    def extract_result(self, output: np.ndarray) -> np.ndarray:
+        """Remove the padding of an output: C or y, or the values of D in the order of the matrix."""
         if self.problem.operator.sparse_output:
-            return output[self.packed.leaf]
+            return output[self.packed.element_positions]
         return output[: self.problem.matrix.shape[0]]
 
 
-def build(problem: Problem, schedule: Schedule, *, limit_bytes: int = LIMIT_BYTES) -> Program:
-    """Lower a schedule, store the matrix for it and write its C.
+def build_program(
+    problem: SparseProblem, schedule: Schedule, *, max_bytes: int = MAX_STORAGE_BYTES
+) -> KernelProgram:
+    """Lower a schedule, pack the matrix and generate the C source.
 
     Raises:
-        InputError: The schedule cannot run, or its storage would be larger than `limit_bytes`.
+        InputError: The schedule cannot run, or its storage exceeds `max_bytes`.
     """
     nest = lower(schedule, problem.operator, problem.extents, problem.dtype)
-    packed = pack(problem.matrix, nest.levels, limit_bytes=limit_bytes)
-    wide = index_type(problem.matrix.nnz) is np.int64
-    return Program(
+    packed = pack(problem.matrix, nest.levels, max_bytes=max_bytes)
+    wide = select_index_dtype(problem.matrix.nnz) is np.int64
+    return KernelProgram(
         problem=problem,
         schedule=schedule,
         nest=nest,
-        source=generate(nest, wide=wide),
+        source=generate_source(nest, wide=wide),
         packed=packed,
     )
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that begins at a multiple of a cache line."""
+def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocate an uninitialized array that is aligned to a cache line."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

@@ -1,4 +1,4 @@
-"""Running a program so that neither it nor what it started outlives its time."""
+"""Execution of a program with a time limit for all of its process group."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 GRACE_S = 1.0
-"""Seconds in which what was killed is to close what it had open."""
+"""Time for a killed process to close its pipes, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a program ended.
+class ProcessResult:
+    """Exit state of a process.
 
     Attributes:
-        code: Its exit status, or minus the number of the signal that ended it.
-        overdue: It was killed because its time was up.
-        output: What it wrote to stdout and stderr.
+        code: Exit status, or the negated number of the signal that ended the process.
+        timed_out: Whether the process was killed because of the time limit.
+        output: stdout and stderr.
     """
 
     code: int
-    overdue: bool
+    timed_out: bool
     output: str
 
     @property
     def signal_name(self) -> str | None:
-        """Such as `"SIGSEGV"` where a signal ended it, else None."""
+        """Name of the signal that ended the process, such as `"SIGSEGV"`, or None."""
         if self.code >= 0:
             return None
         try:
@@ -38,28 +38,28 @@ class Ended:
             return f"signal {-self.code}"
 
 
-def run(
+def run_process(
     command: Sequence[str],
     *,
     timeout_s: float,
     stdin: bytes = b"",
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
-) -> Ended:
-    """Run a program to its end, or kill it and all of its process group after `timeout_s` seconds.
+) -> ProcessResult:
+    """Run a program, and kill its process group after `timeout_s` seconds.
 
     Args:
-        command: The program and its arguments.
-        timeout_s: Seconds that it may take.
-        stdin: What it reads.
-        environment: All of its environment; None is ours.
-        pass_fds: File descriptors that it inherits, under the same numbers.
+        command: Program and arguments.
+        timeout_s: Time limit, seconds.
+        stdin: Standard input.
+        environment: Full environment; None inherits the environment of this process.
+        pass_fds: Inherited file descriptors.
 
     Raises:
         OSError: The program cannot be started.
     """
-    # The group lets one kill reach the compiler proper behind its driver. Waiting for the end of a pipe,
-    # which `communicate` does, wakes at once; `wait` with a timeout would sleep up to 50 ms too long.
+    # Killing the process group also kills the compiler behind its driver. `communicate` waits for the end of
+    # a pipe and returns immediately; `wait` with a timeout would sleep up to 50 ms too long.
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -69,21 +69,21 @@ def run(
         pass_fds=pass_fds,
         process_group=0,
     ) as process:
-        overdue = False
+        timed_out = False
         try:
             output, _ = process.communicate(stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            overdue = True
+            timed_out = True
             _kill_group(process)
             try:
                 output, _ = process.communicate(timeout=GRACE_S)
-            except subprocess.TimeoutExpired as late:
-                # Something left the group and still holds the pipe; what was read so far must do.
-                output = late.output or b""
+            except subprocess.TimeoutExpired as expired:
+                # A process outside the group keeps the pipe open; use the output so far.
+                output = expired.output or b""
         except BaseException:
             _kill_group(process)
             raise
-    return Ended(code=process.returncode, overdue=overdue, output=output.decode(errors="replace"))
+    return ProcessResult(code=process.returncode, timed_out=timed_out, output=output.decode(errors="replace"))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

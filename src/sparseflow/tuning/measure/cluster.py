@@ -1,4 +1,4 @@
-"""Schedules of one search measured on a Ray cluster, several machines of one kind at once."""
+"""Measurement of schedules on several machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,72 +8,81 @@ from dataclasses import dataclass
 from sparseflow.core.device import describe_cpu
 from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import DeviceError
-from sparseflow.tuning.measure.evaluator import Evaluator, Trial
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
-LOT = 8
-"""Schedules that a machine measures at a time: enough to repay sending it the matrix."""
+BATCH_SIZE = 8
+"""Schedules that a machine measures at a time, enough to amortize sending the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lot:
-    """What one machine measures at a time.
+class MeasurementBatch:
+    """Schedules that one machine measures at a time.
 
     Attributes:
-        problem: What is computed.
-        reference: What every schedule is timed beside.
-        schedules: What to measure.
-        seed: What the dense inputs are drawn from.
+        problem: Problem.
+        reference: Reference schedule.
+        schedules: Schedules to measure.
+        seed: Random seed of the dense inputs.
     """
 
-    problem: Problem
+    problem: SparseProblem
     reference: Schedule
     schedules: tuple[Schedule, ...]
     seed: int
 
 
-def measure_on(
+def measure_on_cluster(
     cluster: str,
-    problem: Problem,
+    problem: SparseProblem,
     reference: Schedule,
     schedules: Sequence[Schedule],
     *,
     seed: int,
     threads: int,
 ) -> Iterator[Trial]:
-    """Measure schedules on a cluster; trials come as they are done, in any order.
+    """Measure schedules on a cluster and yield the trials in any order.
 
-    Compiled code stays in each machine's own cache.
+    Compiled code is cached on each machine.
 
     Args:
-        cluster: Address of a Ray cluster, `"auto"` for the one that this machine belongs to.
-        problem: What is computed.
-        reference: What every schedule is timed beside.
-        schedules: What to measure, in lots.
-        seed: What the dense inputs are drawn from.
-        threads: CPUs that a lot takes of its machine; give the machines no more, or lots disturb each other.
+        cluster: Address of a Ray cluster, `"auto"` for the cluster of this machine.
+        problem: Problem.
+        reference: Reference schedule.
+        schedules: Schedules to measure.
+        seed: Random seed of the dense inputs.
+        threads: CPUs that a batch takes of its machine. The machines should have no more CPUs, because
+            batches on
+            one machine disturb each other.
 
     Raises:
-        DeviceError: There is no cluster at the address, or a machine's processor is not this one's: its times
-            would be compared with others'.
+        DeviceError: No cluster is at the address, or a machine has another processor, so times are not
+            comparable.
         MissingExtraError: Ray is missing.
         RunError: The reference does not run on a machine.
     """
-    lots = [
-        Lot(problem=problem, reference=reference, schedules=tuple(schedules[first : first + LOT]), seed=seed)
-        for first in range(0, len(schedules), LOT)
+    batches = [
+        MeasurementBatch(
+            problem=problem,
+            reference=reference,
+            schedules=tuple(schedules[first : first + BATCH_SIZE]),
+            seed=seed,
+        )
+        for first in range(0, len(schedules), BATCH_SIZE)
     ]
-    here = describe_cpu()
-    for _, (there, trials) in map_unordered(_measured, lots, cluster=cluster, cpus_per_task=float(threads)):
-        if there != here:
+    local_cpu = describe_cpu()
+    for _, (remote_cpu, trials) in map_unordered(
+        _measure_batch, batches, cluster=cluster, cpus_per_task=float(threads)
+    ):
+        if remote_cpu != local_cpu:
             raise DeviceError(
-                f"a machine of the cluster {cluster!r} has another processor ({there}) than this one "
-                f"({here}); search on machines of one kind"
+                f"a machine of cluster {cluster!r} has another processor ({remote_cpu}) than this machine "
+                f"({local_cpu}); use a homogeneous cluster"
             )
         yield from trials
 
 
-def _measured(lot: Lot) -> tuple[str, list[Trial]]:
-    with Evaluator(lot.problem, lot.reference, seed=lot.seed) as evaluator:
-        return describe_cpu(), [evaluator.measure(schedule) for schedule in lot.schedules]
+def _measure_batch(batch: MeasurementBatch) -> tuple[str, list[Trial]]:
+    with ScheduleEvaluator(batch.problem, batch.reference, seed=batch.seed) as evaluator:
+        return describe_cpu(), [evaluator.measure(schedule) for schedule in batch.schedules]

@@ -1,27 +1,21 @@
-"""Collecting labels: schedules measured on many patterns, a folder that grows into a label set.
+"""Collection of labels: schedules measured on many sparsity patterns.
 
 ::
 
     patterns/<digest>.safetensors   written first
-    measured.jsonl                  every trial as it comes; see `journal`
+    measured.jsonl                  every trial; see `collection_log`
     labels.parquet                  the label set, written at the end; see `labels`
 
-What is measured of each task, all of it together with the task's reference:
+For each task the reference and the other presets are measured first, then the proposals of a search strategy.
 
-1. the schedules that experts write by hand (`presets`),
-2. then, half and half, draws from the space and children of the best so far: mutants, and some with two
-   parents. Draws show what slow schedules have in common; children stand close together near the top, where
-   a model must tell them apart.
+Tasks take turns: the first round measures up to `_FIRST_ROUND` schedules of each task, the next twice as
+many, and
+so on. When the time budget ends, no task has more than twice as many schedules as another, and few rounds
+keep the
+cost of switching tasks low.
 
-Tasks take turns: a round brings each to `_FIRST` schedules, the next to twice as many, and so on. Whenever
-time runs out, no task has had more than twice as many as another that could have had them, and few rounds
-keep the cost of changing tasks low.
-
-A trial that others disturbed is measured once more. If that was disturbed, too, the faster one is kept and
-marked; on a busy machine there would be nothing else.
-
-The same call goes on with a folder in which one was stopped, by whatever: no row is lost or measured twice.
-Further tasks, and more schedules, are added by asking for them.
+A disturbed trial is measured again. If the second trial is also disturbed, the faster one is kept and marked,
+because a busy machine gives no others.
 """
 
 from __future__ import annotations
@@ -30,10 +24,10 @@ import os
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,104 +35,119 @@ from sparseflow.core.device import describe_cpu
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.codegen.compile import compiler
+from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.measure import collection_log, labels, synthetic
-from sparseflow.tuning.measure.collection_log import Journal
-from sparseflow.tuning.measure.evaluator import Evaluator, Trial
-from sparseflow.tuning.measure.families import family_of
-from sparseflow.tuning.measure.labels import Task
-from sparseflow.tuning.schedule.matrices import FLOATS, Pattern, find_matrix_files, matrix_name, read_matrix
-from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.operators import operator as operator_of
-from sparseflow.tuning.schedule.presets import REFERENCE, presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.measure.collection_log import CollectionLog
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.measure.families import infer_family
+from sparseflow.tuning.measure.labels import TuningTask
+from sparseflow.tuning.schedule.matrices import (
+    FLOAT_DTYPES,
+    SparsityPattern,
+    find_matrix_files,
+    parse_matrix_name,
+    read_matrix,
+)
+from sparseflow.tuning.schedule.operators import OPERATORS, get_operator
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
-from sparseflow.tuning.search.evolutionary import Evolutionary
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
-_FIRST = 8
-"""Schedules of a task in the first round."""
+_FIRST_ROUND = 8
+"""Schedules of each task in the first round."""
 
-_DRAWN = 0.5
-"""Share of schedules that are drawn, and not bred from better ones."""
+_MAX_REPEATS = 50
+"""Consecutive proposals that were measured before, after which a task is complete."""
 
-_REPEATS = 50
-"""Proposals in a row that were measured before, after which a task is done."""
+
+class ProposalStrategy(Protocol):
+    """Proposes schedules to measure; `search.base.Strategy` implements it."""
+
+    def propose(self) -> Schedule: ...
+
+    def observe(self, trial: Trial) -> None: ...
+
+
+StrategyFactory = Callable[[ScheduleSpace, np.random.Generator], ProposalStrategy]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What labels are wanted of.
+class CollectionTarget:
+    """A pattern and an operator to collect labels of.
 
     Attributes:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
-        matrix: A name for the pattern.
-        pattern: Where the elements are; values have no influence and are made up.
+        matrix: Name of the pattern.
+        pattern: Sparsity pattern; values do not matter and are generated.
         n_cols: Columns of the dense operands; None for SpMV.
         dtype: `"float32"` or `"float64"`.
-        family: By default what `family_of` makes of the name.
+        family: Family of the matrix; by default inferred from the name.
     """
 
     operator: str
     matrix: str
-    pattern: Pattern
+    pattern: SparsityPattern
     n_cols: int | None = None
     dtype: str = "float32"
     family: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
-    """What a folder holds after a call.
+class CollectionResult:
+    """Content of a collection after a call.
 
     Attributes:
-        folder: The label set.
-        tasks: Those that were asked for.
-        rows: Measurements of all tasks in the folder.
-        added: Those of this call.
-        failed: Rows without a time.
-        disturbed: Rows that others disturbed.
-        fewest: Rows of the task, among those asked for, that has fewest.
-        broken: Matrix and operator -> why the reference does not run; such tasks are passed over.
-        seconds: How long the call took.
+        out_dir: Directory of the label set.
+        tasks: Number of requested tasks.
+        rows: Measurements of all tasks in the directory.
+        added: Measurements of this call.
+        failed: Rows without a latency.
+        disturbed: Rows that other processes disturbed.
+        min_rows: Rows of the requested task with the fewest rows.
+        failed_references: Matrix and operator -> error of the reference; such tasks are skipped.
+        seconds: Duration of the call, seconds.
     """
 
-    folder: Path
+    out_dir: Path
     tasks: int
     rows: int
     added: int
     failed: int
     disturbed: int
-    fewest: int
-    broken: Mapping[str, str]
+    min_rows: int
+    failed_references: Mapping[str, str]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
-        return {**vars(self), "folder": str(self.folder), "broken": dict(self.broken)}
+        """Convert to JSON types."""
+        return {**vars(self), "folder": str(self.out_dir), "broken": dict(self.failed_references)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Visit:
-    """A task's part of a round, as it travels to whoever measures it.
+class _TaskBatch:
+    """One task's part of a round, as it is sent to a machine.
 
     Attributes:
-        task: Its device is left to be filled in there.
-        pattern: The pattern.
-        known: Device -> trials that were measured there.
-        schedules: How many the task shall have.
-        end: Time of day, in seconds since the epoch, to stop at; clocks of other machines know no other.
-        seed: What schedules are drawn from.
-        cache: Folder for compiled code.
+        task: Task; the machine fills in the device.
+        pattern: Sparsity pattern.
+        trials: Device -> earlier trials.
+        schedules: Total number of schedules to reach.
+        end_time: Time to stop at, seconds since the epoch, because other machines have other monotonic
+            clocks.
+        seed: Random seed of the schedules.
+        cache_dir: Directory of compiled code.
+        create_strategy: Creates the strategy that proposes schedules.
     """
 
-    task: Task
-    pattern: Pattern
-    known: Mapping[str, tuple[Trial, ...]]
+    task: TuningTask
+    pattern: SparsityPattern
+    trials: Mapping[str, tuple[Trial, ...]]
     schedules: int
-    end: float
+    end_time: float
     seed: int
-    cache: Path | None
+    cache_dir: Path | None
+    create_strategy: StrategyFactory
 
 
 def generate_targets(
@@ -149,7 +158,7 @@ def generate_targets(
     dtype: str = "float32",
     families: Mapping[str, str] | None = None,
     seed: int = 0,
-) -> Iterator[Wanted]:
+) -> Iterator[CollectionTarget]:
     """Generate the collection targets of matrix files and random patterns, one pattern at a time.
 
     Args:
@@ -168,24 +177,24 @@ def generate_targets(
     if not files and not num_synthetic:
         raise InputError("no matrix to measure on; pass .mtx files or directories, or --synthetic")
 
-    def generate_patterns() -> Iterator[tuple[str, Pattern]]:
+    def generate_patterns() -> Iterator[tuple[str, SparsityPattern]]:
         for file in files:
-            yield matrix_name(file), read_matrix(file).pattern
-        kinds = tuple(synthetic.KINDS)
+            yield parse_matrix_name(file), read_matrix(file).pattern
+        kinds = tuple(synthetic.PATTERN_KINDS)
         for index in range(num_synthetic):
             # One generator for each pattern, so that the first patterns do not depend on the number of them.
             rng = np.random.default_rng([seed, index])
-            yield synthetic.draw(rng, kind=kinds[index % len(kinds)])
+            yield synthetic.sample_pattern(rng, kind=kinds[index % len(kinds)])
 
     # Paths are checked above, before the caller starts work on the first target.
     return (
-        Wanted(
+        CollectionTarget(
             operator=operator,
             matrix=name,
             pattern=pattern,
             n_cols=n_cols,
             dtype=dtype,
-            family=family_of(name, families or {}),
+            family=infer_family(name, families or {}),
         )
         for name, pattern in generate_patterns()
         for operator, n_cols in workloads
@@ -193,243 +202,275 @@ def generate_targets(
 
 
 def collect(
-    wanted: Iterable[Wanted],
-    folder: Path | str,
+    targets: Iterable[CollectionTarget],
+    out_dir: Path | str,
     *,
+    strategy: StrategyFactory,
     schedules: int = 128,
     budget_s: float | None = None,
     seed: int = 0,
     threads: int | None = None,
     cluster: str | None = None,
-    cache: Path | None = None,
+    cache_dir: Path | None = None,
     progress: Progress | None = None,
-) -> Collected:
+) -> CollectionResult:
     """Measure schedules and write a label set.
 
+    An interrupted collection is resumed by the same call: no row is lost or measured twice. More targets
+    and more schedules extend an existing collection.
+
     Args:
-        wanted: What of. All of it is taken before anything is measured; only one pattern at a time is held.
-        folder: Made when absent; what is in it is gone on with.
-        schedules: Schedules to measure of each task.
-        budget_s: Seconds after which to stop; by default none.
-        seed: What schedules are drawn from.
-        threads: Threads that a schedule may use; by default one for each CPU that this process may run on.
-        cluster: Address of a Ray cluster that measures, one task at a time on `threads` CPUs: give its
-            machines no more, or tasks disturb each other. Rows come home when a task's part of a round is
-            over. By default this process measures.
-        cache: Folder for compiled code; see `compile_source`.
-        progress: Called with (what was found, fraction done).
+        targets: Patterns and operators. All targets are checked first; one pattern at a time is in memory.
+        out_dir: Output directory; an existing collection is resumed.
+        strategy: Creates the strategy that proposes schedules of a task, such as
+            `search.evolutionary.COLLECTION_STRATEGY`.
+        schedules: Schedules to measure for each task.
+        budget_s: Time budget, seconds; by default unlimited.
+        seed: Random seed of the schedules.
+        threads: Maximum number of threads of a schedule; by default all CPUs that this process may use.
+        cluster: Address of a Ray cluster that measures one task at a time on `threads` CPUs of each machine.
+            Its machines should have no more CPUs, because tasks on one machine disturb each other. Rows of
+            a task arrive at the end of its round. By default this process measures.
+        cache_dir: Directory of compiled code; see `compile_source`.
+        progress: Progress callback.
 
     Raises:
-        InputError: An argument cannot be used, nothing is wanted, or the folder holds other labels.
-        FileFormatError: A line of the folder's journal is damaged.
+        InputError: An argument is out of range, there are no targets, or `out_dir` has other labels.
+        FileFormatError: The log of the collection is damaged.
         DeviceError: There is no C compiler, or no cluster at the address.
-        RunError: Another process writes into the folder, or the disk is full.
+        RunError: Another process writes to `out_dir`, or the disk is full.
     """
-    begun = time.monotonic()
-    end = time.time() + (1e9 if budget_s is None else budget_s)
+    start_s = time.monotonic()
+    end_time = time.time() + (1e9 if budget_s is None else budget_s)
     if schedules < 1 or seed < 0 or (budget_s is not None and not budget_s > 0):
         raise InputError(
-            f"`schedules` (={schedules}) must be at least 1, `seed` (={seed}) not negative, and `budget_s` "
+            f"`schedules` (={schedules}) must be at least 1, `seed` (={seed}) at least 0, and `budget_s` "
             f"(={budget_s}) above 0"
         )
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
     if threads < 1:
         raise InputError(f"`threads` (={threads}) must be at least 1")
-    root = Path(folder)
+    root = Path(out_dir)
     if root.exists() and not root.is_dir():
-        raise InputError(f"`folder` (={root}) is a file; name a folder")
-    if (root / labels.FILE).exists() and not (root / collection_log.FILE).exists():
-        raise InputError(f"{root} holds labels that were not collected here; name another folder")
+        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+    if (root / labels.LABELS_FILE).exists() and not (root / collection_log.COLLECTION_FILE).exists():
+        raise InputError(f"{root} has labels that were not collected; choose another directory")
     if cluster is None:
-        compiler()
+        find_compiler()
     root.mkdir(parents=True, exist_ok=True)
-    with Journal(root) as log:
-        tasks = _tasks(wanted, root, threads, log)
-        before = _count(log)
-        same = _same(log)
-        done = sum(len(log.trials[one]) for task in tasks for one in same[_identity(task)])
+    with CollectionLog(root) as log:
+        tasks = _create_tasks(targets, root, threads, log)
+        initial_rows = _count_trials(log)
+        device_tasks = _group_by_key(log)
+        num_trials = sum(
+            len(log.trials[device_task]) for task in tasks for device_task in device_tasks[_task_key(task)]
+        )
         try:
-            for until in _totals(schedules):
-                same = _same(log)
-                visits = (
-                    _Visit(
+            for round_size in _round_sizes(schedules):
+                device_tasks = _group_by_key(log)
+                batches = (
+                    _TaskBatch(
                         task=task,
                         pattern=labels.read_pattern(root, digest),
-                        known={one.device: tuple(log.trials[one].values()) for one in same[_identity(task)]},
-                        schedules=until,
-                        end=end,
+                        trials={
+                            device_task.device: tuple(log.trials[device_task].values())
+                            for device_task in device_tasks[_task_key(task)]
+                        },
+                        schedules=round_size,
+                        end_time=end_time,
                         seed=seed,
-                        cache=cache,
+                        cache_dir=cache_dir,
+                        create_strategy=strategy,
                     )
                     for task, digest in tasks.items()
-                    if time.time() < end
+                    if time.time() < end_time
                 )
-                for task, trial in _measured(visits, cluster, threads):
+                for task, trial in _measure_batches(batches, cluster, threads):
                     log.write(task, trial)
-                    done += 1
+                    num_trials += 1
                     if progress is not None:
-                        spent = 0.0 if budget_s is None else (time.monotonic() - begun) / budget_s
-                        where = f"{task.operator} on {task.matrix}, up to {until} schedules"
+                        budget_fraction = 0.0 if budget_s is None else (time.monotonic() - start_s) / budget_s
+                        description = f"{task.operator} on {task.matrix}, up to {round_size} schedules"
                         progress(
-                            f"{_count(log) - before} rows; {where}",
-                            min(max(done / (schedules * len(tasks)), spent), 1.0),
+                            f"{_count_trials(log) - initial_rows} rows; {description}",
+                            min(max(num_trials / (schedules * len(tasks)), budget_fraction), 1.0),
                         )
         finally:
-            # Whoever stops it finds what there is.
-            if _count(log):
+            # An interrupted collection leaves a label set of all rows so far.
+            if _count_trials(log):
                 labels.write_labels(root, log.measurements())
-        return _collected(root, tasks, log, before, time.monotonic() - begun)
+        return _summarize(root, tasks, log, initial_rows, time.monotonic() - start_s)
 
 
-def _tasks(wanted: Iterable[Wanted], root: Path, threads: int, log: Journal) -> dict[Task, str]:
-    """The tasks, each once and checked, and the digests of their patterns, which are in the folder then."""
-    known = {_identity(task): task for task in log.trials}
-    found: dict[tuple[object, ...], Task] = {}
-    for one in wanted:
-        if one.dtype not in map(str, FLOATS):
-            raise InputError(f"`dtype` (={one.dtype!r}) must be float32 or float64")
-        if not one.pattern.nnz:
-            raise InputError(f"{one.matrix} has no elements: there is nothing to measure")
-        op = operator_of(one.operator)
-        problem = Problem(operator=op, matrix=one.pattern.filled(np.dtype(one.dtype)), n_cols=one.n_cols)
-        task = Task(
+def _create_tasks(
+    targets: Iterable[CollectionTarget], root: Path, threads: int, log: CollectionLog
+) -> dict[TuningTask, str]:
+    """Validate the targets, write their patterns and return each task with its pattern digest."""
+    measured_tasks = {_task_key(task): task for task in log.trials}
+    tasks: dict[tuple[object, ...], TuningTask] = {}
+    for target in targets:
+        if target.dtype not in map(str, FLOAT_DTYPES):
+            raise InputError(f"`dtype` (={target.dtype!r}) must be float32 or float64")
+        if not target.pattern.nnz:
+            raise InputError(f"{target.matrix} has no elements to measure")
+        op = get_operator(target.operator)
+        problem = SparseProblem(
+            operator=op, matrix=target.pattern.to_matrix(np.dtype(target.dtype)), n_cols=target.n_cols
+        )
+        task = TuningTask(
             operator=op.name,
-            matrix=one.matrix,
-            family=family_of(one.matrix) if one.family is None else one.family,
-            shape=one.pattern.shape,
-            nnz=one.pattern.nnz,
+            matrix=target.matrix,
+            family=infer_family(target.matrix) if target.family is None else target.family,
+            shape=target.pattern.shape,
+            nnz=target.pattern.nnz,
             n_cols=problem.n_cols,
-            dtype=one.dtype,
+            dtype=target.dtype,
             threads=threads,
             device="",
-            pattern=labels.write_pattern(root, one.pattern),
+            pattern=labels.write_pattern(root, target.pattern),
         )
-        # The same pattern under another name is the same task.
-        key = _identity(task)
-        found.setdefault(key, replace(known.get(key, task), device=""))
-    if not found:
-        raise InputError("nothing is wanted; give at least one pattern and operator")
-    return {task: task.pattern for task in found.values() if task.pattern is not None}
+        # A pattern with another name is the same task.
+        key = _task_key(task)
+        tasks.setdefault(key, replace(measured_tasks.get(key, task), device=""))
+    if not tasks:
+        raise InputError("`targets` is empty; pass at least one pattern and operator")
+    return {task: task.pattern for task in tasks.values() if task.pattern is not None}
 
 
-def _identity(task: Task) -> tuple[object, ...]:
-    """What tells tasks apart, whatever they are called and wherever they run."""
+def _task_key(task: TuningTask) -> tuple[object, ...]:
+    """Return what identifies a task, without names and devices."""
     return task.operator, task.pattern, task.n_cols, task.dtype, task.threads
 
 
-def _same(log: Journal) -> Mapping[tuple[object, ...], list[Task]]:
-    """Identity -> the task, on each device that measured it."""
-    found: defaultdict[tuple[object, ...], list[Task]] = defaultdict(list)
+def _group_by_key(log: CollectionLog) -> Mapping[tuple[object, ...], list[TuningTask]]:
+    """Return task key -> the task on each device that measured it."""
+    groups: defaultdict[tuple[object, ...], list[TuningTask]] = defaultdict(list)
     for task in log.trials:
-        found[_identity(task)].append(task)
-    return found
+        groups[_task_key(task)].append(task)
+    return groups
 
 
-def _totals(schedules: int) -> Iterator[int]:
-    """Schedules that each task has after each round."""
-    until = _FIRST
-    while until < schedules:
-        yield until
-        until *= 2
+def _round_sizes(schedules: int) -> Iterator[int]:
+    """Yield the number of schedules of each task after each round."""
+    size = _FIRST_ROUND
+    while size < schedules:
+        yield size
+        size *= 2
     yield schedules
 
 
-def _measured(visits: Iterable[_Visit], cluster: str | None, threads: int) -> Iterator[tuple[Task, Trial]]:
+def _measure_batches(
+    batches: Iterable[_TaskBatch], cluster: str | None, threads: int
+) -> Iterator[tuple[TuningTask, Trial]]:
     if cluster is None:
-        for visit in visits:
-            yield from _measure(visit)
+        for batch in batches:
+            yield from _measure_batch(batch)
         return
-    # A call a task: two on one machine would disturb each other.
-    for _, rows in map_unordered(_whole_visit, list(visits), cluster=cluster, cpus_per_task=float(threads)):
+    # One call for each task, because tasks on one machine disturb each other.
+    for _, rows in map_unordered(
+        _measure_whole_batch, list(batches), cluster=cluster, cpus_per_task=float(threads)
+    ):
         yield from rows
 
 
-def _whole_visit(visit: _Visit) -> list[tuple[Task, Trial]]:
-    return list(_measure(visit))
+def _measure_whole_batch(batch: _TaskBatch) -> list[tuple[TuningTask, Trial]]:
+    return list(_measure_batch(batch))
 
 
-def _measure(visit: _Visit) -> Iterator[tuple[Task, Trial]]:
-    """Measure what a task lacks."""
-    task = replace(visit.task, device=describe_cpu())
+def _measure_batch(batch: _TaskBatch) -> Iterator[tuple[TuningTask, Trial]]:
+    """Measure the missing schedules of a task."""
+    task = replace(batch.task, device=describe_cpu())
     op, extents = OPERATORS[task.operator], task.extents()
-    found = {trial.schedule: trial for trial in visit.known.get(task.device, ())}
-    reference, *others = _by_hand(task)
-    if len(found) >= visit.schedules or time.time() >= visit.end or _broken(found, reference):
+    trials = {trial.schedule: trial for trial in batch.trials.get(task.device, ())}
+    reference, *presets = _list_presets(task)
+    if (
+        len(trials) >= batch.schedules
+        or time.time() >= batch.end_time
+        or _reference_failed(trials, reference)
+    ):
         return
-    space = Space(op, extents, threads=sorted({1, task.threads}))
-    who = zlib.crc32(repr(_identity(task)).encode())
-    # Going on, it must not propose once more what it proposed before.
-    walk = Evolutionary(space, np.random.default_rng([visit.seed, who, len(found)]), fresh=_DRAWN)
-    for trial in found.values():
-        walk.tell(trial)
-    waiting = [schedule for schedule in (reference, *others) if schedule not in found]
-    again = 0
+    space = ScheduleSpace(op, extents, threads=sorted({1, task.threads}))
+    task_seed = zlib.crc32(repr(_task_key(task)).encode())
+    # A resumed task gets another random stream, so that it does not repeat its proposals.
+    strategy = batch.create_strategy(space, np.random.default_rng([batch.seed, task_seed, len(trials)]))
+    for trial in trials.values():
+        strategy.observe(trial)
+    pending = [schedule for schedule in (reference, *presets) if schedule not in trials]
+    num_repeats = 0
     try:
-        problem = Problem(operator=op, matrix=visit.pattern.filled(np.dtype(task.dtype)), n_cols=task.n_cols)
-        with Evaluator(problem, reference, cache=visit.cache) as evaluator:
-            while len(found) < visit.schedules and again < _REPEATS and time.time() < visit.end:
-                schedule = waiting.pop(0) if waiting else walk.ask().canonical(op, extents)
-                if schedule in found:
-                    again += 1
+        problem = SparseProblem(
+            operator=op, matrix=batch.pattern.to_matrix(np.dtype(task.dtype)), n_cols=task.n_cols
+        )
+        with ScheduleEvaluator(problem, reference, cache_dir=batch.cache_dir) as evaluator:
+            while (
+                len(trials) < batch.schedules and num_repeats < _MAX_REPEATS and time.time() < batch.end_time
+            ):
+                schedule = pending.pop(0) if pending else strategy.propose().canonicalize(op, extents)
+                if schedule in trials:
+                    num_repeats += 1
                     continue
-                again = 0
-                trial = found[schedule] = _twice_if_disturbed(evaluator, schedule)
-                walk.tell(trial)
+                num_repeats = 0
+                trial = trials[schedule] = _measure_undisturbed(evaluator, schedule)
+                strategy.observe(trial)
                 yield task, trial
-                if _broken(found, reference):
+                if _reference_failed(trials, reference):
                     return
     except (RunError, InputError, MemoryError) as error:
-        # The reference cannot be built, or its arrays find no room: the other tasks can do without.
-        if reference not in found:
+        # A reference that cannot be built or exceeds the memory does not stop the other tasks.
+        if reference not in trials:
             yield task, Trial(schedule=reference, error=f"{type(error).__name__}: {error}")
             return
         raise
 
 
-def _twice_if_disturbed(evaluator: Evaluator, schedule: Schedule) -> Trial:
+def _measure_undisturbed(evaluator: ScheduleEvaluator, schedule: Schedule) -> Trial:
     trial = evaluator.measure(schedule)
     if not trial.disturbed:
         return trial
-    again = evaluator.measure(schedule)
-    if again.error is not None:
+    repeat = evaluator.measure(schedule)
+    if repeat.error is not None:
         return trial
-    return min(again, trial, key=lambda one: (one.disturbed, one.latency_ms))
+    return min(repeat, trial, key=lambda candidate: (candidate.disturbed, candidate.latency_ms))
 
 
-def _by_hand(task: Task) -> list[Schedule]:
-    """The presets, the reference first."""
+def _list_presets(task: TuningTask) -> list[Schedule]:
+    """List the presets, the reference first."""
     op, extents = OPERATORS[task.operator], task.extents()
-    known = presets(op, extents, task.threads)
-    first = known.pop(REFERENCE[op.name])
-    return [schedule.canonical(op, extents) for schedule in (first, *known.values())]
+    preset_schedules = build_presets(op, extents, task.threads)
+    first = preset_schedules.pop(REFERENCE_PRESETS[op.name])
+    return [schedule.canonicalize(op, extents) for schedule in (first, *preset_schedules.values())]
 
 
-def _broken(found: Mapping[Schedule, Trial], reference: Schedule) -> bool:
-    return reference in found and found[reference].error is not None
+def _reference_failed(trials: Mapping[Schedule, Trial], reference: Schedule) -> bool:
+    return reference in trials and trials[reference].error is not None
 
 
-def _count(log: Journal) -> int:
+def _count_trials(log: CollectionLog) -> int:
     return sum(map(len, log.trials.values()))
 
 
-def _collected(root: Path, tasks: Iterable[Task], log: Journal, before: int, seconds: float) -> Collected:
+def _summarize(
+    root: Path, tasks: Iterable[TuningTask], log: CollectionLog, initial_rows: int, seconds: float
+) -> CollectionResult:
     rows = [trial for trials in log.trials.values() for trial in trials.values()]
-    counts, broken, same = [], {}, _same(log)
+    counts, failed_references, device_tasks_of = [], {}, _group_by_key(log)
     for task in tasks:
-        places = same[_identity(task)]
-        counts.append(sum(len(log.trials[one]) for one in places))
-        reference = _by_hand(task)[0]
-        for one in places:
-            if _broken(log.trials[one], reference):
-                broken[f"{task.operator} on {task.matrix}"] = str(log.trials[one][reference].error)
-    return Collected(
-        folder=root,
+        device_tasks = device_tasks_of[_task_key(task)]
+        counts.append(sum(len(log.trials[device_task]) for device_task in device_tasks))
+        reference = _list_presets(task)[0]
+        for device_task in device_tasks:
+            if _reference_failed(log.trials[device_task], reference):
+                failed_references[f"{task.operator} on {task.matrix}"] = str(
+                    log.trials[device_task][reference].error
+                )
+    return CollectionResult(
+        out_dir=root,
         tasks=len(counts),
         rows=len(rows),
-        added=len(rows) - before,
+        added=len(rows) - initial_rows,
         failed=sum(trial.error is not None for trial in rows),
         disturbed=sum(trial.disturbed for trial in rows),
-        fewest=min(counts),
-        broken=broken,
+        min_rows=min(counts),
+        failed_references=failed_references,
         seconds=seconds,
     )

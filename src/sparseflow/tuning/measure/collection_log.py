@@ -1,9 +1,9 @@
-"""What a collection measured so far, as lines of JSON that survive the death of their writer.
+"""Log of a collection, as JSON lines that survive the death of the writer.
 
 ::
 
-    {"sparseflow": "collection", "version": 1}
-    {"begins": {"operator": "spmm", "matrix": …, …}}        the first task; tasks are counted from 0
+    {"sparseflow": "collection", "version": 2}
+    {"start": {"operator": "spmm", "matrix": …, …}}        start of a task; tasks are numbered from 0
     {"task": 0, "schedule": …, "latency_ms": …, "ratio": …, "error": …, "disturbed": …, "seconds": {…}}
 """
 
@@ -20,14 +20,14 @@ from sparseflow.core.config import describe_validation_error
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.measure.evaluator import Trial
-from sparseflow.tuning.measure.labels import Measurement, Task
-from sparseflow.tuning.measure.trial_log import TrialRow
+from sparseflow.tuning.measure.labels import ScheduleMeasurement, TuningTask
+from sparseflow.tuning.measure.trial_log import TrialRecord
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.schedule import Schedule
 
-FILE = "measured.jsonl"
+COLLECTION_FILE = "measured.jsonl"
 
-_HEAD = {"sparseflow": "collection", "version": 1}
+_HEADER = {"sparseflow": "collection", "version": 2}
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -49,79 +49,81 @@ class _TaskRow(_Strict):
     pattern: str
 
     @model_validator(mode="after")
-    def _known(self) -> _TaskRow:
+    def _check_operator(self) -> _TaskRow:
         if self.operator not in OPERATORS:
-            raise ValueError(f"no operator is called {self.operator!r}")
+            raise ValueError(f"unknown operator {self.operator!r}")
         if bool(OPERATORS[self.operator].dense_axes) != (self.n_cols is not None):
             raise ValueError(f"n_cols (={self.n_cols}) does not fit {self.operator}")
         return self
 
 
-class _Begins(_Strict):
-    begins: _TaskRow
+class _TaskStart(_Strict):
+    start: _TaskRow
 
 
-class _Row(TrialRow):
+class _Row(TrialRecord):
     task: Annotated[int, Field(ge=0)]
 
 
-class Journal:
-    """The rows of one folder; close it, or use it in a `with` block.
+class CollectionLog:
+    """Trials of one collection; a context manager.
 
     Args:
-        folder: It must exist; locked until `close`.
+        folder: Existing directory, locked until `close`.
 
     Attributes:
-        trials: Task -> its trials in the order in which they came.
+        trials: Task -> its trials in order.
 
     Raises:
-        FileFormatError: A line is damaged, or the file is something else.
-        RunError: Another process writes into the folder.
+        FileFormatError: A line is damaged, or the file has another format.
+        RunError: Another process writes to the directory.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-        self.trials: dict[Task, dict[Schedule, Trial]] = {}
-        self._tasks: list[Task] = []
-        self._number: dict[Task, int] = {}
+        self._path = folder / COLLECTION_FILE
+        self.trials: dict[TuningTask, dict[Schedule, Trial]] = {}
+        self._tasks: list[TuningTask] = []
+        self._task_index: dict[TuningTask, int] = {}
         self._writer = JsonLinesWriter(self._path)
         try:
             rows = read_json_lines(self._path)
             if not rows:
-                self._writer.write(_HEAD)
-            elif rows[0] != _HEAD:
-                raise FileFormatError(f"{self._path} is no collection of this version; name another folder")
+                self._writer.write(_HEADER)
+            elif rows[0] != _HEADER:
+                raise FileFormatError(
+                    f"{self._path} is not a collection of this version; choose another directory"
+                )
             for number, row in enumerate(rows[1:], start=2):
-                self._take(row, f"{self._path}, line {number},")
+                self._read_row(row, f"{self._path}, line {number},")
         except BaseException:
             self._writer.close()
             raise
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> CollectionLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, task: Task, trial: Trial) -> None:
-        """Add a trial. Raises RunError where the disk is full."""
+    def write(self, task: TuningTask, trial: Trial) -> None:
+        """Append a trial. Raises RunError if the disk is full."""
         if task not in self.trials:
-            self._writer.write({"begins": asdict(task)})
-            self._begin(task)
-        self._writer.write({"task": self._number[task], **trial.to_dict()})
+            self._writer.write({"start": asdict(task)})
+            self._add_task(task)
+        self._writer.write({"task": self._task_index[task], **trial.to_dict()})
         self.trials[task][trial.schedule] = trial
 
-    def measurements(self) -> Iterator[tuple[Task, Measurement]]:
-        """Every row as a label set takes it, task by task."""
+    def measurements(self) -> Iterator[tuple[TuningTask, ScheduleMeasurement]]:
+        """Yield every trial as a row of a label set, task by task."""
         for task, trials in self.trials.items():
             for trial in trials.values():
-                worked = trial.error is None
+                succeeded = trial.error is None
                 yield (
                     task,
-                    Measurement(
+                    ScheduleMeasurement(
                         schedule=str(trial.schedule),
-                        latency_ms=trial.latency_ms if worked else None,
-                        ratio=trial.ratio if worked else None,
+                        latency_ms=trial.latency_ms if succeeded else None,
+                        ratio=trial.ratio if succeeded else None,
                         error=trial.error,
                         disturbed=trial.disturbed,
                     ),
@@ -131,26 +133,26 @@ class Journal:
         self._writer.sync()
         self._writer.close()
 
-    def _begin(self, task: Task) -> None:
-        self._number[task] = len(self._tasks)
+    def _add_task(self, task: TuningTask) -> None:
+        self._task_index[task] = len(self._tasks)
         self._tasks.append(task)
         self.trials[task] = {}
 
-    def _take(self, row: dict[str, Any], where: str) -> None:
+    def _read_row(self, row: dict[str, Any], location: str) -> None:
         try:
-            if "begins" in row:
-                begun = _Begins.model_validate(row).begins
-                height, width = begun.shape
-                self._begin(Task(**{**begun.model_dump(), "shape": (height, width)}))
+            if "start" in row:
+                task_row = _TaskStart.model_validate(row).start
+                height, width = task_row.shape
+                self._add_task(TuningTask(**{**task_row.model_dump(), "shape": (height, width)}))
                 return
-            read = _Row.model_validate(row)
-            if read.task >= len(self._tasks):
-                raise FileFormatError(f"task {read.task} has not begun")
-            schedule = Schedule.parse(read.schedule)
+            trial_row = _Row.model_validate(row)
+            if trial_row.task >= len(self._tasks):
+                raise FileFormatError(f"task {trial_row.task} is not defined")
+            schedule = Schedule.parse(trial_row.schedule)
         except ValidationError as error:
             raise FileFormatError(
-                f"{where} is no row: {describe_validation_error(error)}; remove the line"
+                f"{location} is not a valid row: {describe_validation_error(error)}; remove the line"
             ) from error
         except InputError as error:
-            raise FileFormatError(f"{where} is no row: {error}; remove the line") from error
-        self.trials[self._tasks[read.task]][schedule] = read.trial(schedule)
+            raise FileFormatError(f"{location} is not a valid row: {error}; remove the line") from error
+        self.trials[self._tasks[trial_row.task]][schedule] = trial_row.to_trial(schedule)

@@ -1,6 +1,6 @@
-"""Which matrices are kin: a model is judged by families that it has never seen.
+"""Families of related matrices; cost models are evaluated on families that they were not trained on.
 
-By default a matrix's family is its name up to the first digit, without digits and separators in front:
+By default the family of a matrix is its name up to the first digit, without leading digits and separators:
 
 ====================================  =================
 name                                  family
@@ -13,9 +13,10 @@ name                                  family
 ``cca``                               ``cca``
 ====================================  =================
 
-Sizes, versions and tags of permutations (``_16x16_9``) stand behind the first digit. The rule rather joins
-strangers than it parts kin: a family too large costs a model some training data, one too small flatters it.
-A file of families corrects it by name.
+Sizes, versions and permutation tags (``_16x16_9``) follow the first digit. The rule prefers to merge
+unrelated
+matrices over separating related ones: a family that is too large costs training data, a family that is too
+small gives optimistic scores. A JSON file can override it by name.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ from pathlib import Path
 
 from sparseflow.errors import FileFormatError, InputError
 
-_AROUND = "-_. "
+_SEPARATORS = "-_. "
 
 
-def family_of(name: str, known: Mapping[str, str] | None = None) -> str:
-    """The family of a matrix.
+def infer_family(name: str, known: Mapping[str, str] | None = None) -> str:
+    """Return the family of a matrix.
 
     Args:
-        name: The matrix's.
-        known: Name -> family, where the rule shall not decide.
+        name: Matrix name.
+        known: Matrix name -> family, which overrides the rule.
     """
     if known and name in known:
         return known[name]
-    head = re.split(r"[0-9]", name.lstrip("0123456789" + _AROUND), maxsplit=1)[0]
-    return head.rstrip(_AROUND) or name
+    head = re.split(r"[0-9]", name.lstrip("0123456789" + _SEPARATORS), maxsplit=1)[0]
+    return head.rstrip(_SEPARATORS) or name
 
 
 def read_families(path: Path | str) -> dict[str, str]:
-    """Name -> family, from a JSON file that holds one object with just that.
+    """Read matrix name -> family from a JSON file with one object.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It holds something else.
+        InputError: The file does not exist.
+        FileFormatError: The file has other content.
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"there is no file {file}")
+        raise InputError(f"file not found: {file}")
     try:
-        found = json.loads(file.read_bytes())
+        families = json.loads(file.read_bytes())
     except ValueError as error:
         raise FileFormatError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(each, str) and each for each in found.values()):
-        raise FileFormatError(f'{file} must hold one object of names and families, {{"net100": "net"}}')
-    return found
+    if not isinstance(families, dict) or not all(
+        isinstance(family, str) and family for family in families.values()
+    ):
+        raise FileFormatError(f'{file} must have one object with names and families, {{"net100": "net"}}')
+    return families

@@ -1,6 +1,8 @@
-"""What the harness tells while it measures, in a file in memory that outlives it.
+"""Data exchange with the timing harness (`data/harness.c`): shared-memory arrays and the report.
 
-The layout is that of `Report` in `data/harness.c`.
+Arrays are passed in anonymous memory files, which are freed when the last process closes them. The layout of
+the
+report is that of `Report` in `data/harness.c`.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import numpy as np
 
 from sparseflow.errors import FileFormatError
 
-MOST_PAIRS = 65536
-"""Samples of each side that a report has room for."""
+MAX_SAMPLES = 65536
+"""Samples of each kernel that fit in a report."""
 
 SIDES = ("candidate", "reference")
 STAGES = ("before it started", "while it was loaded", "in its first run", "while it was timed", "at the end")
 
-_HEAD = np.dtype(
+_HEADER = np.dtype(
     [
         ("step", "<i8"),
         ("pairs", "<i8"),
@@ -32,103 +34,109 @@ _HEAD = np.dtype(
     ]
 )
 _PAIR = np.dtype(("<i8", 2))
-ROOM = _HEAD.itemsize + _PAIR.itemsize * MOST_PAIRS
-"""Bytes of a report."""
+REPORT_BYTES = _HEADER.itemsize + _PAIR.itemsize * MAX_SAMPLES
+"""Size of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """How far a harness came.
+class HarnessReport:
+    """Progress and samples of a harness.
 
     Attributes:
-        where: At whom and at what it was last, in words.
-        finished: It came to its end.
-        message: What it found wrong; empty where nothing was.
-        times_ms: Milliseconds a call of the candidate and of the reference, float64, shape (samples, 2).
-            Without a reference its column is zero.
-        wall_s, cpu_s: What taking them took, and the CPU time of all threads meanwhile.
-        waited_s: What its threads were ready to run and had no CPU; None where Linux does not tell, or where
-            they were more than the CPUs and so waited for each other.
+        stage: Kernel and stage that were active last, in words.
+        finished: Whether the harness ran to its end.
+        message: Error message; empty without an error.
+        times_ms: Time of a call of the candidate and of the reference, milliseconds, float64, shape [samples,
+            2]. The
+            reference's column is 0 without a reference.
+        wall_s, cpu_s: Wall time of the samples, and CPU time of all threads in it, seconds.
+        wait_s: Time that runnable threads waited for a CPU, seconds; None if unknown, or if there were more
+            threads
+            than CPUs.
     """
 
-    where: str
+    stage: str
     finished: bool
     message: str
     times_ms: np.ndarray
     wall_s: float
     cpu_s: float
-    waited_s: float | None
+    wait_s: float | None
 
 
-def read(file: int) -> Report:
-    """Read the report behind a file descriptor.
+def read_report(fd: int) -> HarnessReport:
+    """Read a report from a file descriptor.
 
     Raises:
-        FileFormatError: It holds what no harness writes: a kernel wrote into it.
+        FileFormatError: The content is invalid, because a kernel wrote to it.
     """
-    head = np.frombuffer(os.pread(file, _HEAD.itemsize, 0), dtype=_HEAD)[0]
+    head = np.frombuffer(os.pread(fd, _HEADER.itemsize, 0), dtype=_HEADER)[0]
     stage, side = divmod(int(head["step"]), len(SIDES))
     pairs, calls = int(head["pairs"]), head["calls"]
-    if not (0 <= stage < len(STAGES) and 0 <= pairs <= MOST_PAIRS and (calls >= 0).all()):
-        raise FileFormatError("the harness's report holds nonsense; a kernel has written into it")
-    raw = os.pread(file, _PAIR.itemsize * pairs, _HEAD.itemsize)
+    if not (0 <= stage < len(STAGES) and 0 <= pairs <= MAX_SAMPLES and (calls >= 0).all()):
+        raise FileFormatError("the report of the harness is invalid; a kernel wrote to it")
+    raw = os.pread(fd, _PAIR.itemsize * pairs, _HEADER.itemsize)
     samples = np.frombuffer(raw, dtype="<i8").reshape(pairs, len(SIDES))
-    silent = head["waited_ns"] < 0 or head["threads"] > head["cpus"]
-    return Report(
-        where=f"the {SIDES[side]}, {STAGES[stage]}",
+    wait_unknown = head["waited_ns"] < 0 or head["threads"] > head["cpus"]
+    return HarnessReport(
+        stage=f"the {SIDES[side]}, {STAGES[stage]}",
         finished=stage == len(STAGES) - 1,
         message=head["message"].decode(errors="replace"),
         times_ms=samples / 1e6 / np.maximum(calls, 1),
         wall_s=float(head["wall_ns"]) / 1e9,
         cpu_s=float(head["cpu_ns"]) / 1e9,
-        waited_s=None if silent else float(head["waited_ns"]) / 1e9,
+        wait_s=None if wait_unknown else float(head["waited_ns"]) / 1e9,
     )
 
 
 class MemoryFile:
-    """An anonymous file in memory, open as long as its block lasts."""
+    """An anonymous memory file that is open within its `with` block."""
 
     def __init__(self, name: str) -> None:
-        self.number = os.memfd_create(f"sparseflow-{name}")
+        self.fd = os.memfd_create(f"sparseflow-{name}")
 
     def __enter__(self) -> MemoryFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.number)
+        os.close(self.fd)
 
 
-class Handover:
-    """Arrays in anonymous files, each handed over once however often it is added."""
+class ShmTransport:
+    """Arrays in anonymous memory files; an array that is added again is not copied again."""
 
-    def __init__(self, known: Handover | None = None) -> None:
-        # By where an array lies; the array is held, so that its memory cannot become another's meanwhile.
-        self._known = {} if known is None else known._own
-        self._own: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+    def __init__(self, known: ShmTransport | None = None) -> None:
+        # Keyed by address; the array is referenced, so that its memory is not reused.
+        self._shared_files = {} if known is None else known._files
+        self._files: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
 
-    def __enter__(self) -> Handover:
+    def __enter__(self) -> ShmTransport:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(number for files in (self._known, self._own) for number, _ in files.values())
+    def file_descriptors(self) -> tuple[int, ...]:
+        return tuple(number for files in (self._shared_files, self._files) for number, _ in files.values())
 
     def add(self, array: np.ndarray) -> int:
-        """The descriptor of the file that holds an array. Raises OSError where there is no room."""
+        """Copy an array to a memory file and return its file descriptor.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
         key = (array.ctypes.data, array.nbytes)
-        found = self._known.get(key) or self._own.get(key)
-        if found is None:
+        entry = self._shared_files.get(key) or self._files.get(key)
+        if entry is None:
             number = os.memfd_create("sparseflow-array")
-            found = self._own[key] = (number, array)
-            rest = array.reshape(-1).view(np.uint8).data
-            while rest:
-                rest = rest[os.write(number, rest) :]
-        return found[0]
+            entry = self._files[key] = (number, array)
+            remaining = array.reshape(-1).view(np.uint8).data
+            while remaining:
+                remaining = remaining[os.write(number, remaining) :]
+        return entry[0]
 
     def close(self) -> None:
-        for number, _ in self._own.values():
+        for number, _ in self._files.values():
             os.close(number)
-        self._own.clear()
+        self._files.clear()

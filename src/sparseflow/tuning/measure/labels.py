@@ -1,14 +1,15 @@
-"""Labels: how long schedules took, task by task, and the patterns that they ran on; a folder on disk.
+"""Label sets: measured latencies of schedules and the sparsity patterns, in a directory.
 
 ::
 
-    labels.parquet                    a row a measurement, the columns of a task beside it
+    labels.parquet                    one row for each measurement, with the columns of its task
     patterns/<digest>.safetensors     `rows` and `cols` (int32) of a pattern, its shape as metadata
 
-A schedule stands there in its canonical form for the task's extents, so that what runs the same reads the
-same. `latency_ms` is the fastest sample, null where the schedule failed, and then `error` says why; `ratio`
-is to the task's reference schedule, measured in turns with it, null where none was. `disturbed` says whether
-others used the machine meanwhile, null where that is not known.
+Schedules are canonical for the extents of the task, so schedules that run identically have equal lines.
+`latency_ms` is the fastest sample; it is null if the schedule failed, and `error` has the reason. `ratio` is
+relative to the reference schedule of the task, measured in turns; it is null without a reference. `disturbed`
+is
+whether other processes used the machine; it is null if unknown.
 """
 
 from __future__ import annotations
@@ -24,42 +25,42 @@ import numpy as np
 
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.schedule.matrices import FLOATS, Pattern
+from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, SparsityPattern
 from sparseflow.tuning.schedule.operators import OPERATORS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FILE = "labels.parquet"
-PATTERNS = "patterns"
+LABELS_FILE = "labels.parquet"
+PATTERNS_DIR = "patterns"
 
-_MARK = {b"sparseflow": b"labels", b"version": b"1"}
-"""What the Parquet file's metadata says, so that no other file is taken for one."""
+_METADATA = {b"sparseflow": b"labels", b"version": b"1"}
+"""Metadata of the Parquet file, which identifies it."""
 
-_TEXTS = ("operator", "matrix", "family", "dtype", "device", "pattern", "schedule", "error")
-_COUNTS = ("rows", "cols", "nnz", "n_cols", "threads")
-_TIMES = ("latency_ms", "ratio")
-_OF_TASK = (
+_TEXT_COLUMNS = ("operator", "matrix", "family", "dtype", "device", "pattern", "schedule", "error")
+_COUNT_COLUMNS = ("rows", "cols", "nnz", "n_cols", "threads")
+_TIME_COLUMNS = ("latency_ms", "ratio")
+_TASK_COLUMNS = (
     "operator", "matrix", "family", "rows", "cols", "nnz", "n_cols", "dtype", "threads", "device", "pattern",
 )  # fmt: skip
-_MAY_LACK = ("nnz", "n_cols", "pattern", "error", "disturbed", *_TIMES)
+_NULLABLE_COLUMNS = ("nnz", "n_cols", "pattern", "error", "disturbed", *_TIME_COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What schedules are ranked for.
+class TuningTask:
+    """An operator on one matrix, for which schedules are ranked.
 
     Attributes:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
-        matrix: The matrix's name.
-        family: Matrices that are kin have the same; see `families`.
-        shape: The matrix's rows and columns.
-        nnz: Its elements; None where they are not known.
+        matrix: Matrix name.
+        family: Family of related matrices; see `families`.
+        shape: Rows and columns of the matrix.
+        nnz: Number of elements; None if unknown.
         n_cols: Columns of the dense operands; None for SpMV.
         dtype: `"float32"` or `"float64"`.
-        threads: Most threads that a schedule could use.
-        device: What it ran on.
-        pattern: Digest of the pattern; None where it is not known.
+        threads: Maximum number of threads of a schedule.
+        device: CPU that the schedules ran on.
+        pattern: Digest of the pattern; None if unknown.
     """
 
     operator: str
@@ -74,21 +75,21 @@ class Task:
     pattern: str | None
 
     def extents(self) -> dict[str, int]:
-        """Axis -> extent."""
+        """Return axis name -> extent."""
         sizes = (*self.shape, *(() if self.n_cols is None else (self.n_cols,)))
         return dict(zip(OPERATORS[self.operator].axes, sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What came of a schedule once.
+class ScheduleMeasurement:
+    """One measurement of a schedule.
 
     Attributes:
-        schedule: Its line, canonical.
-        latency_ms: Milliseconds; None where it failed.
-        ratio: Over the reference's; None where it failed or there was no reference.
-        error: Why it failed; None where it did not.
-        disturbed: Whether others used the machine meanwhile; None where that is not known.
+        schedule: Canonical line.
+        latency_ms: Latency, milliseconds; None if it failed.
+        ratio: Latency over the reference's; None if it failed or there was no reference.
+        error: Error message; None if it succeeded.
+        disturbed: Whether other processes used the machine; None if unknown.
     """
 
     schedule: str
@@ -99,14 +100,14 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
-    """The schedules of a task that ran, each once.
+class ScheduleLatencies:
+    """Successful schedules of a task, each once.
 
     Attributes:
-        schedules: Their lines, n of them.
-        latency_ms: Shape (n,), float64: the median over repeats, milliseconds.
-        ratio: Shape (n,), float64: that of the ratios to the reference, NaN where none is known.
-        repeats: Shape (n,), int64: how often each was measured.
+        schedules: Lines of n schedules.
+        latency_ms: Median latency over repeats, milliseconds, shape [n], float64.
+        ratio: Median ratio to the reference, shape [n], float64; NaN if unknown.
+        repeats: Number of measurements, shape [n], int64.
     """
 
     schedules: tuple[str, ...]
@@ -116,107 +117,112 @@ class Rows:
 
 
 class LabelSet:
-    """The labels of one folder; `LabelSet.open` reads them.
+    """Labels of one directory; `LabelSet.open` reads them.
 
     Attributes:
-        folder: Where they lie.
-        tasks: In the order of the file.
+        folder: Directory.
+        tasks: Tasks in the order of the file.
     """
 
     def __init__(self, folder: Path, table: pa.Table) -> None:
         self.folder = folder
-        self._lines, self._schedule = _coded(table, "schedule")
-        self._latency, self._ratio = (_floats(table, name) for name in _TIMES)
-        columns = {name: _coded(table, name) for name in _OF_TASK}
-        number = _together([codes for _, codes in columns.values()])
-        _, first, number = np.unique(number, return_index=True, return_inverse=True)
-        self._of_task = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
-        found = [
-            _task({name: values[codes[at]] for name, (values, codes) in columns.items()}) for at in first
+        self._lines, self._schedule = _encode_column(table, "schedule")
+        self._latency, self._ratio = (_read_floats(table, name) for name in _TIME_COLUMNS)
+        columns = {name: _encode_column(table, name) for name in _TASK_COLUMNS}
+        task_codes = _combine_codes([codes for _, codes in columns.values()])
+        _, first, task_codes = np.unique(task_codes, return_index=True, return_inverse=True)
+        self._rows_of_task = np.split(
+            np.argsort(task_codes, kind="stable"), np.cumsum(np.bincount(task_codes))[:-1]
+        )
+        tasks = [
+            _make_task({name: values[codes[row]] for name, (values, codes) in columns.items()})
+            for row in first
         ]
-        self._number = {found[place]: int(place) for place in np.argsort(first)}
-        self.tasks: tuple[Task, ...] = tuple(self._number)
+        self._task_index = {tasks[index]: int(index) for index in np.argsort(first)}
+        self.tasks: tuple[TuningTask, ...] = tuple(self._task_index)
 
     @classmethod
     def open(cls, folder: Path | str) -> LabelSet:
-        """The labels that `write_labels` wrote.
+        """Read a label set.
 
         Raises:
-            InputError: The folder holds none.
-            FileFormatError: They are damaged, or something else.
+            InputError: The directory has no labels.
+            FileFormatError: The labels are damaged or of another format.
         """
         root = Path(folder)
-        if not (root / FILE).is_file():
+        if not (root / LABELS_FILE).is_file():
             raise InputError(
-                f"{root} holds no labels ({FILE}); name a folder that `sparseflow tuning collect` or "
+                f"{root} has no labels ({LABELS_FILE}); pass a directory that `sparseflow tuning collect` or "
                 "`sparseflow tuning import` wrote"
             )
-        return cls(root, _read(root / FILE))
+        return cls(root, _read_table(root / LABELS_FILE))
 
-    def rows(self, task: Task) -> Rows:
-        """The schedules of a task that ran.
+    def read_latencies(self, task: TuningTask) -> ScheduleLatencies:
+        """Return the successful schedules of a task.
 
         Raises:
-            InputError: The task is none of `tasks`.
+            InputError: The task is not in `tasks`.
         """
-        if task not in self._number:
+        if task not in self._task_index:
             raise InputError(f"{self.folder} has no labels of this task: {task}")
-        places = self._of_task[self._number[task]]
-        places = places[~np.isnan(self._latency[places])]
-        codes, latency_ms, repeats = _medians(self._schedule[places], self._latency[places])
-        known = places[~np.isnan(self._ratio[places])]
-        with_ratio, medians, _ = _medians(self._schedule[known], self._ratio[known])
+        rows = self._rows_of_task[self._task_index[task]]
+        rows = rows[~np.isnan(self._latency[rows])]
+        codes, latency_ms, repeats = _group_medians(self._schedule[rows], self._latency[rows])
+        rows_with_ratio = rows[~np.isnan(self._ratio[rows])]
+        codes_with_ratio, medians, _ = _group_medians(
+            self._schedule[rows_with_ratio], self._ratio[rows_with_ratio]
+        )
         ratio = np.full(len(codes), np.nan)
-        ratio[np.searchsorted(codes, with_ratio)] = medians
-        return Rows(
+        ratio[np.searchsorted(codes, codes_with_ratio)] = medians
+        return ScheduleLatencies(
             schedules=tuple(self._lines[code] for code in codes),
             latency_ms=latency_ms,
             ratio=ratio,
             repeats=repeats,
         )
 
-    def pattern(self, task: Task) -> Pattern | None:
-        """The pattern of a task, read anew each time; None where it is not known.
+    def read_pattern(self, task: TuningTask) -> SparsityPattern | None:
+        """Read the pattern of a task; None if it is unknown.
 
         Raises:
-            FileFormatError: Its file is missing or damaged.
+            FileFormatError: The file is missing or damaged.
         """
         return None if task.pattern is None else read_pattern(self.folder, task.pattern)
 
 
-def write_labels(folder: Path | str, measurements: Iterable[tuple[Task, Measurement]]) -> None:
-    """Write `labels.parquet`, in place of one that is there; patterns are written before, by `write_pattern`.
+def write_labels(out_dir: Path | str, measurements: Iterable[tuple[TuningTask, ScheduleMeasurement]]) -> None:
+    """Write `labels.parquet`, replacing an existing file; `write_pattern` writes the patterns first.
 
     Args:
-        folder: Made when absent.
-        measurements: One a row, in the order of the file.
+        out_dir: Output directory.
+        measurements: Rows in the order of the file.
     """
     import pyarrow as pa
     from pyarrow import parquet
 
-    root = Path(folder)
+    root = Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
-    names = [field.name for field in fields(Measurement)]
-    columns: dict[str, list[Any]] = {name: [] for name in (*_OF_TASK, *names)}
+    names = [field.name for field in fields(ScheduleMeasurement)]
+    columns: dict[str, list[Any]] = {name: [] for name in (*_TASK_COLUMNS, *names)}
     for task, measurement in measurements:
-        for name in _OF_TASK:
+        for name in _TASK_COLUMNS:
             columns[name].append(
                 task.shape[name == "cols"] if name in ("rows", "cols") else getattr(task, name)
             )
         for name in names:
             columns[name].append(getattr(measurement, name))
-    table = pa.table(columns, schema=_schema()).replace_schema_metadata(_MARK)
+    table = pa.table(columns, schema=_schema()).replace_schema_metadata(_METADATA)
     buffer = io.BytesIO()
     parquet.write_table(table, buffer, compression="zstd", write_page_checksum=True)
-    write_atomic(root / FILE, buffer.getvalue())
+    write_atomic(root / LABELS_FILE, buffer.getvalue())
 
 
-def write_pattern(folder: Path | str, pattern: Pattern) -> str:
-    """Keep a pattern among those of a label set, once; gives its digest."""
+def write_pattern(out_dir: Path | str, pattern: SparsityPattern) -> str:
+    """Write a pattern to a label set if it is new, and return its digest."""
     from safetensors.numpy import save
 
     digest = pattern.digest()
-    path = _pattern_path(folder, digest)
+    path = _pattern_path(out_dir, digest)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = {"shape": json.dumps(pattern.shape)}
@@ -224,11 +230,11 @@ def write_pattern(folder: Path | str, pattern: Pattern) -> str:
     return digest
 
 
-def read_pattern(folder: Path | str, digest: str) -> Pattern:
-    """The pattern that `write_pattern` kept under a digest.
+def read_pattern(folder: Path | str, digest: str) -> SparsityPattern:
+    """Read a pattern by its digest.
 
     Raises:
-        FileFormatError: Its file is missing or holds something else.
+        FileFormatError: The file is missing or has other content.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -236,88 +242,92 @@ def read_pattern(folder: Path | str, digest: str) -> Pattern:
     try:
         with safe_open(path, framework="numpy") as file:
             height, width = json.loads((file.metadata() or {})["shape"])
-            pattern = Pattern(
+            pattern = SparsityPattern(
                 rows=file.get_tensor("rows"), cols=file.get_tensor("cols"), shape=(height, width)
             )
-        sound = pattern.rows.dtype == pattern.cols.dtype == np.int32 and pattern.digest() == digest
+        is_valid = pattern.rows.dtype == pattern.cols.dtype == np.int32 and pattern.digest() == digest
     except FileNotFoundError as error:
-        raise FileFormatError(f"the pattern {path} is missing; copy the folder as a whole") from error
+        raise FileFormatError(f"pattern {path} is missing; copy the full directory") from error
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{path} is not a pattern: {error}") from error
-    if not sound:
-        raise FileFormatError(f"{path} is damaged: it does not hold the pattern of its name")
+    if not is_valid:
+        raise FileFormatError(f"{path} is damaged: its pattern has another digest")
     return pattern
 
 
 def _pattern_path(folder: Path | str, digest: str) -> Path:
-    return Path(folder) / PATTERNS / f"{digest}.safetensors"
+    return Path(folder) / PATTERNS_DIR / f"{digest}.safetensors"
 
 
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = {
-        **dict.fromkeys(_TEXTS, pa.dictionary(pa.int32(), pa.string())),
-        **dict.fromkeys(_COUNTS, pa.int64()),
-        **dict.fromkeys(_TIMES, pa.float64()),
+        **dict.fromkeys(_TEXT_COLUMNS, pa.dictionary(pa.int32(), pa.string())),
+        **dict.fromkeys(_COUNT_COLUMNS, pa.int64()),
+        **dict.fromkeys(_TIME_COLUMNS, pa.float64()),
         "disturbed": pa.bool_(),
     }
-    order = (*_OF_TASK, *(field.name for field in fields(Measurement)))
-    return pa.schema([pa.field(name, kinds[name], nullable=name in _MAY_LACK) for name in order])
+    order = (*_TASK_COLUMNS, *(field.name for field in fields(ScheduleMeasurement)))
+    return pa.schema([pa.field(name, kinds[name], nullable=name in _NULLABLE_COLUMNS) for name in order])
 
 
-def _read(path: Path) -> pa.Table:
-    """The table, checked. Raises FileFormatError where it cannot be one of labels."""
+def _read_table(path: Path) -> pa.Table:
+    """Read and validate the Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         table = parquet.read_table(path, page_checksum_verification=True)
-        mark = table.schema.metadata or {}
-        ours = all(mark.get(key) == value for key, value in _MARK.items())
-        if ours:
+        metadata = table.schema.metadata or {}
+        is_label_file = all(metadata.get(key) == value for key, value in _METADATA.items())
+        if is_label_file:
             table = table.select(_schema().names).cast(_schema())
             table.validate(full=True)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise FileFormatError(f"{path} is not a file of labels that can be read: {error}") from error
-    if not ours:
-        raise FileFormatError(f"{path} holds no labels of this version of SparseFlow")
-    problem = _problem(table)
-    if problem is not None:
-        raise FileFormatError(f"{path} is damaged: {problem}")
+        raise FileFormatError(f"{path} is not a readable label file: {error}") from error
+    if not is_label_file:
+        raise FileFormatError(
+            f"{path} is not a label file of this version of SparseFlow; collect or import the labels again"
+        )
+    damage = _find_damage(table)
+    if damage is not None:
+        raise FileFormatError(f"{path} is damaged: {damage}")
     return table
 
 
-def _problem(table: pa.Table) -> str | None:
-    """What cannot be true of labels, if anything."""
-    for name in _COUNTS:
+def _find_damage(table: pa.Table) -> str | None:
+    """Return the first impossible value of a table, or None."""
+    for name in _COUNT_COLUMNS:
         values = table[name].drop_null().to_numpy()
         if (values < (0 if name == "nnz" else 1)).any():
-            return f"`{name}` is {values.min()} in some row"
-    for name in _TIMES:
+            return f"`{name}` has the value {values.min()}"
+    for name in _TIME_COLUMNS:
         values = table[name].drop_null().to_numpy()
         if not (np.isfinite(values) & (values > 0.0)).all():
-            return f"`{name}` is not a time in some row"
+            return f"`{name}` has a value that is not a positive time"
     failed = table["error"].is_valid().to_numpy()
     if (failed == table["latency_ms"].is_valid().to_numpy()).any():
-        return "some row has not either a latency or an error"
-    for name, known in (("operator", set(OPERATORS)), ("dtype", {str(each) for each in FLOATS})):
-        others = sorted({str(value) for value in table[name].unique().to_pylist()} - known)
-        if others:
-            return f"`{name}` is {others[0]!r} in some row"
-    wide = np.isin(_strings(table, "operator"), [name for name, one in OPERATORS.items() if one.dense_axes])
-    if (wide != table["n_cols"].is_valid().to_numpy()).any():
-        return "`n_cols` does not fit the operator in some row"
+        return "a row needs either a latency or an error"
+    for name, known in (("operator", set(OPERATORS)), ("dtype", {str(dtype) for dtype in FLOAT_DTYPES})):
+        unknown = sorted({str(value) for value in table[name].unique().to_pylist()} - known)
+        if unknown:
+            return f"`{name}` has the value {unknown[0]!r}"
+    needs_columns = np.isin(
+        _read_strings(table, "operator"), [name for name, spec in OPERATORS.items() if spec.dense_axes]
+    )
+    if (needs_columns != table["n_cols"].is_valid().to_numpy()).any():
+        return "a value of `n_cols` does not fit the operator"
     return None
 
 
-def _strings(table: pa.Table, name: str) -> np.ndarray:
-    values, codes = _coded(table, name)
+def _read_strings(table: pa.Table, name: str) -> np.ndarray:
+    values, codes = _encode_column(table, name)
     return np.array(values, object)[codes]
 
 
-def _coded(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
-    """The values that occur in a column, None last, and which of them each row has, (n,) int64."""
+def _encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
+    """Return the distinct values of a column, None last, and the code of each row, shape [n], int64."""
     import pyarrow as pa
 
     column = table[name].combine_chunks()
@@ -328,28 +338,28 @@ def _coded(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     return values, codes.astype(np.int64)
 
 
-def _floats(table: pa.Table, name: str) -> np.ndarray:
-    """A column as (n,) float64, NaN where it is null."""
+def _read_floats(table: pa.Table, name: str) -> np.ndarray:
+    """Return a column as float64, shape [n], with NaN for null."""
     return np.array(table[name].fill_null(np.nan).to_numpy(), np.float64)
 
 
-def _together(columns: list[np.ndarray]) -> np.ndarray:
-    """One number for each row, the same where all columns are."""
-    number = np.zeros(len(columns[0]), np.int64)
+def _combine_codes(columns: list[np.ndarray]) -> np.ndarray:
+    """Return one code for each row that is equal if all columns are equal."""
+    combined = np.zeros(len(columns[0]), np.int64)
     for codes in columns:
-        number = np.unique(number * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
-    return number
+        combined = np.unique(combined * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
+    return combined
 
 
-def _task(cells: dict[str, Any]) -> Task:
+def _make_task(cells: dict[str, Any]) -> TuningTask:
     shape = (cells.pop("rows"), cells.pop("cols"))
-    return Task(shape=shape, **cells)
+    return TuningTask(shape=shape, **cells)
 
 
-def _medians(codes: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The codes that occur, ascending, the median of the values of each and their number."""
+def _group_medians(codes: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct codes in ascending order, and the median and the count of their values."""
     values = values[np.lexsort((values, codes))]
-    found, counts = np.unique(codes, return_counts=True)
+    unique_codes, counts = np.unique(codes, return_counts=True)
     first = np.cumsum(counts) - counts
     middle = values[first + (counts - 1) // 2], values[first + counts // 2]
-    return found, 0.5 * (middle[0] + middle[1]), counts
+    return unique_codes, 0.5 * (middle[0] + middle[1]), counts

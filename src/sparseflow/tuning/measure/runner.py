@@ -1,27 +1,31 @@
-"""What a compiled kernel takes, measured in a process of its own.
+"""Timing of compiled kernels in a separate process.
 
-The process is a small C program (`data/harness.c`): no Python in it, one OpenMP runtime, and a kernel that
-crashes or hangs takes nothing else with it. Candidate and reference are timed in turns, so that a machine
-that drifts slows both alike. Arrays travel in anonymous files in memory, which vanish with the last process
-that has them open.
+The process is a small C program (`data/harness.c`) without Python and with one OpenMP runtime, so a kernel
+that
+crashes or hangs affects nothing else. Candidate and reference are timed in turns, so that a change of the
+machine's speed affects both. Arrays are passed in anonymous memory files; see `harness`.
 
-A kernel's shared object holds one function,
-::
+The shared object of a kernel has one function::
 
     void sparseflow_kernel(const void *const *inputs, void *const *outputs);
 
-which reads the inputs in their order and writes all of the one output, whatever stands there before. Every
-array begins, and its memory ends, at a multiple of 64 bytes; to write to an input, or to touch what lies
-behind an array, is a crash.
+It reads the inputs in order and overwrites the whole output. The start and the end of every array are aligned
+to
+64 bytes. Writing to an input or accessing memory beyond an array crashes the harness.
 
-A sample is the mean of so many calls that they last about a millisecond. Within it the caches hold what the
-call before left there; between samples the other kernel has run.
+A sample is the mean of as many calls as take about one millisecond. Within a sample the caches contain the
+data of
+the previous call; between samples the other kernel runs.
 
-How OpenMP is set: every `OMP_`, `GOMP_` and `KMP_` variable that we were started with is dropped. Threads
-stay on their CPU (`OMP_PROC_BIND`), since a thread that moves leaves its caches behind. At a barrier they
-spin for about a millisecond and then sleep (`GOMP_SPINCOUNT`, `KMP_BLOCKTIME`): a kernel of
-microseconds must not pay for waking them up in every call, and one that leaves threads idle must not have
-them run against it for long. Nested regions are off, and no region gets fewer threads than it asks for.
+OpenMP settings: all inherited `OMP_`, `GOMP_` and `KMP_` variables are dropped. Threads are bound to their
+CPUs
+(`OMP_PROC_BIND`), because a thread that moves loses its caches. At a barrier threads spin for about one
+millisecond
+and then sleep (`GOMP_SPINCOUNT`, `KMP_BLOCKTIME`): short kernels do not pay for waking threads in every call,
+and
+kernels with idle threads are not slowed down by spinning for long. Nested regions are disabled, and every
+region
+gets the requested number of threads.
 """
 
 from __future__ import annotations
@@ -42,16 +46,22 @@ from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen import subprocess_runner
 from sparseflow.tuning.codegen.compile import compile_program
 from sparseflow.tuning.measure import harness as reports
-from sparseflow.tuning.measure.cpu_contention import Cpus, Usage
-from sparseflow.tuning.measure.harness import MOST_PAIRS, ROOM, Handover, MemoryFile, Report
+from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
+from sparseflow.tuning.measure.harness import (
+    MAX_SAMPLES,
+    REPORT_BYTES,
+    HarnessReport,
+    MemoryFile,
+    ShmTransport,
+)
 
-DRIFT = 0.10
-"""How far apart, as a share, the medians of the reference's two halves may lie."""
+MAX_DRIFT = 0.10
+"""Maximum relative difference between the medians of the reference's first and second half."""
 
-MOST_S = 1e6
-MOST_SLOWER = 1e6
+MAX_TIME_S = 1e6
+MAX_SLOWDOWN = 1e6
 
-SETTINGS = {
+OPENMP_ENVIRONMENT = {
     "OMP_PROC_BIND": "close",
     "OMP_PLACES": "cores",
     "OMP_DYNAMIC": "false",
@@ -60,19 +70,19 @@ SETTINGS = {
     "GOMP_SPINCOUNT": "50000",
     "KMP_BLOCKTIME": "1",
 }
-_GIVEN_UP = "and was given up"
-"""How the harness ends what it says of a candidate that is too slow."""
-_FOREIGN = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_")
+_TOO_SLOW_SUFFIX = "and was given up"
+"""End of the harness's message about a candidate that is too slow."""
+_DROPPED_PREFIXES = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """What a kernel reads and writes.
+    """Inputs and output of a kernel.
 
     Attributes:
-        inputs: C-contiguous arrays in the order the kernel takes them: packed sparse arrays, then dense ones.
-        output_dtype: Type of the one output.
-        output_shape: Its shape.
+        inputs: C-contiguous arrays in the order of the kernel: packed sparse arrays, then dense arrays.
+        output_dtype: dtype of the output.
+        output_shape: Shape of the output.
     """
 
     inputs: tuple[np.ndarray, ...]
@@ -83,9 +93,9 @@ class Buffers:
         for number, array in enumerate(self.inputs):
             if array.dtype.hasobject or not array.flags.c_contiguous:
                 kind = f"{array.dtype} of shape {array.shape}, strides {array.strides}"
-                raise InputError(f"`inputs[{number}]` ({kind}) must be a C-contiguous array of plain numbers")
+                raise InputError(f"`inputs[{number}]` ({kind}) must be a C-contiguous numeric array")
         if any(extent < 0 for extent in self.output_shape):
-            raise InputError(f"`output_shape` (={self.output_shape}) must not be negative")
+            raise InputError(f"`output_shape` (={self.output_shape}) must be at least 0")
         object.__setattr__(self, "output_dtype", np.dtype(self.output_dtype))
 
     @property
@@ -94,35 +104,36 @@ class Buffers:
 
     @property
     def total_bytes(self) -> int:
-        """Inputs and output together."""
+        """Bytes of inputs and output."""
         return sum(array.nbytes for array in self.inputs) + self.output_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Buffers):
-    """A kernel and what it works on.
+class KernelJob(Buffers):
+    """A kernel and its buffers.
 
     Attributes:
-        library: The shared object; what it must hold stands at the top of this module.
+        library: Shared object; the module docstring describes its function.
     """
 
     library: Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What came of one measurement.
+class KernelTiming:
+    """Result of one measurement.
 
     Attributes:
-        latency_ms: Samples of the candidate, milliseconds a call, in the order taken; empty where it failed.
-        reference_ms: Those of the reference, each taken right before the candidate's; empty without one.
-        output: What the candidate's first run wrote; bytes it did not write are 0xFF, which is NaN. Without a
-            complete measurement it is empty.
-        contended: Others used the CPUs meanwhile; see `Usage.contended`.
-        drifted: The medians of the reference's first and second half (without a reference: the candidate's)
-            are further apart than `DRIFT`. Never with fewer than four samples, which cannot tell.
-        error: What went wrong, or None.
-        usage: What `contended` was told by; None where it failed.
+        latency_ms: Samples of the candidate in order, milliseconds per call; empty if it failed.
+        reference_ms: Samples of the reference, each taken before the candidate's; empty without a reference.
+        output: Output of the candidate's first run; bytes that it did not write are 0xFF (NaN). Empty if the
+            measurement failed.
+        contended: Whether other processes used the CPUs; see `CpuUsage.contended`.
+        drifted: Whether the medians of the first and the second half of the reference's samples (the
+            candidate's
+            without a reference) differ by more than `MAX_DRIFT`. False with fewer than four samples.
+        error: Error message, or None.
+        usage: CPU usage that `contended` is based on; None if the measurement failed.
     """
 
     latency_ms: tuple[float, ...]
@@ -131,21 +142,21 @@ class Measured:
     contended: bool
     drifted: bool
     error: str | None
-    usage: Usage | None = None
+    usage: CpuUsage | None = None
 
     @property
-    def given_up(self) -> bool:
-        """It failed only because its first run took too long beside the reference, by `slower`."""
-        return self.error is not None and self.error.endswith(_GIVEN_UP)
+    def too_slow(self) -> bool:
+        """Whether the candidate was only stopped because its first run exceeded `max_slowdown`."""
+        return self.error is not None and self.error.endswith(_TOO_SLOW_SUFFIX)
 
     @property
-    def best_ms(self) -> float:
-        """The candidate's fastest sample; infinite where it failed."""
+    def min_ms(self) -> float:
+        """Fastest sample of the candidate; infinite if it failed."""
         return min(self.latency_ms, default=math.inf)
 
     @property
     def ratio(self) -> float:
-        """Median, over pairs, of the candidate's time over the reference's; infinite where it failed.
+        """Median over sample pairs of candidate time / reference time; infinite if it failed.
 
         Raises:
             InputError: There was no reference.
@@ -153,161 +164,170 @@ class Measured:
         if not self.latency_ms:
             return math.inf
         if not self.reference_ms:
-            raise InputError("a ratio needs a reference, and this was measured without one")
+            raise InputError("`ratio` requires a measurement with a reference")
         pairs = zip(self.latency_ms, self.reference_ms, strict=True)
-        return statistics.median(own / reference for own, reference in pairs)
+        return statistics.median(candidate / reference for candidate, reference in pairs)
 
 
-class Session:
-    """Measures one candidate after another against the same reference.
+class MeasurementSession:
+    """Measures candidates one after the other against one reference.
 
-    Use it in a `with` block. Arrays of the reference and those in `keep` are handed over once, as they are
-    when the block is entered: what is written to them later is not seen. Measure one at a time; two would
-    disturb each other.
+    A context manager. The arrays of the reference and `shared_arrays` are copied once on entry; later changes
+    have no
+    effect. Run one measurement at a time, because two would disturb each other.
 
     Args:
-        reference: What every candidate is timed against; None times candidates alone.
-        keep: Further arrays that the candidates will share, such as the dense operand.
-        cache: Folder for compiled code; see `compile_source`.
+        reference: Reference kernel; None times candidates alone.
+        shared_arrays: Further arrays that candidates share, such as the dense operand.
+        cache_dir: Directory of compiled code; see `compile_source`.
 
     Raises:
-        DeviceError, RunError: On entering: there is no C compiler, the harness does not compile, or the
-            arrays find no room.
+        DeviceError, RunError: On entry: there is no C compiler, the harness does not compile, or memory is
+        too
+            small.
     """
 
     def __init__(
-        self, reference: Job | None = None, *, keep: Iterable[np.ndarray] = (), cache: Path | None = None
+        self,
+        reference: KernelJob | None = None,
+        *,
+        shared_arrays: Iterable[np.ndarray] = (),
+        cache_dir: Path | None = None,
     ) -> None:
         self.reference = reference
-        self._keep = (*(() if reference is None else reference.inputs), *keep)
-        self._cache = cache
+        self._shared_arrays = (*(() if reference is None else reference.inputs), *shared_arrays)
+        self._cache_dir = cache_dir
         self._harness: Path | None = None
-        self._kept = Handover()
+        self._transport = ShmTransport()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> MeasurementSession:
         source = (resources.files("sparseflow.tuning") / "data" / "harness.c").read_text(encoding="utf-8")
-        self._harness = compile_program(source, cache=self._cache)
+        self._harness = compile_program(source, cache_dir=self._cache_dir)
         try:
-            for array in self._keep:
-                self._kept.add(array)
+            for array in self._shared_arrays:
+                self._transport.add(array)
         except OSError as error:
-            self._kept.close()
-            raise RunError(f"the arrays of a session cannot be handed over: {error}") from error
+            self._transport.close()
+            raise RunError(f"cannot copy the arrays of the session: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kept.close()
+        self._transport.close()
         self._harness = None
 
     def measure(
         self,
-        job: Job,
+        job: KernelJob,
         *,
         repeats: int = 10,
         min_time_s: float = 0.05,
         max_time_s: float = 2.0,
         timeout_s: float = 20.0,
         memory_bytes: int | None = None,
-        slower: float | None = None,
-    ) -> Measured:
-        """Run a candidate once, keep what it wrote, then time it.
+        max_slowdown: float | None = None,
+    ) -> KernelTiming:
+        """Run a candidate once to get its output, then time it.
 
         Args:
-            job: The candidate.
-            repeats: Samples to take at least of each side, unless `max_time_s` ends them sooner.
-            min_time_s: Go on until the samples of both sides took this long together.
-            max_time_s: Stop after this long, with at least one sample. A first run that alone takes longer
-                is the only sample.
-            timeout_s: Kill the harness after this long, all in all.
-            memory_bytes: Most address space that it may have, thread stacks and libraries included.
-            slower: Give a candidate up, as an error, whose first run takes more than so many times as long as
-                the reference's.
+            job: Candidate.
+            repeats: Minimum number of samples of each kernel, unless `max_time_s` ends the measurement.
+            min_time_s: Minimum time of all samples together.
+            max_time_s: Maximum time, with at least one sample. A first run that takes longer is the only
+                sample.
+            timeout_s: Time limit of the harness.
+            memory_bytes: Limit of the harness's address space, including thread stacks and libraries.
+            max_slowdown: Fail a candidate whose first run takes longer than this multiple of the reference's.
 
         Returns:
-            Samples, or why there are none: a kernel that crashes, hangs, cannot be loaded or runs out of
-            memory is an `error` there and raises nothing.
+            Samples or an error. A kernel that crashes, hangs, cannot be loaded or runs out of memory gives an
+            error
+            and raises nothing.
 
         Raises:
             InputError: An argument is out of range, or the session is not open.
         """
         if self._harness is None:
-            raise InputError("a session measures only inside its `with` block")
-        if not 1 <= repeats <= MOST_PAIRS:
-            raise InputError(f"`repeats` (={repeats}) must be from 1 to {MOST_PAIRS}")
-        if not (0 <= min_time_s <= max_time_s <= MOST_S and 0 < timeout_s <= MOST_S):
+            raise InputError("the session is not open; use it in a `with` block")
+        if not 1 <= repeats <= MAX_SAMPLES:
+            raise InputError(f"`repeats` (={repeats}) must be from 1 to {MAX_SAMPLES}")
+        if not (0 <= min_time_s <= max_time_s <= MAX_TIME_S and 0 < timeout_s <= MAX_TIME_S):
             raise InputError(
                 f"`min_time_s` (={min_time_s}) must be from 0 to `max_time_s` (={max_time_s}), `timeout_s` "
-                f"(={timeout_s}) above 0, and none above {MOST_S:g}"
+                f"(={timeout_s}) above 0, and all at most {MAX_TIME_S:g}"
             )
         if memory_bytes is not None and memory_bytes < 1:
             raise InputError(f"`memory_bytes` (={memory_bytes}) must be at least 1")
-        if slower is not None and (not 1 <= slower <= MOST_SLOWER or self.reference is None):
-            raise InputError(f"`slower` (={slower}) must be from 1 to {MOST_SLOWER:g}, and needs a reference")
+        if max_slowdown is not None and (not 1 <= max_slowdown <= MAX_SLOWDOWN or self.reference is None):
+            raise InputError(
+                f"`max_slowdown` (={max_slowdown}) must be from 1 to {MAX_SLOWDOWN:g} with a reference"
+            )
         jobs = (job,) if self.reference is None else (job, self.reference)
         with ExitStack() as stack:
             try:
-                _check_room(jobs)
-                files = stack.enter_context(Handover(self._kept))
-                kernels = [word for one in jobs for word in _words(one, files)]
+                _check_memory(jobs)
+                files = stack.enter_context(ShmTransport(self._transport))
+                kernels = [word for item in jobs for word in _format_arguments(item, files)]
                 output = stack.enter_context(MemoryFile("output"))
                 report = stack.enter_context(MemoryFile("report"))
-                os.ftruncate(report.number, ROOM)
+                os.ftruncate(report.fd, REPORT_BYTES)
             except (OSError, MemoryError) as error:
-                return _failed(job, f"its arrays cannot be handed over: {error}")
+                return _make_failure(job, f"cannot copy its arrays: {error}")
             limits = (
                 repeats,
                 round(min_time_s * 1e9),
                 round(max_time_s * 1e9),
-                MOST_PAIRS,
+                MAX_SAMPLES,
                 memory_bytes or 0,
             )
-            numbers = (report.number, output.number, *limits, os.getpid(), slower or 0)
-            cpus = Cpus()
+            numbers = (report.fd, output.fd, *limits, os.getpid(), max_slowdown or 0)
+            cpus = CpuUsageMonitor()
             try:
-                ended = subprocess_runner.run(
+                process = subprocess_runner.run_process(
                     [str(self._harness), *map(str, numbers), *kernels],
                     timeout_s=timeout_s,
-                    environment=_environment(os.environ),
-                    pass_fds=(report.number, output.number, *files.numbers),
+                    environment=_build_environment(os.environ),
+                    pass_fds=(report.fd, output.fd, *files.file_descriptors),
                 )
             except OSError as error:
-                return _failed(job, f"the harness {self._harness} cannot be started: {error}")
-            others = cpus.others()
+                return _make_failure(job, f"the harness {self._harness} cannot be started: {error}")
+            other_share = cpus.measure_other_share()
             try:
-                told = reports.read(report.number)
-                if ended.code != 0 or not told.finished:
-                    return _failed(job, _why(ended, told, timeout_s, memory_bytes))
-                written = _written(job, output.number)
+                result = reports.read_report(report.fd)
+                if process.code != 0 or not result.finished:
+                    return _make_failure(job, _describe_failure(process, result, timeout_s, memory_bytes))
+                written = _read_output(job, output.fd)
             except (OSError, FileFormatError) as error:
-                return _failed(job, str(error))
-        usage = Usage(wall_s=told.wall_s, cpu_s=told.cpu_s, waited_s=told.waited_s, others=others)
-        latency_ms, reference_ms = (tuple(side.tolist()) for side in told.times_ms.T)
+                return _make_failure(job, str(error))
+        usage = CpuUsage(
+            wall_s=result.wall_s, cpu_s=result.cpu_s, wait_s=result.wait_s, other_share=other_share
+        )
+        latency_ms, reference_ms = (tuple(side.tolist()) for side in result.times_ms.T)
         if self.reference is None:
             reference_ms = ()
-        return Measured(
+        return KernelTiming(
             latency_ms=latency_ms,
             reference_ms=reference_ms,
             output=written,
             contended=usage.contended,
-            drifted=_drifted(reference_ms or latency_ms),
+            drifted=_has_drifted(reference_ms or latency_ms),
             error=None,
             usage=usage,
         )
 
 
-def measure(
-    job: Job,
-    reference: Job | None = None,
+def measure_kernel(
+    job: KernelJob,
+    reference: KernelJob | None = None,
     *,
     repeats: int = 10,
     min_time_s: float = 0.05,
     max_time_s: float = 2.0,
     timeout_s: float = 20.0,
     memory_bytes: int | None = None,
-    cache: Path | None = None,
-) -> Measured:
-    """Measure one kernel, beside a reference if there is one: a `Session` used once, which tells the rest."""
-    with Session(reference, cache=cache) as session:
+    cache_dir: Path | None = None,
+) -> KernelTiming:
+    """Measure one kernel, with or without a reference; see `MeasurementSession`."""
+    with MeasurementSession(reference, cache_dir=cache_dir) as session:
         return session.measure(
             job,
             repeats=repeats,
@@ -318,22 +338,22 @@ def measure(
         )
 
 
-def _words(job: Job, files: Handover) -> list[str]:
-    """A kernel as the harness's arguments describe it."""
+def _format_arguments(job: KernelJob, files: ShmTransport) -> list[str]:
+    """Format a kernel as arguments of the harness."""
     words = [os.path.abspath(job.library), str(job.output_bytes), str(len(job.inputs))]
     for array in job.inputs:
         words += [str(files.add(array)), str(array.nbytes)]
     return words
 
 
-def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    own = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN)}
-    return {**own, **SETTINGS, "LC_ALL": "C"}
+def _build_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    variables = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED_PREFIXES)}
+    return {**variables, **OPENMP_ENVIRONMENT, "LC_ALL": "C"}
 
 
-def _check_room(jobs: Sequence[Job]) -> None:
-    """Arrays that do not fit are refused before Linux looks for a process to kill."""
-    # Once on the way and once in the harness.
+def _check_memory(jobs: Sequence[KernelJob]) -> None:
+    """Raise MemoryError for arrays that do not fit, before Linux kills a process."""
+    # One copy in memory files and one in the harness.
     needed = 2 * sum(job.total_bytes for job in jobs)
     try:
         free = 1.0 - procfs.read_memory_used()
@@ -341,47 +361,51 @@ def _check_room(jobs: Sequence[Job]) -> None:
         return
     available = free * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
-        raise MemoryError(f"{needed / 2**20:.0f} MiB are needed and {available / 2**20:.0f} MiB are free")
+        raise MemoryError(f"{needed / 2**20:.0f} MiB required, {available / 2**20:.0f} MiB available")
 
 
-def _written(job: Job, file: int) -> np.ndarray:
-    """The output that the harness put into a file. Raises OSError where it is not all there."""
-    found = np.empty(job.output_shape, job.output_dtype)
-    rest, done = found.reshape(-1).view(np.uint8).data, 0
-    while done < len(rest):
-        got = os.preadv(file, [rest[done:]], done)
-        if got == 0:
-            raise OSError(f"only {done} of {len(rest)} bytes came back")
-        done += got
-    return found
+def _read_output(job: KernelJob, file: int) -> np.ndarray:
+    """Read the output from a memory file; raises OSError if it is incomplete."""
+    output = np.empty(job.output_shape, job.output_dtype)
+    buffer, num_read = output.reshape(-1).view(np.uint8).data, 0
+    while num_read < len(buffer):
+        count = os.preadv(file, [buffer[num_read:]], num_read)
+        if count == 0:
+            raise OSError(f"only {num_read} of {len(buffer)} output bytes are available")
+        num_read += count
+    return output
 
 
-def _drifted(samples_ms: Sequence[float]) -> bool:
+def _has_drifted(samples_ms: Sequence[float]) -> bool:
     half = len(samples_ms) // 2
     if half < 2:
         return False
     first, second = statistics.median(samples_ms[:half]), statistics.median(samples_ms[-half:])
-    return max(first, second) > (1 + DRIFT) * min(first, second)
+    return max(first, second) > (1 + MAX_DRIFT) * min(first, second)
 
 
-def _why(ended: subprocess_runner.Ended, told: Report, timeout_s: float, memory_bytes: int | None) -> str:
-    """Why there is no measurement, in a sentence."""
-    where, message = told.where, told.message
-    limited = "" if memory_bytes is None else f"; its address space was limited to {memory_bytes} bytes"
-    if ended.overdue:
-        return f"{where}: it was killed because it had not ended after {timeout_s:g} s"
+def _describe_failure(
+    process: subprocess_runner.ProcessResult,
+    report: HarnessReport,
+    timeout_s: float,
+    memory_bytes: int | None,
+) -> str:
+    stage, message = report.stage, report.message
+    limited = "" if memory_bytes is None else f"; the address space is limited to {memory_bytes} bytes"
+    if process.timed_out:
+        return f"{stage}: killed after {timeout_s:g} s"
     if message:
-        return f"{where}: {message}{limited if message.startswith('out of memory') else ''}"
-    if ended.signal_name == "SIGKILL":
-        return f"{where}: it was killed (SIGKILL), as Linux does where memory runs out{limited}"
-    if ended.signal_name:
-        return f"{where}: it crashed with {ended.signal_name}{limited}"
-    said = " ".join(ended.output.split())[-300:]
-    return f"{where}: it ended the process with status {ended.code}{': ' + said if said else ''}{limited}"
+        return f"{stage}: {message}{limited if message.startswith('out of memory') else ''}"
+    if process.signal_name == "SIGKILL":
+        return f"{stage}: killed by SIGKILL, probably out of memory{limited}"
+    if process.signal_name:
+        return f"{stage}: crashed with {process.signal_name}{limited}"
+    output = " ".join(process.output.split())[-300:]
+    return f"{stage}: exited with status {process.code}{': ' + output if output else ''}{limited}"
 
 
-def _failed(job: Job, error: str) -> Measured:
-    nothing = np.empty(0, job.output_dtype)
-    return Measured(
-        latency_ms=(), reference_ms=(), output=nothing, contended=False, drifted=False, error=error
+def _make_failure(job: KernelJob, error: str) -> KernelTiming:
+    output = np.empty(0, job.output_dtype)
+    return KernelTiming(
+        latency_ms=(), reference_ms=(), output=output, contended=False, drifted=False, error=error
     )

@@ -1,4 +1,4 @@
-"""Models that tell fast schedules of a problem from slow ones without running them."""
+"""Cost models that rank the schedules of one problem during a search."""
 
 from __future__ import annotations
 
@@ -10,156 +10,160 @@ import numpy as np
 
 from sparseflow.core.extras import require
 from sparseflow.tuning.measure.evaluator import Trial
-from sparseflow.tuning.model.features import Features
+from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.schedule import Schedule
 
-Scorer = Callable[[Sequence[Schedule]], np.ndarray]
-"""Schedules -> scores, shape (n,); the higher, the faster. Only their order need mean something."""
+ScheduleScorer = Callable[[Sequence[Schedule]], np.ndarray]
+"""Schedules -> scores, shape [n]; higher is faster. Only the order of scores is meaningful."""
 
-_LEAST = 8
-"""Trials before there is anything to learn from."""
+_MIN_TRIALS = 8
+"""Minimum number of trials to fit the trees."""
 
-_EVERY = 4
-"""New trials after which it is learned anew."""
+_REFIT_INTERVAL = 4
+"""New trials between fits."""
 
-SLOWEST = 3.0
-"""Logarithm of how many times as long as the best a schedule takes that is no longer told from worse ones."""
+MAX_LOG_SLOWDOWN = 3.0
+"""Log ratio to the best schedule beyond which slower schedules are not distinguished."""
 
-_SHARPNESS = 2.0
-"""What a difference in log time is multiplied by to give the odds that one of two schedules is faster."""
+_SLOPE_SCALE = 2.0
+"""Factor from a difference in log time to the log-odds that one of two schedules is faster."""
 
-_REMEMBERED = 50_000
-"""Schedules whose prior scores are kept."""
+_MAX_CACHED_SCHEDULES = 50_000
+"""Schedules with cached prior scores."""
 
-_ROUNDS = 60
-_SETTINGS = {
+_NUM_BOOST_ROUNDS = 60
+_XGBOOST_PARAMS = {
     "objective": "rank:pairwise", "tree_method": "hist", "max_depth": 5, "eta": 0.15, "min_child_weight": 0.1,
     "subsample": 0.8, "colsample_bytree": 0.6, "lambda": 1.0, "base_score": 0.0, "nthread": 1, "verbosity": 0,
 }  # fmt: skip
 
 
 class CostModel(Protocol):
-    """Ranks the schedules of one problem, better the more of it was measured.
+    """Ranks the schedules of one problem and learns from its measurements."""
 
-    A network that knows matrices can stand here as it is, if `observe` does nothing, or be what another model
-    starts from: `BoostedTrees(features, prior=scorer)`.
-    """
+    def score(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """Score schedules, shape [n]; higher is faster.
 
-    def scores(self, schedules: Sequence[Schedule]) -> np.ndarray:
-        """A number for each, shape (n,); the higher, the faster it is thought to be.
-
-        Only the order matters: scores say nothing about milliseconds, and those that were given before
-        something was observed do not compare with those given after.
+        Only the order is meaningful; scores before and after `observe` are not comparable.
         """
         ...
 
     def observe(self, trials: Sequence[Trial]) -> None:
-        """Learn from what was measured of this problem. Failures are among it: they count as slow."""
+        """Learn from measurements, including failures, which count as slow."""
         ...
 
 
 class BoostedTrees:
-    """Boosted trees on what schedules do, which learn in which order those that were measured come.
+    """Boosted trees on schedule features that learn to rank the measured schedules.
 
-    Scores are a prior's, stretched as fits the measurements, plus what trees add to that. Until there is
-    enough to learn from they are the prior's. Trees are grown anew every few trials, from all of them, on one
-    thread; that takes some hundredths of a second. The same trials in the same order give the same scores.
+    The score is the prior's score times a fitted slope plus the output of the trees. Before the first fit it
+    is the
+    prior's score. The trees are fitted again every few trials on all trials with one thread, which takes some
+    10 ms.
+    Equal trials in equal order give equal scores.
 
     Args:
-        features: Of the problem.
-        prior: What is thought of schedules beforehand, such as by a network; by default `rough`.
-        seed: What rows and columns for each tree are drawn from.
+        features: Features of the problem.
+        prior: Scores before any measurement, such as a network's; by default `score_by_counts`.
+        seed: Random seed of the row and column subsampling.
 
     Raises:
         MissingExtraError: XGBoost is missing.
     """
 
-    def __init__(self, features: Features, *, prior: Scorer | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, features: ScheduleFeatures, *, prior: ScheduleScorer | None = None, seed: int = 0
+    ) -> None:
         self._xgboost = require("xgboost", "tuning")
         self._features = features
-        self._given: Scorer = prior or (lambda schedules: rough(features.of(schedules)))
-        self._told: dict[Schedule, float] = {}
+        self._prior_scorer: ScheduleScorer = prior or (
+            lambda schedules: score_by_counts(features.compute(schedules))
+        )
+        self._prior_scores: dict[Schedule, float] = {}
         self._seed = seed
         self._costs: dict[Schedule, float] = {}
-        self._learned = 0
+        self._num_fitted = 0
         self._trees: Any = None
-        self._slope = 0.0
+        self._fit_slope = 0.0
 
     def observe(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
             cost = math.log(trial.ratio) if trial.error is None else math.inf
             self._costs[trial.schedule] = min(cost, self._costs.get(trial.schedule, math.inf))
 
-    def scores(self, schedules: Sequence[Schedule]) -> np.ndarray:
-        if len(self._costs) >= max(_LEAST, self._learned + _EVERY):
-            self._learn()
-        prior = self._prior(schedules)
+    def score(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        if len(self._costs) >= max(_MIN_TRIALS, self._num_fitted + _REFIT_INTERVAL):
+            self._fit()
+        prior = self._score_prior(schedules)
         if self._trees is None or not len(schedules):
             return prior
-        columns = np.column_stack([self._features.of(schedules), prior]).astype(np.float32)
-        return self._slope * prior + self._trees.inplace_predict(columns)
+        columns = np.column_stack([self._features.compute(schedules), prior]).astype(np.float32)
+        return self._fit_slope * prior + self._trees.inplace_predict(columns)
 
-    def _prior(self, schedules: Sequence[Schedule]) -> np.ndarray:
-        """The prior's scores; a search asks for the same schedules again and again."""
-        fresh = [each for each in dict.fromkeys(schedules) if each not in self._told]
+    def _score_prior(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """Return the cached scores of the prior."""
+        fresh = [schedule for schedule in dict.fromkeys(schedules) if schedule not in self._prior_scores]
         if fresh:
-            if len(self._told) > _REMEMBERED:
-                self._told.clear()
+            if len(self._prior_scores) > _MAX_CACHED_SCHEDULES:
+                self._prior_scores.clear()
                 fresh = list(dict.fromkeys(schedules))
-            self._told |= zip(fresh, map(float, self._given(fresh)), strict=True)
-        return np.array([self._told[each] for each in schedules], float)
+            self._prior_scores |= zip(fresh, map(float, self._prior_scorer(fresh)), strict=True)
+        return np.array([self._prior_scores[schedule] for schedule in schedules], float)
 
-    def _learn(self) -> None:
-        self._learned = len(self._costs)
+    def _fit(self) -> None:
+        self._num_fitted = len(self._costs)
         schedules, costs = list(self._costs), np.array([*self._costs.values()])
         best = costs.min()
         if not (math.isfinite(best) and costs.max() > best):
-            return  # all failed, or all are alike
-        speeds = -np.minimum(costs - best, SLOWEST)
-        prior = self._prior(schedules)
-        self._slope = _SHARPNESS * _slope(prior, speeds)
-        columns = np.column_stack([self._features.of(schedules), prior]).astype(np.float32)
+            return  # all failed, or all are equal
+        log_speeds = -np.minimum(costs - best, MAX_LOG_SLOWDOWN)
+        prior = self._score_prior(schedules)
+        self._fit_slope = _SLOPE_SCALE * _fit_slope(prior, log_speeds)
+        columns = np.column_stack([self._features.compute(schedules), prior]).astype(np.float32)
         rows = self._xgboost.DMatrix(
             columns,
-            label=speeds - speeds.min(),
-            base_margin=self._slope * prior,
-            qid=np.zeros(len(speeds), np.int32),
+            label=log_speeds - log_speeds.min(),
+            base_margin=self._fit_slope * prior,
+            qid=np.zeros(len(log_speeds), np.int32),
         )
-        self._trees = self._xgboost.train({**_SETTINGS, "seed": self._seed}, rows, num_boost_round=_ROUNDS)
+        self._trees = self._xgboost.train(
+            {**_XGBOOST_PARAMS, "seed": self._seed}, rows, num_boost_round=_NUM_BOOST_ROUNDS
+        )
 
 
-def rough(features: np.ndarray) -> np.ndarray:
-    """Scores from a count of steps and bytes alone; what a search begins with when it knows nothing better.
+def score_by_counts(features: np.ndarray) -> np.ndarray:
+    """Score schedules by counts of steps and bytes, for searches without another prior.
 
     Args:
-        features: As `Features.of` gives them.
+        features: Result of `ScheduleFeatures.compute`.
 
     Returns:
-        float64, (n,): minus the logarithm of a guess at the nanoseconds for each element. The weights were
-        fitted to a few hundred measurements on a processor with vectors of 64 bytes.
+        Negative log of the estimated nanoseconds per element, float64, shape [n]. The weights were fitted to
+        a few
+        hundred measurements on a CPU with 64-byte vectors.
     """
-    column = dict(zip(Features.names, features.T.astype(float), strict=True))
+    column = dict(zip(ScheduleFeatures.names, features.T.astype(float), strict=True))
 
-    def of(name: str) -> np.ndarray:
+    def exp2(name: str) -> np.ndarray:
         return 2.0 ** column[name]
 
     vector = column["vector of results"] + column["vector of a sum"] + column["vector of lanes"]
-    each = np.where(vector > 0.0, 0.1, np.where(column["vector hinted at"] > 0.0, 0.8, 0.25))
-    cost = each * of("log2 vectors per element")
-    cost += 0.1 * sum(of(f"log2 bodies {place} per element") for place in range(1, 6))
-    cost += 0.1 * of("log2 results written per element")
-    cost += 0.005 * of("log2 bytes past l1 per element") + 0.01 * of("log2 bytes past l2 per element")
-    cost += 0.3 * of("log2 stored over coordinates") * of("log2 walks")
-    cost *= of("log2 imbalance") / of("log2 threads")
+    vector_cost = np.where(vector > 0.0, 0.1, np.where(column["vector hinted at"] > 0.0, 0.8, 0.25))
+    cost = vector_cost * exp2("log2 vectors per element")
+    cost += 0.1 * sum(exp2(f"log2 bodies {index} per element") for index in range(1, 6))
+    cost += 0.1 * exp2("log2 results written per element")
+    cost += 0.005 * exp2("log2 bytes past l1 per element") + 0.01 * exp2("log2 bytes past l2 per element")
+    cost += 0.3 * exp2("log2 stored over coordinates") * exp2("log2 walks")
+    cost *= exp2("log2 imbalance") / exp2("log2 threads")
     shared = column["place parallel"] >= 0.0
-    begun = of("log2 times shared") * (1000.0 + 75.0 * of("log2 chunks a thread"))
-    return -np.log(cost + shared * begun / of("log2 elements"))
+    parallel_cost = exp2("log2 times shared") * (1000.0 + 75.0 * exp2("log2 chunks a thread"))
+    return -np.log(cost + shared * parallel_cost / exp2("log2 elements"))
 
 
-def _slope(prior: np.ndarray, speeds: np.ndarray) -> float:
-    """What a prior's scores are multiplied by to come closest to log speeds; 0 if they point elsewhere."""
-    spread = prior - prior.mean()
-    variance = float((spread**2).sum())
+def _fit_slope(prior: np.ndarray, speeds: np.ndarray) -> float:
+    """Fit the slope from prior scores to log speeds by least squares; 0 if it is negative."""
+    centered = prior - prior.mean()
+    variance = float((centered**2).sum())
     if not variance > 0.0:
         return 0.0
-    return max(float((spread * speeds).sum()) / variance, 0.0)
+    return max(float((centered * speeds).sum()) / variance, 0.0)

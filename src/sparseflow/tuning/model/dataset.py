@@ -1,6 +1,6 @@
-"""Labels as the network learns from them: groups of encoded schedules, one a task, and batches of them.
+"""Training data of AutoSparse Net: tokenized schedules with labels, grouped by task, and their batches.
 
-Building takes a while (lines are parsed, patterns read), so build once and train many networks on the same.
+Building a dataset parses lines and reads patterns, which is slow; it can be shared by many trainings.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import numpy as np
 
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
-from sparseflow.tuning.measure.labels import LabelSet, Task
+from sparseflow.tuning.measure.labels import LabelSet, TuningTask
 from sparseflow.tuning.model.net.coarsen import Cells, coarsen
-from sparseflow.tuning.model.net.statistics import WITHOUT_MATRIX, pattern_statistics, statistics
-from sparseflow.tuning.model.net.tokenizer import Encoder
-from sparseflow.tuning.schedule.operators import OPERATORS, operator
+from sparseflow.tuning.model.net.statistics import (
+    HIDDEN_MATRIX_MASK,
+    compute_pattern_statistics,
+    compute_task_statistics,
+)
+from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
+from sparseflow.tuning.schedule.operators import OPERATORS, get_operator
 from sparseflow.tuning.schedule.schedule import Schedule
 
-Mode = Literal["naive", "mix"]
+SamplingMode = Literal["naive", "mix"]
 
-FAVOUR = 0.5
-"""Share of a batch that is drawn by label: fast schedules are few, and it is their order that counts."""
+LABEL_SAMPLING_FRACTION = 0.5
+"""Weight of labels in the sampling of schedules: fast schedules are few, and their order matters most."""
 
-SLOWEST = 1 / 128
-"""Labels below are clipped to it: how much slower than that something is, no ranking needs to know."""
+MIN_LABEL = 1 / 128
+"""Minimum label; slower schedules are not distinguished."""
 
 
 def load_dataset(
@@ -37,7 +41,7 @@ def load_dataset(
     operators: Sequence[str] | None = None,
     hold_out: Sequence[str] | None = None,
     progress: Progress | None = None,
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[RankingDataset, RankingDataset | None]:
     """Load label sets as training data and held-out data.
 
     Args:
@@ -50,28 +54,29 @@ def load_dataset(
         InputError: An operator or a family is unknown, or no task is left on one side.
         FileFormatError: A label set is damaged.
     """
-    data = Dataset.of([LabelSet.open(path) for path in label_sets], progress=progress)
+    data = RankingDataset.from_label_sets([LabelSet.open(path) for path in label_sets], progress=progress)
     if operators is not None:
-        names = {operator(name).name for name in operators}
-        data = data.only(lambda task: task.operator in names)
+        names = {get_operator(name).name for name in operators}
+        data = data.filter(lambda task: task.operator in names)
     return (data, None) if hold_out is None else data.hold_out(hold_out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """The schedules of one task.
+class TaskGroup:
+    """Schedules of one task.
 
     Attributes:
-        task: It.
-        ids: Their tokens in the data set's encoder, int32, (n, length).
-        latency: float64, (n,): over the task's reference where that is known for all, because it is steadier,
-            else in milliseconds. Only ratios within the group mean something.
-        labels: float32, (n,): lowest latency over the schedule's, at least `SLOWEST`.
-        weights: float32, (n,), below 1: r / (r + 1) for a latency from r repeats.
-        statistics: float32, (WIDTH,).
+        task: Task.
+        ids: Token ids of the dataset's tokenizer, int32, shape [n, length].
+        latency: float64, shape [n]: ratios to the reference if known for all schedules, because they are more
+            stable,
+            else milliseconds. Only ratios within the group are meaningful.
+        labels: Lowest latency / latency, at least `MIN_LABEL`, float32, shape [n].
+        weights: r / (r + 1) for r repeats, float32, shape [n].
+        statistics: Task features, float32, shape [NUM_FEATURES].
     """
 
-    task: Task
+    task: TuningTask
     ids: np.ndarray
     latency: np.ndarray
     labels: np.ndarray
@@ -81,28 +86,28 @@ class Group:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, rows: np.ndarray) -> Group:
-        """Some of its schedules; labels stay what they are in all of them."""
+    def select_rows(self, rows: np.ndarray) -> TaskGroup:
+        """Select schedules; their labels stay relative to the full group."""
         arrays = {name: getattr(self, name)[rows] for name in ("ids", "latency", "labels", "weights")}
         return replace(self, **arrays)
 
     @property
     def matrix(self) -> str:
-        """What tells its matrix from others: the pattern's digest where it is known, else the name."""
+        """Identifier of the matrix: the digest of the pattern if known, else the name."""
         return self.task.pattern or self.task.matrix
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
-    """Schedules of g tasks, up to s of each.
+class TrainingBatch:
+    """Up to s schedules of each of g tasks.
 
     Attributes:
-        ids: int32, (g, s, length).
-        labels: float32, (g, s).
-        weights: float32, (g, s); 0 where a task has fewer schedules.
-        statistics: float32, (g, WIDTH).
-        patterns: Digests, each once.
-        which: Each task's pattern among them, int64, (g,); -1 where it is not known.
+        ids: Token ids, int32, shape [g, s, length].
+        labels: float32, shape [g, s].
+        weights: float32, shape [g, s]; 0 for padding.
+        statistics: Task features, float32, shape [g, NUM_FEATURES].
+        patterns: Distinct pattern digests.
+        pattern_index: Index of each task's pattern, int64, shape [g]; -1 if unknown.
     """
 
     ids: np.ndarray
@@ -110,93 +115,96 @@ class Batch:
     weights: np.ndarray
     statistics: np.ndarray
     patterns: tuple[str, ...]
-    which: np.ndarray
+    pattern_index: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """What a step of training looks at.
+class BatchSampling:
+    """Composition of a training batch.
 
     Attributes:
-        mode: `"naive"`, one operator on one matrix, or `"mix"`, tasks of several.
-        schedules: Schedules of each task; see `FAVOUR`.
-        matrices: Matrices of a step in `"mix"`.
-        tasks: Tasks of each matrix at most in `"mix"`.
-        hidden: Share of tasks whose matrix is hidden, its pattern and all statistics of it. A matrix is known
-            by its statistics: where all are told, what is learnt is each matrix by heart, rather than what
-            schedules are good on most of them.
+        mode: `"naive"` for one operator and one matrix, `"mix"` for several.
+        schedules: Schedules of each task; see `LABEL_SAMPLING_FRACTION`.
+        matrices: Matrices of a `"mix"` batch.
+        tasks: Maximum number of tasks of each matrix in a `"mix"` batch.
+        hidden_fraction: Fraction of tasks whose pattern and matrix features are hidden. Otherwise the network
+            memorizes each matrix by its features instead of learning which schedules are generally good.
 
     Raises:
-        InputError: A number is out of range.
+        InputError: A value is out of range.
     """
 
-    mode: Mode = "mix"
+    mode: SamplingMode = "mix"
     schedules: int = 64
     matrices: int = 4
     tasks: int = 2
-    hidden: float = 0.5
+    hidden_fraction: float = 0.5
 
     def __post_init__(self) -> None:
         if self.mode not in ("naive", "mix"):
             raise InputError(f"`mode` (={self.mode!r}) must be naive or mix")
-        for name, least in (("schedules", 2), ("matrices", 1), ("tasks", 1)):
+        for name, minimum in (("schedules", 2), ("matrices", 1), ("tasks", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {least}")
-        if not 0.0 <= self.hidden <= 1.0:
-            raise InputError(f"`hidden` (={self.hidden!r}) must be a share, from 0 to 1")
+            if type(value) is not int or value < minimum:
+                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
+        if not 0.0 <= self.hidden_fraction <= 1.0:
+            raise InputError(f"`hidden_fraction` (={self.hidden_fraction!r}) must be from 0 to 1")
 
     @property
-    def most(self) -> int:
-        """Schedules of a step, at most."""
+    def max_schedules(self) -> int:
+        """Maximum number of schedules of a batch."""
         return self.schedules * (1 if self.mode == "naive" else self.matrices * self.tasks)
 
 
-class Dataset:
-    """Groups, with what all of them share.
+class RankingDataset:
+    """Groups of schedules that share a tokenizer and patterns.
 
     Attributes:
-        groups: One a task.
-        encoder: What encoded their schedules.
+        groups: One group for each task.
+        encoder: Tokenizer of the schedules.
     """
 
-    def __init__(self, groups: Sequence[Group], encoder: Encoder, patterns: _Patterns) -> None:
+    def __init__(
+        self, groups: Sequence[TaskGroup], encoder: ScheduleTokenizer, patterns: _PatternStore
+    ) -> None:
         self.groups = tuple(groups)
         self.encoder = encoder
-        self._patterns = patterns
+        self._pattern_store = patterns
         members: dict[str, list[int]] = {}
-        for at, group in enumerate(self.groups):
-            members.setdefault(group.matrix, []).append(at)
-        # A large pool tells more than a small one, but not as much more as it is larger.
-        self._weight = np.sqrt([len(group) for group in self.groups])
-        self._members = [np.array(each) for each in members.values()]
-        self._of_matrix = np.array([self._weight[each].sum() for each in self._members])
+        for index, group in enumerate(self.groups):
+            members.setdefault(group.matrix, []).append(index)
+        # The information of a pool grows more slowly than its size.
+        self._group_weights = np.sqrt([len(group) for group in self.groups])
+        self._groups_of_matrix = [np.array(indices) for indices in members.values()]
+        self._matrix_weights = np.array(
+            [self._group_weights[indices].sum() for indices in self._groups_of_matrix]
+        )
 
     @classmethod
-    def of(cls, label_sets: Iterable[LabelSet], *, progress: Progress | None = None) -> Dataset:
-        """Read and encode all tasks with at least two schedules.
+    def from_label_sets(
+        cls, label_sets: Iterable[LabelSet], *, progress: Progress | None = None
+    ) -> RankingDataset:
+        """Read and tokenize all tasks with at least two schedules.
 
         Raises:
-            InputError: A schedule is not one of its operator, or no task is left.
-            FileFormatError: A line or a pattern's file is damaged.
+            InputError: A schedule does not fit its operator, or no task has two schedules.
+            FileFormatError: A line or a pattern file is damaged.
         """
         tasks = [(labels, task) for labels in label_sets for task in labels.tasks]
-        encoder, patterns, groups = Encoder(), _Patterns(), []
-        for at, (labels, task) in enumerate(tasks):
+        encoder, patterns, groups = ScheduleTokenizer(), _PatternStore(), []
+        for index, (labels, task) in enumerate(tasks):
             if progress is not None:
-                progress(f"reading {task.operator} on {task.matrix}", at / len(tasks))
-            group = _group(labels, task, encoder, patterns)
+                progress(f"reading {task.operator} on {task.matrix}", index / len(tasks))
+            group = _build_group(labels, task, encoder, patterns)
             if group is not None:
                 groups.append(group)
         if not groups:
-            raise InputError(
-                f"none of {len(tasks)} tasks has two schedules that ran: there is nothing to learn"
-            )
+            raise InputError(f"none of {len(tasks)} tasks has two successful schedules")
         return cls(groups, encoder, patterns)
 
     @property
-    def schedules(self) -> int:
-        """Schedules of all groups."""
+    def num_schedules(self) -> int:
+        """Number of schedules of all groups."""
         return sum(map(len, self.groups))
 
     @property
@@ -206,185 +214,206 @@ class Dataset:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Digests of the patterns that are known, in order of appearance."""
+        """Digests of the known patterns, in order of appearance."""
         return tuple(dict.fromkeys(group.task.pattern for group in self.groups if group.task.pattern))
 
-    def only(self, keep: Callable[[Task], bool]) -> Dataset:
-        """Those groups whose tasks are to be kept, as a data set that shares encodings and patterns.
+    def filter(self, predicate: Callable[[TuningTask], bool]) -> RankingDataset:
+        """Return a dataset of the tasks that satisfy `predicate`; it shares tokens and patterns.
 
         Raises:
-            InputError: None is left.
+            InputError: No task is left.
         """
-        groups = [group for group in self.groups if keep(group.task)]
+        groups = [group for group in self.groups if predicate(group.task)]
         if not groups:
-            raise InputError(f"none of {len(self.groups)} tasks is left")
-        return Dataset(groups, self.encoder, self._patterns)
+            raise InputError(f"no task of {len(self.groups)} is left")
+        return RankingDataset(groups, self.encoder, self._pattern_store)
 
-    def hold_out(self, families: Iterable[str]) -> tuple[Dataset, Dataset]:
-        """What is learnt from, and what is held out: all matrices of these families.
+    def hold_out(self, families: Iterable[str]) -> tuple[RankingDataset, RankingDataset]:
+        """Split into training data and the held-out matrices of these families.
 
         Raises:
-            InputError: There is no such family, or nothing is left on one side.
+            InputError: A family is unknown, or one part is empty.
         """
-        held = set(families)
-        unknown = sorted(held - set(self.families))
+        held_out = set(families)
+        unknown = sorted(held_out - set(self.families))
         if unknown:
-            raise InputError(
-                f"no matrix is of the family {', '.join(unknown)}; there are: {', '.join(self.families)}"
-            )
-        return self.only(lambda task: task.family not in held), self.only(lambda task: task.family in held)
+            raise InputError(f"unknown family {', '.join(unknown)}; choose from: {', '.join(self.families)}")
+        return self.filter(lambda task: task.family not in held_out), self.filter(
+            lambda task: task.family in held_out
+        )
 
-    def names(self, pattern: str) -> str:
-        """The matrices that have a pattern, for people to read."""
-        return ", ".join(dict.fromkeys(one.task.matrix for one in self.groups if one.task.pattern == pattern))
+    def list_matrix_names(self, pattern: str) -> str:
+        """Return the names of the matrices with a pattern, as text."""
+        return ", ".join(
+            dict.fromkeys(group.task.matrix for group in self.groups if group.task.pattern == pattern)
+        )
 
-    def cells(self, pattern: str, most: int) -> Cells:
-        """A pattern, coarsened; kept for the next time."""
-        return self._patterns.cells(pattern, most)
+    def get_cells(self, pattern: str, max_cells: int) -> Cells:
+        """Return a coarsened pattern; results are cached."""
+        return self._pattern_store.get_cells(pattern, max_cells)
 
-    def batch(self, sampling: Sampling, random: np.random.Generator) -> Batch:
-        """What one step learns from; the same for the same state of `random`."""
+    def batch(self, sampling: BatchSampling, rng: np.random.Generator) -> TrainingBatch:
+        """Sample a training batch."""
         mix = sampling.mode == "mix"
-        matrices = _draw(self._of_matrix, sampling.matrices if mix else 1, random)
-        groups: list[Group] = []
-        for members in (self._members[at] for at in matrices):
-            drawn = _draw(self._weight[members], sampling.tasks if mix else 1, random)
-            groups += [self.groups[members[at]] for at in drawn]
+        matrices = _sample_weighted(self._matrix_weights, sampling.matrices if mix else 1, rng)
+        groups: list[TaskGroup] = []
+        for members in (self._groups_of_matrix[index] for index in matrices):
+            selected = _sample_weighted(self._group_weights[members], sampling.tasks if mix else 1, rng)
+            groups += [self.groups[members[index]] for index in selected]
         rows = [
-            _draw(
-                (1 - FAVOUR) / len(one) + FAVOUR * one.labels / one.labels.sum(), sampling.schedules, random
+            _sample_weighted(
+                (1 - LABEL_SAMPLING_FRACTION) / len(group)
+                + LABEL_SAMPLING_FRACTION * group.labels / group.labels.sum(),
+                sampling.schedules,
+                rng,
             )
-            for one in groups
+            for group in groups
         ]
-        return _batch(groups, rows, random.random(len(groups)) < sampling.hidden)
+        return _build_batch(groups, rows, rng.random(len(groups)) < sampling.hidden_fraction)
 
 
-class _Patterns:
-    """Patterns by their digests: read when they are needed, kept coarsened."""
+class _PatternStore:
+    """Patterns by digest: read on demand, cached in coarsened form."""
 
     def __init__(self) -> None:
-        self._source: dict[str, tuple[LabelSet, Task]] = {}
+        self._source: dict[str, tuple[LabelSet, TuningTask]] = {}
         self._statistics: dict[str, np.ndarray] = {}
         self._cells: dict[tuple[str, int], Cells] = {}
 
-    def statistics(self, labels: LabelSet, task: Task) -> np.ndarray | None:
+    def compute_statistics(self, labels: LabelSet, task: TuningTask) -> np.ndarray | None:
         if task.pattern is None:
             return None
         if task.pattern not in self._source:
             self._source[task.pattern] = (labels, task)
             pattern = self._read(task.pattern)
-            self._statistics[task.pattern] = pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
+            self._statistics[task.pattern] = compute_pattern_statistics(
+                pattern.rows, pattern.cols, pattern.shape
+            )
         return self._statistics[task.pattern]
 
-    def cells(self, digest: str, most: int) -> Cells:
-        if (digest, most) not in self._cells:
+    def get_cells(self, digest: str, max_cells: int) -> Cells:
+        if (digest, max_cells) not in self._cells:
             pattern = self._read(digest)
-            self._cells[digest, most] = coarsen(pattern.rows, pattern.cols, pattern.shape, most=most)
-        return self._cells[digest, most]
+            self._cells[digest, max_cells] = coarsen(
+                pattern.rows, pattern.cols, pattern.shape, max_cells=max_cells
+            )
+        return self._cells[digest, max_cells]
 
     def _read(self, digest: str) -> Any:
         labels, task = self._source[digest]
-        return labels.pattern(task)
+        return labels.read_pattern(task)
 
 
-def _group(labels: LabelSet, task: Task, encoder: Encoder, patterns: _Patterns) -> Group | None:
-    rows = labels.rows(task)
+def _build_group(
+    labels: LabelSet, task: TuningTask, encoder: ScheduleTokenizer, patterns: _PatternStore
+) -> TaskGroup | None:
+    rows = labels.read_latencies(task)
     if len(rows.schedules) < 2:
         return None
     schedules = [Schedule.parse(line) for line in rows.schedules]
     latency = rows.ratio if np.isfinite(rows.ratio).all() else rows.latency_ms
-    return Group(
+    return TaskGroup(
         task=task,
         ids=encoder.encode(schedules, OPERATORS[task.operator], task.extents()),
         latency=latency,
-        labels=np.maximum(latency.min() / latency, SLOWEST).astype(np.float32),
+        labels=np.maximum(latency.min() / latency, MIN_LABEL).astype(np.float32),
         weights=(rows.repeats / (rows.repeats + 1.0)).astype(np.float32),
-        statistics=statistics(
+        statistics=compute_task_statistics(
             operator=task.operator,
             shape=task.shape,
             nnz=task.nnz,
             n_cols=task.n_cols,
             dtype=task.dtype,
             threads=task.threads,
-            pattern=patterns.statistics(labels, task),
+            pattern=patterns.compute_statistics(labels, task),
         ),
     )
 
 
-def _batch(groups: Sequence[Group], rows: Sequence[np.ndarray], hidden: np.ndarray) -> Batch:
-    """Rows of each group, together; the matrices of some are hidden."""
+def _build_batch(
+    groups: Sequence[TaskGroup], rows: Sequence[np.ndarray], hidden: np.ndarray
+) -> TrainingBatch:
+    """Assemble rows of each group, with hidden matrices for some."""
     shape = (len(groups), max(map(len, rows)))
     ids = np.zeros((*shape, max(group.ids.shape[1] for group in groups)), np.int32)
     labels, weights = np.ones(shape, np.float32), np.zeros(shape, np.float32)
-    told = np.stack([group.statistics for group in groups])
-    told[hidden] *= WITHOUT_MATRIX
-    digests = [None if hide else group.task.pattern for group, hide in zip(groups, hidden, strict=True)]
+    statistics = np.stack([group.statistics for group in groups])
+    statistics[hidden] *= HIDDEN_MATRIX_MASK
+    digests = [
+        None if is_hidden else group.task.pattern for group, is_hidden in zip(groups, hidden, strict=True)
+    ]
     patterns = tuple(dict.fromkeys(digest for digest in digests if digest is not None))
-    for at, (group, row) in enumerate(zip(groups, rows, strict=True)):
-        ids[at, : len(row), : group.ids.shape[1]] = group.ids[row]
-        labels[at, : len(row)] = group.labels[row]
-        weights[at, : len(row)] = group.weights[row]
-    return Batch(
+    for index, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        ids[index, : len(row), : group.ids.shape[1]] = group.ids[row]
+        labels[index, : len(row)] = group.labels[row]
+        weights[index, : len(row)] = group.weights[row]
+    return TrainingBatch(
         ids=ids,
         labels=labels,
         weights=weights,
-        statistics=told,
+        statistics=statistics,
         patterns=patterns,
-        which=np.array([-1 if digest is None else patterns.index(digest) for digest in digests]),
+        pattern_index=np.array([-1 if digest is None else patterns.index(digest) for digest in digests]),
     )
 
 
-def _draw(weights: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
-    """Up to `count` places, none twice, drawn by weight (Efraimidis and Spirakis 2006), ascending."""
+def _sample_weighted(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Sample up to `count` distinct indices by weight, in ascending order (Efraimidis and Spirakis 2006)."""
     if count >= len(weights):
         return np.arange(len(weights))
-    keys = random.standard_exponential(len(weights)) / weights
+    keys = rng.standard_exponential(len(weights)) / weights
     return np.sort(np.argpartition(keys, count)[:count])
 
 
-_LEAST = 2**8
-"""Cells that are too few to tell much."""
+_MIN_CELLS = 2**8
+"""Patterns with fewer cells are not useful."""
 
-_LOG = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 
 
-class Room:
-    """The cells of a data set's patterns, as many as fit.
+class CellLimits:
+    """Cell limits of patterns that do not fit into memory, found during training.
+
+    A pattern that does not fit is coarsened to half as many cells. A pattern that does not fit with few cells
+    is
+    ignored, and its tasks are trained as if the pattern were unknown.
 
     Args:
-        data: Where patterns are from.
-        most: Cells of a pattern at first.
+        data: Dataset of the patterns.
+        max_cells: Initial limit.
 
     Attributes:
-        limits: Digest -> cells at most, 0 where the pattern is set aside; of those that had to shrink.
+        limits: Digest -> reduced limit; 0 if the pattern is ignored.
     """
 
-    def __init__(self, data: Dataset, most: int) -> None:
+    def __init__(self, data: RankingDataset, max_cells: int) -> None:
         self._data = data
-        self._most = most
+        self._max_cells = max_cells
         self.limits: dict[str, int] = {}
 
-    def cells(self, digest: str) -> Cells | None:
-        """A pattern's cells; None where it is set aside."""
-        limit = self.limits.get(digest, self._most)
-        return self._data.cells(digest, limit) if limit else None
+    def get_cells(self, digest: str) -> Cells | None:
+        """Return the cells of a pattern; None if it is ignored."""
+        limit = self.limits.get(digest, self._max_cells)
+        return self._data.get_cells(digest, limit) if limit else None
 
     def shrink(self, digests: Iterable[str]) -> bool:
-        """Make room by halving the largest of these patterns; says whether there was one."""
-        sizes = {digest: len(found.coords) for digest in digests if (found := self.cells(digest)) is not None}
+        """Halve the largest of these patterns; return False if all are ignored."""
+        sizes = {
+            digest: len(cells.coords) for digest in digests if (cells := self.get_cells(digest)) is not None
+        }
         if not sizes:
             return False
         largest = max(sizes, key=sizes.__getitem__)
         half = sizes[largest] // 2
-        self.limits[largest] = half if half >= _LEAST else 0
-        _LOG.warning(
+        self.limits[largest] = half if half >= _MIN_CELLS else 0
+        _LOGGER.warning(
             "the pattern of %s does not fit into memory with %d cells; %s",
-            self._data.names(largest),
+            self._data.list_matrix_names(largest),
             sizes[largest],
-            f"it is coarsened to {half}" if half >= _LEAST else "it is set aside, as if it was not known",
+            f"it is coarsened to {half}" if half >= _MIN_CELLS else "it is ignored",
         )
         return True
 
-    def take(self, limits: Mapping[str, int]) -> None:
-        """Go on with limits that were found before."""
+    def restore(self, limits: Mapping[str, int]) -> None:
+        """Set the limits of an earlier run."""
         self.limits = dict(limits)

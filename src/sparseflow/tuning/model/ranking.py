@@ -1,4 +1,4 @@
-"""How well schedules are ranked: task by task on pools whose latencies are known, and over tasks."""
+"""Evaluation of rankings on pools of schedules with known latencies."""
 
 from __future__ import annotations
 
@@ -13,130 +13,133 @@ from torch import Tensor
 from sparseflow.core.costmodel.ranking import pair_accuracy, random_top_k_score, top_k_score
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
-from sparseflow.tuning.model.dataset import Dataset, Group, Room
+from sparseflow.tuning.model.dataset import CellLimits, RankingDataset, TaskGroup
 from sparseflow.tuning.model.net.network import AutoSparseNet
-from sparseflow.tuning.model.net.scoring import score_ids
+from sparseflow.tuning.model.net.scoring import score_token_ids
 
-TOP = (1, 5, 20)
+TOP_K = (1, 5, 20)
 
-Scorer = Callable[[Group], np.ndarray]
-"""A group -> a score for each of its schedules, (n,); higher is faster."""
+GroupScorer = Callable[[TaskGroup], np.ndarray]
+"""Group -> score of each schedule, shape [n]; higher is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A ranking of one task's pool; `core.costmodel.ranking` defines the numbers.
+class RankingScore:
+    """Scores of the ranking of one task's pool; `core.costmodel.ranking` defines them.
 
     Attributes:
-        operator: What it computes.
-        matrix: The matrix's name.
-        family: Its family.
-        known: Whether its pattern is known.
-        pool: Schedules that were ranked.
+        operator: Operator name.
+        matrix: Matrix name.
+        family: Family of the matrix.
+        pattern_known: Whether the pattern is known.
+        pool: Number of ranked schedules.
         top_k: k -> score.
-        random_top_k: k -> what a random pick from the same pool is expected to get.
-        pair_accuracy: Share of pairs in the right order.
+        random_top_k: k -> expected score of a random pick from the pool.
+        pair_accuracy: Fraction of pairs in the correct order.
     """
 
     operator: str
     matrix: str
     family: str
-    known: bool
+    pattern_known: bool
     pool: int
     top_k: Mapping[int, float]
     random_top_k: Mapping[int, float]
     pair_accuracy: float
 
 
-def judge(groups: Iterable[Group], score: Scorer) -> tuple[Judged, ...]:
-    """Rank the schedules of every group, all of them, and judge that.
+def evaluate_ranking(groups: Iterable[TaskGroup], score: GroupScorer) -> tuple[RankingScore, ...]:
+    """Rank all schedules of every group and score the rankings.
 
     Raises:
-        InputError: A score is not a number.
+        InputError: A score is NaN.
     """
-    found = []
+    scores = []
     for group in groups:
-        scores, task = score(group), group.task
-        found.append(
-            Judged(
+        predictions, task = score(group), group.task
+        scores.append(
+            RankingScore(
                 operator=task.operator,
                 matrix=task.matrix,
                 family=task.family,
-                known=task.pattern is not None,
+                pattern_known=task.pattern is not None,
                 pool=len(group),
-                top_k={k: top_k_score(scores, group.latency, k) for k in TOP},
-                random_top_k={k: random_top_k_score(group.latency, k) for k in TOP},
-                pair_accuracy=pair_accuracy(scores, group.latency),
+                top_k={k: top_k_score(predictions, group.latency, k) for k in TOP_K},
+                random_top_k={k: random_top_k_score(group.latency, k) for k in TOP_K},
+                pair_accuracy=pair_accuracy(predictions, group.latency),
             )
         )
-    return tuple(found)
+    return tuple(scores)
 
 
-def summary(judged: Sequence[Judged], *, seed: int = 0) -> dict[str, Any]:
-    """Means over tasks, each with its 95 % bootstrap interval over matrices; in JSON's types.
+def summarize_scores(scores: Sequence[RankingScore], *, seed: int = 0) -> dict[str, Any]:
+    """Compute means over tasks with 95 % bootstrap intervals over matrices, in JSON types.
 
     Args:
-        judged: At least one.
-        seed: What the bootstrap draws from.
+        scores: At least one score.
+        seed: Random seed of the bootstrap.
 
     Returns:
         `"tasks"`, `"matrices"`, `"pool"` (median size), and for `"top1"`, `"top5"`, `"top20"` and
-        `"pair_accuracy"` a `{"mean", "low", "high", "random"}`; `"random"` is the mean of a random pick.
+        `"pair_accuracy"` a dict `{"mean", "low", "high", "random"}`; `"random"` is the mean of a random pick.
 
     Raises:
-        InputError: There is nothing to judge by.
+        InputError: There are no scores.
     """
-    if not judged:
-        raise InputError("no task was judged: there is nothing to summarise")
-    matrices = [one.matrix for one in judged]
+    if not scores:
+        raise InputError("`scores` is empty")
+    matrices = [score.matrix for score in scores]
 
-    def told(values: list[float], random: float) -> dict[str, float]:
+    def summarize(values: list[float], random: float) -> dict[str, float]:
         low, high = bootstrap_mean(values, matrices, seed=seed)
         return {"mean": float(np.mean(values)), "low": low, "high": high, "random": random}
 
     return {
-        "tasks": len(judged),
+        "tasks": len(scores),
         "matrices": len(set(matrices)),
-        "pool": float(np.median([one.pool for one in judged])),
+        "pool": float(np.median([score.pool for score in scores])),
         **{
-            f"top{k}": told(
-                [one.top_k[k] for one in judged], float(np.mean([one.random_top_k[k] for one in judged]))
+            f"top{k}": summarize(
+                [score.top_k[k] for score in scores],
+                float(np.mean([score.random_top_k[k] for score in scores])),
             )
-            for k in TOP
+            for k in TOP_K
         },
-        "pair_accuracy": told([one.pair_accuracy for one in judged], 0.5),
+        "pair_accuracy": summarize([score.pair_accuracy for score in scores], 0.5),
     }
 
 
-def by_net(net: AutoSparseNet, data: Dataset, room: Room | None = None) -> Scorer:
-    """Scores by a network; a pattern is embedded once.
+def make_network_scorer(
+    net: AutoSparseNet, data: RankingDataset, limits: CellLimits | None = None
+) -> GroupScorer:
+    """Create a scorer that embeds each pattern once.
 
     Args:
-        net: The network.
-        data: What the groups are of.
-        room: How many cells of each pattern fit into memory; it learns of those that do not.
+        net: Network.
+        data: Dataset of the groups.
+        limits: Cell limits; updated for patterns that do not fit into memory.
     """
     embedded: dict[str, Tensor | None] = {}
     config, device = net.config.pattern, net.head.device
-    room = room or Room(data, 1 if config is None else config.most_cells)
+    limits = limits or CellLimits(data, 1 if config is None else config.max_cells)
 
     def embed(digest: str) -> Tensor | None:
-        while (found := room.cells(digest)) is not None:
+        while (cells := limits.get_cells(digest)) is not None:
             try:
-                return net.embed_patterns([found])
+                return net.embed_patterns([cells])
             except torch.OutOfMemoryError:
-                room.shrink([digest])
+                limits.shrink([digest])
         return None
 
-    def score(group: Group) -> np.ndarray:
+    def score(group: TaskGroup) -> np.ndarray:
         digest = group.task.pattern
         with torch.inference_mode():
             if config is not None and digest is not None and digest not in embedded:
                 embedded[digest] = embed(digest)
-            told = torch.from_numpy(group.statistics).to(device)[None]
+            statistics = torch.from_numpy(group.statistics).to(device)[None]
             pattern = None if digest is None else embedded.get(digest)
-            which = None if pattern is None else torch.zeros(1, dtype=torch.int64, device=device)
-            context = net.context(told, pattern, which)
-        return score_ids(net, group.ids, data.encoder.table, context)
+            pattern_index = None if pattern is None else torch.zeros(1, dtype=torch.int64, device=device)
+            context = net.build_context(statistics, pattern, pattern_index)
+        return score_token_ids(net, group.ids, data.encoder.table, context)
 
     return score

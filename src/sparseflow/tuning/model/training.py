@@ -1,8 +1,7 @@
-"""Training AutoSparse Net: from pools of labels, by one process or several, going on after a stop."""
+"""Training of AutoSparse Net on label sets, on one or several processes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,40 +13,47 @@ from torch import Tensor
 
 from sparseflow.core.config import apply_overrides, read_config_file
 from sparseflow.core.progress import Progress
-from sparseflow.core.training import checkpoint
-from sparseflow.core.training.distributed import DistributedContext, init_distributed
-from sparseflow.core.training.history import History
+from sparseflow.core.training.distributed import DistributedContext
+from sparseflow.core.training.loop import fit
+from sparseflow.core.training.optimizer import check_finite, lr_factor, set_learning_rate, split_weight_decay
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.model.dataset import Batch, Dataset, Room, Sampling
-from sparseflow.tuning.model.net.losses import LOSSES, Loss, expected_pick, ranking_loss
-from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig, Tokens
-from sparseflow.tuning.model.net.pretrained import network, save
-from sparseflow.tuning.model.ranking import Judged, by_net, judge, summary
+from sparseflow.tuning.model.dataset import BatchSampling, CellLimits, RankingDataset, TrainingBatch
+from sparseflow.tuning.model.net.losses import LOSSES, LossKind, expected_pick, ranking_loss
+from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig, TokenBatch
+from sparseflow.tuning.model.net.pretrained import resolve_network, save_network
+from sparseflow.tuning.model.ranking import (
+    RankingScore,
+    evaluate_ranking,
+    make_network_scorer,
+    summarize_scores,
+)
 
-NET = "net.safetensors"
+NETWORK_FILE = "net.safetensors"
 
-_VALIDATION = 512
-"""Schedules of each held-out task that are looked at while training; at the end it is all of them."""
+_MAX_VALIDATION_SCHEDULES = 512
+"""Schedules of each held-out task in evaluations during training; the final evaluation uses all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a network is trained.
+    """Configuration of a training.
 
     Attributes:
-        net: What it is made of.
+        net: Network configuration.
         init: Network whose weights training starts from, a file or `"shipped"`; random weights by default.
         loss: `"margin"`, `"rank"` or `"lambda"`.
-        pick: Weight of the `expected_pick`'s label, which is subtracted from the loss.
-        sampling: What a step looks at.
-        steps: How many; a step is one update of the weights.
-        rate: Highest learning rate; it rises over the first steps and falls as a cosine.
-        warm_up: Share of the steps in which it rises.
-        weight_decay: AdamW's.
-        clip: Largest norm of the gradient.
-        seed: What first weights and batches are drawn from.
-        checkpoint_every: Steps from one checkpoint to the next.
-        validate_every: Steps from one look at what is held out to the next.
+        pick_weight: Weight of the expected label of a pick (`losses.expected_pick`), which is subtracted from
+            the
+            loss.
+        sampling: Composition of a batch.
+        steps: Number of updates of the weights.
+        learning_rate: Peak learning rate; linear warm-up, then a cosine decay.
+        warmup_fraction: Fraction of the steps with rising learning rate.
+        weight_decay: Weight decay of AdamW.
+        max_grad_norm: Maximum norm of the gradient.
+        seed: Random seed of initial weights and batches.
+        checkpoint_every: Steps between checkpoints.
+        validate_every: Steps between evaluations on held-out data.
 
     Raises:
         InputError: A value is out of range.
@@ -55,14 +61,14 @@ class TrainConfig:
 
     net: NetConfig = field(default_factory=NetConfig)
     init: str | None = None
-    loss: Loss = "rank"
-    pick: float = 1.0
-    sampling: Sampling = field(default_factory=Sampling)
+    loss: LossKind = "rank"
+    pick_weight: float = 1.0
+    sampling: BatchSampling = field(default_factory=BatchSampling)
     steps: int = 2000
-    rate: float = 3e-3
-    warm_up: float = 0.05
+    learning_rate: float = 3e-3
+    warmup_fraction: float = 0.05
     weight_decay: float = 0.01
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     seed: int = 0
     checkpoint_every: int = 100
     validate_every: int = 500
@@ -70,43 +76,43 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise InputError(f"`loss` (={self.loss!r}) must be one of: {', '.join(LOSSES)}")
-        for name, least in (("steps", 1), ("seed", 0), ("checkpoint_every", 1), ("validate_every", 1)):
+        for name, minimum in (("steps", 1), ("seed", 0), ("checkpoint_every", 1), ("validate_every", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {least}")
+            if type(value) is not int or value < minimum:
+                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
         if not (
-            self.rate > 0.0
-            and self.clip > 0.0
+            self.learning_rate > 0.0
+            and self.max_grad_norm > 0.0
             and self.weight_decay >= 0.0
-            and self.pick >= 0.0
-            and 0.0 <= self.warm_up <= 1.0
+            and self.pick_weight >= 0.0
+            and 0.0 <= self.warmup_fraction <= 1.0
         ):
             raise InputError(
-                f"`rate` (={self.rate}) and `clip` (={self.clip}) must be above 0, `weight_decay` "
-                f"(={self.weight_decay}) and `pick` (={self.pick}) at least 0, and `warm_up` "
-                f"(={self.warm_up}) from 0 to 1"
+                f"`learning_rate` (={self.learning_rate}) and `max_grad_norm` (={self.max_grad_norm}) must "
+                f"be above 0, `weight_decay` (={self.weight_decay}), `pick_weight` (={self.pick_weight}) at "
+                f"least 0, and `warmup_fraction` (={self.warmup_fraction}) from 0 to 1"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types."""
         return asdict(self) | {"net": self.net.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        """A configuration from what `to_dict` wrote, or parts of it; the rest has its defaults.
+        """Create a configuration from JSON types; missing settings have their defaults.
 
         Raises:
-            InputError: A setting is unknown, or its value cannot be used.
+            InputError: A setting is unknown or out of range.
         """
         try:
-            given = dict(data)
-            if "net" in given:
-                given["net"] = NetConfig.from_dict(given["net"])
-            if "sampling" in given:
-                given["sampling"] = Sampling(**given["sampling"])
-            return cls(**given)
+            settings = dict(data)
+            if "net" in settings:
+                settings["net"] = NetConfig.from_dict(settings["net"])
+            if "sampling" in settings:
+                settings["sampling"] = BatchSampling(**settings["sampling"])
+            return cls(**settings)
         except TypeError as error:
-            raise InputError(f"no configuration of a training: {error}") from error
+            raise InputError(f"invalid training configuration: {error}") from error
 
     @classmethod
     def read(cls, config: str | None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -125,263 +131,241 @@ class TrainConfig:
         if config is not None:
             settings = read_config_file(config, package="sparseflow.tuning", extra="tuning")
         init = (overrides or {}).get("init", settings.get("init"))
-        net = NetConfig() if init is None else network(init).config
+        net = NetConfig() if init is None else resolve_network(init).config
         settings["net"] = net.to_dict() | settings.get("net", {})
         return cls.from_dict(apply_overrides(settings, overrides or {}))
 
-    def rate_at(self, step: int) -> float:
-        """The learning rate of a step, the first being 0."""
-        rising = max(1, round(self.warm_up * self.steps))
-        if step < rising:
-            return self.rate * (step + 1) / rising
-        return self.rate * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, self.steps - rising)))
+    def compute_learning_rate(self, step: int) -> float:
+        """Compute the learning rate of a step, counted from 0: linear warm-up, then a cosine decay."""
+        return self.learning_rate * lr_factor(step, self.steps, warmup=self.warmup_fraction)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
-    """What a training gave.
+class TrainResult:
+    """Result of a training.
 
     Attributes:
-        net: The network.
-        judged: The held-out tasks with all of their schedules; none where nothing was held out, and in
-            processes but the first.
-        limits: Digest -> cells at most, of patterns that did not fit into memory; 0 where one was set aside.
+        net: The trained network.
+        scores: Scores on all schedules of the held-out tasks; empty without held-out tasks and on ranks
+            other than 0.
+        limits: Pattern digest -> maximum number of cells, for patterns that did not fit into memory; 0 for
+            patterns that were ignored.
     """
 
     net: AutoSparseNet
-    judged: tuple[Judged, ...]
+    scores: tuple[RankingScore, ...]
     limits: Mapping[str, int]
 
 
 def train(
     config: TrainConfig,
-    data: Dataset,
-    folder: Path | str,
+    data: RankingDataset,
+    out_dir: Path | str,
     *,
-    held_out: Dataset | None = None,
+    held_out: RankingDataset | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> Trained:
-    """Train a network, or go on where an earlier call in the same folder was stopped.
+) -> TrainResult:
+    """Train a network, or resume an interrupted training of the same directory.
 
-    The folder then holds `net.safetensors`, `losses.jsonl` (see `History`) and a checkpoint. Going on gives
-    the weights that an unbroken run would have given: the very same on a CPU, and on a GPU but for the order
-    in which it adds. Processes that torchrun started share the folder, and each draws batches of its own.
+    The directory gets `net.safetensors`, `losses.jsonl` (see `core.training.history`) and a checkpoint. A
+    resumed training gives the same weights as an uninterrupted one: bitwise on a CPU, up to the summation
+    order on a GPU. Processes of torchrun share the directory and sample different batches.
 
     Args:
-        config: How.
-        data: What is learnt from.
-        folder: Made when absent.
-        held_out: What is looked at, and not learnt from.
-        device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
-        progress: Called with (what was done, fraction done).
+        config: Configuration.
+        data: Training data.
+        out_dir: Output directory; an existing training is resumed.
+        held_out: Data for evaluation only.
+        device: Device; `"cuda"` under torchrun is the GPU of the local rank.
+        progress: Progress callback.
 
     Raises:
-        InputError: The folder holds another training, or is a file; or the initial network is not
-            there, or is not made like the one to be trained.
+        InputError: The directory has another training or is a file, or the initial network does not exist or
+            has another configuration.
         FileFormatError: The checkpoint, the history or the initial network is damaged.
-        RunError: The loss is no longer finite, a step does not fit into memory even without patterns, or
-            another process trains in the folder.
+        RunError: The loss is not finite, a step does not fit into memory even without patterns, or another
+            process trains in the directory.
     """
-    root = Path(folder)
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`folder` (={root}) is a file; name a folder")
-    root.mkdir(parents=True, exist_ok=True)
-    with init_distributed(device) as mine, torch.random.fork_rng(devices=mine.cuda_devices):
-        run = _Training(config, data, held_out, mine)
-        of = config.to_dict() | {
-            "tasks": len(data.groups),
-            "labels": data.schedules,
-            "processes": mine.world_size,
-        }
-        history = History(root) if mine.rank == 0 else None
-        try:
-            state = checkpoint.load(root, of)
-            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
-            if state is not None:
-                run.restore(state)
-            while run.step < config.steps:
-                numbers = run.advance()
-                if history is not None:
-                    history.log(run.step, "train", numbers)
-                last = run.step == config.steps
-                looks = held_out is not None and (last or run.step % config.validate_every == 0)
-                if looks and history is not None:
-                    history.log(run.step, "held_out", run.validate())
-                if last or run.step % config.checkpoint_every == 0:
-                    run.agree()
-                    if history is not None:
-                        history.sync()
-                        checkpoint.save(root, run.state() | {"fingerprint": of})
-                if progress is not None:
-                    progress(f"step {run.step}, loss {numbers['loss']:.4f}", run.step / config.steps)
-            judged: tuple[Judged, ...] = ()
-            if history is not None:
-                save(run.net, root / NET)
-                judged = run.judge()
-            mine.barrier()
-        finally:
-            if history is not None:
-                history.close()
-    return Trained(net=run.net, judged=judged, limits=run.room.limits)
+    trainer = fit(
+        lambda context: _Trainer(config, data, held_out, context),
+        out_dir,
+        device=device,
+        checkpoint_every=config.checkpoint_every,
+        progress=progress,
+    )
+    return TrainResult(net=trainer.net, scores=trainer.scores, limits=trainer.limits.limits)
 
 
-class _Training:
-    """A network, its optimizer and how far they are."""
+class _Trainer:
+    """Network, optimizer and data of one training; implements `core.training.loop.TrainingTask`."""
 
     def __init__(
-        self, config: TrainConfig, data: Dataset, held_out: Dataset | None, mine: DistributedContext
+        self,
+        config: TrainConfig,
+        data: RankingDataset,
+        held_out: RankingDataset | None,
+        context: DistributedContext,
     ) -> None:
-        self.config, self.data, self._held_out, self._mine = config, data, held_out, mine
+        self.config, self.data, self._held_out, self._context = config, data, held_out, context
+        self.num_steps = config.steps
+        self.eval_every = None if held_out is None else config.validate_every
+        self.fingerprint = config.to_dict() | {
+            "tasks": len(data.groups),
+            "labels": data.num_schedules,
+            "processes": context.world_size,
+        }
+        self.step = 0
+        self.scores: tuple[RankingScore, ...] = ()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.net = AutoSparseNet(config.net)
         if config.init is not None:
-            self.net.load_state_dict(_begun(config).state_dict())
-        self.net.to(mine.device)
-        decayed = [each for each in self.net.parameters() if each.ndim > 1]
-        others = [each for each in self.net.parameters() if each.ndim <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.rate,
+            self.net.load_state_dict(_load_initial_network(config).state_dict())
+        self.net.to(context.device)
+        parameters = split_weight_decay(self.net.parameters(), config.weight_decay)
+        self.optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate)
+        self.limits, self._held_out_limits = (
+            CellLimits(dataset, 1 if config.net.pattern is None else config.net.pattern.max_cells)
+            for dataset in (data, held_out or data)
         )
-        self.room, self._room_held_out = (
-            Room(each, 1 if config.net.pattern is None else config.net.pattern.most_cells)
-            for each in (data, held_out or data)
-        )
-        self.step = 0
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        self._sync_limits()
         return {
             "step": self.step,
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "limits": self.room.limits,
+            "limits": self.limits.limits,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.room.take(state["limits"])
+        self.limits.restore(state["limits"])
         self.step = state["step"]
 
-    def agree(self) -> None:
-        """What did not fit in one process is made smaller in all."""
-        most = 1 << 62
-        found = self._mine.all_reduce_min(
-            [self.room.limits.get(digest, most) for digest in self.data.patterns]
+    def finish(self, out_dir: Path) -> None:
+        save_network(self.net, out_dir / NETWORK_FILE)
+        if self._held_out is not None:
+            scorer = make_network_scorer(self.net, self._held_out, self._held_out_limits)
+            self.scores = evaluate_ranking(self._held_out.groups, scorer)
+
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
+        return f"step {self.step}, loss {metrics['loss']:.4f}"
+
+    def _sync_limits(self) -> None:
+        """Apply the lowest cell limit of any rank on all ranks."""
+        no_limit = 1 << 62
+        limits = self._context.all_reduce_min(
+            [self.limits.limits.get(digest, no_limit) for digest in self.data.patterns]
         )
-        self.room.take(
-            {digest: limit for digest, limit in zip(self.data.patterns, found, strict=True) if limit < most}
+        self.limits.restore(
+            {
+                digest: limit
+                for digest, limit in zip(self.data.patterns, limits, strict=True)
+                if limit < no_limit
+            }
         )
 
-    def advance(self) -> dict[str, float]:
-        """One step; its numbers."""
-        # Drawn from the step's own number: nothing has to be remembered to go on.
-        random = np.random.default_rng([self.config.seed, self.step, self._mine.rank])
-        batch = self.data.batch(self.config.sampling, random)
-        torch.manual_seed(int(random.integers(2**62)))  # for what is dropped
-        rate = self.config.rate_at(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss = self._mine.all_reduce_mean(self._gradients(batch))
-        self._mine.average_gradients(self.net.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.config.clip)
+    def train_step(self) -> dict[str, float]:
+        # The random state depends on the step only, so that a resumed training samples the same batches.
+        rng = np.random.default_rng([self.config.seed, self.step, self._context.rank])
+        batch = self.data.batch(self.config.sampling, rng)
+        torch.manual_seed(int(rng.integers(2**62)))  # for dropout
+        rate = self.config.compute_learning_rate(self.step)
+        set_learning_rate(self.optimizer, rate)
+        loss = self._context.all_reduce_mean(self._compute_gradients(batch))
+        self._context.average_gradients(self.net.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_grad_norm)
         self.step += 1
-        numbers = {"loss": float(loss), "rate": rate, "gradient": float(norm)}
-        if not all(map(math.isfinite, numbers.values())):
-            raise RunError(
-                f"the training failed in step {self.step}: loss {numbers['loss']}, gradient "
-                f"{numbers['gradient']}; lower `rate` (={self.config.rate})"
-            )
+        metrics = {"loss": float(loss), "rate": rate, "gradient": float(norm)}
+        check_finite(metrics, step=self.step, hint=f"lower `learning_rate` (={self.config.learning_rate})")
         self.optimizer.step()
-        return numbers
+        return metrics
 
-    def validate(self) -> dict[str, float]:
-        """Loss and ranking of what is held out, on a fixed part of each task's schedules."""
+    def evaluate(self) -> dict[str, float]:
+        """Compute the loss and the ranking scores on a fixed sample of each held-out task."""
         assert self._held_out is not None
         parts = []
-        for at, group in enumerate(self._held_out.groups):
-            random = np.random.default_rng([self.config.seed, at])
-            parts.append(group.part(random.permutation(len(group))[:_VALIDATION]))
-        score = by_net(self.net, self._held_out, self._room_held_out)
+        for index, group in enumerate(self._held_out.groups):
+            rng = np.random.default_rng([self.config.seed, index])
+            parts.append(group.select_rows(rng.permutation(len(group))[:_MAX_VALIDATION_SCHEDULES]))
+        score = make_network_scorer(self.net, self._held_out, self._held_out_limits)
         loss = 0.0
         for part in parts:
             arrays = [torch.from_numpy(array)[None] for array in (score(part), part.labels, part.weights)]
-            loss += float(self._of(*arrays)) / len(parts)
-        told = summary(judge(parts, score))
-        return {"loss": loss} | {name: one["mean"] for name, one in told.items() if isinstance(one, dict)}
+            loss += float(self._score_loss(*arrays)) / len(parts)
+        summary = summarize_scores(evaluate_ranking(parts, score))
+        return {"loss": loss} | {
+            name: metric["mean"] for name, metric in summary.items() if isinstance(metric, dict)
+        }
 
-    def judge(self) -> tuple[Judged, ...]:
-        """What is held out, all of it."""
-        if self._held_out is None:
-            return ()
-        return judge(self._held_out.groups, by_net(self.net, self._held_out, self._room_held_out))
-
-    def _gradients(self, batch: Batch) -> Tensor:
-        """The loss of a batch, its gradients in the parameters; patterns are made smaller until they fit."""
+    def _compute_gradients(self, batch: TrainingBatch) -> Tensor:
+        """Compute loss and gradients of a batch, and coarsen patterns until the batch fits into memory."""
         while True:
             try:
-                return self._attempt(batch)
+                return self._try_backward(batch)
             except torch.OutOfMemoryError as error:
-                if self.config.net.pattern is None or not self.room.shrink(batch.patterns):
+                if self.config.net.pattern is None or not self.limits.shrink(batch.patterns):
                     raise RunError(
-                        f"a step of {self.config.sampling.most} schedules does not fit into memory, even "
-                        "without patterns; lower `schedules` or `matrices`"
+                        f"a batch of {self.config.sampling.max_schedules} schedules does not fit into memory "
+                        "even without patterns; lower `schedules` or `matrices`"
                     ) from error
-            # Outside of `except`: there, the error still holds on to what did not fit.
-            if self._mine.device.type == "cuda":
+            # Outside of `except`, because the error keeps references to tensors that did not fit.
+            if self._context.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _attempt(self, batch: Batch) -> Tensor:
+    def _try_backward(self, batch: TrainingBatch) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self._loss(batch)
+        loss = self._compute_loss(batch)
         loss.backward()
         return loss.detach()
 
-    def _loss(self, batch: Batch) -> Tensor:
-        device, net = self._mine.device, self.net
+    def _compute_loss(self, batch: TrainingBatch) -> Tensor:
+        device, net = self._context.device, self.net
         groups, schedules, length = batch.ids.shape
-        patterns = which = None
+        patterns = pattern_index = None
         if net.config.pattern is not None:
-            cells = [self.room.cells(digest) for digest in batch.patterns]
-            fit = np.array([one is not None for one in cells], bool)
-            # The last place is that of -1: not known, and nor are those that were set aside.
-            places = np.append(np.where(fit, np.cumsum(fit) - 1, -1), -1)
-            which = torch.from_numpy(places[batch.which]).to(device)
-            patterns = net.embed_patterns([one for one in cells if one is not None])
-        there = np.flatnonzero(batch.weights.ravel() > 0)
-        tokens = Tokens.of(
-            batch.ids.reshape(-1, length)[there],
+            cells = [self.limits.get_cells(digest) for digest in batch.patterns]
+            fit = np.array([cell is not None for cell in cells], bool)
+            # Index -1 selects the last entry: unknown and ignored patterns.
+            positions = np.append(np.where(fit, np.cumsum(fit) - 1, -1), -1)
+            pattern_index = torch.from_numpy(positions[batch.pattern_index]).to(device)
+            patterns = net.embed_patterns([cell for cell in cells if cell is not None])
+        present = np.flatnonzero(batch.weights.ravel() > 0)
+        tokens = TokenBatch.from_ids(
+            batch.ids.reshape(-1, length)[present],
             self.data.encoder.table,
-            task=there // schedules,
+            task=present // schedules,
             device=device,
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            context = net.context(torch.from_numpy(batch.statistics).to(device), patterns, which)
-            found = net(tokens, context)
-        scores = found.new_zeros(groups * schedules).index_copy(0, torch.from_numpy(there).to(device), found)
+            context = net.build_context(
+                torch.from_numpy(batch.statistics).to(device), patterns, pattern_index
+            )
+            present_scores = net(tokens, context)
+        scores = present_scores.new_zeros(groups * schedules).index_copy(
+            0, torch.from_numpy(present).to(device), present_scores
+        )
         labels, weights = (torch.from_numpy(array).to(device) for array in (batch.labels, batch.weights))
-        return self._of(scores.view(groups, schedules), labels, weights)
+        return self._score_loss(scores.view(groups, schedules), labels, weights)
 
-    def _of(self, scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """The loss of scores, (g, s)."""
+    def _score_loss(self, scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Compute the loss of scores, shape [g, s]."""
         loss = ranking_loss(self.config.loss, scores, labels, weights)
-        if self.config.pick:
-            loss = loss - self.config.pick * expected_pick(scores, labels, weights)
+        if self.config.pick_weight:
+            loss = loss - self.config.pick_weight * expected_pick(scores, labels, weights)
         return loss
 
 
-def _begun(config: TrainConfig) -> AutoSparseNet:
-    """The network that a training begins with; only dropout may differ, which has no weights."""
+def _load_initial_network(config: TrainConfig) -> AutoSparseNet:
+    """Load the initial network; only its dropout may differ from the configuration."""
     assert config.init is not None
-    found = network(config.init)
-    if replace(found.config, dropout=config.net.dropout) != config.net:
+    initial = resolve_network(config.init)
+    if replace(initial.config, dropout=config.net.dropout) != config.net:
         raise InputError(
-            f"`init` (={config.init!r}) is a network with {found.config.to_dict()}; `net` must have the "
-            f"same settings, and has {config.net.to_dict()}"
+            f"`init` (={config.init!r}) is a network with {initial.config.to_dict()}; `net` must have the "
+            f"same settings, got {config.net.to_dict()}"
         )
-    return found
+    return initial

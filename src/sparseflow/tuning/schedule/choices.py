@@ -1,8 +1,8 @@
-"""What can be decided about a schedule, decision by decision, and how often a search should try it.
+"""Options of each scheduling decision and their sampling weights.
 
-Every function lists what is legal after the decisions before it, each with a weight. The weights are
-judgement, not measurement: they keep a search from wasting itself on what is known to be slow. None is zero.
-Only canonical schedules come about: none runs the same as another.
+Each function lists the options that are legal after the previous decisions, with a weight each. The weights
+are set by judgment, not by measurement: they make options that are known to be slow rare. No weight is zero.
+All resulting schedules are canonical.
 """
 
 from __future__ import annotations
@@ -16,40 +16,45 @@ from typing import TypeVar
 import numpy as np
 
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import Mode, plain_modes
-from sparseflow.tuning.schedule.rules import CHUNKS, dangling_singletons, lanes_loop
+from sparseflow.tuning.schedule.parser import LevelMode, normalize_modes
+from sparseflow.tuning.schedule.rules import CHUNK_SIZES, find_dangling_singletons, select_lane_loop
 
 Choice = TypeVar("Choice")
-Weighted = Sequence[tuple[Choice, float]]
-Parts = tuple[tuple[str, ...], ...]
-"""The sub axes of each axis."""
+WeightedOptions = Sequence[tuple[Choice, float]]
+SubAxes = tuple[tuple[str, ...], ...]
+"""Sub axes of each axis."""
 
 UNROLL_FACTORS = (2, 4, 8, 16)
-"""More copies of a loop's body than these fill the instruction cache and save nothing."""
+"""Larger factors fill the instruction cache without a benefit."""
 
-_MODE_WEIGHTS = {Mode.DENSE: 1.0, Mode.COMPRESSED: 1.0, Mode.COMPRESSED_NONUNIQUE: 0.1, Mode.SINGLETON: 2.0}
+_MODE_WEIGHTS = {
+    LevelMode.DENSE: 1.0,
+    LevelMode.COMPRESSED: 1.0,
+    LevelMode.COMPRESSED_NONUNIQUE: 0.1,
+    LevelMode.SINGLETON: 2.0,
+}
 _SMALL_BLOCK = 4
-"""A dense level of so many coordinates costs about what the coordinates of a compressed one would."""
+"""A dense level of this extent costs about as much as the coordinates of a compressed level."""
 
 
-def pick(rng: np.random.Generator, weighted: Weighted[Choice]) -> Choice:
-    """One choice, drawn by weight."""
-    point = rng.random() * sum(weight for _, weight in weighted)
-    for choice, weight in weighted:
+def sample_option(rng: np.random.Generator, options: WeightedOptions[Choice]) -> Choice:
+    """Sample an option by weight."""
+    point = rng.random() * sum(weight for _, weight in options)
+    for choice, weight in options:
         point -= weight
         if point < 0.0:
             return choice
-    return weighted[-1][0]
+    return options[-1][0]
 
 
 @lru_cache
-def inner_sizes(extent: int, largest: int, dense: bool) -> Weighted[int | None]:
-    """Sizes of an axis' inner part, powers of two that leave at least two steps outside; None: not split.
+def list_inner_sizes(extent: int, max_size: int, dense: bool) -> WeightedOptions[int | None]:
+    """List the sizes of the inner part of an axis; None leaves the axis unsplit.
 
-    A sparse axis stays whole half of the time, and small blocks are likelier than large ones. A dense axis is
-    split into what fits vector registers: 8 to 64.
+    Sizes are powers of two that leave at least two outer steps. A sparse axis is left unsplit in half of the
+    samples and prefers small blocks. A dense axis prefers sizes that fit vector registers, 8 to 64.
     """
-    sizes = [2**power for power in range(1, largest.bit_length()) if 2**power < extent]
+    sizes = [2**power for power in range(1, max_size.bit_length()) if 2**power < extent]
     if dense:
         return [(None, 2.0), *((size, 8.0 if 8 <= size <= 64 else 1.0) for size in sizes)]
     weights = [1.0 / math.log2(size) for size in sizes]
@@ -57,105 +62,113 @@ def inner_sizes(extent: int, largest: int, dense: bool) -> Weighted[int | None]:
 
 
 @lru_cache
-def storage_orders(parts: Parts) -> Weighted[tuple[str, ...]]:
-    """Orders of the sparse sub axes, outer parts before inner ones; mostly rows outermost."""
+def list_storage_orders(parts: SubAxes) -> WeightedOptions[tuple[str, ...]]:
+    """List orders of the sparse sub axes, outer before inner parts, with a preference for row-major order."""
     rows = parts[0][0]
-    return [(order, 30.0 if order[0] == rows else 1.0) for order in _interleavings(parts)]
+    return [(order, 30.0 if order[0] == rows else 1.0) for order in _list_interleavings(parts)]
 
 
 @lru_cache
-def mode_sequences(levels: int) -> Sequence[tuple[Mode, ...]]:
-    """Modes of so many levels, outermost first."""
+def list_mode_sequences(levels: int) -> Sequence[tuple[LevelMode, ...]]:
+    """List the valid modes of `levels` levels, outermost first."""
     return [
         modes
         for modes in itertools.product(_MODE_WEIGHTS, repeat=levels)
-        if not dangling_singletons(modes) and plain_modes(modes) == modes
+        if not find_dangling_singletons(modes) and normalize_modes(modes) == modes
     ]
 
 
-def modes(owners: Sequence[str], sizes: Sequence[int]) -> Weighted[tuple[Mode, ...]]:
-    """Modes of the levels, outermost first.
+def list_weighted_modes(
+    owners: Sequence[str], sizes: Sequence[int]
+) -> WeightedOptions[tuple[LevelMode, ...]]:
+    """List the valid modes of the levels, outermost first.
 
-    A dense level is likely where it is small, and where only parts of the same axis are above: all rows.
+    A dense level is preferred if it is small or if all levels above belong to the same axis (all rows).
 
     Args:
-        owners: The axis that each level is a part of.
-        sizes: Its extent.
+        owners: Axis of each level.
+        sizes: Extent of each level.
     """
     weights = []
-    for at, size in enumerate(sizes):
-        outermost = all(owner == owners[0] for owner in owners[: at + 1])
-        dense = 2.0 if outermost else max(min(1.0, _SMALL_BLOCK / size), 1e-4)
-        weights.append({**_MODE_WEIGHTS, Mode.DENSE: dense})
+    for index, size in enumerate(sizes):
+        rows_only = all(owner == owners[0] for owner in owners[: index + 1])
+        dense = 2.0 if rows_only else max(min(1.0, _SMALL_BLOCK / size), 1e-4)
+        weights.append({**_MODE_WEIGHTS, LevelMode.DENSE: dense})
     return [
         (modes, math.prod(weight[mode] for weight, mode in zip(weights, modes, strict=True)))
-        for modes in mode_sequences(len(sizes))
+        for modes in list_mode_sequences(len(sizes))
     ]
 
 
 @lru_cache
-def loop_orders(order: tuple[str, ...], dense: Parts) -> Weighted[tuple[str, ...]]:
-    """Where loops of dense axes stand among those that walk the storage; mostly the last one innermost."""
+def list_loop_orders(order: tuple[str, ...], dense: SubAxes) -> WeightedOptions[tuple[str, ...]]:
+    """List loop orders that keep the storage order, with a preference for an innermost dense loop."""
     innermost = {parts[-1] for parts in dense}
     return [
         (loops, (20.0 if loops[-1] in innermost else 1.0) * (10.0 if loops[0] == order[0] else 1.0))
-        for loops in _interleavings((order, *dense))
+        for loops in _list_interleavings((order, *dense))
     ]
 
 
-def parallel_loops(
-    operator: Operator, loops: Sequence[str], owner: dict[str, str], mode: dict[str, Mode]
-) -> Weighted[str | None]:
-    """Loops that threads may share; mostly the outermost one."""
-    shared = operator.sparse_axes if operator.sparse_output else operator.output_axes
-    found: list[tuple[str | None, float]] = [(None, 1.0)]
+def list_parallel_loops(
+    operator: Operator, loops: Sequence[str], owner: dict[str, str], mode: dict[str, LevelMode]
+) -> WeightedOptions[str | None]:
+    """List the loops that can be parallel, with a preference for the outermost loop."""
+    parallel_axes = operator.sparse_axes if operator.sparse_output else operator.output_axes
+    options: list[tuple[str | None, float]] = [(None, 1.0)]
     for loop in loops:
-        level = mode.get(loop, Mode.DENSE)
-        if owner[loop] in shared and level.has_loop and (level.unique or operator.sparse_output):
-            found.append((loop, 30.0 if loop == loops[0] else 2.0))
-    return found
+        level_mode = mode.get(loop, LevelMode.DENSE)
+        if (
+            owner[loop] in parallel_axes
+            and level_mode.has_loop
+            and (level_mode.unique or operator.sparse_output)
+        ):
+            options.append((loop, 30.0 if loop == loops[0] else 2.0))
+    return options
 
 
-def vector_loops(
+def list_vector_loops(
     operator: Operator,
     loops: Sequence[str],
     owner: dict[str, str],
-    mode: dict[str, Mode],
+    mode: dict[str, LevelMode],
     parallel: str | None,
-) -> Weighted[str | None]:
-    """The innermost loop, one whose results run side by side above it, or none; mostly one of the two."""
-    found: list[tuple[str | None, float]] = [(None, 1.0)]
+) -> WeightedOptions[str | None]:
+    """List the loops that can be vectorized: the innermost loop and the lane loop above it."""
+    options: list[tuple[str | None, float]] = [(None, 1.0)]
     last = loops[-1]
-    if last != parallel and mode.get(last, Mode.DENSE).has_loop:
-        found.append((last, 2.0 if last in mode else 8.0))
+    if last != parallel and mode.get(last, LevelMode.DENSE).has_loop:
+        options.append((last, 2.0 if last in mode else 8.0))
     inner = [loop for loop in loops if owner[loop] == operator.output_axes[-1]][-1]
-    lanes = lanes_loop(operator, loops, inner, mode)
+    lanes = select_lane_loop(operator, loops, inner, mode)
     if lanes is not None and lanes != parallel:
-        found.append((lanes, 8.0))
-    return found
+        options.append((lanes, 8.0))
+    return options
 
 
-def unrolled_loops(
-    loops: Sequence[str], mode: dict[str, Mode], taken: tuple[str | None, str | None]
-) -> Weighted[tuple[str | None, int]]:
-    """Loops that are left and factors; mostly none."""
-    left = [loop for loop in loops if loop not in taken and mode.get(loop, Mode.DENSE).has_loop]
-    found = [(loop, factor) for loop in left for factor in UNROLL_FACTORS]
-    return [((None, 0), max(len(found), 1.0)), *((each, 1.0) for each in found)]
+def list_unroll_options(
+    loops: Sequence[str], mode: dict[str, LevelMode], used_loops: tuple[str | None, str | None]
+) -> WeightedOptions[tuple[str | None, int]]:
+    """List loops without another role and unroll factors, with a preference for no unrolling."""
+    free_loops = [
+        loop for loop in loops if loop not in used_loops and mode.get(loop, LevelMode.DENSE).has_loop
+    ]
+    options = [(loop, factor) for loop in free_loops for factor in UNROLL_FACTORS]
+    return [((None, 0), max(len(options), 1.0)), *((option, 1.0) for option in options)]
 
 
-def chunks() -> Weighted[int]:
-    """Steps of the parallel loop that a thread takes at a time."""
-    return [(chunk, 1.0) for chunk in CHUNKS]
+def list_chunk_sizes() -> WeightedOptions[int]:
+    """List the chunk sizes of the parallel loop."""
+    return [(chunk, 1.0) for chunk in CHUNK_SIZES]
 
 
-def _interleavings(sequences: Parts) -> Sequence[tuple[str, ...]]:
-    """All orders of all items that keep the order within each sequence."""
-    left = tuple(each for each in sequences if each)
-    if not left:
+def _list_interleavings(sequences: SubAxes) -> Sequence[tuple[str, ...]]:
+    """List all orders of all items that keep the order within each sequence."""
+    nonempty = tuple(sequence for sequence in sequences if sequence)
+    if not nonempty:
         return [()]
     return [
-        (each[0], *rest)
-        for at, each in enumerate(left)
-        for rest in _interleavings((*left[:at], each[1:], *left[at + 1 :]))
+        (sequence[0], *tail)
+        for index, sequence in enumerate(nonempty)
+        for tail in _list_interleavings((*nonempty[:index], sequence[1:], *nonempty[index + 1 :]))
     ]

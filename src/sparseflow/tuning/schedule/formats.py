@@ -1,27 +1,27 @@
-"""Storing a sparse matrix level by level: dense, compressed and singleton levels, with or without duplicates.
+"""Level-by-level storage of sparse matrices.
 
-A matrix is stored as a tree. Level 0 lies below the root; every level has *positions*, and below each
-position of a level lies a group of positions of the next. What a level stores depends on its mode (Kjolstad
-et al., "The Tensor Algebra Compiler", OOPSLA 2017; Chou et al., "Format Abstraction for Sparse Tensor Algebra
-Compilers", OOPSLA 2018), `e` being its extent:
+A matrix is stored as a tree. Each level has *positions*, and below each position of a level is a group of
+positions of the next level; level 0 is below the root. What a level stores depends on its mode (Kjolstad et
+al., "The Tensor Algebra Compiler", OOPSLA 2017; Chou et al., "Format Abstraction for Sparse Tensor Algebra
+Compilers", OOPSLA 2018), with extent `e`:
 
-========================  ==============  ==================================================
-mode                      stored          positions below one position
-========================  ==============  ==================================================
-dense                     nothing         `e`, also where there is no element
+========================  ==============  ================================================
+mode                      stored arrays   positions below one position
+========================  ==============  ================================================
+dense                     none            `e`, with or without an element
 compressed                `pos`, `crd`    one for each coordinate that occurs
 compressed, not unique    `pos`, `crd`    one for each element
 singleton                 `crd`           one: the position above holds one element
-========================  ==============  ==================================================
+========================  ==============  ================================================
 
-A compressed level may keep the groups of some neighbouring positions above it, its *lanes*, side by side: the
-first position of each group, then the second of each, as far as the longest group goes. Shorter groups are
-filled up with their last coordinate (0 where there is none) and, in the values, zeros. `pos` then counts
-steps: a lane is one of the positions of a step.
+A compressed level may interleave the groups of several adjacent parent positions, its *lanes*: first the
+first position of each group, then the second, up to the length of the longest group. Shorter groups are
+padded with their last coordinate (0 for empty groups) and with zero values. `pos` then counts steps; one step
+has one position for each lane.
 
-CSR is dense, compressed; COO is compressed (not unique), singleton; blocks of 4x1 are dense, compressed,
-dense with the rows split by 4; sliced ELL is dense, dense, compressed with the second level's rows as lanes.
-Values lie at the positions of the last level, zeros included.
+CSR is dense, compressed. COO is compressed (not unique), singleton. Blocks of 4x1 are dense, compressed,
+dense with the rows split by 4. Sliced ELL is dense, dense, compressed with the rows of the second level as
+lanes. Values, including zeros, are stored by the positions of the last level.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.schedule.matrices import Coo
-from sparseflow.tuning.schedule.schedule import Mode
+from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.schedule import LevelMode
 
-LIMIT_BYTES = 4 << 30
-"""Storage that a format may take by default: dense levels can ask for any amount."""
+MAX_STORAGE_BYTES = 4 << 30
+"""Default limit of the storage; dense levels can need any amount."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSpec:
-    """One level to be stored.
+    """Specification of one storage level.
 
     Attributes:
-        axis: The (sub) axis whose coordinates it holds.
-        of: The matrix's axis, 0 for rows or 1 for columns.
-        weight: What one step along it is in coordinates of the matrix.
-        extent: Its coordinates are 0 to `extent` - 1.
-        mode: How they are stored.
-        lanes: Groups that stand side by side; above 1 only for a unique compressed level.
+        axis: (Sub) axis whose coordinates the level stores.
+        dim: Dimension of the matrix, 0 for rows or 1 for columns.
+        weight: Matrix coordinates covered by one step.
+        extent: Number of coordinates.
+        mode: Storage mode.
+        lanes: Interleaved groups; above 1 only for a unique compressed level.
     """
 
     axis: str
-    of: int
+    dim: int
     weight: int
     extent: int
-    mode: Mode
+    mode: LevelMode
     lanes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLevel:
-    """One level as stored.
+    """Stored arrays of one level.
 
     Attributes:
-        spec: What was asked for.
-        positions: How many it has.
-        pos: Shape (positions above / lanes + 1,), `index_type`: where the group below each position begins,
-            in steps.
-        crd: Shape (positions,), `coordinate_type`: coordinates.
+        spec: Specification.
+        positions: Number of positions.
+        pos: Start of the group of each parent position, in steps; shape [parents / lanes + 1]; see
+            `select_index_dtype`.
+        crd: Coordinates, shape [positions]; see `select_coordinate_dtype`.
     """
 
     spec: LevelSpec
@@ -79,152 +79,157 @@ class StoredLevel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A stored matrix.
+class PackedMatrix:
+    """A sparse matrix in a level format.
 
     Attributes:
-        levels: From the root down.
-        values: Shape (positions of the last level,), float32 or float64.
-        leaf: Shape (nnz,), int64: position of each element, in the order of the matrix it was packed from.
+        levels: Levels from the root down.
+        values: Shape [positions of the last level], float32 or float64.
+        element_positions: Position of each element of the packed matrix, in its order; shape [nnz], int64.
     """
 
     levels: tuple[StoredLevel, ...]
     values: np.ndarray
-    leaf: np.ndarray
+    element_positions: np.ndarray
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What a kernel is handed: `pos` and `crd` of every level that has them, then the values."""
-        found = [array for level in self.levels for array in (level.pos, level.crd) if array is not None]
-        return (*found, self.values)
+        """Arrays in the order of the kernel arguments: `pos` and `crd` of every level, then the values."""
+        index_arrays = [
+            array for level in self.levels for array in (level.pos, level.crd) if array is not None
+        ]
+        return (*index_arrays, self.values)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
 
-def pack(matrix: Coo, specs: Sequence[LevelSpec], *, limit_bytes: int = LIMIT_BYTES) -> Packed:
-    """Store a matrix.
+def pack(
+    matrix: CooMatrix, specs: Sequence[LevelSpec], *, max_bytes: int = MAX_STORAGE_BYTES
+) -> PackedMatrix:
+    """Store a matrix in a level format.
 
     Args:
-        matrix: Its elements, none of them twice.
-        specs: Its levels from the root down; together they cover both axes.
-        limit_bytes: What may be stored at most.
+        matrix: Matrix without duplicate coordinates.
+        specs: Levels from the root down; together they cover both axes.
+        max_bytes: Storage limit.
 
     Raises:
-        InputError: The storage would be larger than `limit_bytes`, or a singleton level lies below a position
-            that does not hold exactly one element.
+        InputError: The storage exceeds `max_bytes`, or a singleton level has a parent that does not hold
+            exactly
+            one element.
     """
     axes = (matrix.rows, matrix.cols)
-    parts = [axes[spec.of] // spec.weight % spec.extent for spec in specs]
+    parts = [axes[spec.dim] // spec.weight % spec.extent for spec in specs]
     order = np.lexsort(parts[::-1])
     nnz = len(order)
     parts = [part[order] for part in parts]
     parent, count = np.zeros(nnz, np.int64), 1
-    stored, used = [], 0
-    item = matrix.values.dtype.itemsize
+    stored, used_bytes = [], 0
+    value_bytes = matrix.values.dtype.itemsize
 
-    def room(wanted: int, each: int) -> None:
-        if used + wanted * each > limit_bytes:
+    def check_capacity(count: int, item_bytes: int) -> None:
+        if used_bytes + count * item_bytes > max_bytes:
             modes = ", ".join(f"{spec.axis} {spec.mode.name.lower()} of {spec.extent}" for spec in specs)
             raise InputError(
-                f"the format ({modes}) needs {(used + wanted * each) / 2**20:,.0f} MiB for {nnz:,} elements, "
-                f"and {limit_bytes / 2**20:,.0f} MiB are allowed; use fewer dense levels or smaller ones"
+                f"the format ({modes}) needs {(used_bytes + count * item_bytes) / 2**20:,.0f} MiB for "
+                f"{nnz:,} elements, more than {max_bytes / 2**20:,.0f} MiB; use fewer or smaller dense levels"
             )
 
     for spec, coordinate in zip(specs, parts, strict=True):
         pos = crd = None
-        if spec.mode is Mode.DENSE:
+        if spec.mode is LevelMode.DENSE:
             parent = parent * spec.extent + coordinate
             count *= spec.extent
         elif spec.mode.has_loop:
-            room(count + 1, 4)
+            check_capacity(count + 1, 4)
             first = np.ones(nnz, bool)
             if spec.mode.unique:
                 first[1:] = (parent[1:] != parent[:-1]) | (coordinate[1:] != coordinate[:-1])
-            chosen = np.flatnonzero(first)
-            sizes = np.bincount(parent[chosen], minlength=count)
+            group_starts = np.flatnonzero(first)
+            sizes = np.bincount(parent[group_starts], minlength=count)
             steps = sizes if spec.lanes == 1 else sizes.reshape(-1, spec.lanes).max(axis=1)
-            pos = np.zeros(len(steps) + 1, index_type(nnz))
+            pos = np.zeros(len(steps) + 1, select_index_dtype(nnz))
             np.cumsum(steps, out=pos[1:])
-            crd = coordinate[chosen].astype(coordinate_type(spec.extent))
-            number = np.cumsum(first) - 1
+            crd = coordinate[group_starts].astype(select_coordinate_dtype(spec.extent))
+            group_index = np.cumsum(first) - 1
             if spec.lanes == 1:
-                parent, count = number, len(chosen)
+                parent, count = group_index, len(group_starts)
             else:
-                room(int(pos[-1]) * spec.lanes, crd.itemsize)
-                crd, places = _side_by_side(crd, parent[chosen], sizes, pos, spec.lanes)
-                parent, count = places[number], len(crd)
+                check_capacity(int(pos[-1]) * spec.lanes, crd.itemsize)
+                crd, positions = _interleave_lanes(crd, parent[group_starts], sizes, pos, spec.lanes)
+                parent, count = positions[group_index], len(crd)
         else:
             if count != nnz or not np.array_equal(parent, np.arange(nnz)):
                 raise InputError(
-                    f"the level {spec.axis} is a singleton, and positions above it do not hold one element"
+                    f"level {spec.axis} is a singleton, but its parents do not hold one element each"
                 )
-            crd = coordinate.astype(coordinate_type(spec.extent))
-        used += sum(array.nbytes for array in (pos, crd) if array is not None)
-        # Positions of a dense level cost nothing until something is stored for each of them.
+            crd = coordinate.astype(select_coordinate_dtype(spec.extent))
+        used_bytes += sum(array.nbytes for array in (pos, crd) if array is not None)
+        # Positions of a dense level need no storage until a level below stores data for them.
         stored.append(StoredLevel(spec=spec, positions=count, pos=pos, crd=crd))
-    room(count, item)
+    check_capacity(count, value_bytes)
     values = np.zeros(count, matrix.values.dtype)
     values[parent] = matrix.values[order]
     leaf = np.empty(nnz, np.int64)
     leaf[order] = parent
-    return Packed(levels=tuple(stored), values=values, leaf=leaf)
+    return PackedMatrix(levels=tuple(stored), values=values, element_positions=leaf)
 
 
-def _side_by_side(
+def _interleave_lanes(
     crd: np.ndarray, parent: np.ndarray, sizes: np.ndarray, pos: np.ndarray, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates of groups in lanes, and where each one went.
+    """Interleave groups; return the coordinates and the new position of each entry.
 
     Args:
         crd: Coordinates, group by group.
-        parent: Number of each one's group.
-        sizes: Of each group.
-        pos: Where the steps of each `lanes` groups begin.
-        lanes: Groups that stand side by side.
+        parent: Group of each entry.
+        sizes: Size of each group.
+        pos: First step of each set of `lanes` groups.
+        lanes: Number of interleaved groups.
     """
     ends = np.cumsum(sizes)
     last = np.zeros(len(sizes), crd.dtype)
     last[sizes > 0] = crd[ends[sizes > 0] - 1]
-    found = np.repeat(last.reshape(-1, lanes), np.diff(pos), axis=0).reshape(-1)
+    interleaved = np.repeat(last.reshape(-1, lanes), np.diff(pos), axis=0).reshape(-1)
     step = np.arange(len(crd)) - (ends - sizes)[parent]
-    places = (pos[parent // lanes] + step) * lanes + parent % lanes
-    found[places] = crd
-    return found, places
+    positions = (pos[parent // lanes] + step) * lanes + parent % lanes
+    interleaved[positions] = crd
+    return interleaved, positions
 
 
-def level_specs(
-    order: Sequence[tuple[str, Mode]], parts: Mapping[str, tuple[int, int, int]], *, lanes: int = 1
+def build_level_specs(
+    order: Sequence[tuple[str, LevelMode]], parts: Mapping[str, tuple[int, int, int]], *, lanes: int = 1
 ) -> tuple[LevelSpec, ...]:
-    """The levels of a storage order.
+    """Create the level specifications of a storage order.
 
     Args:
         order: (sub axis, mode) from the root down.
         parts: Sub axis -> (0 for rows or 1 for columns, weight, extent).
-        lanes: Groups of the last level that stand side by side.
+        lanes: Interleaved groups of the last level.
     """
     last = len(order) - 1
     return tuple(
         LevelSpec(
             axis=axis,
-            of=parts[axis][0],
+            dim=parts[axis][0],
             weight=parts[axis][1],
             extent=parts[axis][2],
             mode=mode,
-            lanes=lanes if place == last else 1,
+            lanes=lanes if index == last else 1,
         )
-        for place, (axis, mode) in enumerate(order)
+        for index, (axis, mode) in enumerate(order)
     )
 
 
-def index_type(nnz: int) -> type[np.signedinteger]:
-    """The type of `pos` in a matrix of so many elements."""
+def select_index_dtype(nnz: int) -> type[np.signedinteger]:
+    """Return the dtype of `pos` for a matrix with `nnz` elements."""
     return np.int32 if nnz < 2**31 else np.int64
 
 
-def coordinate_type(extent: int) -> type[np.integer]:
-    """The type of `crd` in a level of that extent: the smaller, the less is read."""
+def select_coordinate_dtype(extent: int) -> type[np.integer]:
+    """Return the smallest dtype of `crd` for a level of this extent."""
     if extent <= 2**8:
         return np.uint8
     return np.uint16 if extent <= 2**16 else np.int32

@@ -1,14 +1,14 @@
-"""The sparse tensor operators that are tuned, and which of their axes are what.
+"""Sparse tensor operators and the roles of their axes.
 
-==========  ============================  =============  ===========  ==================
+==========  ============================  =============  ===========  ===================
 operator    computes                      sparse axes    dense axes   stored sparsely
-==========  ============================  =============  ===========  ==================
+==========  ============================  =============  ===========  ===================
 ``spmm``    C[i,j] = A[i,k] B[k,j]        i, k           j            A
 ``spmv``    y[i] = A[i,j] x[j]            i, j           none         A
-``sddmm``   D[i,j] = A[i,j] X[i,k] Y[j,k] i, j           k            A, and D alike
-==========  ============================  =============  ===========  ==================
+``sddmm``   D[i,j] = A[i,j] X[i,k] Y[j,k] i, j           k            A and D, same pattern
+==========  ============================  =============  ===========  ===================
 
-An axis that is named on the right only is summed over.
+Axes that appear only on the right-hand side are summed over.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sparseflow.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What a schedule is for.
+    """A sparse tensor operator.
 
     Attributes:
-        name: What users call it: `"spmm"`.
+        name: Name in the public API, such as `"spmm"`.
         sparse_axes: Axes of the sparse input, rows first.
-        dense_axes: Axes of dense operands only.
-        output_axes: Axes of the output; the others are summed over.
-        sparse_output: Whether the output has the sparse input's pattern and storage.
-        tensors: Names that the sparse tensors have in a schedule, the input first.
+        dense_axes: Axes that only dense operands have.
+        output_axes: Axes of the output; the other axes are summed over.
+        sparse_output: Whether the output has the pattern and the storage of the sparse input.
+        tensors: Names of the sparse tensors in a schedule, the input first.
     """
 
     name: str
@@ -42,23 +42,23 @@ class Operator:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes: the sparse ones, then the dense ones."""
+        """All axes: the sparse axes, then the dense axes."""
         return self.sparse_axes + self.dense_axes
 
     def extents(self, shape: Mapping[str, int]) -> dict[str, int]:
-        """The extent of every axis, in the order of `axes`.
+        """Check `shape` and return the extent of every axis, in the order of `axes`.
 
         Raises:
-            InputError: `shape` lacks an axis, names another one, or an extent is below 1.
+            InputError: `shape` lacks an axis, has an unknown axis, or an extent is below 1.
         """
         if set(shape) != set(self.axes):
             raise InputError(
-                f"`shape` gives the extents of {', '.join(sorted(shape)) or 'nothing'}; "
-                f"{self.name} has the axes {', '.join(self.axes)}: give the extent of each"
+                f"`shape` has the axes {', '.join(sorted(shape)) or 'none'}; "
+                f"{self.name} requires the axes {', '.join(self.axes)}"
             )
         for axis, extent in shape.items():
             if extent < 1:
-                raise InputError(f"the extent of axis {axis} (={extent}) must be at least 1")
+                raise InputError(f"extent of axis {axis} (={extent}) must be at least 1")
         return {axis: int(shape[axis]) for axis in self.axes}
 
 
@@ -87,15 +87,15 @@ SDDMM = Operator(
     tensors=("A", "D"),
 )
 
-OPERATORS: Mapping[str, Operator] = MappingProxyType({each.name: each for each in (SPMM, SPMV, SDDMM)})
-"""Every operator under its name."""
+OPERATORS: Mapping[str, Operator] = MappingProxyType({op.name: op for op in (SPMM, SPMV, SDDMM)})
+"""Operators by name."""
 
 DENSE_INPUTS: Mapping[str, tuple[tuple[str, tuple[str, str] | tuple[str]], ...]] = {
     "spmm": (("B", ("k", "j")),),
     "spmv": (("x", ("j",)),),
     "sddmm": (("X", ("i", "k")), ("Y", ("j", "k"))),
 }
-"""Operator -> its dense inputs and their axes, all stored row by row."""
+"""Operator name -> names and axes of its dense inputs, all stored row-major."""
 
 
 def parse_workloads(text: str) -> list[tuple[str, int | None]]:
@@ -110,7 +110,7 @@ def parse_workloads(text: str) -> list[tuple[str, int | None]]:
     workloads: list[tuple[str, int | None]] = []
     for item in text.split(","):
         name, colon, columns = item.partition(":")
-        is_dense = bool(operator(name).dense_axes)
+        is_dense = bool(get_operator(name).dense_axes)
         if is_dense != bool(colon) or (
             is_dense and not (columns.isascii() and columns.isdigit() and int(columns) > 0)
         ):
@@ -120,13 +120,13 @@ def parse_workloads(text: str) -> list[tuple[str, int | None]]:
     return list(dict.fromkeys(workloads))
 
 
-def operator(name: str) -> Operator:
-    """The operator called `name`.
+def get_operator(name: str) -> Operator:
+    """Return the operator called `name`.
 
     Raises:
-        InputError: There is no such operator.
+        InputError: The operator is unknown.
     """
     try:
         return OPERATORS[name]
     except KeyError:
-        raise InputError(f"no operator is called {name!r}; choose one of: {', '.join(OPERATORS)}") from None
+        raise InputError(f"unknown operator {name!r}; choose one of: {', '.join(OPERATORS)}") from None

@@ -1,7 +1,7 @@
-"""Reads the tokens of a schedule's line one by one, and says where one is not what it should be.
+"""Grammar of schedule lines: the parts of a schedule and the reader of their tokens.
 
-Numbers are plain decimals without sign or leading zeros and tokens stand one space apart, so that a line that
-is read and written again keeps every byte.
+Numbers are plain decimals without a sign or leading zeros, and tokens are separated by one space. A line that
+is parsed and written again is therefore unchanged, byte for byte. `schedule` describes the full line.
 """
 
 from __future__ import annotations
@@ -15,251 +15,262 @@ from typing import NoReturn
 from sparseflow.errors import FileFormatError
 
 
-class Mode(IntEnum):
-    """How the coordinates of one level are stored."""
+class LevelMode(IntEnum):
+    """Storage of the coordinates of one level."""
 
     DENSE = 0
-    """All of them; nothing is stored."""
+    """All coordinates; nothing is stored."""
     COMPRESSED = 1
-    """Those that occur, once under each parent."""
+    """The coordinates that occur, once under each parent."""
     COMPRESSED_NONUNIQUE = 2
-    """One for every element below, repeated where elements share it."""
+    """One coordinate for each element below, with repetitions."""
     SINGLETON = 3
-    """The one that its parent has."""
+    """One coordinate for each parent."""
     SINGLETON_NONUNIQUE = 4
-    """The one that its parent has; siblings may repeat it."""
+    """One coordinate for each parent; siblings may have equal coordinates."""
 
     @property
     def unique(self) -> bool:
-        """Whether siblings differ."""
-        return self not in (Mode.COMPRESSED_NONUNIQUE, Mode.SINGLETON_NONUNIQUE)
+        """Whether siblings have distinct coordinates."""
+        return self not in (LevelMode.COMPRESSED_NONUNIQUE, LevelMode.SINGLETON_NONUNIQUE)
 
     @property
     def singleton(self) -> bool:
-        """Whether it holds one coordinate a parent."""
-        return self >= Mode.SINGLETON
+        """Whether each parent has exactly one coordinate."""
+        return self >= LevelMode.SINGLETON
 
     @property
     def has_loop(self) -> bool:
-        """Whether there is anything to loop over."""
+        """Whether the level is traversed by a loop."""
         return not self.singleton
 
 
-MODES = tuple(Mode)
+LEVEL_MODES = tuple(LevelMode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """An axis and the parts it is split into: (sub axis, size), outermost first."""
+class AxisSplit:
+    """An axis and its parts: (sub axis, size), outermost first."""
 
     axis: str
     parts: tuple[tuple[str, int], ...]
 
     @classmethod
-    def in_two(cls, axis: str, extent: int, inner: int) -> Split:
-        """An axis in blocks of `inner`, as many as cover it."""
+    def from_inner_size(cls, axis: str, extent: int, inner: int) -> AxisSplit:
+        """Split an axis into blocks of `inner`, as many as cover `extent`."""
         return cls(axis=axis, parts=((f"{axis}0", -(-extent // inner)), (f"{axis}1", inner)))
 
     @property
-    def inner(self) -> int:
-        """How much of the axis one step of the outermost part covers: the product of the other sizes."""
+    def inner_size(self) -> int:
+        """Steps of the axis that one step of the outermost part covers: the product of the other sizes."""
         return math.prod(size for _, size in self.parts[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Level:
-    """One level of a sparse tensor's storage."""
+class FormatLevel:
+    """One storage level of a sparse tensor."""
 
     axis: str
-    mode: Mode
+    mode: LevelMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseFormat:
-    """How a sparse tensor is stored.
+    """Storage format of a sparse tensor.
 
     Attributes:
-        tensor: Its name.
-        order: Its sub axes, outermost level first.
-        modes: Their modes, in the order in which the line lists them.
+        tensor: Tensor name.
+        order: Sub axes, outermost level first.
+        modes: Modes of the levels, in the order of the schedule line.
     """
 
     tensor: str
     order: tuple[str, ...]
-    modes: tuple[Level, ...]
+    modes: tuple[FormatLevel, ...]
 
-    def levels(self) -> tuple[Level, ...]:
-        """The levels, outermost first."""
+    def levels(self) -> tuple[FormatLevel, ...]:
+        """Return the levels, outermost first."""
         by_axis = {level.axis: level for level in self.modes}
         return tuple(by_axis[axis] for axis in self.order)
 
 
-def plain_modes(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-    """The modes, outermost level first, without the non-unique ones that make no difference.
+def normalize_modes(modes: tuple[LevelMode, ...]) -> tuple[LevelMode, ...]:
+    """Replace non-unique modes that make no difference by unique ones.
 
-    Below a non-unique level every position has one element at most, and so has every position of the last
-    level: there, a level is stored alike whether it is unique or not. One stays non-unique if a singleton
-    further down needs it (rule `singleton-parent`).
+    Below a non-unique level every position has at most one element, and so has every position of the last
+    level.
+    There, a unique and a non-unique level are stored identically. A level stays non-unique if a singleton
+    further
+    down requires it (rule `singleton-parent`).
+
+    Args:
+        modes: Modes of the levels, outermost first.
     """
-    plain = list(modes)
-    below = single = False  # a non-unique level is above; and nothing dense lies in between
-    for at, mode in enumerate(plain):
+    normalized = list(modes)
+    below_nonunique = single_element = False  # a non-unique level is above; without a dense level between
+    for level, mode in enumerate(normalized):
         if mode.singleton:
-            plain[at] = Mode.SINGLETON
-        elif mode is Mode.COMPRESSED_NONUNIQUE:
-            if single or at == len(plain) - 1 or (below and not _carries_singleton(plain[at + 1 :])):
-                plain[at] = Mode.COMPRESSED
+            normalized[level] = LevelMode.SINGLETON
+        elif mode is LevelMode.COMPRESSED_NONUNIQUE:
+            if (
+                single_element
+                or level == len(normalized) - 1
+                or (below_nonunique and not _singleton_follows(normalized[level + 1 :]))
+            ):
+                normalized[level] = LevelMode.COMPRESSED
             else:
-                below = single = True
-        elif mode is Mode.DENSE:
-            single = False
-    return tuple(plain)
+                below_nonunique = single_element = True
+        elif mode is LevelMode.DENSE:
+            single_element = False
+    return tuple(normalized)
 
 
-def _carries_singleton(modes: list[Mode]) -> bool:
+def _singleton_follows(modes: list[LevelMode]) -> bool:
     """Whether a singleton comes before the next dense level."""
     for mode in modes:
-        if mode is Mode.DENSE or mode.singleton:
+        if mode is LevelMode.DENSE or mode.singleton:
             return mode.singleton
     return False
 
 
 MAX_DIGITS = 18
-"""Longest number: what 64 bits can hold."""
+"""Longest number that fits 64 bits."""
 
-NOTHING = "None"
-"""Stands where a loop could be named and none is."""
+NONE_TOKEN = "None"
+"""Token of an optional loop that is not set."""
 
 _DECIMAL = re.compile(r"[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,4})?", re.ASCII | re.IGNORECASE)
 
 
-class Tokens:
-    """A cursor over the tokens of one line.
+class TokenReader:
+    """Cursor over the tokens of one line.
 
-    Every method that takes a token raises `FileFormatError` when it is not what `expected` describes.
+    Every reading method raises `FileFormatError` if the next token is not what `expected` describes.
     """
 
-    __slots__ = ("_at", "_tokens")
+    __slots__ = ("_position", "_tokens")
 
     def __init__(self, line: str) -> None:
         self._tokens = line.split(" ")
-        self._at = 0
+        self._position = 0
 
-    def integer(self, expected: str, least: int = 0) -> int:
-        """The next token, a number of at least `least`."""
-        token = self._next(expected)
+    def read_integer(self, expected: str, minimum: int = 0) -> int:
+        """Read an integer of at least `minimum`."""
+        token = self._advance(expected)
         if token.isdigit() and token.isascii() and len(token) <= MAX_DIGITS:
             value = int(token)
-            if value >= least and (token[0] != "0" or token == "0"):
+            if value >= minimum and (token[0] != "0" or token == "0"):
                 return value
-        bound = f" (a whole number of at least {least})" if least else " (a whole number)"
-        self.refuse(expected + bound)
+        bound = f" (a whole number of at least {minimum})" if minimum else " (a whole number)"
+        self.fail(expected + bound)
 
-    def name(self, expected: str) -> str:
-        """The next token, a name: letters, digits and underscores, and no digit first."""
-        token = self._next(expected)
-        if token.isidentifier() and token.isascii() and token != NOTHING:
+    def read_name(self, expected: str) -> str:
+        """Read an ASCII identifier."""
+        token = self._advance(expected)
+        if token.isidentifier() and token.isascii() and token != NONE_TOKEN:
             return token
-        self.refuse(expected)
+        self.fail(expected)
 
-    def name_or_nothing(self, expected: str) -> str | None:
-        """The next token, a name; None where it reads `None`."""
-        if self._at < len(self._tokens) and self._tokens[self._at] == NOTHING:
-            self._at += 1
+    def read_optional_name(self, expected: str) -> str | None:
+        """Read an identifier, or None for the token `None`."""
+        if self._position < len(self._tokens) and self._tokens[self._position] == NONE_TOKEN:
+            self._position += 1
             return None
-        return self.name(f"{expected} or {NOTHING}")
+        return self.read_name(f"{expected} or {NONE_TOKEN}")
 
-    def decimal(self, expected: str) -> float:
-        """The next token, a finite number above 0."""
-        token = self._next(expected)
+    def read_decimal(self, expected: str) -> float:
+        """Read a finite number above 0."""
+        token = self._advance(expected)
         if _DECIMAL.fullmatch(token) and 0.0 < (value := float(token)) < math.inf:
             return value
-        self.refuse(f"{expected} (a finite number above 0)")
+        self.fail(f"{expected} (a finite number above 0)")
 
-    def more(self) -> bool:
-        """Whether a token is left."""
-        return self._at < len(self._tokens)
+    def has_more(self) -> bool:
+        """Whether tokens remain."""
+        return self._position < len(self._tokens)
 
-    def end(self) -> None:
-        """Refuses whatever is left."""
-        if self.more():
-            self._at += 1
-            self.refuse("the end of the line")
+    def expect_end(self) -> None:
+        """Fail if tokens remain."""
+        if self.has_more():
+            self._position += 1
+            self.fail("the end of the line")
 
-    def refuse(self, expected: str) -> NoReturn:
-        """Raises `FileFormatError` about the token that was taken last."""
-        index = self._at - 1
-        found = "the end of the line"
+    def fail(self, expected: str) -> NoReturn:
+        """Raise `FileFormatError` for the last token read."""
+        index = self._position - 1
+        received = "the end of the line"
         if index < len(self._tokens):
-            found = (
-                repr(self._tokens[index]) if self._tokens[index] else "nothing (one space parts two tokens)"
+            received = (
+                repr(self._tokens[index])
+                if self._tokens[index]
+                else "nothing (tokens are separated by one space)"
             )
         column = 1 + sum(len(token) + 1 for token in self._tokens[:index])
         raise FileFormatError(
-            f"schedule, column {column} (token {index + 1}): expected {expected}, found {found}"
+            f"schedule, column {column} (token {index + 1}): expected {expected}, got {received}"
         )
 
-    def _next(self, expected: str) -> str:
-        self._at += 1
-        if self._at > len(self._tokens):
-            self.refuse(expected)
-        return self._tokens[self._at - 1]
+    def _advance(self, expected: str) -> str:
+        self._position += 1
+        if self._position > len(self._tokens):
+            self.fail(expected)
+        return self._tokens[self._position - 1]
 
 
-def read_splits(tokens: Tokens, kind: str, seen: set[str]) -> tuple[Split, ...]:
-    """A counted list of splits; `seen` are the axes split so far, and gains these."""
+def read_splits(tokens: TokenReader, kind: str, split_axes: set[str]) -> tuple[AxisSplit, ...]:
+    """Read a counted list of splits and add their axes to `split_axes`."""
     splits = []
-    for _ in range(tokens.integer(f"the number of {kind} axes that are split")):
-        axis = tokens.name(f"a {kind} axis that is split")
-        if axis in seen or axis[-1].isdigit():
-            tokens.refuse("an axis that is not split yet, its name not ending in a digit")
-        seen.add(axis)
+    for _ in range(tokens.read_integer(f"the number of {kind} axes that are split")):
+        axis = tokens.read_name(f"a {kind} axis that is split")
+        if axis in split_axes or axis[-1].isdigit():
+            tokens.fail("an axis that is not split yet, its name not ending in a digit")
+        split_axes.add(axis)
         parts = []
-        for number in range(tokens.integer(f"the number of parts of `{axis}`", 2)):
+        for number in range(tokens.read_integer(f"the number of parts of `{axis}`", 2)):
             part = f"{axis}{number}"
-            if tokens.name(f"`{part}`") != part:
-                tokens.refuse(f"`{part}`")
-            parts.append((part, tokens.integer("the size of the part")))
-        splits.append(Split(axis=axis, parts=tuple(parts)))
+            if tokens.read_name(f"`{part}`") != part:
+                tokens.fail(f"`{part}`")
+            parts.append((part, tokens.read_integer("the size of the part")))
+        splits.append(AxisSplit(axis=axis, parts=tuple(parts)))
     return tuple(splits)
 
 
-def read_formats(tokens: Tokens) -> tuple[SparseFormat, ...]:
-    """The number of sparse tensors, the storage order of each and then the modes of each."""
-    count = tokens.integer("the number of sparse tensors", 1)
+def read_formats(tokens: TokenReader) -> tuple[SparseFormat, ...]:
+    """Read the number of sparse tensors, their storage orders, then their modes."""
+    count = tokens.read_integer("the number of sparse tensors", 1)
     orders: dict[str, tuple[str, ...]] = {}
     for _ in range(count):
-        tensor = tokens.name("a sparse tensor")
+        tensor = tokens.read_name("a sparse tensor")
         if tensor in orders:
-            tokens.refuse("a sparse tensor that is not named yet")
-        ndim = tokens.integer("the number of its levels", 1)
+            tokens.fail("a sparse tensor that is not listed yet")
+        ndim = tokens.read_integer("the number of its levels", 1)
         orders[tensor] = read_names(tokens, ndim, "an axis of its storage")
     formats = []
     for tensor, order in orders.items():
-        if tokens.name(f"`{tensor}`") != tensor:
-            tokens.refuse(f"`{tensor}`, as in the list of storage orders")
-        if tokens.integer("the number of its levels") != len(order):
-            tokens.refuse(f"{len(order)}, the number of levels in its storage order")
-        left, modes = set(order), []
+        if tokens.read_name(f"`{tensor}`") != tensor:
+            tokens.fail(f"`{tensor}`, the order of the storage orders")
+        if tokens.read_integer("the number of its levels") != len(order):
+            tokens.fail(f"{len(order)}, the number of levels in its storage order")
+        remaining, modes = set(order), []
         for _ in order:
-            axis = tokens.name("an axis of its storage")
-            if axis not in left:
-                tokens.refuse(f"one of {', '.join(sorted(left))}, the levels that have no mode yet")
-            left.remove(axis)
-            mode = tokens.integer("a mode")
-            if mode >= len(MODES):
-                tokens.refuse(f"a mode from 0 to {len(MODES) - 1}")
-            modes.append(Level(axis=axis, mode=MODES[mode]))
+            axis = tokens.read_name("an axis of its storage")
+            if axis not in remaining:
+                tokens.fail(f"one of {', '.join(sorted(remaining))}, the levels without a mode")
+            remaining.remove(axis)
+            mode = tokens.read_integer("a mode")
+            if mode >= len(LEVEL_MODES):
+                tokens.fail(f"a mode from 0 to {len(LEVEL_MODES) - 1}")
+            modes.append(FormatLevel(axis=axis, mode=LEVEL_MODES[mode]))
         formats.append(SparseFormat(tensor=tensor, order=order, modes=tuple(modes)))
     return tuple(formats)
 
 
-def read_names(tokens: Tokens, count: int, expected: str) -> tuple[str, ...]:
-    """So many names that differ."""
+def read_names(tokens: TokenReader, count: int, expected: str) -> tuple[str, ...]:
+    """Read `count` distinct names."""
     names: list[str] = []
     for _ in range(count):
-        name = tokens.name(expected)
+        name = tokens.read_name(expected)
         if name in names:
-            tokens.refuse(f"{expected} that is not named yet")
+            tokens.fail(f"{expected} that is not listed yet")
         names.append(name)
     return tuple(names)

@@ -1,18 +1,18 @@
-"""A schedule: how a sparse tensor program is stored, looped over and run; AutoSparse's eight primitives.
+"""Schedules: storage format, loop order and parallelization of a sparse operator.
 
-As a line, its parts one space apart::
+A schedule has AutoSparse's eight primitives. Its text form is one line with tokens separated by one space::
 
-    <n_fsplit> {axis n {sub size}*n}               fsplit: sparse axes that are split, outermost part first
-    <n_sparse> {T ndim axis…}*n_sparse             freorder: the order in which each sparse tensor is stored
-               {T ndim {axis mode}*ndim}*n_sparse  fmode: how each of its levels is stored
-    <n_lsplit> {axis n {sub size}*n}               lsplit: dense axes that are split
+    <n_fsplit> {axis n {sub size}*n}               fsplit: split sparse axes, outermost part first
+    <n_sparse> {T ndim axis…}*n_sparse             freorder: storage order of each sparse tensor
+               {T ndim {axis mode}*ndim}*n_sparse  fmode: storage mode of each level
+    <n_lsplit> {axis n {sub size}*n}               lsplit: split dense axes
     <n_lreorder> axis…                             lreorder: all loops, outermost first
     <parallel|None> <vectorize|None> <unroll|None> <unroll factor> <threads> <chunk> [latency in ms]
 
-An axis `i` that is split has the parts `i0`, `i1`, …, outermost first; one that is not keeps its name. The
-size of the outermost part is nominal: what runs is what it takes to cover the axis.
+A split axis `i` has the parts `i0`, `i1`, …, outermost first; an axis that is not split keeps its name. The
+size of the outermost part is nominal: the generated loop runs as often as it takes to cover the axis.
 
-Reading checks the grammar. Whether a schedule can run is another question, for `Schedule.problems`.
+Parsing checks the grammar only. `Schedule.find_violations` checks whether a schedule can run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.schedule import rules
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import (
-    Level,
-    Mode,
+    AxisSplit,
+    FormatLevel,
+    LevelMode,
     SparseFormat,
-    Split,
-    Tokens,
-    plain_modes,
+    TokenReader,
+    normalize_modes,
     read_formats,
     read_names,
     read_splits,
@@ -39,24 +39,24 @@ from sparseflow.tuning.schedule.parser import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A schedule; the module's docstring says what each part means.
+    """A schedule; the module docstring describes its parts.
 
     Attributes:
         fsplit: Splits of sparse axes, in the order of the line.
-        formats: Storage of each sparse tensor.
+        formats: Storage format of each sparse tensor.
         lsplit: Splits of dense axes.
-        lreorder: The loops, outermost first.
-        parallel: The loop that threads share.
-        vectorize: The loop that becomes vector instructions.
-        unroll: The loop that is unrolled.
-        unroll_factor: How often; 0 without `unroll`.
-        threads: How many threads run.
+        lreorder: Loops, outermost first.
+        parallel: Loop that is distributed over threads.
+        vectorize: Loop that is vectorized.
+        unroll: Loop that is unrolled.
+        unroll_factor: Unroll factor; 0 without `unroll`.
+        threads: Number of threads.
         chunk: Iterations of the parallel loop that a thread takes at a time.
     """
 
-    fsplit: tuple[Split, ...]
+    fsplit: tuple[AxisSplit, ...]
     formats: tuple[SparseFormat, ...]
-    lsplit: tuple[Split, ...]
+    lsplit: tuple[AxisSplit, ...]
     lreorder: tuple[str, ...]
     parallel: str | None
     vectorize: str | None
@@ -67,46 +67,46 @@ class Schedule:
 
     @classmethod
     def parse(cls, line: str) -> Schedule:
-        """Reads a line without a latency.
+        """Parse a line without a latency.
 
         Raises:
-            FileFormatError: The line breaks the grammar; the message names the column.
+            FileFormatError: The line violates the grammar; the message has the column.
         """
-        tokens = Tokens(line)
-        schedule = _schedule(tokens)
-        tokens.end()
+        tokens = TokenReader(line)
+        schedule = _read_schedule(tokens)
+        tokens.expect_end()
         return schedule
 
     def __str__(self) -> str:
-        """The line: of a schedule that was read, byte for byte what was read."""
+        """Format as a line; a parsed schedule gives the line that was parsed, byte for byte."""
         out: list[object] = [len(self.fsplit)]
-        _write_splits(out, self.fsplit)
+        _append_splits(out, self.fsplit)
         out.append(len(self.formats))
-        for each in self.formats:
-            out += (each.tensor, len(each.order), *each.order)
-        for each in self.formats:
-            out += (each.tensor, len(each.modes))
-            for level in each.modes:
+        for sparse_format in self.formats:
+            out += (sparse_format.tensor, len(sparse_format.order), *sparse_format.order)
+        for sparse_format in self.formats:
+            out += (sparse_format.tensor, len(sparse_format.modes))
+            for level in sparse_format.modes:
                 out += (level.axis, int(level.mode))
         out.append(len(self.lsplit))
-        _write_splits(out, self.lsplit)
+        _append_splits(out, self.lsplit)
         out += (len(self.lreorder), *self.lreorder, self.parallel, self.vectorize, self.unroll)
         out += (self.unroll_factor, self.threads, self.chunk)
-        return " ".join(map(str, out))  # str(None) is what the language writes
+        return " ".join(map(str, out))  # str(None) is the token of an optional loop
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule in JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types."""
         return {
-            "fsplit": _splits_as_lists(self.fsplit),
+            "fsplit": _splits_to_dicts(self.fsplit),
             "formats": [
                 {
-                    "tensor": each.tensor,
-                    "order": list(each.order),
-                    "modes": [[level.axis, int(level.mode)] for level in each.modes],
+                    "tensor": sparse_format.tensor,
+                    "order": list(sparse_format.order),
+                    "modes": [[level.axis, int(level.mode)] for level in sparse_format.modes],
                 }
-                for each in self.formats
+                for sparse_format in self.formats
             ],
-            "lsplit": _splits_as_lists(self.lsplit),
+            "lsplit": _splits_to_dicts(self.lsplit),
             "lreorder": list(self.lreorder),
             "parallel": self.parallel,
             "vectorize": self.vectorize,
@@ -118,159 +118,169 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
-        """The schedule that `to_dict` wrote.
+        """Create a schedule from the result of `to_dict`.
 
         Raises:
-            FileFormatError: A field is missing or unknown, or the schedule would not be one as a line.
+            FileFormatError: A field is missing or unknown, or the schedule has no valid text form.
         """
         try:
             fields = dict(data)
             formats = tuple(
                 SparseFormat(
-                    tensor=each["tensor"],
-                    order=tuple(each["order"]),
-                    modes=tuple(Level(axis=axis, mode=Mode(mode)) for axis, mode in each["modes"]),
+                    tensor=record["tensor"],
+                    order=tuple(record["order"]),
+                    modes=tuple(
+                        FormatLevel(axis=axis, mode=LevelMode(mode)) for axis, mode in record["modes"]
+                    ),
                 )
-                for each in fields.pop("formats")
+                for record in fields.pop("formats")
             )
-            built = cls(
+            schedule = cls(
                 formats=formats,
-                fsplit=_splits_of_lists(fields.pop("fsplit")),
-                lsplit=_splits_of_lists(fields.pop("lsplit")),
+                fsplit=_splits_from_dicts(fields.pop("fsplit")),
+                lsplit=_splits_from_dicts(fields.pop("lsplit")),
                 lreorder=tuple(fields.pop("lreorder")),
                 **fields,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
-                f"no schedule: {type(error).__name__}: {error}; expected what `Schedule.to_dict` writes"
+                f"invalid schedule ({type(error).__name__}: {error}); expected `Schedule.to_dict` content"
             ) from error
-        read = cls.parse(str(built))
-        if read != built:
-            raise FileFormatError(f"no schedule: it differs from its line, {str(built)!r}")
-        return read
+        parsed = cls.parse(str(schedule))
+        if parsed != schedule:
+            raise FileFormatError(f"invalid schedule: it differs from its line {str(schedule)!r}")
+        return parsed
 
     def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]:
-        """The parts of an axis with their sizes, outermost first; itself without a size if not split."""
+        """Return the parts of an axis and their sizes, outermost first.
+
+        An axis that is not split is returned as its only part, with size None.
+        """
         for split in self.fsplit + self.lsplit:
             if split.axis == axis:
                 return split.parts
         return ((axis, None),)
 
-    def problems(self, operator: Operator, shape: Mapping[str, int] | None = None) -> list[str]:
-        """Why this cannot run, in sentences that start with a short reason and a colon; none if it can.
+    def find_violations(self, operator: Operator, shape: Mapping[str, int] | None = None) -> list[str]:
+        """List why this schedule cannot run; each message starts with a rule name and a colon.
 
         Args:
-            operator: What it is to be a schedule of.
-            shape: Extent of every axis; without it, what depends on extents is judged on the safe side.
+            operator: Operator to run.
+            shape: Extent of every axis; without it, rules that depend on extents assume the worst case.
 
         Raises:
             InputError: `shape` does not fit the operator.
         """
-        return rules.problems(self, operator, shape)
+        return rules.find_violations(self, operator, shape)
 
-    def checked(self, operator: Operator, shape: Mapping[str, int] | None = None) -> Schedule:
-        """Itself, if it can run.
+    def validate(self, operator: Operator, shape: Mapping[str, int] | None = None) -> Schedule:
+        """Return this schedule if it can run.
 
         Raises:
-            InputError: It cannot; the message is the first of `problems`.
+            InputError: The schedule cannot run; the message has the first violation.
         """
-        found = self.problems(operator, shape)
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise InputError(f"the schedule cannot run as {operator.name}: {found[0]}{more}; it reads {self}")
+        violations = self.find_violations(operator, shape)
+        if violations:
+            suffix = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+            raise InputError(
+                f"the schedule cannot run as {operator.name}: {violations[0]}{suffix}; schedule: {self}"
+            )
         return self
 
-    def canonical(self, operator: Operator, shape: Mapping[str, int]) -> Schedule:
-        """The form that this shares with schedules that run the same.
+    def canonicalize(self, operator: Operator, shape: Mapping[str, int]) -> Schedule:
+        """Return the common form of all schedules that run identically.
 
-        - Outermost sizes are what runs, splits go by axis and modes by storage order.
-        - A loop is not unrolled once or less.
-        - With one thread or without a parallel loop there is none of loop, threads and chunk.
-        - Below a non-unique level every position has one element, and so has every position of the last level
-          (matrices hold no element twice): whether such a level is unique makes no difference.
+        - Outermost sizes are those that run; splits are sorted by axis and modes by storage order.
+        - An unroll factor of 0 or 1 removes the unrolled loop.
+        - One thread or no parallel loop removes the parallel loop, threads and chunk.
+        - Non-unique levels that make no difference become unique; see `parser.normalize_modes`.
 
         Raises:
-            InputError: It cannot run, or `shape` does not fit the operator.
+            InputError: The schedule cannot run, or `shape` does not fit the operator.
         """
         extents = operator.extents(shape)
-        self.checked(operator, extents)
-        unrolled = self.unroll is not None and self.unroll_factor > 1
-        shared = self.parallel is not None and self.threads > 1
+        self.validate(operator, extents)
+        is_unrolled = self.unroll is not None and self.unroll_factor > 1
+        is_parallel = self.parallel is not None and self.threads > 1
         return replace(
             self,
-            fsplit=_covering(self.fsplit, extents),
+            fsplit=_cover_extents(self.fsplit, extents),
             formats=tuple(
-                replace(each, modes=_plain(each.levels()))
-                for each in sorted(self.formats, key=lambda each: operator.tensors.index(each.tensor))
+                replace(sparse_format, modes=_normalize_levels(sparse_format.levels()))
+                for sparse_format in sorted(
+                    self.formats, key=lambda item: operator.tensors.index(item.tensor)
+                )
             ),
-            lsplit=_covering(self.lsplit, extents),
-            parallel=self.parallel if shared else None,
-            unroll=self.unroll if unrolled else None,
-            unroll_factor=self.unroll_factor if unrolled else 0,
-            threads=self.threads if shared else 1,
-            chunk=self.chunk if shared else 1,
+            lsplit=_cover_extents(self.lsplit, extents),
+            parallel=self.parallel if is_parallel else None,
+            unroll=self.unroll if is_unrolled else None,
+            unroll_factor=self.unroll_factor if is_unrolled else 0,
+            threads=self.threads if is_parallel else 1,
+            chunk=self.chunk if is_parallel else 1,
         )
 
 
-def parse_labelled(line: str) -> tuple[Schedule, float | None]:
-    """Reads a line that may end in a latency, in milliseconds.
+def parse_labeled_line(line: str) -> tuple[Schedule, float | None]:
+    """Parse a line that may end with a latency in milliseconds.
 
     Raises:
-        FileFormatError: The line breaks the grammar; the message names the column.
+        FileFormatError: The line violates the grammar; the message has the column.
     """
-    tokens = Tokens(line)
-    schedule = _schedule(tokens)
-    latency = tokens.decimal("a latency in milliseconds") if tokens.more() else None
-    tokens.end()
+    tokens = TokenReader(line)
+    schedule = _read_schedule(tokens)
+    latency = tokens.read_decimal("a latency in milliseconds") if tokens.has_more() else None
+    tokens.expect_end()
     return schedule, latency
 
 
-def _schedule(tokens: Tokens) -> Schedule:
-    split: set[str] = set()
-    fsplit = read_splits(tokens, "sparse", split)
+def _read_schedule(tokens: TokenReader) -> Schedule:
+    split_axes: set[str] = set()
+    fsplit = read_splits(tokens, "sparse", split_axes)
     formats = read_formats(tokens)
-    lsplit = read_splits(tokens, "dense", split)
-    lreorder = read_names(tokens, tokens.integer("the number of loops", 1), "a loop")
+    lsplit = read_splits(tokens, "dense", split_axes)
+    lreorder = read_names(tokens, tokens.read_integer("the number of loops", 1), "a loop")
     return Schedule(
         fsplit=fsplit,
         formats=formats,
         lsplit=lsplit,
         lreorder=lreorder,
-        parallel=tokens.name_or_nothing("the parallel loop"),
-        vectorize=tokens.name_or_nothing("the vectorised loop"),
-        unroll=tokens.name_or_nothing("the unrolled loop"),
-        unroll_factor=tokens.integer("the unroll factor"),
-        threads=tokens.integer("the number of threads"),
-        chunk=tokens.integer("the chunk"),
+        parallel=tokens.read_optional_name("the parallel loop"),
+        vectorize=tokens.read_optional_name("the vectorised loop"),
+        unroll=tokens.read_optional_name("the unrolled loop"),
+        unroll_factor=tokens.read_integer("the unroll factor"),
+        threads=tokens.read_integer("the number of threads"),
+        chunk=tokens.read_integer("the chunk"),
     )
 
 
-def _write_splits(out: list[object], splits: tuple[Split, ...]) -> None:
+def _append_splits(tokens: list[object], splits: tuple[AxisSplit, ...]) -> None:
     for split in splits:
-        out += (split.axis, len(split.parts))
+        tokens += (split.axis, len(split.parts))
         for part in split.parts:
-            out += part
+            tokens += part
 
 
-def _splits_as_lists(splits: tuple[Split, ...]) -> list[dict[str, Any]]:
+def _splits_to_dicts(splits: tuple[AxisSplit, ...]) -> list[dict[str, Any]]:
     return [{"axis": split.axis, "parts": [list(part) for part in split.parts]} for split in splits]
 
 
-def _splits_of_lists(splits: list[dict[str, Any]]) -> tuple[Split, ...]:
+def _splits_from_dicts(splits: list[dict[str, Any]]) -> tuple[AxisSplit, ...]:
     return tuple(
-        Split(axis=split["axis"], parts=tuple((part, size) for part, size in split["parts"]))
+        AxisSplit(axis=split["axis"], parts=tuple((part, size) for part, size in split["parts"]))
         for split in splits
     )
 
 
-def _covering(splits: tuple[Split, ...], extents: Mapping[str, int]) -> tuple[Split, ...]:
-    """Outermost sizes as they run, in the order of the axes' names."""
+def _cover_extents(splits: tuple[AxisSplit, ...], extents: Mapping[str, int]) -> tuple[AxisSplit, ...]:
+    """Set outermost sizes to those that cover the extents, and sort the splits by axis."""
     return tuple(
-        replace(split, parts=((split.parts[0][0], -(-extents[split.axis] // split.inner)), *split.parts[1:]))
+        replace(
+            split, parts=((split.parts[0][0], -(-extents[split.axis] // split.inner_size)), *split.parts[1:])
+        )
         for split in sorted(splits, key=lambda split: split.axis)
     )
 
 
-def _plain(levels: tuple[Level, ...]) -> tuple[Level, ...]:
-    modes = plain_modes(tuple(level.mode for level in levels))
-    return tuple(Level(axis=level.axis, mode=mode) for level, mode in zip(levels, modes, strict=True))
+def _normalize_levels(levels: tuple[FormatLevel, ...]) -> tuple[FormatLevel, ...]:
+    modes = normalize_modes(tuple(level.mode for level in levels))
+    return tuple(FormatLevel(axis=level.axis, mode=mode) for level, mode in zip(levels, modes, strict=True))

@@ -1,15 +1,17 @@
-"""The schedules that a search may visit, and how it moves among them.
+"""Search space of schedules: sampling, mutation and crossover.
 
-A space holds canonical schedules (`Schedule.canonical`), so that no two in it run the same: every axis whole
-or split in two with an inner part that is a power of two, and then every storage order, level format, loop
-order, parallel loop, vectorised loop and unrolled loop that `Schedule.problems` allows. `choices` lists them.
+A space contains canonical schedules (`Schedule.canonicalize`), so no two of its schedules run identically.
+Every axis is unsplit or split in two with a power of two as inner size. The space contains every combination
+of storage order, level modes, loop order, parallel loop, vectorized loop and unrolled loop that
+`Schedule.find_violations` accepts. `choices` lists the options.
 
-Sampling makes one decision after the other, each drawn by weight from what the earlier ones leave legal:
-mostly rows outermost and shared by threads, 8 to 64 columns innermost and in vectors, few dense levels and
-small ones; otherwise most samples would be far slower than the best. Whatever is legal is drawn in the end.
+Sampling makes one decision after the other. Each decision is sampled by weight from the options that the
+previous decisions leave. The weights prefer parallel outermost rows, vectorized inner columns of 8 to 64, and
+few and small dense levels, because most uniform samples are far slower than the best schedule. Every legal
+schedule has a positive probability.
 
-Mutation and crossover make the same decisions in the same order, but keep what a parent decided as long as it
-is still legal.
+Mutation and crossover make the same decisions in the same order, but keep a parent's decision as long as it
+is legal.
 """
 
 from __future__ import annotations
@@ -22,37 +24,38 @@ import numpy as np
 from sparseflow.errors import InputError
 from sparseflow.tuning.schedule import choices
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import Level, Mode, SparseFormat, Split
+from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
 from sparseflow.tuning.schedule.schedule import Schedule
 
 MAX_SPLIT = 1024
-"""Largest inner part by default."""
+"""Default limit of inner sizes."""
 
-_TILE = 64
+_TILE_COLUMNS = 64
 """Columns whose sums fit vector registers: four vectors of 16 floats."""
 
-_CHUNK = 16
-"""Rows that a thread takes at a time in the default schedule."""
+_DEFAULT_CHUNK = 16
+"""Chunk of the default schedule."""
 
-_TRIES = 8
-"""Draws of one decision that may fall on what it was."""
+_MAX_DRAWS = 8
+"""Samples of one decision that may equal the parent's."""
 
-_Parents = Mapping[str, Schedule]
-"""Decision -> the schedule that it is kept from; what is not in here is drawn."""
+_DecisionParents = Mapping[str, Schedule]
+"""Decision -> schedule to keep it from; other decisions are sampled."""
 
 
-class Space:
-    """The schedules of one operator for one shape.
+class ScheduleSpace:
+    """All schedules of one operator for one shape.
 
     Args:
-        operator: What is scheduled.
+        operator: Operator.
         shape: Extent of every axis.
-        threads: Numbers of threads that may be used. A schedule without a parallel loop uses one, whether or
-            not 1 is among them; with a parallel loop only those above 1 are.
-        max_split: The largest inner part of an axis.
+        threads: Allowed numbers of threads. A schedule without a parallel loop uses one thread even if 1 is
+            not
+            listed; a parallel loop uses more than one.
+        max_split: Largest inner size.
 
     Raises:
-        InputError: `shape` does not fit the operator, there are no `threads`, or a number is below 1.
+        InputError: `shape` does not fit the operator, `threads` is empty, or a number is below 1.
     """
 
     def __init__(
@@ -66,130 +69,143 @@ class Space:
         self.shape = operator.extents(shape)
         self.threads = tuple(sorted(set(threads)))
         if not self.threads or self.threads[0] < 1:
-            raise InputError(f"`threads` (={self.threads}) must be one number or more, each at least 1")
+            raise InputError(f"`threads` (={self.threads}) must have at least one number, each at least 1")
         if max_split < 1:
-            raise InputError(f"`max_split` (={max_split}) must be at least 1; 1 leaves every axis whole")
-        self._inner = {
-            axis: choices.inner_sizes(extent, max_split, axis in operator.dense_axes)
+            raise InputError(f"`max_split` (={max_split}) must be at least 1")
+        self._inner_sizes = {
+            axis: choices.list_inner_sizes(extent, max_split, axis in operator.dense_axes)
             for axis, extent in self.shape.items()
         }
-        self._shared = tuple((each, 1.0) for each in self.threads if each > 1)
+        self._thread_options = tuple((count, 1.0) for count in self.threads if count > 1)
         self._decisions = (
             *(f"split {axis}" for axis in operator.axes),
             *("order", "modes", "loops", "parallel", "vectorize", "unroll", "threads", "chunk"),
         )
 
     def sample(self, rng: np.random.Generator) -> Schedule:
-        """A schedule that can run, drawn by weight."""
-        return self._compose(rng, {})
+        """Sample a valid schedule by weight."""
+        return self._build_schedule(rng, {})
 
     def mutate(self, schedule: Schedule, rng: np.random.Generator) -> Schedule:
-        """A schedule that differs in one decision, and in what must follow from it.
+        """Change one decision and what depends on it.
 
         Args:
-            schedule: Any that can run; what it has from outside of this space stays until it is drawn anew.
-            rng: What is drawn from.
+            schedule: A valid schedule. Decisions from outside this space are kept until they are resampled.
+            rng: Random generator.
 
         Returns:
-            Another schedule; `schedule` itself, canonical, if the space has no other.
+            A different schedule; `schedule` in canonical form if the space has no other.
 
         Raises:
             InputError: `schedule` cannot run.
         """
-        parent = schedule.canonical(self.operator, self.shape)
-        for at in rng.permutation(len(self._decisions)):
+        parent = schedule.canonicalize(self.operator, self.shape)
+        for index in rng.permutation(len(self._decisions)):
             parents = dict.fromkeys(self._decisions, parent)
-            del parents[self._decisions[at]]
-            for _ in range(_TRIES):
-                child = self._compose(rng, parents)
+            del parents[self._decisions[index]]
+            for _ in range(_MAX_DRAWS):
+                child = self._build_schedule(rng, parents)
                 if child != parent:
                     return child
         return parent
 
     def crossover(self, a: Schedule, b: Schedule, rng: np.random.Generator) -> Schedule:
-        """A schedule that keeps each decision from one of two parents, and draws what no longer fits.
+        """Take each decision from one of two parents and sample the decisions that no longer fit.
 
         Raises:
             InputError: A parent cannot run.
         """
-        pair = tuple(parent.canonical(self.operator, self.shape) for parent in (a, b))
+        pair = tuple(parent.canonicalize(self.operator, self.shape) for parent in (a, b))
         sides = rng.integers(2, size=len(self._decisions))
-        return self._compose(
+        return self._build_schedule(
             rng, {name: pair[side] for name, side in zip(self._decisions, sides, strict=True)}
         )
 
-    def size(self) -> int:
-        """How many schedules there are, exactly."""
+    def count_schedules(self) -> int:
+        """Count the schedules exactly."""
         total = 0
-        for whole in itertools.product((True, False), repeat=len(self.operator.axes)):
-            sizes = 1
-            parts = {}
-            for axis, unsplit in zip(self.operator.axes, whole, strict=True):
-                sizes *= 1 if unsplit else len(self._inner[axis]) - 1
-                parts[axis] = (axis,) if unsplit else (f"{axis}0", f"{axis}1")
-            if sizes:
-                total += sizes * self._structures(parts)
+        for unsplit_axes in itertools.product((True, False), repeat=len(self.operator.axes)):
+            num_sizes = 1
+            sub_axes = {}
+            for axis, unsplit in zip(self.operator.axes, unsplit_axes, strict=True):
+                num_sizes *= 1 if unsplit else len(self._inner_sizes[axis]) - 1
+                sub_axes[axis] = (axis,) if unsplit else (f"{axis}0", f"{axis}1")
+            if num_sizes:
+                total += num_sizes * self._count_structures(sub_axes)
         return total
 
-    def default(self) -> Schedule:
-        """CSR, rows shared by threads, the innermost loop vectorised, the output's columns in tiles."""
+    def build_default(self) -> Schedule:
+        """Build CSR with parallel rows, a vectorized innermost loop and tiled output columns."""
         op = self.operator
         rows, cols = op.sparse_axes
-        modes = (Level(axis=rows, mode=Mode.DENSE), Level(axis=cols, mode=Mode.COMPRESSED))
+        modes = (
+            FormatLevel(axis=rows, mode=LevelMode.DENSE),
+            FormatLevel(axis=cols, mode=LevelMode.COMPRESSED),
+        )
         lsplit, loops = (), (rows, cols)
         for axis in op.dense_axes:
-            tiles = [size for size, _ in self._inner[axis] if size is not None and size <= _TILE]
-            if axis in op.output_axes and self.shape[axis] > _TILE and tiles:
-                lsplit = (self._split(axis, max(tiles)),)
+            tiles = [
+                size for size, _ in self._inner_sizes[axis] if size is not None and size <= _TILE_COLUMNS
+            ]
+            if axis in op.output_axes and self.shape[axis] > _TILE_COLUMNS and tiles:
+                lsplit = (self._make_split(axis, max(tiles)),)
                 loops = (rows, f"{axis}0", cols, f"{axis}1")
             else:
                 loops = (rows, cols, axis)
-        shared = bool(self._shared)
+        is_parallel = bool(self._thread_options)
         return Schedule(
             fsplit=(),
             formats=tuple(SparseFormat(tensor=name, order=(rows, cols), modes=modes) for name in op.tensors),
             lsplit=lsplit,
             lreorder=loops,
-            parallel=rows if shared else None,
+            parallel=rows if is_parallel else None,
             vectorize=loops[-1],
             unroll=None,
             unroll_factor=0,
             threads=self.threads[-1],
-            chunk=_CHUNK if shared else 1,
-        ).checked(op, self.shape)
+            chunk=_DEFAULT_CHUNK if is_parallel else 1,
+        ).validate(op, self.shape)
 
-    def _compose(self, rng: np.random.Generator, parents: _Parents) -> Schedule:
+    def _build_schedule(self, rng: np.random.Generator, parents: _DecisionParents) -> Schedule:
         op = self.operator
-        splits = {axis: self._split_of(rng, axis, parents.get(f"split {axis}")) for axis in op.axes}
+        splits = {axis: self._choose_split(rng, axis, parents.get(f"split {axis}")) for axis in op.axes}
         parts = {
             axis: tuple(name for name, _ in split.parts) if split else (axis,)
             for axis, split in splits.items()
         }
         owner = {name: axis for axis, names in parts.items() for name in names}
-        order = self._order(rng, parts, parents.get("order"))
-        mode = self._modes(rng, order, owner, splits, parents.get("modes"))
-        loops = self._loops(rng, order, parts, parents.get("loops"))
+        order = self._choose_order(rng, parts, parents.get("order"))
+        mode = self._choose_modes(rng, order, owner, splits, parents.get("modes"))
+        loops = self._choose_loops(rng, order, parts, parents.get("loops"))
 
         parallel = None
-        if self._shared:
-            legal = choices.parallel_loops(op, loops, owner, mode)
-            parallel = _kept_or_drawn(rng, legal, _role(parents.get("parallel"), "parallel", owner))
-        legal = choices.vector_loops(op, loops, owner, mode, parallel)
-        vectorize = _kept_or_drawn(rng, legal, _role(parents.get("vectorize"), "vectorize", owner))
-        legal = choices.unrolled_loops(loops, mode, (parallel, vectorize))
-        unroll, factor = self._unroll(rng, legal, owner, parents.get("unroll"))
+        if self._thread_options:
+            legal = choices.list_parallel_loops(op, loops, owner, mode)
+            parallel = _keep_or_sample(rng, legal, _inherit_role(parents.get("parallel"), "parallel", owner))
+        legal = choices.list_vector_loops(op, loops, owner, mode, parallel)
+        vectorize = _keep_or_sample(rng, legal, _inherit_role(parents.get("vectorize"), "vectorize", owner))
+        legal = choices.list_unroll_options(loops, mode, (parallel, vectorize))
+        unroll, factor = self._choose_unroll(rng, legal, owner, parents.get("unroll"))
         threads = chunk = 1
         if parallel is not None:
             keep = parents.get("threads")
-            threads = keep.threads if keep and keep.threads > 1 else choices.pick(rng, self._shared)
+            threads = (
+                keep.threads
+                if keep and keep.threads > 1
+                else choices.sample_option(rng, self._thread_options)
+            )
             keep = parents.get("chunk")
-            chunk = keep.chunk if keep and keep.threads > 1 else choices.pick(rng, choices.chunks())
+            chunk = (
+                keep.chunk
+                if keep and keep.threads > 1
+                else choices.sample_option(rng, choices.list_chunk_sizes())
+            )
 
-        modes = tuple(Level(axis=axis, mode=mode[axis]) for axis in order)
+        modes = tuple(FormatLevel(axis=axis, mode=mode[axis]) for axis in order)
         return Schedule(
-            fsplit=_present(splits, op.sparse_axes),
+            fsplit=_collect_splits(splits, op.sparse_axes),
             formats=tuple(SparseFormat(tensor=name, order=order, modes=modes) for name in op.tensors),
-            lsplit=_present(splits, op.dense_axes),
+            lsplit=_collect_splits(splits, op.dense_axes),
             lreorder=loops,
             parallel=parallel,
             vectorize=vectorize,
@@ -199,43 +215,45 @@ class Space:
             chunk=chunk,
         )
 
-    def _split(self, axis: str, inner: int) -> Split:
-        return Split.in_two(axis, self.shape[axis], inner)
+    def _make_split(self, axis: str, inner: int) -> AxisSplit:
+        return AxisSplit.from_inner_size(axis, self.shape[axis], inner)
 
-    def _split_of(self, rng: np.random.Generator, axis: str, keep: Schedule | None) -> Split | None:
+    def _choose_split(self, rng: np.random.Generator, axis: str, keep: Schedule | None) -> AxisSplit | None:
         if keep is not None:
             return next((split for split in keep.fsplit + keep.lsplit if split.axis == axis), None)
-        inner = choices.pick(rng, self._inner[axis])
-        return None if inner is None else self._split(axis, inner)
+        inner = choices.sample_option(rng, self._inner_sizes[axis])
+        return None if inner is None else self._make_split(axis, inner)
 
-    def _order(
+    def _choose_order(
         self, rng: np.random.Generator, parts: Mapping[str, tuple[str, ...]], keep: Schedule | None
     ) -> tuple[str, ...]:
         if keep is not None:
-            return _renamed(keep.formats[0].order, keep, parts)
-        return choices.pick(
-            rng, choices.storage_orders(tuple(parts[axis] for axis in self.operator.sparse_axes))
+            return _rename_loops(keep.formats[0].order, keep, parts)
+        return choices.sample_option(
+            rng, choices.list_storage_orders(tuple(parts[axis] for axis in self.operator.sparse_axes))
         )
 
-    def _modes(
+    def _choose_modes(
         self,
         rng: np.random.Generator,
         order: tuple[str, ...],
         owner: Mapping[str, str],
-        splits: Mapping[str, Split | None],
+        splits: Mapping[str, AxisSplit | None],
         keep: Schedule | None,
-    ) -> dict[str, Mode]:
+    ) -> dict[str, LevelMode]:
         if keep is not None:
-            had = {level.axis: level.mode for level in keep.formats[0].modes}
-            kept = tuple(had.get(name, had[keep.sub_axes(owner[name])[0][0]]) for name in order)
-            if kept in choices.mode_sequences(len(order)):
-                return dict(zip(order, kept, strict=True))
+            mode_of_axis = {level.axis: level.mode for level in keep.formats[0].modes}
+            parent_modes = tuple(
+                mode_of_axis.get(name, mode_of_axis[keep.sub_axes(owner[name])[0][0]]) for name in order
+            )
+            if parent_modes in choices.list_mode_sequences(len(order)):
+                return dict(zip(order, parent_modes, strict=True))
         size = {axis: self.shape[axis] for axis in self.operator.sparse_axes}
         size |= {name: size for split in splits.values() if split for name, size in split.parts}
-        legal = choices.modes([owner[name] for name in order], [size[name] for name in order])
-        return dict(zip(order, choices.pick(rng, legal), strict=True))
+        legal = choices.list_weighted_modes([owner[name] for name in order], [size[name] for name in order])
+        return dict(zip(order, choices.sample_option(rng, legal), strict=True))
 
-    def _loops(
+    def _choose_loops(
         self,
         rng: np.random.Generator,
         order: tuple[str, ...],
@@ -243,62 +261,69 @@ class Space:
         keep: Schedule | None,
     ) -> tuple[str, ...]:
         if keep is not None:
-            walk = iter(order)
+            storage_loops = iter(order)
             return tuple(
-                next(walk) if name in order else name for name in _renamed(keep.lreorder, keep, parts)
+                next(storage_loops) if name in order else name
+                for name in _rename_loops(keep.lreorder, keep, parts)
             )
-        return choices.pick(
-            rng, choices.loop_orders(order, tuple(parts[axis] for axis in self.operator.dense_axes))
+        return choices.sample_option(
+            rng, choices.list_loop_orders(order, tuple(parts[axis] for axis in self.operator.dense_axes))
         )
 
-    def _unroll(
+    def _choose_unroll(
         self,
         rng: np.random.Generator,
-        legal: choices.Weighted[tuple[str | None, int]],
+        legal: choices.WeightedOptions[tuple[str | None, int]],
         owner: Mapping[str, str],
         keep: Schedule | None,
     ) -> tuple[str | None, int]:
         if keep is not None:
-            (loop,) = _role(keep, "unroll", owner) or (None,)
-            if any(loop == each for (each, _), _ in legal):
+            (loop,) = _inherit_role(keep, "unroll", owner) or (None,)
+            if any(loop == option for (option, _), _ in legal):
                 return loop, keep.unroll_factor if loop is not None else 0
-        return choices.pick(rng, legal)
+        return choices.sample_option(rng, legal)
 
-    def _structures(self, parts: Mapping[str, tuple[str, ...]]) -> int:
-        """Schedules with given parts, whatever their sizes."""
+    def _count_structures(self, parts: Mapping[str, tuple[str, ...]]) -> int:
+        """Count the schedules with these sub axes, for fixed sizes."""
         op = self.operator
         owner = {name: axis for axis, names in parts.items() for name in names}
         dense = tuple(parts[axis] for axis in op.dense_axes)
-        shared = len(self._shared) * len(choices.chunks())
+        num_parallel_options = len(self._thread_options) * len(choices.list_chunk_sizes())
         total = 0
-        for order, _ in choices.storage_orders(tuple(parts[axis] for axis in op.sparse_axes)):
-            for modes in choices.mode_sequences(len(order)):
+        for order, _ in choices.list_storage_orders(tuple(parts[axis] for axis in op.sparse_axes)):
+            for modes in choices.list_mode_sequences(len(order)):
                 mode = dict(zip(order, modes, strict=True))
-                for loops, _ in choices.loop_orders(order, dense):
-                    for parallel, _ in choices.parallel_loops(op, loops, owner, mode):
-                        ways = 1 if parallel is None else shared
+                for loops, _ in choices.list_loop_orders(order, dense):
+                    for parallel, _ in choices.list_parallel_loops(op, loops, owner, mode):
+                        num_thread_options = 1 if parallel is None else num_parallel_options
                         for vectorize, _ in (
-                            choices.vector_loops(op, loops, owner, mode, parallel) if ways else ()
+                            choices.list_vector_loops(op, loops, owner, mode, parallel)
+                            if num_thread_options
+                            else ()
                         ):
-                            total += ways * len(choices.unrolled_loops(loops, mode, (parallel, vectorize)))
+                            total += num_thread_options * len(
+                                choices.list_unroll_options(loops, mode, (parallel, vectorize))
+                            )
         return total
 
 
-def _renamed(
+def _rename_loops(
     names: tuple[str, ...], parent: Schedule, parts: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Names of a parent's loops after other splits: new parts go where the outermost old one was."""
+    """Rename a parent's loops after new splits; new parts replace the outermost old part."""
     for axis, new in parts.items():
         old = tuple(name for name, _ in parent.sub_axes(axis))
         if old != new:
             names = tuple(
-                each for name in names for each in (new if name == old[0] else () if name in old else (name,))
+                sub_axis
+                for name in names
+                for sub_axis in (new if name == old[0] else () if name in old else (name,))
             )
     return names
 
 
-def _role(parent: Schedule | None, role: str, owner: Mapping[str, str]) -> tuple[str | None] | None:
-    """The loop a parent gives a role, under the name it has now; None where there is nothing to keep."""
+def _inherit_role(parent: Schedule | None, role: str, owner: Mapping[str, str]) -> tuple[str | None] | None:
+    """Return the parent's loop of a role under its current name as a 1-tuple, or None."""
     if parent is None:
         return None
     loop: str | None = getattr(parent, role)
@@ -307,17 +332,17 @@ def _role(parent: Schedule | None, role: str, owner: Mapping[str, str]) -> tuple
     for axis in owner.values():
         names = [name for name, _ in parent.sub_axes(axis)]
         if loop in names:
-            return (next(name for name, of in owner.items() if of == axis),)
+            return (next(name for name, axis_name in owner.items() if axis_name == axis),)
     return None
 
 
-def _kept_or_drawn(
-    rng: np.random.Generator, legal: choices.Weighted[str | None], keep: tuple[str | None] | None
+def _keep_or_sample(
+    rng: np.random.Generator, legal: choices.WeightedOptions[str | None], keep: tuple[str | None] | None
 ) -> str | None:
     if keep is not None and any(keep[0] == choice for choice, _ in legal):
         return keep[0]
-    return choices.pick(rng, legal)
+    return choices.sample_option(rng, legal)
 
 
-def _present(splits: Mapping[str, Split | None], axes: tuple[str, ...]) -> tuple[Split, ...]:
+def _collect_splits(splits: Mapping[str, AxisSplit | None], axes: tuple[str, ...]) -> tuple[AxisSplit, ...]:
     return tuple(split for axis in sorted(axes) if (split := splits[axis]) is not None)

@@ -1,4 +1,4 @@
-"""The interface of a search: it is asked for a schedule, and told what came of it."""
+"""Interface of search strategies."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import numpy as np
 
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 
 
 class Strategy(ABC):
-    """A way to search.
+    """A search strategy.
 
-    Whoever runs it calls `ask` and `tell` in any order and number: schedules that it never asked for, such as
-    baselines, are told too, and one that it asked for may never be told. It must not mind being told of
-    failures, whose `ratio` is infinite.
+    Callers use `propose` and `observe` in any order and number. Trials may be of schedules that were not
+    proposed, such as
+    baselines, and proposed schedules may never be measured. Trials may be failures, whose `ratio` is
+    infinite.
 
     Args:
-        space: What it may propose.
-        rng: What it draws from; nothing else may make it act differently.
+        space: Search space.
+        rng: Random generator, the only source of randomness.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, space: Space, rng: np.random.Generator) -> None:
+    def __init__(self, space: ScheduleSpace, rng: np.random.Generator) -> None:
         self.space = space
         self.rng = rng
 
     @abstractmethod
-    def ask(self) -> Schedule:
-        """A schedule of the space; the same may come again."""
+    def propose(self) -> Schedule:
+        """Propose a schedule of the space, possibly again."""
 
     @abstractmethod
-    def tell(self, trial: Trial) -> None:
-        """What was measured; smaller `ratio` is better."""
+    def observe(self, trial: Trial) -> None:
+        """Learn from a trial; smaller `ratio` is better."""

@@ -1,4 +1,4 @@
-"""Ways to search side by side: the same problem, as many measurements, with the model and without."""
+"""Comparison of search methods with and without a cost model, with equally many measurements."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 
 from sparseflow.core.files import write_atomic
 from sparseflow.core.progress import Progress
+from sparseflow.core.report import Page, plot_before_after, plot_curves, plot_stacked_bars
 from sparseflow.errors import FileFormatError
-from sparseflow.tuning.search.guided import GUIDED
-from sparseflow.tuning.search.session import Prior, explore
+from sparseflow.tuning.search.guided import GUIDED_PREFIX
+from sparseflow.tuning.search.session import Prior, TuningSession
 
 METHODS = ("random", "annealing", "qlearning")
-"""AutoSparse's ways to search."""
+"""Search methods of AutoSparse."""
 
-_CLOSE = 1.05
-"""A search has arrived when it is within 5 % of the best that any search of its problem found."""
+_GOAL_TOLERANCE = 1.05
+"""A search reaches its goal within 5 % of the best ratio of all searches of the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
-    """One search, for comparison with others of the same problem.
+class SearchRecord:
+    """Result of one search.
 
     Attributes:
-        problem: Its matrix, operator and columns, as one name.
-        method: The way to search.
-        ratios: Time over the reference's of every schedule in the order measured; None where one failed.
-        seconds: Part -> how long it took in all: "propose", "build", "compile", "measure", "rest".
+        problem: Name of matrix, operator and columns.
+        method: Search method.
+        ratios: Time over the reference's of every schedule in order; None for failures.
+        seconds: Phase -> duration, seconds: "propose", "build", "compile", "measure", "rest".
     """
 
     problem: str
@@ -39,91 +40,179 @@ class Searched:
     seconds: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types."""
         return {**vars(self), "ratios": list(self.ratios), "seconds": dict(self.seconds)}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Searched:
-        """What `to_dict` wrote. Raises KeyError, TypeError or ValueError for something else."""
+    def from_dict(cls, record: Mapping[str, Any]) -> SearchRecord:
+        """Create a record from the result of `to_dict`. Raises KeyError, TypeError or ValueError for other
+        content.
+        """
         return cls(
             problem=str(record["problem"]),
             method=str(record["method"]),
             ratios=tuple(None if ratio is None else float(ratio) for ratio in record["ratios"]),
-            seconds={str(part): float(took) for part, took in record["seconds"].items()},
+            seconds={str(part): float(elapsed_s) for part, elapsed_s in record["seconds"].items()},
         )
 
-    def best(self) -> list[float]:
-        """The best ratio after each measurement; infinite before one ran."""
-        found, least = [], float("inf")
+    def best_ratios(self) -> list[float]:
+        """Return the best ratio after each measurement; infinite before the first success."""
+        best_ratios, best = [], float("inf")
         for ratio in self.ratios:
-            least = min(least, float("inf") if ratio is None else ratio)
-            found.append(least)
-        return found
+            best = min(best, float("inf") if ratio is None else ratio)
+            best_ratios.append(best)
+        return best_ratios
 
-    def arrived(self, goal: float) -> int | None:
-        """Measurements until the best was within 5 % of `goal`; None where it never was."""
-        return next((at for at, best in enumerate(self.best(), start=1) if best <= _CLOSE * goal), None)
+    def count_until(self, goal: float) -> int | None:
+        """Count the measurements until the best ratio is within 5 % of `goal`; None if it never is."""
+        return next(
+            (
+                count
+                for count, best in enumerate(self.best_ratios(), start=1)
+                if best <= _GOAL_TOLERANCE * goal
+            ),
+            None,
+        )
 
 
 def compare_searches(
     name: str,
     operator: str,
     matrix: Any,
-    folder: Path | str,
+    out_dir: Path | str,
     *,
     n_cols: int | None = None,
     methods: Sequence[str] = METHODS,
-    trials: int = 100,
+    max_trials: int = 100,
     prior: Prior | None = None,
+    threads: int | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
-) -> list[Searched]:
-    """Search by each method with the model and without; a search that is done is a file, and not done again.
+) -> list[SearchRecord]:
+    """Run each search method with and without a cost model; finished searches are read from `out_dir`.
 
     Args:
-        name: Of the matrix.
+        name: Matrix name.
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
-        matrix: As `explore` takes it.
-        folder: Where a JSON file for each search goes; made when absent.
+        matrix: Matrix that `TuningSession` accepts.
+        out_dir: Output directory with one JSON file for each search.
         n_cols: Columns of the dense operands; None for SpMV.
-        methods: Unguided ways to search.
-        trials: Schedules that each measures, baselines besides.
-        prior: What the guided ones begin with; see `explore`.
-        progress: Called with (what was done, fraction done).
-        options: Further ones of `explore`.
+        methods: Search methods without a cost model.
+        max_trials: Schedules that each search measures besides the baselines.
+        prior: Initial scores of the guided searches; see `TuningSession`.
+        threads: Number of threads; by default all CPUs.
+        seed: Random seed.
+        progress: Progress callback.
 
     Raises:
-        FileFormatError: A file of the folder is damaged.
-        InputError, RunError: As `explore`.
+        FileFormatError: A file of `out_dir` is damaged.
+        InputError, RunError: See `TuningSession`.
     """
-    root = Path(folder)
+    root = Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     problem = f"{name}, {operator}" + ("" if n_cols is None else f", {n_cols} columns")
-    wanted = [each for method in methods for each in (method, GUIDED + method)]
-    found = []
-    for number, method in enumerate(wanted, start=1):
-        path = root / f"{name} {operator} {n_cols or ''} {method} {trials}.json"
+    all_methods = [variant for method in methods for variant in (method, GUIDED_PREFIX + method)]
+    records = []
+    for number, method in enumerate(all_methods, start=1):
+        path = root / f"{name} {operator} {n_cols or ''} {method} {max_trials}.json"
         if not path.is_file():
-            tuned = explore(
-                operator, matrix, n_cols=n_cols, trials=trials, budget_s=math.inf, method=method,
-                prior=prior if method.startswith(GUIDED) else None, **options,
-            )  # fmt: skip
-            searched = Searched(
+            session = TuningSession(
+                operator,
+                matrix,
+                n_cols=n_cols,
+                max_trials=max_trials,
+                budget_s=math.inf,
+                method=method,
+                prior=prior if method.startswith(GUIDED_PREFIX) else None,
+                threads=threads,
+                seed=seed,
+            )
+            result = session.run()
+            record = SearchRecord(
                 problem=problem,
                 method=method,
-                ratios=tuple(None if each.error else each.ratio for each in tuned.trials),
-                seconds=tuned.seconds,
+                ratios=tuple(None if trial.error else trial.ratio for trial in result.trials),
+                seconds=result.seconds,
             )
-            write_atomic(path, json.dumps(searched.to_dict()))
-        found.append(read_searched(path))
+            write_atomic(path, json.dumps(record.to_dict()))
+        records.append(read_search_record(path))
         if progress is not None:
-            progress(f"{problem}: {method}", number / len(wanted))
-    return found
+            progress(f"{problem}: {method}", number / len(all_methods))
+    return records
 
 
-def read_searched(path: Path) -> Searched:
-    """A search from its file. Raises FileFormatError where it is damaged."""
+def read_search_record(path: Path) -> SearchRecord:
+    """Read a record from its file. Raises FileFormatError if it is damaged."""
     try:
-        return Searched.from_dict(json.loads(path.read_bytes()))
+        return SearchRecord.from_dict(json.loads(path.read_bytes()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileFormatError(f"{path} is no search ({error}); remove it") from error
+        raise FileFormatError(f"{path} is not a search record ({error}); remove it") from error
+
+
+def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
+    """Add a section for each problem: search time, convergence and time of each phase."""
+    for problem in dict.fromkeys(record.problem for record in records):
+        page.section(f"Searches: {problem}")
+        searches = [record for record in records if record.problem == problem]
+        goal = min(record.best_ratios()[-1] for record in searches)
+        by_method = {record.method: record for record in searches}
+        pairs = [
+            (record, by_method[GUIDED_PREFIX + record.method])
+            for record in searches
+            if GUIDED_PREFIX + record.method in by_method
+        ]
+        if pairs:
+            page.figure(
+                plot_before_after(
+                    "Search time",
+                    [unguided.method for unguided, _ in pairs],
+                    [sum(unguided.seconds.values()) for unguided, _ in pairs],
+                    [sum(guided.seconds.values()) for _, guided in pairs],
+                    unit="s",
+                    names=("without the model", "with the model"),
+                )
+            )
+        curves = {}
+        for record in searches:
+            points = [
+                (float(count), ratio)
+                for count, ratio in enumerate(record.best_ratios(), start=1)
+                if math.isfinite(ratio)
+            ]
+            curves[record.method] = ([x for x, _ in points], [y for _, y in points])
+        page.figure(
+            plot_curves(
+                "Best schedule so far",
+                curves,
+                x="measured schedules",
+                y="time / reference",
+                log_x=True,
+            )
+        )
+        phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
+        page.figure(
+            plot_stacked_bars(
+                "Time of each search phase",
+                [record.method for record in searches],
+                {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases},
+                unit="s",
+            )
+        )
+        rows = [
+            {
+                "method": record.method,
+                "measured": len(record.ratios),
+                "until_goal": record.count_until(goal),
+                "best": record.best_ratios()[-1],
+                "seconds": sum(record.seconds.values()),
+            }
+            for record in searches
+        ]
+        columns = {
+            "method": "method",
+            "measured": "schedules measured",
+            "until_goal": "measured until within 5 % of the best",
+            "best": "best time / reference",
+            "seconds": "seconds",
+        }
+        page.table("Searches", rows, columns=columns, digits={"best": 3, "seconds": 1})

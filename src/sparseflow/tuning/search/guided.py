@@ -1,9 +1,10 @@
-"""Searches whose proposals a cost model screens, so that few of them have to be measured.
+"""Searches whose proposals are screened by a cost model, to reduce measurements.
 
-Measuring is nearly all of what a search takes; a model ranks a thousand schedules in the time of one
-measurement. So another strategy is asked for many proposals, the most promising are bred further without
-measuring anything (after Ansor, Zheng et al., OSDI 2020), and few are passed on. The model and the strategy
-are both told what came of them.
+A model ranks a thousand schedules in the time of one measurement. Another strategy gives many proposals, the
+best are
+mutated further without measurements (as in Ansor, Zheng et al., OSDI 2020), and the best few are measured.
+The model
+and the strategy both observe the trials.
 """
 
 from __future__ import annotations
@@ -16,133 +17,137 @@ import numpy as np
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.model.cost_model import CostModel
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
-from sparseflow.tuning.search.annealing import Annealing
+from sparseflow.tuning.schedule.space import ScheduleSpace
+from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.search.evolutionary import Evolutionary
-from sparseflow.tuning.search.qlearning import QLearning
-from sparseflow.tuning.search.random import Random
+from sparseflow.tuning.search.evolutionary import EvolutionarySearch
+from sparseflow.tuning.search.qlearning import QLearningSearch
+from sparseflow.tuning.search.random import RandomSearch
 
-GUIDED = "guided-"
-"""What the name of a guided search begins with; the other strategy's follows."""
+GUIDED_PREFIX = "guided-"
+"""Prefix of the names of guided searches; the name of the other strategy follows."""
 
-_PARENTS = 32
-"""Schedules that a generation is bred from."""
+_NUM_PARENTS = 32
+"""Schedules that are mutated in each generation."""
 
-_CHILDREN = 3
-"""Of each of them."""
+_CHILDREN_PER_PARENT = 3
 
-_KEPT = 64
-"""Of the schedules that were not passed on, those that are ranked again next time."""
+_NUM_RESERVE = 64
+"""Best schedules that were not measured and are ranked again in the next screening."""
 
 
-class Guided(Strategy):
-    """Passes on what a model thinks fastest of another strategy's proposals.
+class GuidedSearch(Strategy):
+    """Proposes the schedules of another strategy that a cost model ranks highest.
 
     Args:
-        space: What it may propose.
-        rng: What it and the other strategy draw from.
-        model: What ranks.
-        proposals: Schedules that the other strategy is asked for at a time.
-        generations: How often the best of them, as the model has it, are changed in a decision each.
-        batch: Schedules that are passed on before they are ranked anew. No two of one batch are stored and
-            looped over alike, so that they do not all fail by the same mistake.
-        explore: Share of them that are any proposal of the other strategy, whatever the model thinks.
+        space: Search space.
+        rng: Random generator of this and the other strategy.
+        model: Cost model.
+        num_proposals: Proposals of the other strategy in each screening.
+        num_generations: Rounds of mutations of the best schedules.
+        batch_size: Schedules between screenings. The schedules of a batch differ in storage or loops, so that
+            they do
+            not all fail for the same reason.
+        exploration: Fraction of the batch that is replaced by random proposals of the other strategy.
     """
 
-    inner: ClassVar[type[Strategy]]
+    strategy_class: ClassVar[type[Strategy]]
 
     def __init__(
         self,
-        space: Space,
+        space: ScheduleSpace,
         rng: np.random.Generator,
         model: CostModel,
         *,
-        proposals: int = 128,
-        generations: int = 4,
-        batch: int = 4,
-        explore: float = 0.1,
+        num_proposals: int = 128,
+        num_generations: int = 4,
+        batch_size: int = 4,
+        exploration: float = 0.1,
     ) -> None:
         super().__init__(space, rng)
-        self._model, self._inner = model, self.inner(space, rng)
-        self._proposals, self._generations = proposals, generations
-        self._batch, self._explore = batch, explore
-        self._done: set[Schedule] = set()
-        self._waiting: list[Schedule] = []
-        self._left: list[Schedule] = []
+        self._model, self._strategy = model, self.strategy_class(space, rng)
+        self._num_proposals, self._num_generations = num_proposals, num_generations
+        self._batch_size, self._exploration = batch_size, exploration
+        self._visited: set[Schedule] = set()
+        self._queue: list[Schedule] = []
+        self._reserve: list[Schedule] = []
 
-    def ask(self) -> Schedule:
-        if not self._waiting:
-            self._waiting = self._screened()
-        # Where nothing is new any more, the other strategy may repeat itself.
-        return self._waiting.pop(0) if self._waiting else self._inner.ask()
+    def propose(self) -> Schedule:
+        if not self._queue:
+            self._queue = self._screen()
+        # Without new schedules the other strategy may repeat itself.
+        return self._queue.pop(0) if self._queue else self._strategy.propose()
 
-    def tell(self, trial: Trial) -> None:
-        self._done.add(trial.schedule)
+    def observe(self, trial: Trial) -> None:
+        self._visited.add(trial.schedule)
         self._model.observe([trial])
-        self._inner.tell(trial)
+        self._strategy.observe(trial)
 
-    def _screened(self) -> list[Schedule]:
-        drawn = self._new(self._inner.ask() for _ in range(self._proposals))
-        ranked = self._ranked(dict.fromkeys([*drawn, *self._new(self._left)]))
-        for _ in range(self._generations):
-            children = self._new(
-                self.space.mutate(parent, self.rng) for parent in ranked[:_PARENTS] for _ in range(_CHILDREN)
+    def _screen(self) -> list[Schedule]:
+        proposals = self._filter_new(self._strategy.propose() for _ in range(self._num_proposals))
+        ranked = self._rank(dict.fromkeys([*proposals, *self._filter_new(self._reserve)]))
+        for _ in range(self._num_generations):
+            children = self._filter_new(
+                self.space.mutate(parent, self.rng)
+                for parent in ranked[:_NUM_PARENTS]
+                for _ in range(_CHILDREN_PER_PARENT)
             )
-            ranked = self._ranked(dict.fromkeys([*ranked, *children]))
-        chosen = _unlike(ranked, self._batch)
-        for place in range(len(chosen)):
-            if drawn and self.rng.random() < self._explore:
-                any_one = drawn[int(self.rng.integers(len(drawn)))]
-                if any_one not in chosen:
-                    chosen[place] = any_one
-        self._done.update(chosen)
-        self._left = self._new(ranked)[:_KEPT]
-        return chosen
+            ranked = self._rank(dict.fromkeys([*ranked, *children]))
+        selected = _select_diverse(ranked, self._batch_size)
+        for index in range(len(selected)):
+            if proposals and self.rng.random() < self._exploration:
+                candidate = proposals[int(self.rng.integers(len(proposals)))]
+                if candidate not in selected:
+                    selected[index] = candidate
+        self._visited.update(selected)
+        self._reserve = self._filter_new(ranked)[:_NUM_RESERVE]
+        return selected
 
-    def _new(self, schedules: Iterable[Schedule]) -> list[Schedule]:
-        return [each for each in dict.fromkeys(schedules) if each not in self._done]
+    def _filter_new(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        return [schedule for schedule in dict.fromkeys(schedules) if schedule not in self._visited]
 
-    def _ranked(self, schedules: Iterable[Schedule]) -> list[Schedule]:
-        """The best first."""
+    def _rank(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        """Sort schedules by score, best first."""
         pool = list(schedules)
         if not pool:
             return pool
-        order = np.argsort(-self._model.scores(pool), kind="stable")
-        return [pool[int(place)] for place in order]
+        order = np.argsort(-self._model.score(pool), kind="stable")
+        return [pool[int(index)] for index in order]
 
 
-def _unlike(ranked: Sequence[Schedule], count: int) -> list[Schedule]:
-    """The best that differ in storage or loops; alike ones only if there are not so many."""
-    unlike: dict[object, Schedule] = {}
-    for each in ranked:
-        unlike.setdefault((each.fsplit, each.formats, each.lsplit, each.lreorder), each)
-    return list(dict.fromkeys([*[*unlike.values()][:count], *ranked[:count]]))[:count]
+def _select_diverse(ranked: Sequence[Schedule], count: int) -> list[Schedule]:
+    """Select the best schedules that differ in storage or loops, similar ones only if needed."""
+    structures: dict[object, Schedule] = {}
+    for schedule in ranked:
+        structures.setdefault(
+            (schedule.fsplit, schedule.formats, schedule.lsplit, schedule.lreorder), schedule
+        )
+    return list(dict.fromkeys([*[*structures.values()][:count], *ranked[:count]]))[:count]
 
 
-class GuidedRandom(Guided):
-    """The best of independent draws."""
+class GuidedRandom(GuidedSearch):
+    """Guided random search."""
 
-    name: ClassVar[str] = GUIDED + Random.name
-    inner: ClassVar[type[Strategy]] = Random
-
-
-class GuidedEvolutionary(Guided):
-    """The best children of the best."""
-
-    name: ClassVar[str] = GUIDED + Evolutionary.name
-    inner: ClassVar[type[Strategy]] = Evolutionary
+    name: ClassVar[str] = GUIDED_PREFIX + RandomSearch.name
+    strategy_class: ClassVar[type[Strategy]] = RandomSearch
 
 
-class GuidedAnnealing(Guided):
-    """The best steps of a walk."""
+class GuidedEvolutionary(GuidedSearch):
+    """Guided evolutionary search."""
 
-    name: ClassVar[str] = GUIDED + Annealing.name
-    inner: ClassVar[type[Strategy]] = Annealing
+    name: ClassVar[str] = GUIDED_PREFIX + EvolutionarySearch.name
+    strategy_class: ClassVar[type[Strategy]] = EvolutionarySearch
 
 
-class GuidedQLearning(Guided):
-    """The best changes of the decisions that changing paid off."""
+class GuidedAnnealing(GuidedSearch):
+    """Guided simulated annealing."""
 
-    name: ClassVar[str] = GUIDED + QLearning.name
-    inner: ClassVar[type[Strategy]] = QLearning
+    name: ClassVar[str] = GUIDED_PREFIX + SimulatedAnnealing.name
+    strategy_class: ClassVar[type[Strategy]] = SimulatedAnnealing
+
+
+class GuidedQLearning(GuidedSearch):
+    """Guided Q-learning."""
+
+    name: ClassVar[str] = GUIDED_PREFIX + QLearningSearch.name
+    strategy_class: ClassVar[type[Strategy]] = QLearningSearch

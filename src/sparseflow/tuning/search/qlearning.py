@@ -1,18 +1,19 @@
-"""Q-learning with simulated annealing: learns which decision to change next, and from which schedule on.
+"""Q-learning with simulated annealing: learns which scheduling decision to change next.
 
-After FlexTensor (Zheng et al., ASPLOS 2020), which AutoSparse's search follows as well:
+This follows FlexTensor (Zheng et al., ASPLOS 2020) and AutoSparse's search:
 
-- *Where from*: one of the best schedules so far, drawn with the weight that annealing would take a step to it
-  with: (its cost / the least cost)^(-1/t), with t cooling down.
-- *Which way*: an action is a decision that the next schedule makes differently: a split, the storage order,
-  the loops, …. What an action is worth, Q(action | state), is learned for each coarse state: which axes are
-  split, whether the innermost loop is vectors, and whether the outermost one is shared. Mostly the best is
-  taken, and now and then any.
-- *What is learned*: the reward r is log(cost before / cost after), and with s' for where that led::
+- *Start*: one of the best schedules, sampled with weight (cost / lowest cost)^(-1/t), with a decreasing
+    temperature t.
+- *Action*: the decision that the next schedule changes: a split, the storage order, the loops, and so on. The
+    value
+  Q(action | state) is learned for each coarse state: which axes are split, whether the innermost loop is
+  vectorized,
+  and whether the outermost loop is parallel. Usually the best action is selected, sometimes a random one.
+- *Update*: with reward r = log(cost before / cost after) and next state s'::
 
       Q(a | s) ← Q(a | s) + rate (r + discount max(0, max Q(· | s')) − Q(a | s))
 
-  In a state without a value of its own, an action is worth what it was worth in all of them.
+  An action without a value in a state has its value over all states.
 """
 
 from __future__ import annotations
@@ -25,120 +26,125 @@ import numpy as np
 
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 from sparseflow.tuning.search.base import Strategy
 
 State = tuple[bool, ...]
 
-_OFFERS = 4
-"""Neighbours that are drawn for the best action to be chosen among theirs."""
+_NUM_CANDIDATES = 4
+"""Mutants from which the best action is selected."""
 
-_HOPE = 0.5
-"""What an action is worth before it was tried: more than most turn out to be, so that all are."""
+_INITIAL_VALUE = 0.5
+"""Optimistic value of an action that was never evaluated."""
 
-_MOST_REWARD = 2.0
-"""A change to a schedule `e` squared times as fast or slow; failures count as that slow."""
+_MAX_REWARD = 2.0
+"""Largest reward, a speedup by e squared; failures get the negated value."""
 
-_REMEMBERED = 1024
-"""Proposals that an answer may still come to."""
+_MAX_PENDING = 1024
+"""Proposals whose trial may still arrive."""
 
 
-class QLearning(Strategy):
-    """Changes the decisions that changing paid off, in the best schedules so far.
+class QLearningSearch(Strategy):
+    """Mutates the best schedules by the decisions with the highest learned value.
 
     Args:
-        space: What it may propose.
-        rng: What it draws from.
-        starts: How many of the best schedules it may go on from.
-        warmth: t at the beginning.
-        cooling: What t is multiplied by at each measurement that is told.
-        explore: Share of proposals that take any action.
-        rate: How much of a value the newest reward replaces.
-        discount: What rewards that follow count for.
+        space: Search space.
+        rng: Random generator.
+        num_starts: Number of best schedules to start from.
+        temperature: Initial temperature.
+        cooling: Factor on the temperature after each trial.
+        exploration: Fraction of random actions.
+        learning_rate: Weight of a new reward in a value.
+        discount: Weight of later rewards.
     """
 
     name: ClassVar[str] = "qlearning"
 
     def __init__(
         self,
-        space: Space,
+        space: ScheduleSpace,
         rng: np.random.Generator,
         *,
-        starts: int = 16,
-        warmth: float = 0.2,
+        num_starts: int = 16,
+        temperature: float = 0.2,
         cooling: float = 0.99,
-        explore: float = 0.35,
-        rate: float = 0.1,
+        exploration: float = 0.35,
+        learning_rate: float = 0.1,
         discount: float = 0.3,
     ) -> None:
         super().__init__(space, rng)
-        self._most, self._warmth, self._cooling = starts, warmth, cooling
-        self._explore, self._rate, self._discount = explore, rate, discount
+        self._num_starts, self._temperature, self._cooling = num_starts, temperature, cooling
+        self._exploration, self._learning_rate, self._discount = exploration, learning_rate, discount
         self._axes = space.operator.axes
         self._best: list[Trial] = []
         self._values: dict[tuple[State | None, str], float] = {}
-        self._asked: dict[Schedule, Trial] = {}
-        self._told: set[Schedule] = set()
+        self._pending: dict[Schedule, Trial] = {}
+        self._observed: set[Schedule] = set()
 
-    def ask(self) -> Schedule:
+    def propose(self) -> Schedule:
         if not self._best:
             return self.space.sample(self.rng)
-        start = self._start()
-        offers: dict[str, Schedule] = {}
-        for _ in range(_OFFERS):
+        start = self._sample_start()
+        candidates: dict[str, Schedule] = {}
+        for _ in range(_NUM_CANDIDATES):
             child = self.space.mutate(start.schedule, self.rng)
-            if child not in self._told:
-                offers.setdefault(changed(start.schedule, child, self._axes), child)
-        if not offers:
+            if child not in self._observed:
+                candidates.setdefault(find_first_change(start.schedule, child, self._axes), child)
+        if not candidates:
             return self.space.sample(self.rng)
-        actions = list(offers)
-        if self.rng.random() < self._explore:
+        actions = list(candidates)
+        if self.rng.random() < self._exploration:
             action = actions[int(self.rng.integers(len(actions)))]
         else:
-            state = coarse(start.schedule, self._axes)
-            action = max(actions, key=lambda one: self._value(state, one))
-        child = offers[action]
-        self._asked.pop(child, None)
-        self._asked[child] = start
-        if len(self._asked) > _REMEMBERED:
-            del self._asked[next(iter(self._asked))]
+            state = compute_state(start.schedule, self._axes)
+            action = max(actions, key=lambda item: self._get_value(state, item))
+        child = candidates[action]
+        self._pending.pop(child, None)
+        self._pending[child] = start
+        if len(self._pending) > _MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
         return child
 
-    def tell(self, trial: Trial) -> None:
-        self._warmth *= self._cooling
-        self._told.add(trial.schedule)
-        start = self._asked.pop(trial.schedule, None)
+    def observe(self, trial: Trial) -> None:
+        self._temperature *= self._cooling
+        self._observed.add(trial.schedule)
+        start = self._pending.pop(trial.schedule, None)
         if start is not None:
-            self._learn(start, trial)
+            self._update_values(start, trial)
         if trial.error is None:
-            self._best = sorted([*self._best, trial], key=lambda one: one.ratio)[: self._most]
+            self._best = sorted([*self._best, trial], key=lambda item: item.ratio)[: self._num_starts]
 
-    def _start(self) -> Trial:
-        least = math.log(self._best[0].ratio)
-        warmth = max(self._warmth, 1e-9)
-        weights = np.array([math.exp((least - math.log(one.ratio)) / warmth) for one in self._best])
+    def _sample_start(self) -> Trial:
+        best_cost = math.log(self._best[0].ratio)
+        temperature = max(self._temperature, 1e-9)
+        weights = np.array(
+            [math.exp((best_cost - math.log(trial.ratio)) / temperature) for trial in self._best]
+        )
         return self._best[int(self.rng.choice(len(weights), p=weights / weights.sum()))]
 
-    def _learn(self, start: Trial, end: Trial) -> None:
-        reward, then = -_MOST_REWARD, 0.0
+    def _update_values(self, start: Trial, end: Trial) -> None:
+        reward, next_value = -_MAX_REWARD, 0.0
         if end.error is None:
             gain = math.log(start.ratio) - math.log(end.ratio)
-            reward = min(max(gain, -_MOST_REWARD), _MOST_REWARD)
-            state = coarse(end.schedule, self._axes)
-            then = max((value for (of, _), value in self._values.items() if of == state), default=0.0)
-        target = reward + self._discount * max(then, 0.0)
-        action = changed(start.schedule, end.schedule, self._axes)
-        for state in (coarse(start.schedule, self._axes), None):
-            value = self._value(state, action)
-            self._values[state, action] = value + self._rate * (target - value)
+            reward = min(max(gain, -_MAX_REWARD), _MAX_REWARD)
+            state = compute_state(end.schedule, self._axes)
+            next_value = max(
+                (value for (value_state, _), value in self._values.items() if value_state == state),
+                default=0.0,
+            )
+        target = reward + self._discount * max(next_value, 0.0)
+        action = find_first_change(start.schedule, end.schedule, self._axes)
+        for state in (compute_state(start.schedule, self._axes), None):
+            value = self._get_value(state, action)
+            self._values[state, action] = value + self._learning_rate * (target - value)
 
-    def _value(self, state: State | None, action: str) -> float:
-        fallback = self._values.get((None, action), _HOPE)
+    def _get_value(self, state: State | None, action: str) -> float:
+        fallback = self._values.get((None, action), _INITIAL_VALUE)
         return self._values.get((state, action), fallback)
 
 
-def coarse(schedule: Schedule, axes: Sequence[str]) -> State:
-    """The state of a schedule: what it has in common with others that changes act on alike."""
+def compute_state(schedule: Schedule, axes: Sequence[str]) -> State:
+    """Compute the coarse state of a schedule."""
     return (
         *(len(schedule.sub_axes(axis)) > 1 for axis in axes),
         schedule.vectorize is not None,
@@ -146,11 +152,8 @@ def coarse(schedule: Schedule, axes: Sequence[str]) -> State:
     )
 
 
-def changed(before: Schedule, after: Schedule, axes: Sequence[str]) -> str:
-    """The first decision in which two schedules differ, as `Space` takes them; the others follow from it.
-
-    Empty where they are the same.
-    """
+def find_first_change(before: Schedule, after: Schedule, axes: Sequence[str]) -> str:
+    """Return the first decision in which two schedules differ, as `ScheduleSpace` orders them; "" if none."""
     for axis in axes:
         if before.sub_axes(axis) != after.sub_axes(axis):
             return f"split {axis}"

@@ -1,4 +1,4 @@
-"""Schedules drawn by the space's own weights, one as independent of the others as the next."""
+"""Random search."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search.base import Strategy
 
 
-class Random(Strategy):
-    """What every other way must beat."""
+class RandomSearch(Strategy):
+    """Proposes independent samples of the space."""
 
     name: ClassVar[str] = "random"
 
-    def ask(self) -> Schedule:
+    def propose(self) -> Schedule:
         return self.space.sample(self.rng)
 
-    def tell(self, trial: Trial) -> None:
+    def observe(self, trial: Trial) -> None:
         pass

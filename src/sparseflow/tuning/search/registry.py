@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.search.annealing import Annealing
+from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.search.evolutionary import Evolutionary
+from sparseflow.tuning.search.evolutionary import EvolutionarySearch
 from sparseflow.tuning.search.guided import (
     GuidedAnnealing,
     GuidedEvolutionary,
     GuidedQLearning,
     GuidedRandom,
 )
-from sparseflow.tuning.search.qlearning import QLearning
-from sparseflow.tuning.search.random import Random
+from sparseflow.tuning.search.qlearning import QLearningSearch
+from sparseflow.tuning.search.random import RandomSearch
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
-        one.name: one
-        for one in (
-            Random,
-            Evolutionary,
-            Annealing,
-            QLearning,
+        strategy_class.name: strategy_class
+        for strategy_class in (
+            RandomSearch,
+            EvolutionarySearch,
+            SimulatedAnnealing,
+            QLearningSearch,
             GuidedRandom,
             GuidedEvolutionary,
             GuidedAnnealing,
@@ -33,11 +33,11 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
         )
     }
 )
-"""Name -> class; subclasses of `Guided` take a cost model besides."""
+"""Name -> class; subclasses of `GuidedSearch` also take a cost model."""
 
 
-def strategy(name: str) -> type[Strategy]:
-    """The class of a way to search. Raises InputError where there is none of that name."""
+def get_strategy(name: str) -> type[Strategy]:
+    """Return the class of a search method. Raises InputError if it is unknown."""
     if name not in STRATEGIES:
-        raise InputError(f"the method {name!r} is not known; choose one of: {', '.join(STRATEGIES)}")
+        raise InputError(f"unknown method {name!r}; choose one of: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

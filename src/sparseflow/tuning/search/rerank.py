@@ -1,4 +1,4 @@
-"""The end of a search: the best are measured thoroughly, and called as their user will call them."""
+"""Final measurement: the best schedules are measured thoroughly and called in this process."""
 
 from __future__ import annotations
 
@@ -12,128 +12,150 @@ import numpy as np
 
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
-from sparseflow.tuning.codegen.program import build
-from sparseflow.tuning.measure.evaluator import Evaluator, Trial
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.codegen.program import build_program
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 LIBRARY = "library"
-"""Name of the baseline that is scipy."""
+"""Name of the scipy baseline."""
 
-FINALISTS = 4
-"""Schedules that are measured thoroughly, besides the baselines, for their ratios."""
+NUM_BY_RATIO = 4
+"""Schedules with the best ratios that are measured thoroughly, besides the baselines."""
 
-_QUICKEST = 2
-"""Likewise, for their times: what ran beside a reference that something slowed down has too good a ratio."""
+_NUM_BY_LATENCY = 2
+"""Schedules with the lowest latency that are also measured, because ratios to a disturbed reference are too
+good.
+"""
 
-_MARGIN = 0.02
-"""What was found must be so much better than the best baseline: of equals, the luckiest looks better."""
+_MIN_GAIN = 0.02
+"""Minimum gain over the best baseline, because the best of many measurements is biased."""
 
-_SHORT_MS = 0.2
-"""Below this, waking up threads may take longer than they save."""
+_SHORT_CALL_MS = 0.2
+"""Below this latency waking threads may take longer than they save."""
 
-_TURNS = 3
+_NUM_TURNS = 3
 _TURN_S = 0.3
-"""How long each is called at a time: threads that begin on one CPU are parted only after some tenths of a
-second of work without a pause."""
+"""Duration of a turn; threads that start on one CPU are only separated after some 100 ms of continuous work.
+"""
 
 _SAMPLE_S = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Final:
-    """Who won.
+class RerankResult:
+    """Result of the final measurement.
 
     Attributes:
-        kernel: The fastest.
-        best: Its time over the reference's.
-        baselines: Name -> likewise.
+        kernel: Fastest kernel.
+        best_ratio: Its time over the reference's.
+        baselines: Baseline name -> time over the reference's.
     """
 
     kernel: Kernel
-    best: float
+    best_ratio: float
     baselines: Mapping[str, float]
 
 
-def finals(
-    problem: Problem,
-    evaluator: Evaluator,
-    found: Mapping[Schedule, Trial],
+def rerank_schedules(
+    problem: SparseProblem,
+    evaluator: ScheduleEvaluator,
+    trials: Mapping[Schedule, Trial],
     baselines: Mapping[str, Schedule],
     *,
-    cache: Path | None = None,
-) -> Final:
-    """Measure the best and the baselines again, and choose.
+    cache_dir: Path | None = None,
+) -> RerankResult:
+    """Measure the best schedules and the baselines again, and select the fastest kernel.
 
-    In a process of its own a kernel has the CPUs for itself; here, where it will be called, its threads may
-    have to be woken up. The fastest schedule, the fastest with one thread if calls are short, and the library
-    are therefore called here, too, and that decides between them.
+    In the harness a kernel has the CPUs for itself; in this process its threads may have to be woken. The
+    fastest
+    schedule, the fastest with one thread if calls are short, and the library are therefore also timed in this
+    process.
 
     Args:
-        problem: What is computed.
-        evaluator: Of that problem, open.
-        found: What the search measured.
-        baselines: Name -> schedule, all of them in `found`.
-        cache: Folder for compiled code; see `compile_source`.
+        problem: Problem.
+        evaluator: Open evaluator of the problem.
+        trials: Trials of the search.
+        baselines: Baseline name -> schedule; all are in `trials`.
+        cache_dir: Directory of compiled code; see `compile_source`.
 
     Raises:
-        RunError: None of them runs.
+        RunError: No schedule runs.
     """
-    known = set(baselines.values())
-    ranked = sorted((trial for trial in found.values() if trial.error is None), key=lambda one: one.ratio)
-    quickest = sorted(ranked, key=lambda one: one.latency_ms)
-    others = [trial.schedule for trial in ranked if trial.schedule not in known][:FINALISTS]
-    others += [trial.schedule for trial in quickest if trial.schedule not in (*known, *others)][:_QUICKEST]
-    alone = next((trial.schedule for trial in ranked if trial.schedule.threads == 1), None)
-    if alone is not None and ranked[0].latency_ms < _SHORT_MS:
-        others.append(alone)
+    baseline_schedules = set(baselines.values())
+    ranked = sorted(
+        (trial for trial in trials.values() if trial.error is None), key=lambda trial: trial.ratio
+    )
+    by_latency = sorted(ranked, key=lambda trial: trial.latency_ms)
+    candidates = [trial.schedule for trial in ranked if trial.schedule not in baseline_schedules][
+        :NUM_BY_RATIO
+    ]
+    candidates += [
+        trial.schedule for trial in by_latency if trial.schedule not in (*baseline_schedules, *candidates)
+    ][:_NUM_BY_LATENCY]
+    single_thread = next((trial.schedule for trial in ranked if trial.schedule.threads == 1), None)
+    if single_thread is not None and ranked[0].latency_ms < _SHORT_CALL_MS:
+        candidates.append(single_thread)
     thorough = {
         schedule: evaluator.measure(schedule, thorough=True)
-        for schedule in dict.fromkeys((*baselines.values(), *others))
+        for schedule in dict.fromkeys((*baselines.values(), *candidates))
     }
     winner = min(
-        thorough.values(), key=lambda one: one.ratio * (1.0 - _MARGIN if one.schedule in known else 1.0)
+        thorough.values(),
+        key=lambda trial: trial.ratio * (1.0 - _MIN_GAIN if trial.schedule in baseline_schedules else 1.0),
     )
     if winner.error is not None:
-        raise RunError(f"no schedule ran when it was measured again: {winner.error}")
-    chosen = [winner.schedule]
-    if winner.latency_ms < _SHORT_MS and winner.schedule.threads > 1:
-        single = [one for one in thorough.values() if one.error is None and one.schedule.threads == 1]
-        chosen += [min(single, key=lambda one: one.ratio).schedule] if single else []
-    kernels: list[Kernel] = [CompiledKernel(build(problem, each), cache=cache) for each in chosen]
-    times = call_times([*kernels, LibraryKernel(problem)], evaluator.inputs)
-    ratios = [winner.ratio * (each / times[0]) for each in times]
-    told = {name: thorough[schedule].ratio for name, schedule in baselines.items()} | {LIBRARY: ratios[-1]}
+        raise RunError(f"no schedule ran in the final measurement: {winner.error}")
+    schedules = [winner.schedule]
+    if winner.latency_ms < _SHORT_CALL_MS and winner.schedule.threads > 1:
+        single_thread_trials = [
+            trial for trial in thorough.values() if trial.error is None and trial.schedule.threads == 1
+        ]
+        schedules += (
+            [min(single_thread_trials, key=lambda trial: trial.ratio).schedule]
+            if single_thread_trials
+            else []
+        )
+    kernels: list[Kernel] = [
+        CompiledKernel(build_program(problem, schedule), cache_dir=cache_dir) for schedule in schedules
+    ]
+    times = measure_call_times([*kernels, LibraryKernel(problem)], evaluator.inputs)
+    ratios = [winner.ratio * (time_ms / times[0]) for time_ms in times]
+    baseline_ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()} | {
+        LIBRARY: ratios[-1]
+    }
     best = min(ratios)
     if best == ratios[-1]:
-        return Final(kernel=LibraryKernel(problem, speedup=1.0), best=best, baselines=told)
+        return RerankResult(
+            kernel=LibraryKernel(problem, speedup=1.0), best_ratio=best, baselines=baseline_ratios
+        )
     kernel = kernels[ratios.index(best)]
-    kernel.speedup = min(told.values()) / best
-    return Final(kernel=kernel, best=best, baselines=told)
+    kernel.speedup = min(baseline_ratios.values()) / best
+    return RerankResult(kernel=kernel, best_ratio=best, baselines=baseline_ratios)
 
 
-def call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
-    """Milliseconds that a call of each takes in this process, one after the other without a pause.
+def measure_call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
+    """Measure the time of a call of each kernel in this process, milliseconds.
 
-    They take turns; of each it is its best turn, the lower quartile of that one's samples.
+    Kernels take turns; the result is the best turn, by the lower quartile of its samples.
     """
     counts = []
     for kernel in kernels:
         kernel.compute(*inputs)
-        counts.append(max(1, int(_SAMPLE_S / max(_sample(kernel, inputs, 1), 1e-7))))
+        counts.append(max(1, int(_SAMPLE_S / max(_time_call(kernel, inputs, 1), 1e-7))))
     best = [math.inf] * len(kernels)
-    for _ in range(_TURNS):
-        for place, (kernel, count) in enumerate(zip(kernels, counts, strict=True)):
+    for _ in range(_NUM_TURNS):
+        for index, (kernel, count) in enumerate(zip(kernels, counts, strict=True)):
             samples = []
-            begin = time.perf_counter()
-            while not samples or time.perf_counter() - begin < _TURN_S:
-                samples.append(1e3 * _sample(kernel, inputs, count))
-            best[place] = min(best[place], sorted(samples)[len(samples) // 4])
+            start = time.perf_counter()
+            while not samples or time.perf_counter() - start < _TURN_S:
+                samples.append(1e3 * _time_call(kernel, inputs, count))
+            best[index] = min(best[index], sorted(samples)[len(samples) // 4])
     return best
 
 
-def _sample(kernel: Kernel, inputs: tuple[np.ndarray, ...], count: int) -> float:
-    begin = time.perf_counter()
+def _time_call(kernel: Kernel, inputs: tuple[np.ndarray, ...], count: int) -> float:
+    start = time.perf_counter()
     for _ in range(count):
         kernel.compute(*inputs)
-    return (time.perf_counter() - begin) / count
+    return (time.perf_counter() - start) / count

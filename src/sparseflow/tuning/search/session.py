@@ -1,4 +1,4 @@
-"""The fastest schedule for one matrix: baselines, then a search, then a run-off between the best."""
+"""Tuning of one problem: baselines, a search, and a final measurement of the best schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,254 +16,294 @@ import numpy as np
 from sparseflow.core.device import describe_cpu
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, InputError, RunError
-from sparseflow.tuning.codegen.compile import compiler
+from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import Kernel, LibraryKernel
-from sparseflow.tuning.measure.cluster import LOT, measure_on
-from sparseflow.tuning.measure.evaluator import Evaluator, Trial
-from sparseflow.tuning.measure.trial_log import kept
-from sparseflow.tuning.model.cost_model import BoostedTrees, Scorer
-from sparseflow.tuning.model.features import Features
+from sparseflow.tuning.measure.cluster import BATCH_SIZE, measure_on_cluster
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.measure.trial_log import TrialLog, open_trial_log
+from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
+from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
-from sparseflow.tuning.schedule.operators import operator as operator_of
-from sparseflow.tuning.schedule.presets import REFERENCE, presets
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.search.guided import GUIDED, Guided
-from sparseflow.tuning.search.registry import strategy
-from sparseflow.tuning.search.rerank import finals
+from sparseflow.tuning.search.guided import GUIDED_PREFIX, GuidedSearch
+from sparseflow.tuning.search.registry import get_strategy
+from sparseflow.tuning.search.rerank import rerank_schedules
 
-Prior = Callable[[Problem, int], Scorer]
+Prior = Callable[[SparseProblem, int], ScheduleScorer]
+"""(problem, threads) -> scorer of its schedules before anything is measured."""
 
-METHOD = "guided-evolutionary"
-"""How to search by default."""
+DEFAULT_METHOD = "guided-evolutionary"
 
-_RUN_OFF = 0.15
-"""Share of the time that is kept for it."""
+_RERANK_SHARE = 0.15
+"""Share of the budget that is reserved for the final measurement."""
 
-_NEARLY = 1.1
-"""What was disturbed is confirmed if it took at most so many times as long as the best."""
+_DISTURBED_TOLERANCE = 1.1
+"""A disturbed trial is confirmed if its ratio is at most this many times the best."""
 
-_SMALL = 2_000_000
-"""Products below which one thread may well be faster than several."""
+_SMALL_PRODUCTS = 2_000_000
+"""Number of products below which one thread may be faster than several."""
 
-_REPEATS = 50
-"""Proposals in a row that were measured before, after which a search is over."""
+_MAX_REPEATS = 50
+"""Consecutive proposals that were measured before, after which a search ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """What tuning found.
+class TuneResult:
+    """Result of a tuning session.
 
     Attributes:
-        kernel: The fastest, ready to be called.
-        trials: Everything that was measured, in that order, baselines first and the run-off not among them.
-        baselines: Name -> ratio to the reference, thoroughly measured; scipy as `"library"`.
-        best: Ratio of the kernel to the reference, thoroughly measured.
-        seconds: Part ("propose", "build", "compile", "measure", "rest") -> how long it took this time.
+        kernel: Fastest kernel.
+        trials: All measurements in order, baselines first, without the final measurement.
+        baselines: Baseline name -> time over the reference's in the final measurement; scipy is `"library"`.
+        best_ratio: Time of the kernel over the reference's in the final measurement.
+        seconds: Phase ("propose", "build", "compile", "measure", "rest") -> duration of this run, seconds.
     """
 
     kernel: Kernel
     trials: tuple[Trial, ...]
     baselines: Mapping[str, float]
-    best: float
+    best_ratio: float
     seconds: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Convert to JSON types."""
         schedule = self.kernel.schedule
         return {
             "schedule": None if schedule is None else str(schedule),
             "speedup": self.kernel.speedup,
-            "best": self.best,
+            "best": self.best_ratio,
             "baselines": dict(self.baselines),
             "trials": [trial.to_dict() for trial in self.trials],
             "seconds": dict(self.seconds),
         }
 
 
-def tune(operator: str, matrix: Any, *, n_cols: int | None = None, **options: Any) -> Kernel:
-    """The fastest kernel for a matrix; arguments and errors are `explore`'s."""
-    return explore(operator, matrix, n_cols=n_cols, **options).kernel
+class TuningSession:
+    """Search for the fastest schedule of an operator on one matrix.
 
-
-def explore(
-    operator: str,
-    matrix: Any,
-    *,
-    n_cols: int | None = None,
-    budget_s: float = 60.0,
-    trials: int | None = None,
-    method: str = METHOD,
-    prior: Prior | None = None,
-    threads: int | None = None,
-    dtype: np.dtype | type | None = None,
-    seed: int = 0,
-    folder: Path | str | None = None,
-    cache: Path | None = None,
-    cluster: str | None = None,
-    machines: int = 1,
-    progress: Progress | None = None,
-) -> Tuned:
-    """Search the schedules of an operator for one matrix; what experts write by hand is always measured too.
+    Hand-written schedules are always measured as baselines. The time budget starts with the creation.
 
     Args:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
-        matrix: A matrix of scipy.sparse, a sparse tensor of torch, or what `as_coo` takes besides.
+        matrix: scipy.sparse matrix, sparse torch tensor or another type that `as_coo` accepts.
         n_cols: Columns of the dense operands; None for SpMV.
-        budget_s: Seconds that all of it may take, about.
-        trials: Schedules to measure at most, the baselines not counted. What looks best is measured twice.
-        method: How to search, one of `STRATEGIES`.
-        prior: For a guided method, what is thought of the schedules of a problem, for so many threads,
-            before anything is measured, such as `functools.partial(net.scoring.scorer, network)`; by default
-            what the network that comes with SparseFlow thinks. Boosted trees learn from this search what to
-            add to it.
-        threads: Threads to use; by default one for each CPU that this process may run on.
-        dtype: float32 or float64; by default the matrix's own.
-        seed: What the search and the dense inputs are drawn from.
-        folder: Where every trial is written as it comes; a search that was stopped goes on from there.
-        cache: Folder for compiled code; see `compile_source`.
-        cluster: Address of a Ray cluster that measures what the search proposes, `"auto"` for the one that
-            this machine belongs to; the baselines and the end are measured here.
-        machines: How many of its machines to keep busy.
-        progress: Called with (what was found, fraction done).
+        budget_s: Approximate time budget, seconds.
+        max_trials: Maximum number of schedules to measure besides the baselines.
+        method: Search method, one of `registry.STRATEGIES`.
+        prior: Initial scores of a guided method, such as `pretrained.load_prior(path)`; by default the
+            shipped network. Boosted trees learn corrections to it during the search.
+        threads: Number of threads; by default all CPUs that this process may use.
+        dtype: float32 or float64; by default the dtype of the matrix.
+        seed: Random seed of the search and the dense inputs.
+        out_dir: Directory of the trial log; an existing log is resumed.
+        cache_dir: Directory of compiled code; see `compile_source`.
+        cluster: Address of a Ray cluster that measures the proposals, `"auto"` for the cluster of this
+            machine. Baselines and the final measurement run on this machine.
+        num_machines: Machines of the cluster to use at the same time.
+        progress: Progress callback.
 
     Raises:
-        InputError: An argument cannot be used, or `folder` holds the trials of another problem.
-        RunError: The reference does not run, or another process writes into `folder`.
-        DeviceError: There is no cluster at the address, or its machines have other processors.
-        FileFormatError: A line of `folder`'s trials is damaged.
+        InputError: An argument is out of range or the matrix is unsupported.
     """
-    begun = time.monotonic()
-    if not budget_s > 0 or (trials is not None and trials < 0) or seed < 0 or machines < 1:
-        raise InputError(
-            f"`budget_s` (={budget_s}) must be above 0, as must `machines` (={machines}), and neither "
-            f"`trials` (={trials}) nor `seed` (={seed}) negative"
+
+    def __init__(
+        self,
+        operator: str,
+        matrix: Any,
+        *,
+        n_cols: int | None = None,
+        budget_s: float = 60.0,
+        max_trials: int | None = None,
+        method: str = DEFAULT_METHOD,
+        prior: Prior | None = None,
+        threads: int | None = None,
+        dtype: np.dtype | type | None = None,
+        seed: int = 0,
+        out_dir: Path | str | None = None,
+        cache_dir: Path | None = None,
+        cluster: str | None = None,
+        num_machines: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        self._start_s = time.monotonic()
+        if not budget_s > 0 or (max_trials is not None and max_trials < 0) or seed < 0 or num_machines < 1:
+            raise InputError(
+                f"`budget_s` (={budget_s}) must be above 0, `num_machines` (={num_machines}) at least 1, and "
+                f"`max_trials` (={max_trials}) and `seed` (={seed}) at least 0"
+            )
+        self._threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        if self._threads < 1:
+            raise InputError(f"`threads` (={threads}) must be at least 1")
+        self._strategy_class = get_strategy(method)
+        self.problem = SparseProblem(
+            operator=get_operator(operator), matrix=as_coo(matrix, dtype=dtype), n_cols=n_cols
         )
-    threads = len(os.sched_getaffinity(0)) if threads is None else threads
-    if threads < 1:
-        raise InputError(f"`threads` (={threads}) must be at least 1")
-    chosen = strategy(method)
-    problem = Problem(operator=operator_of(operator), matrix=as_coo(matrix, dtype=dtype), n_cols=n_cols)
-    try:
-        compiler()
-    except DeviceError as error:
-        warnings.warn(f"{error}; scipy computes instead", RuntimeWarning, stacklevel=2)
-        return Tuned(kernel=LibraryKernel(problem), trials=(), baselines={}, best=1.0, seconds={})
-    baselines = _canonical(problem, presets(problem.operator, problem.extents, threads))
-    reference = baselines[REFERENCE[problem.operator.name]]
-    space = Space(problem.operator, problem.extents, threads=sorted({1, threads}))
-    facts = {
-        "operator": problem.operator.name,
-        "extents": dict(problem.extents),
-        "threads": threads,
-        "cpu": describe_cpu(),
-        "dtype": str(problem.dtype),
-        "pattern": problem.matrix.digest(values=False),
-    }
-    with (
-        kept(folder, problem, facts) as log,
-        Evaluator(problem, reference, seed=seed, cache=cache) as evaluator,
-    ):
-        old = () if log is None else log.trials
-        # Going on, it must not propose once more what it proposed before.
-        walk = _begun(chosen, space, np.random.default_rng([seed, len(old)]), prior, problem, threads)
-        found: dict[Schedule, Trial] = {}
-        for trial in old:
-            found[trial.schedule] = trial
-            walk.tell(trial)
-        first = list(baselines.values())
-        if threads > 1 and problem.matrix.nnz * (n_cols or 1) < _SMALL:
-            first += _canonical(problem, presets(problem.operator, problem.extents, 1)).values()
-        first = [schedule for schedule in first if schedule not in found]
-        most = math.inf if trials is None else len(baselines) + trials
-        deadline = begun + budget_s * (1.0 - _RUN_OFF)
-        fresh: list[Trial] = []
+        self._budget_s, self._prior, self._seed = budget_s, prior, seed
+        self._max_trials = max_trials
+        self._out_dir, self._cache_dir = out_dir, cache_dir
+        self._cluster, self._num_machines = cluster, num_machines
+        self._progress = progress
+        self._trials: dict[Schedule, Trial] = {}
+        self._new_trials: list[Trial] = []
+        self._propose_s = 0.0
 
-        proposing = 0.0
+    def run(self) -> TuneResult:
+        """Run the search. Without a C compiler the result is the library's kernel, with a warning.
 
-        def told(trial: Trial) -> None:
-            nonlocal proposing
-            if trial.error is not None and trial.schedule == reference:
-                raise RunError(f"the reference does not run: {trial.error}; it is {reference}")
-            if log is not None:
-                log.write(trial)
-            found[trial.schedule] = trial
-            fresh.append(trial)
-            began = time.monotonic()
-            walk.tell(trial)
-            proposing += time.monotonic() - began
-            if progress is not None:
-                best = min(each.latency_ms for each in found.values())
-                done = max((time.monotonic() - begun) / budget_s, len(found) / most if most else 0.0)
-                progress(f"{len(found)} schedules, best {best:.3f} ms", min(done, 1.0))
+        Raises:
+            InputError: `out_dir` has the trials of another problem, or `method` takes no `prior`.
+            RunError: The reference schedule fails, or another process writes to `out_dir`.
+            DeviceError: No cluster is at the address, or its machines have other processors.
+            FileFormatError: The trial log is damaged.
+        """
+        problem = self.problem
+        try:
+            find_compiler()
+        except DeviceError as error:
+            warnings.warn(f"{error}; using the scipy kernel", RuntimeWarning, stacklevel=2)
+            return TuneResult(
+                kernel=LibraryKernel(problem), trials=(), baselines={}, best_ratio=1.0, seconds={}
+            )
+        baselines = self._build_baselines(self._threads)
+        self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
+        header = {
+            "operator": problem.operator.name,
+            "extents": dict(problem.extents),
+            "threads": self._threads,
+            "cpu": describe_cpu(),
+            "dtype": str(problem.dtype),
+            "pattern": problem.matrix.digest(values=False),
+        }
+        with (
+            open_trial_log(self._out_dir, problem, header) as log,
+            ScheduleEvaluator(
+                problem, self._reference, seed=self._seed, cache_dir=self._cache_dir
+            ) as evaluator,
+        ):
+            self._log, self._evaluator = log, evaluator
+            self._strategy = self._resume(log)
+            self._trial_limit = math.inf if self._max_trials is None else len(baselines) + self._max_trials
+            self._measure_baselines(baselines)
+            self._search()
+            if self._progress is not None:
+                self._progress("measuring the best schedules again", 1.0)
+            final = rerank_schedules(problem, evaluator, self._trials, baselines, cache_dir=self._cache_dir)
+        return TuneResult(
+            kernel=final.kernel,
+            trials=tuple(self._trials.values()),
+            baselines=final.baselines,
+            best_ratio=final.best_ratio,
+            seconds=self._sum_phases(),
+        )
 
-        def measured(schedule: Schedule) -> Trial:
-            trial = evaluator.measure(schedule)
-            best = min((each.ratio for each in found.values()), default=math.inf)
-            near = trial.ratio < best * (_NEARLY if trial.disturbed else 1.0)
-            return evaluator.confirmed(trial) if near and math.isfinite(best) else trial
+    def _build_baselines(self, threads: int) -> dict[str, Schedule]:
+        problem = self.problem
+        presets = build_presets(problem.operator, problem.extents, threads)
+        return {
+            name: schedule.canonicalize(problem.operator, problem.extents)
+            for name, schedule in presets.items()
+        }
 
-        for schedule in first:
-            told(measured(schedule))
-        lot = 1 if cluster is None else LOT * machines
-        while time.monotonic() < deadline and len(found) < most:
-            began = time.monotonic()
-            wanted = _proposed(walk, problem, found, min(lot, most - len(found)))
-            proposing += time.monotonic() - began
-            if not wanted:
+    def _resume(self, log: TrialLog | None) -> Strategy:
+        """Create the strategy and replay the trials of an earlier run."""
+        trials = () if log is None else log.trials
+        # A resumed search gets another random stream, so that it does not repeat its proposals.
+        strategy = self._create_strategy(np.random.default_rng([self._seed, len(trials)]))
+        for trial in trials:
+            self._trials[trial.schedule] = trial
+            strategy.observe(trial)
+        return strategy
+
+    def _create_strategy(self, rng: np.random.Generator) -> Strategy:
+        problem, threads = self.problem, self._threads
+        space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
+        if issubclass(self._strategy_class, GuidedSearch):
+            prior = self._prior
+            if prior is None:
+                from sparseflow.tuning.model.net.pretrained import make_shipped_prior as prior
+            features = ScheduleFeatures(problem, threads)
+            return self._strategy_class(space, rng, BoostedTrees(features, prior=prior(problem, threads)))
+        if self._prior is not None:
+            name = self._strategy_class.name
+            raise InputError(f"method {name!r} takes no `prior`; use {GUIDED_PREFIX}{name}")
+        return self._strategy_class(space, rng)
+
+    def _measure_baselines(self, baselines: Mapping[str, Schedule]) -> None:
+        schedules = list(baselines.values())
+        if self._threads > 1 and self.problem.matrix.nnz * (self.problem.n_cols or 1) < _SMALL_PRODUCTS:
+            schedules += self._build_baselines(1).values()
+        for schedule in [schedule for schedule in schedules if schedule not in self._trials]:
+            self._record(self._measure(schedule))
+
+    def _search(self) -> None:
+        deadline = self._start_s + self._budget_s * (1.0 - _RERANK_SHARE)
+        batch_size = 1 if self._cluster is None else BATCH_SIZE * self._num_machines
+        while time.monotonic() < deadline and len(self._trials) < self._trial_limit:
+            schedules = self._propose(min(batch_size, self._trial_limit - len(self._trials)))
+            if not schedules:
                 break
-            if cluster is None:
-                told(measured(wanted[0]))
+            if self._cluster is None:
+                self._record(self._measure(schedules[0]))
                 continue
-            for trial in measure_on(cluster, problem, reference, wanted, seed=seed, threads=threads):
-                told(trial)
-        if progress is not None:
-            progress("measuring the best again", 1.0)
-        final = finals(problem, evaluator, found, baselines, cache=cache)
-    seconds: dict[str, float] = {"propose": proposing}
-    for trial in fresh:
-        for part, took in trial.seconds.items():
-            seconds[part] = seconds.get(part, 0.0) + took
-    seconds["rest"] = time.monotonic() - begun - sum(seconds.values())
-    return Tuned(
-        kernel=final.kernel,
-        trials=tuple(found.values()),
-        baselines=final.baselines,
-        best=final.best,
-        seconds=seconds,
-    )
+            for trial in measure_on_cluster(
+                self._cluster,
+                self.problem,
+                self._reference,
+                schedules,
+                seed=self._seed,
+                threads=self._threads,
+            ):
+                self._record(trial)
 
+    def _propose(self, count: float) -> list[Schedule]:
+        """Propose up to `count` new schedules; fewer if the strategy only repeats itself."""
+        start_s = time.monotonic()
+        schedules: dict[Schedule, None] = {}
+        num_repeats = 0
+        while len(schedules) < count and num_repeats < _MAX_REPEATS:
+            schedule = self._strategy.propose().canonicalize(self.problem.operator, self.problem.extents)
+            is_known = schedule in self._trials
+            num_repeats = num_repeats + 1 if is_known or schedule in schedules else 0
+            if not is_known:
+                schedules[schedule] = None
+        self._propose_s += time.monotonic() - start_s
+        return list(schedules)
 
-def _begun(
-    chosen: type[Strategy],
-    space: Space,
-    rng: np.random.Generator,
-    prior: Prior | None,
-    problem: Problem,
-    threads: int,
-) -> Strategy:
-    if issubclass(chosen, Guided):
-        if prior is None:
-            from sparseflow.tuning.model.net.pretrained import prior
-        return chosen(space, rng, BoostedTrees(Features(problem, threads), prior=prior(problem, threads)))
-    if prior is not None:
-        raise InputError(f"the method {chosen.name!r} asks no `prior`; choose {GUIDED}{chosen.name}")
-    return chosen(space, rng)
+    def _measure(self, schedule: Schedule) -> Trial:
+        """Measure a schedule, and confirm the measurement if it is the best so far."""
+        trial = self._evaluator.measure(schedule)
+        best = min((trial.ratio for trial in self._trials.values()), default=math.inf)
+        is_best = trial.ratio < best * (_DISTURBED_TOLERANCE if trial.disturbed else 1.0)
+        return self._evaluator.confirm(trial) if is_best and math.isfinite(best) else trial
 
+    def _record(self, trial: Trial) -> None:
+        """Log a trial and pass it to the strategy."""
+        if trial.error is not None and trial.schedule == self._reference:
+            raise RunError(f"the reference schedule {self._reference} fails: {trial.error}")
+        if self._log is not None:
+            self._log.write(trial)
+        self._trials[trial.schedule] = trial
+        self._new_trials.append(trial)
+        start_s = time.monotonic()
+        self._strategy.observe(trial)
+        self._propose_s += time.monotonic() - start_s
+        if self._progress is not None:
+            count, limit = len(self._trials), self._trial_limit
+            best_ms = min(trial.latency_ms for trial in self._trials.values())
+            fraction = max(
+                (time.monotonic() - self._start_s) / self._budget_s, count / limit if limit else 0.0
+            )
+            self._progress(f"{count} schedules, best {best_ms:.3f} ms", min(fraction, 1.0))
 
-def _canonical(problem: Problem, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:
-    return {name: each.canonical(problem.operator, problem.extents) for name, each in schedules.items()}
-
-
-def _proposed(walk: Strategy, problem: Problem, found: Container[Schedule], count: float) -> list[Schedule]:
-    """So many new schedules; fewer, or none, where nothing new comes any more."""
-    wanted: dict[Schedule, None] = {}
-    again = 0
-    while len(wanted) < count and again < _REPEATS:
-        schedule = walk.ask().canonical(problem.operator, problem.extents)
-        again = again + 1 if schedule in found or schedule in wanted else 0
-        if schedule not in found:
-            wanted[schedule] = None
-    return list(wanted)
+    def _sum_phases(self) -> dict[str, float]:
+        seconds: dict[str, float] = {"propose": self._propose_s}
+        for trial in self._new_trials:
+            for phase, elapsed_s in trial.seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + elapsed_s
+        seconds["rest"] = time.monotonic() - self._start_s - sum(seconds.values())
+        return seconds

@@ -12,25 +12,26 @@ from hypothesis import strategies as st
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.model.net import coarsen as module
-from sparseflow.tuning.model.net.coarsen import BLOCKS, CELL_FEATURES, Cells, coarsen
+from sparseflow.tuning.model.net.coarsen import BLOCK_SHAPES, CELL_FEATURES, Cells, coarsen
 
 
-def coarsened(dense: np.ndarray, most: int = 2**14) -> Cells:
+def coarsened(dense: np.ndarray, maximum: int = 2**14) -> Cells:
     rows, cols = np.nonzero(dense)
-    return coarsen(rows, cols, (dense.shape[0], dense.shape[1]), most=most)
+    return coarsen(rows, cols, (dense.shape[0], dense.shape[1]), max_cells=maximum)
 
 
 def occupied(part: np.ndarray, tall: int, wide: int) -> int:
     """Blocks of a part, from its upper left corner on, that hold an element."""
     tops, lefts = range(0, part.shape[0], tall), range(0, part.shape[1], wide)
     return sum(
-        bool(part[top : top + tall, left : left + wide].any()) for top, left in itertools.product(tops, lefts)
+        bool(part[top : top + tall, remaining : remaining + wide].any())
+        for top, remaining in itertools.product(tops, lefts)
     )
 
 
-def slowly(dense: np.ndarray, most: int) -> Cells:
+def slowly(dense: np.ndarray, maximum: int) -> Cells:
     tall, wide = 1, 1
-    while occupied(dense, tall, wide) > most:
+    while occupied(dense, tall, wide) > maximum:
         # A side that covers the matrix grows no more.
         tall, wide = (
             2 * side if side < extent else side
@@ -42,18 +43,18 @@ def slowly(dense: np.ndarray, most: int) -> Cells:
     mean = log_lengths[dense.any(1)].mean() if dense.any() else 0.0
     coords, features = [], []
     for row, col in itertools.product(range(grid[0]), range(grid[1])):
-        top, left = row * tall, col * wide
-        cell = dense[top : top + tall, left : left + wide]
+        top, remaining = row * tall, col * wide
+        cell = dense[top : top + tall, remaining : remaining + wide]
         if not cell.any():
             continue
         blocks = []
-        for block in BLOCKS:
+        for block in BLOCK_SHAPES:
             height, width = max(tall, block[0]), max(wide, block[1])
-            region = dense[top // height * height :, left // width * width :][:height, :width]
+            region = dense[top // height * height :, remaining // width * width :][:height, :width]
             blocks.append(math.log2(region.sum() / occupied(region, *block)) / math.log2(math.prod(block)))
-        places = [
+        positions = [
             (2 * first + size) / extent - 1
-            for first, size, extent in zip((top, left), cell.shape, dense.shape, strict=True)
+            for first, size, extent in zip((top, remaining), cell.shape, dense.shape, strict=True)
         ]
         fill = cell.mean()
         row_length = (log_lengths[top : top + tall][cell.any(1)].mean() - mean) / 4
@@ -65,7 +66,7 @@ def slowly(dense: np.ndarray, most: int) -> Cells:
             cell.any(0).mean(),
         ]
         coords.append((row, col))
-        features.append([*parts, *blocks, row_length, *places, abs(places[0] - places[1])])
+        features.append([*parts, *blocks, row_length, *positions, abs(positions[0] - positions[1])])
     return Cells(
         coords=np.array(coords, np.int64).reshape(-1, 2),
         features=np.array(features, np.float32).reshape(-1, len(CELL_FEATURES)),
@@ -86,42 +87,42 @@ def slowly(dense: np.ndarray, most: int) -> Cells:
 @example(shape=(70, 1), density=0.5, most=7, step=3, table=0, seed=0)
 @example(shape=(1, 1), density=1.0, most=1, step=1, table=0, seed=0)
 def test_cells_are_what_a_dense_matrix_shows(
-    shape: tuple[int, int], density: float, most: int, step: int, table: int, seed: int
+    shape: tuple[int, int], density: float, maximum: int, step: int, table: int, seed: int
 ) -> None:
     dense = np.random.default_rng(seed).random(shape) < density
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module._SLICE, "cpu", step)
-        patch.setattr(module, "_TABLE", table)
-        found = coarsened(dense, most=most)
-    expected = slowly(dense, most)
-    assert found.grid == expected.grid
-    assert found.coords.dtype == np.int64 and found.features.dtype == np.float32
-    np.testing.assert_array_equal(found.coords, expected.coords)
-    np.testing.assert_allclose(found.features, expected.features, rtol=1e-5, atol=1e-6)
+        patch.setitem(module._SLICE_ELEMENTS, "cpu", step)
+        patch.setattr(module, "_MAX_TABLE_CELLS", table)
+        result = coarsened(dense, maximum=maximum)
+    expected = slowly(dense, maximum)
+    assert result.grid == expected.grid
+    assert result.coords.dtype == np.int64 and result.features.dtype == np.float32
+    np.testing.assert_array_equal(result.coords, expected.coords)
+    np.testing.assert_allclose(result.features, expected.features, rtol=1e-5, atol=1e-6)
 
 
 def test_a_pattern_without_elements_has_no_cells() -> None:
-    found = coarsened(np.zeros((3, 4), bool))
-    assert found.coords.shape == (0, 2)
-    assert found.features.shape == (0, len(CELL_FEATURES))
-    assert found.grid == (3, 4)
+    result = coarsened(np.zeros((3, 4), bool))
+    assert result.coords.shape == (0, 2)
+    assert result.features.shape == (0, len(CELL_FEATURES))
+    assert result.grid == (3, 4)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint32, np.int64, np.uint64, ">i4"])
 def test_integers_of_any_type_do(kind: type | str) -> None:
     dense = np.random.default_rng(0).random((50, 60)) < 0.2
     rows, cols = np.nonzero(dense)
-    expected = coarsen(rows, cols, (50, 60), most=100)
-    found = coarsen(rows.astype(kind), cols.astype(kind), (50, 60), most=100)
-    np.testing.assert_array_equal(found.features, expected.features)
+    expected = coarsen(rows, cols, (50, 60), max_cells=100)
+    cells = coarsen(rows.astype(kind), cols.astype(kind), (50, 60), max_cells=100)
+    np.testing.assert_array_equal(cells.features, expected.features)
 
 
 def test_a_huge_shape_costs_nothing_but_keeps_the_grid_small() -> None:
     rows, cols = np.array([0, 2**40]), np.array([7, 5])
-    found = coarsen(rows, cols, (2**40 + 1, 8))
-    assert found.grid[0] <= 2**20 and found.grid[1] == 1
-    assert np.isfinite(found.features).all()
-    assert len(found.coords) == 2
+    cells = coarsen(rows, cols, (2**40 + 1, 8))
+    assert cells.grid[0] <= 2**20 and cells.grid[1] == 1
+    assert np.isfinite(cells.features).all()
+    assert len(cells.coords) == 2
 
 
 def test_blocks_tell_from_scattered_elements() -> None:
@@ -129,16 +130,16 @@ def test_blocks_tell_from_scattered_elements() -> None:
     fours = np.kron(generator.random((64, 64)) < 0.1, np.ones((4, 4), bool))
     scattered = generator.permutation(fours.ravel()).reshape(fours.shape)
     column = CELL_FEATURES.index("fill_4x4")
-    assert coarsened(fours, most=64).features[:, column].min() == 1.0
-    assert coarsened(scattered, most=64).features[:, column].max() < 0.5
+    assert coarsened(fours, maximum=64).features[:, column].min() == 1.0
+    assert coarsened(scattered, maximum=64).features[:, column].max() < 0.5
 
 
 def test_features_are_of_order_one_whatever_the_size() -> None:
     rows = np.arange(300_000)
     cols = np.minimum(rows, 299_999) // 3 * 3
-    found = coarsen(rows, cols, (300_000, 300_000))
-    assert 2**12 < len(found.coords) <= 2**14
-    assert np.abs(found.features).max() < 4
+    cells = coarsen(rows, cols, (300_000, 300_000))
+    assert 2**12 < len(cells.coords) <= 2**14
+    assert np.abs(cells.features).max() < 4
 
 
 @pytest.mark.parametrize(
@@ -158,17 +159,17 @@ def test_features_are_of_order_one_whatever_the_size() -> None:
 def test_what_is_no_pattern_is_refused(
     rows: list[int], cols: list[int], shape: tuple[int, int], words: str
 ) -> None:
-    arrays = [np.array(each, dtype=None if each else np.int64) for each in (rows, cols)]
+    arrays = [np.array(item, dtype=None if item else np.int64) for item in (rows, cols)]
     with pytest.raises(InputError, match=words):
         coarsen(arrays[0], arrays[1], shape)
 
 
 def test_disorder_between_slices_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module._SLICE, "cpu", 2)
-    with pytest.raises(InputError, match="sorted"):
+    monkeypatch.setitem(module._SLICE_ELEMENTS, "cpu", 2)
+    with pytest.raises(InputError):
         coarsen(np.array([0, 5, 3, 4]), np.zeros(4, np.int64), (6, 1))
 
 
 def test_no_cells_are_refused() -> None:
-    with pytest.raises(InputError, match="most"):
-        coarsened(np.ones((2, 2), bool), most=0)
+    with pytest.raises(InputError):
+        coarsened(np.ones((2, 2), bool), maximum=0)

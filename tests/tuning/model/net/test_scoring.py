@@ -9,12 +9,16 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.model.net import scoring
 from sparseflow.tuning.model.net.coarsen import coarsen
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
-from sparseflow.tuning.model.net.statistics import WIDTH, pattern_statistics, statistics
-from sparseflow.tuning.model.net.tokenizer import Encoder
+from sparseflow.tuning.model.net.statistics import (
+    NUM_FEATURES,
+    compute_pattern_statistics,
+    compute_task_statistics,
+)
+from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import SPMM, SPMV
-from sparseflow.tuning.schedule.problem import Problem
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.problem import SparseProblem
+from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, pattern_of
 
 EXTENTS = {"i": 60, "k": 40, "j": 32}
@@ -22,23 +26,23 @@ EXTENTS = {"i": 60, "k": 40, "j": 32}
 
 def test_scores_do_not_depend_on_how_many_are_scored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     net, pattern = AutoSparseNet(SMALL), pattern_of(0)
-    context = net.embed(
-        coarsen(pattern.rows, pattern.cols, pattern.shape, most=64), np.ones(WIDTH, np.float32)
+    context = net.embed_task(
+        coarsen(pattern.rows, pattern.cols, pattern.shape, max_cells=64), np.ones(NUM_FEATURES, np.float32)
     )
     random = np.random.default_rng(0)
-    schedules = [Space(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(20)]
-    scores = scoring.score(net, schedules, SPMM, EXTENTS, context)
+    schedules = [ScheduleSpace(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(20)]
+    scores = scoring.score_schedules(net, schedules, SPMM, EXTENTS, context)
     assert scores.shape == (20,) and scores.dtype == np.float32
-    monkeypatch.setitem(scoring._AT_ONCE, "cpu", 3)
-    encoder = Encoder()
+    monkeypatch.setitem(scoring._BATCH_SIZE, "cpu", 3)
+    encoder = ScheduleTokenizer()
     for _ in range(2):
-        again = scoring.score(net, schedules, SPMM, EXTENTS, context, encoder=encoder)
-        np.testing.assert_allclose(again, scores, rtol=1e-4, atol=1e-5)
-    alone = scoring.score(net, schedules[7:8], SPMM, EXTENTS, context)
-    np.testing.assert_allclose(alone, scores[7:8], rtol=1e-4, atol=1e-5)
-    assert scoring.score(net, [], SPMM, EXTENTS, context).shape == (0,)
-    with pytest.raises(InputError, match="cannot be encoded"):
-        scoring.score(net, schedules, SPMV, {"i": 60, "j": 40}, context)
+        repeated = scoring.score_schedules(net, schedules, SPMM, EXTENTS, context, encoder=encoder)
+        np.testing.assert_allclose(repeated, scores, rtol=1e-4, atol=1e-5)
+    single = scoring.score_schedules(net, schedules[7:8], SPMM, EXTENTS, context)
+    np.testing.assert_allclose(single, scores[7:8], rtol=1e-4, atol=1e-5)
+    assert scoring.score_schedules(net, [], SPMM, EXTENTS, context).shape == (0,)
+    with pytest.raises(InputError):
+        scoring.score_schedules(net, schedules, SPMV, {"i": 60, "j": 40}, context)
 
 
 @pytest.mark.parametrize("config", [SMALL, NO_PATTERN], ids=["pattern", "bare"])
@@ -46,19 +50,21 @@ def test_a_scorer_knows_its_problem(config: NetConfig) -> None:
     net, pattern = AutoSparseNet(config), pattern_of(0)
     mask = np.zeros(pattern.shape)
     mask[pattern.rows, pattern.cols] = 1.0
-    problem = Problem(operator=SPMM, matrix=as_coo(mask), n_cols=32)
+    problem = SparseProblem(operator=SPMM, matrix=as_coo(mask), n_cols=32)
     random = np.random.default_rng(0)
-    schedules = [Space(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(5)]
-    told = statistics(
+    schedules = [ScheduleSpace(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(5)]
+    messages = compute_task_statistics(
         operator="spmm",
         shape=pattern.shape,
         nnz=pattern.nnz,
         n_cols=32,
         dtype="float64",
         threads=2,
-        pattern=pattern_statistics(pattern.rows, pattern.cols, pattern.shape),
+        pattern=compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape),
     )
-    context = net.embed(coarsen(pattern.rows, pattern.cols, pattern.shape, most=64), told)
-    found = scoring.scorer(net, problem, 2)
+    context = net.embed_task(coarsen(pattern.rows, pattern.cols, pattern.shape, max_cells=64), messages)
+    result = scoring.make_scorer(net, problem, 2)
     for _ in range(2):
-        np.testing.assert_array_equal(found(schedules), scoring.score(net, schedules, SPMM, EXTENTS, context))
+        np.testing.assert_array_equal(
+            result(schedules), scoring.score_schedules(net, schedules, SPMM, EXTENTS, context)
+        )

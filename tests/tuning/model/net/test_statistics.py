@@ -9,21 +9,27 @@ import pytest
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.model.net import statistics as module
-from sparseflow.tuning.model.net.statistics import PATTERN, TASK, WIDTH, pattern_statistics, statistics
+from sparseflow.tuning.model.net.statistics import (
+    NUM_FEATURES,
+    PATTERN_FEATURES,
+    TASK_FEATURES,
+    compute_pattern_statistics,
+    compute_task_statistics,
+)
 from tests.tuning.synthetic_labels import pattern_of
 
 
 def named(values: np.ndarray) -> dict[str, float]:
-    return dict(zip(PATTERN, values.tolist(), strict=True))
+    return dict(zip(PATTERN_FEATURES, values.tolist(), strict=True))
 
 
 def test_features_of_a_small_pattern_are_those_worked_out_by_hand() -> None:
     # Rows 0 to 3 of 8 hold columns 0, 1 of 4: two full blocks of 4 x 1, half a block of 4 x 4.
     rows, cols = np.repeat(np.arange(4), 2), np.tile([0, 1], 4)
-    found = named(pattern_statistics(rows, cols, (8, 4)))
+    result = named(compute_pattern_statistics(rows, cols, (8, 4)))
     log = lambda value: math.log2(1 + value) / 16  # noqa: E731
     distance = np.abs(cols - rows / 2).mean()
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {
             "row_deviation": log(1.0), "row_longest": log(2), "rows_empty": 0.5,
             "col_deviation": log(2.0), "col_longest": log(4), "cols_empty": 0.5,
@@ -36,52 +42,54 @@ def test_features_of_a_small_pattern_are_those_worked_out_by_hand() -> None:
 @pytest.mark.parametrize("band", [1, 7, 100])
 def test_it_does_not_matter_how_much_is_read_at_a_time(band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = pattern_of(0, (150, 70), 0.02)
-    whole = pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
-    monkeypatch.setattr(module, "_BAND", band)
-    parts = pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
+    full = compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
+    monkeypatch.setattr(module, "_BAND_ELEMENTS", band)
+    parts = compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
     # What follows an element may stand in the next band only if that is another row: bands are whole rows.
-    np.testing.assert_allclose(parts, whole, rtol=1e-6)
+    np.testing.assert_allclose(parts, full, rtol=1e-6)
 
 
 def test_blocks_are_counted_as_a_dense_mask_would_show_them() -> None:
     pattern = pattern_of(1, (64, 48), 0.05)
     mask = np.zeros(pattern.shape, bool)
     mask[pattern.rows, pattern.cols] = True
-    found = named(pattern_statistics(pattern.rows, pattern.cols, pattern.shape))
+    result = named(compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape))
     for high, wide in ((4, 1), (4, 4), (16, 16)):
         blocks = mask.reshape(64 // high, high, 48 // wide, wide).any((1, 3)).sum()
         share = pattern.nnz / (blocks * high * wide)
-        assert found[f"fill_{high}x{wide}"] == pytest.approx(-math.log2(share) / 8)
-    assert found["adjacent"] == pytest.approx((mask[:, 1:] & mask[:, :-1]).sum() / pattern.nnz)
+        assert result[f"fill_{high}x{wide}"] == pytest.approx(-math.log2(share) / 8)
+    assert result["adjacent"] == pytest.approx((mask[:, 1:] & mask[:, :-1]).sum() / pattern.nnz)
 
 
 def test_odd_patterns_give_finite_numbers() -> None:
     none = np.zeros(0, np.int32)
-    assert np.isfinite(pattern_statistics(none, none, (3, 5))).all()
+    assert np.isfinite(compute_pattern_statistics(none, none, (3, 5))).all()
     corner = np.array([2**20 - 1], np.int32), np.array([2**21 - 1], np.int32)
-    assert np.isfinite(pattern_statistics(*corner, (2**20, 2**21))).all()
+    assert np.isfinite(compute_pattern_statistics(*corner, (2**20, 2**21))).all()
 
 
 def test_what_is_not_known_is_0_and_marked_so() -> None:
     task = {"operator": "spmm", "shape": (1024, 64), "n_cols": 32, "dtype": "float64", "threads": 4}
-    features = np.ones(len(PATTERN), np.float32)
-    full = statistics(**task, nnz=128, pattern=features)
-    bare = statistics(**task, nnz=None)
-    assert full.shape == bare.shape == (WIDTH,) and full.dtype == np.float32
+    features = np.ones(len(PATTERN_FEATURES), np.float32)
+    full = compute_task_statistics(**task, nnz=128, pattern=features)
+    bare = compute_task_statistics(**task, nnz=None)
+    assert full.shape == bare.shape == (NUM_FEATURES,) and full.dtype == np.float32
     values, known = bare.reshape(2, -1)
-    unknown = {"nnz", "density", "row_mean", *PATTERN}
-    assert {name for name, one in zip((*TASK, *PATTERN), known, strict=True) if not one} == unknown
+    unknown = {"nnz", "density", "row_mean", *PATTERN_FEATURES}
+    assert {
+        name for name, item in zip((*TASK_FEATURES, *PATTERN_FEATURES), known, strict=True) if not item
+    } == unknown
     assert not values[known == 0].any()
-    assert full[WIDTH // 2 :].all() and np.isfinite(full).all()
-    same = np.isin((*TASK, *PATTERN), sorted(unknown), invert=True)
+    assert full[NUM_FEATURES // 2 :].all() and np.isfinite(full).all()
+    same = np.isin((*TASK_FEATURES, *PATTERN_FEATURES), sorted(unknown), invert=True)
     np.testing.assert_array_equal(full.reshape(2, -1)[:, same], bare.reshape(2, -1)[:, same])
 
 
 def test_operators_and_widths_differ() -> None:
     task = {"shape": (8, 8), "nnz": 8, "dtype": "float32", "threads": 1}
-    spmm = statistics(operator="spmm", n_cols=32, **task)
-    sddmm = statistics(operator="sddmm", n_cols=32, **task)
-    spmv = statistics(operator="spmv", n_cols=None, **task)
+    spmm = compute_task_statistics(operator="spmm", n_cols=32, **task)
+    sddmm = compute_task_statistics(operator="sddmm", n_cols=32, **task)
+    spmv = compute_task_statistics(operator="spmv", n_cols=None, **task)
     assert not np.array_equal(spmm, sddmm) and not np.array_equal(spmm, spmv)
-    with pytest.raises(InputError, match="choose one of: spmm"):
-        statistics(operator="gemm", n_cols=None, **task)
+    with pytest.raises(InputError):
+        compute_task_statistics(operator="gemm", n_cols=None, **task)

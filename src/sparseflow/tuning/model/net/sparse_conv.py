@@ -1,19 +1,26 @@
-"""Convolutions over the active cells of sparse grids, in plain torch.
+"""Sparse 2-D convolutions in plain PyTorch.
 
-Only *sites*, coordinates that are active, have features; whatever lies beside them counts as zero. The
-submanifold convolution (Graham et al., "3D Semantic Segmentation with Submanifold Sparse Convolutional
-Networks", CVPR 2018) keeps the sites; the strided one halves coordinates, and its sites are the halves that
-occur, as in MinkowskiEngine (Choy et al., CVPR 2019).
+Only *sites*, the active coordinates, have features; all other coordinates are zero. The submanifold
+convolution
+(Graham et al., "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018) keeps
+the
+sites. The strided convolution halves the coordinates; its sites are the halves that occur, as in
+MinkowskiEngine
+(Choy et al., CVPR 2019).
 
-A table says for every output and every offset of the kernel which input is read there. A convolution gathers
-by it what all offsets read, and multiplies that by all weights at once; of many outputs, some at a time, so
-that what it holds does not grow with them. Gradients are gathered, too, by the table the other way round:
-nothing is scattered, so no result depends on the order in which threads add. On one device the same batch
-gives the same bits, forward and backward; the same pattern in another batch need not, as matrix products of
-other sizes may add up otherwise.
+A kernel map has the input of every output and kernel offset. A convolution gathers the inputs of all offsets
+and
+multiplies them by all weights at once, in chunks of outputs, so that memory is bounded. Gradients are
+gathered with
+the inverse map. Nothing is scattered, so no result depends on the order of threads. On one device a batch
+gives
+identical bits in every run. A pattern in another batch may give other bits, because matrix products of other
+sizes
+may sum in another order.
 
-Searching for neighbours takes longer than convolving: the `Sites` of a pattern keep what was found, and a
-`Batch` puts together patterns whose neighbours are known.
+Finding neighbors takes longer than convolving. `ActiveSites` caches the kernel maps of a pattern, and a
+`SiteBatch`
+concatenates them.
 """
 
 from __future__ import annotations
@@ -31,81 +38,84 @@ from torch.autograd.function import once_differentiable
 
 from sparseflow.errors import InputError
 
-_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
-"""Numbers that are gathered at a time, about: on a CPU, what its caches hold."""
+_GATHER_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
+"""Approximate number of values that are gathered at once; on a CPU they fit its caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelMap:
-    """Which inputs the outputs read.
+    """Inputs of each output, and the inverse.
 
     Attributes:
-        reads: Shape (outputs, offsets), int32: 1 + the input's place; 0 for none.
-        read_by: Shape (inputs, offsets), int32: 1 + the place of the output that reads an input; 0 for none.
+        reads: 1 + index of the input, or 0, shape [outputs, offsets], int32.
+        read_by: 1 + index of the output that reads an input, or 0, shape [inputs, offsets], int32.
     """
 
     reads: Tensor
     read_by: Tensor
 
     @classmethod
-    def of(cls, reads: Tensor, inputs: int) -> KernelMap:
-        """The map with these reads of so many inputs."""
+    def from_reads(cls, reads: Tensor, inputs: int) -> KernelMap:
+        """Compute the inverse of `reads`."""
         outputs, offsets = reads.shape
-        # What reads nothing writes to the first row, in any order, and that is cut off.
-        found = reads.new_zeros(inputs + 1, offsets)
-        places = torch.arange(1, outputs + 1, dtype=torch.int32, device=found.device)
-        found = found.scatter_(0, reads.long(), places[:, None].expand(-1, offsets))
-        return cls(reads=reads, read_by=found[1:].contiguous())
+        # Index 0 (no input) writes to the first row, which is dropped.
+        read_by = reads.new_zeros(inputs + 1, offsets)
+        outputs_index = torch.arange(1, outputs + 1, dtype=torch.int32, device=read_by.device)
+        read_by = read_by.scatter_(0, reads.long(), outputs_index[:, None].expand(-1, offsets))
+        return cls(reads=reads, read_by=read_by[1:].contiguous())
 
     @classmethod
-    def joined(cls, maps: Sequence[KernelMap]) -> KernelMap:
-        """The map of a batch, from those of its items."""
-        reads, read_by = [one.reads for one in maps], [one.read_by for one in maps]
+    def concatenate(cls, maps: Sequence[KernelMap]) -> KernelMap:
+        """Concatenate the maps of the items of a batch."""
+        reads, read_by = (
+            [kernel_map.reads for kernel_map in maps],
+            [kernel_map.read_by for kernel_map in maps],
+        )
         return cls(
-            reads=_shifted(reads, [len(table) for table in read_by]),
-            read_by=_shifted(read_by, [len(table) for table in reads]),
+            reads=_concatenate_tables(reads, [len(table) for table in read_by]),
+            read_by=_concatenate_tables(read_by, [len(table) for table in reads]),
         )
 
 
-def _shifted(tables: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Tables below each other, each counting from where the ones before it end."""
+def _concatenate_tables(tables: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Concatenate tables and offset their indices by the sizes of the previous items."""
     before = itertools.accumulate(sizes, initial=0)
     return torch.cat(
         [torch.where(table > 0, table + size, 0) for table, size in zip(tables, before, strict=False)]
     )
 
 
-class Sites:
-    """The active coordinates of a grid, with what was found out about their neighbourhood.
+class ActiveSites:
+    """Active coordinates of a grid, with cached kernel maps.
 
     Attributes:
-        keys: Shape (n,), int64, sorted: row * columns + column.
+        keys: row * columns + column, sorted, shape [n], int64.
         grid: Rows and columns.
     """
 
     def __init__(self, keys: Tensor, grid: tuple[int, int]) -> None:
         self.keys, self.grid = keys, grid
-        self._neighbours: dict[tuple[int, int], KernelMap] = {}
-        self._below: dict[int, KernelMap] = {}
+        self._neighbor_maps: dict[tuple[int, int], KernelMap] = {}
+        self._strided_maps: dict[int, KernelMap] = {}
 
     @classmethod
-    def of(cls, coords: Tensor, grid: tuple[int, int]) -> Sites:
-        """Sites of a pattern.
+    def from_coords(cls, coords: Tensor, grid: tuple[int, int]) -> ActiveSites:
+        """Create the sites of a pattern.
 
         Args:
-            coords: Shape (n, 2), int64: rows and columns, sorted, nothing twice.
+            coords: Rows and columns, sorted, without duplicates, shape [n, 2], int64.
             grid: Rows and columns of the grid.
 
         Raises:
-            InputError: Coordinates are not sorted or not in the grid, or the grid is too large.
+            InputError: Coordinates are unsorted or outside the grid, or the grid is too large.
         """
         rows, cols = grid
         if rows * cols >= 2**63:
-            raise InputError(f"a grid of {rows}x{cols} is too large; take larger cells")
+            raise InputError(f"a grid of {rows}x{cols} is too large; use larger cells")
         outside = (coords < 0) | (coords >= torch.tensor(grid, device=coords.device))
         keys = coords[:, 0] * cols + coords[:, 1]
         if outside.any() or not (keys[1:] > keys[:-1]).all():
-            raise InputError(f"coordinates are not sorted, there twice or outside of their grid {grid}")
+            raise InputError(f"coordinates are unsorted, duplicated or outside of the grid {grid}")
         return cls(keys, grid)
 
     def __len__(self) -> int:
@@ -113,179 +123,181 @@ class Sites:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Shape (n,), int64."""
+        """Row indices, shape [n], int64."""
         return self.keys // self.grid[1]
 
     @cached_property
     def cols(self) -> Tensor:
-        """Shape (n,), int64."""
+        """Column indices, shape [n], int64."""
         return self.keys % self.grid[1]
 
     def find(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Places of sites, int32, of the shape that both are broadcast to: 1 + the place, 0 for none.
+        """Return 1 + the index of the site at each coordinate, 0 if there is none, int32.
 
         Args:
-            rows: int64, within the grid, and perhaps beyond it.
-            cols: Likewise.
+            rows: Row indices, int64, possibly outside the grid.
+            cols: Column indices; broadcast with `rows`.
         """
-        wanted = rows * self.grid[1] + cols
+        keys = rows * self.grid[1] + cols
         inside = (rows >= 0) & (rows < self.grid[0]) & (cols >= 0) & (cols < self.grid[1])
         if not len(self):
-            return torch.zeros_like(wanted, dtype=torch.int32)
-        found = torch.searchsorted(self.keys, wanted)
-        inside &= self.keys[found.clamp(max=len(self) - 1)] == wanted
-        return torch.where(inside, found + 1, 0).int()
+            return torch.zeros_like(keys, dtype=torch.int32)
+        index = torch.searchsorted(self.keys, keys)
+        inside &= self.keys[index.clamp(max=len(self) - 1)] == keys
+        return torch.where(inside, index + 1, 0).int()
 
-    def neighbours(self, kernel: int, dilation: int) -> KernelMap:
-        """What a submanifold convolution reads."""
-        if (kernel, dilation) not in self._neighbours:
-            # What a site reads at an offset is read, at the opposite one, by that site: half of them will do.
+    def neighbor_map(self, kernel: int, dilation: int) -> KernelMap:
+        """Return the kernel map of a submanifold convolution."""
+        if (kernel, dilation) not in self._neighbor_maps:
+            # The inverse of an offset is the opposite offset, so half of the offsets suffice.
             offsets = _offsets(kernel, dilation, self.keys.device)[: kernel * kernel // 2]
             reads = self.find(self.rows[:, None] + offsets[:, 0], self.cols[:, None] + offsets[:, 1])
-            half = KernelMap.of(reads, len(self))
-            own = torch.arange(1, len(self) + 1, dtype=torch.int32, device=self.keys.device)
-            reads = torch.cat([half.reads, own[:, None], half.read_by.flip(1)], 1)
-            self._neighbours[kernel, dilation] = KernelMap(reads=reads, read_by=reads.flip(1))
-        return self._neighbours[kernel, dilation]
+            half = KernelMap.from_reads(reads, len(self))
+            center = torch.arange(1, len(self) + 1, dtype=torch.int32, device=self.keys.device)
+            reads = torch.cat([half.reads, center[:, None], half.read_by.flip(1)], 1)
+            self._neighbor_maps[kernel, dilation] = KernelMap(reads=reads, read_by=reads.flip(1))
+        return self._neighbor_maps[kernel, dilation]
 
     @cached_property
-    def halved(self) -> Sites:
-        """The sites of half the rows and columns: halves of coordinates, rounded down, that occur."""
+    def downsampled(self) -> ActiveSites:
+        """Sites of the grid with half the rows and columns."""
         rows, cols = (-(-extent // 2) for extent in self.grid)
-        return Sites(torch.unique(self.rows // 2 * cols + self.cols // 2), (rows, cols))
+        return ActiveSites(torch.unique(self.rows // 2 * cols + self.cols // 2), (rows, cols))
 
-    def below(self, kernel: int) -> KernelMap:
-        """What a strided convolution reads of these sites: an output, around twice its coordinates."""
-        if kernel not in self._below:
-            outputs = self.halved
+    def strided_map(self, kernel: int) -> KernelMap:
+        """Return the kernel map of a strided convolution, centered at twice the output coordinates."""
+        if kernel not in self._strided_maps:
+            outputs = self.downsampled
             offsets = _offsets(kernel, 1, self.keys.device)
             rows, cols = 2 * outputs.rows[:, None], 2 * outputs.cols[:, None]
             reads = self.find(rows + offsets[:, 0], cols + offsets[:, 1])
-            self._below[kernel] = KernelMap.of(reads, len(self))
-        return self._below[kernel]
+            self._strided_maps[kernel] = KernelMap.from_reads(reads, len(self))
+        return self._strided_maps[kernel]
 
 
-class Batch:
-    """Several patterns' sites, one after the other.
+class SiteBatch:
+    """Concatenated sites of several patterns.
 
     Args:
         items: At least one, all on one device.
 
     Raises:
-        InputError: There is none.
+        InputError: `items` is empty.
     """
 
-    def __init__(self, items: Sequence[Sites]) -> None:
+    def __init__(self, items: Sequence[ActiveSites]) -> None:
         if not items:
-            raise InputError("a batch takes the sites of at least one pattern; found none")
+            raise InputError("a batch needs the sites of at least one pattern")
         self.items = tuple(items)
 
     @property
     def lengths(self) -> list[int]:
-        """Sites of each item."""
+        """Number of sites of each item."""
         return [len(item) for item in self.items]
 
     @cached_property
-    def filled(self) -> Tensor:
-        """Shape (items, longest item), bool: where an item has a site, if each had as many slots."""
+    def slot_mask(self) -> Tensor:
+        """Whether a slot has a site; all items have equally many slots. Shape [items, longest item], bool."""
         device = self.items[0].keys.device
         lengths = torch.tensor(self.lengths, device=device)
         return torch.arange(max(1, *self.lengths), device=device) < lengths[:, None]
 
     @cached_property
     def slots(self) -> Tensor:
-        """Shape (n,), int64: the slot of each site, counted through all items."""
-        longest, device = self.filled.shape[1], self.items[0].keys.device
+        """Slot of each site, counted over all items, shape [n], int64."""
+        longest, device = self.slot_mask.shape[1], self.items[0].keys.device
         return torch.cat(
-            [torch.arange(length, device=device) + at * longest for at, length in enumerate(self.lengths)]
+            [
+                torch.arange(length, device=device) + index * longest
+                for index, length in enumerate(self.lengths)
+            ]
         )
 
-    def neighbours(self, kernel: int, dilation: int) -> KernelMap:
-        """What a submanifold convolution reads."""
-        return KernelMap.joined([item.neighbours(kernel, dilation) for item in self.items])
+    def neighbor_map(self, kernel: int, dilation: int) -> KernelMap:
+        """Return the kernel map of a submanifold convolution."""
+        return KernelMap.concatenate([item.neighbor_map(kernel, dilation) for item in self.items])
 
     @cached_property
-    def halved(self) -> Batch:
-        """The halved sites of each item."""
-        return Batch([item.halved for item in self.items])
+    def downsampled(self) -> SiteBatch:
+        """Downsampled sites of each item."""
+        return SiteBatch([item.downsampled for item in self.items])
 
-    def below(self, kernel: int) -> KernelMap:
-        """What a strided convolution reads."""
-        return KernelMap.joined([item.below(kernel) for item in self.items])
+    def strided_map(self, kernel: int) -> KernelMap:
+        """Return the kernel map of a strided convolution."""
+        return KernelMap.concatenate([item.strided_map(kernel) for item in self.items])
 
 
 def _offsets(kernel: int, dilation: int, device: torch.device) -> Tensor:
-    """Shape (kernel**2, 2), int64: rows and columns, in the order of the weights, (0, 0) in the middle."""
+    """Return kernel offsets (row, column) in the order of the weights, shape [kernel**2, 2], int64."""
     steps = dilation * (torch.arange(kernel, device=device) - kernel // 2)
     return torch.cartesian_prod(steps, steps)
 
 
 class _Convolve(torch.autograd.Function):
-    """(features (inputs, in), weight (offsets, in, out), map) -> (outputs, out).
+    """(features [inputs, in], weight [offsets, in, out], kernel map) -> [outputs, out].
 
-    Only the inputs are kept for the gradients: what was gathered is gathered again.
+    Only the inputs are saved for the gradients; gathered values are gathered again.
     """
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, kernel_map: KernelMap) -> Tensor:
         ctx.save_for_backward(features, weight)
         ctx.map = kernel_map
-        return _products(features, kernel_map.reads, weight.flatten(0, 1))
+        return _multiply_gathered(features, kernel_map.reads, weight.flatten(0, 1))
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # what the decorator returns is untyped
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's result is untyped
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         features, weight = ctx.saved_tensors
         kernel_map: KernelMap = ctx.map
-        of_features = of_weight = None
+        grad_features = grad_weight = None
         if ctx.needs_input_grad[0]:
-            of_features = _products(gradient, kernel_map.read_by, weight.transpose(1, 2).flatten(0, 1))
+            grad_features = _multiply_gathered(
+                gradient, kernel_map.read_by, weight.transpose(1, 2).flatten(0, 1)
+            )
         if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight).flatten(0, 1)
-            for rows, read in _gathered(features, kernel_map.reads):
-                of_weight.addmm_(read.T, gradient[rows])
-            of_weight = of_weight.view_as(weight)
-        return of_features, of_weight, None
+            grad_weight = torch.zeros_like(weight).flatten(0, 1)
+            for rows, read in _gather_chunks(features, kernel_map.reads):
+                grad_weight.addmm_(read.T, gradient[rows])
+            grad_weight = grad_weight.view_as(weight)
+        return grad_features, grad_weight, None
 
 
-def _gathered(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """What some rows of a table read, side by side: (rows, (len(rows), offsets * channels)).
-
-    What was given before is overwritten.
-    """
+def _gather_chunks(features: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, gathered inputs [rows, offsets * channels]); the next chunk overwrites the buffer."""
     padded = torch.cat([features.new_zeros(1, features.shape[1]), features])
     offsets, channels = table.shape[1], features.shape[1]
-    most = _AT_ONCE.get(features.device.type, _AT_ONCE["cuda"])
-    step = min(max(1, most // (offsets * channels)), max(1, len(table)))
-    room = features.new_empty(step * offsets, channels)
+    max_numbers = _GATHER_NUMBERS.get(features.device.type, _GATHER_NUMBERS["cuda"])
+    step = min(max(1, max_numbers // (offsets * channels)), max(1, len(table)))
+    buffer = features.new_empty(step * offsets, channels)
     for first in range(0, len(table), step):
-        places = table[first : first + step].flatten()
-        read = torch.index_select(padded, 0, places, out=room[: len(places)])
+        inputs = table[first : first + step].flatten()
+        read = torch.index_select(padded, 0, inputs, out=buffer[: len(inputs)])
         yield slice(first, first + step), read.view(-1, offsets * channels)
 
 
-def _products(features: Tensor, table: Tensor, weight: Tensor) -> Tensor:
-    """What each row of a table reads, times weights (offsets * channels, out)."""
-    found = features.new_empty(len(table), weight.shape[1])
-    for rows, read in _gathered(features, table):
-        torch.mm(read, weight, out=found[rows])
-    return found
+def _multiply_gathered(features: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+    """Multiply the gathered inputs of each row by weights [offsets * channels, out]."""
+    products = features.new_empty(len(table), weight.shape[1])
+    for rows, read in _gather_chunks(features, table):
+        torch.mm(read, weight, out=products[rows])
+    return products
 
 
 class _Conv2d(nn.Module):
     """Weights of a sparse convolution.
 
     Attributes:
-        weight: Shape (kernel**2, in, out); offsets in the order of a dense kernel's rows and columns.
-        bias: Shape (out,).
+        weight: Shape [kernel**2, in, out], with offsets in row-major order.
+        bias: Shape [out].
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int) -> None:
         super().__init__()
         if kernel < 1 or kernel % 2 == 0:
-            raise InputError(f"`kernel` (={kernel}) must be odd, so that it has a middle")
+            raise InputError(f"`kernel` (={kernel}) must be odd")
         self.kernel = kernel
         self.weight = nn.Parameter(torch.empty(kernel * kernel, in_channels, out_channels))
         self.bias = nn.Parameter(torch.empty(out_channels))
@@ -300,35 +312,35 @@ class _Conv2d(nn.Module):
 
 
 class SubmanifoldConv2d(_Conv2d):
-    """A convolution whose outputs are at the sites of its inputs.
+    """Convolution whose output sites are its input sites.
 
     Args:
-        in_channels: Features of an input.
-        out_channels: Features of an output.
+        in_channels: Input features.
+        out_channels: Output features.
         kernel: Rows and columns of the kernel, odd.
-        dilation: Coordinates from one of its weights to the next.
+        dilation: Distance of kernel offsets.
 
     Raises:
-        InputError: The kernel is even, or the dilation below 1.
+        InputError: The kernel is even, or the dilation is below 1.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, dilation: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel)
         if dilation < 1:
-            raise InputError(f"`dilation` (={dilation}) must be 1 or more")
+            raise InputError(f"`dilation` (={dilation}) must be at least 1")
         self.dilation = dilation
 
-    def forward(self, features: Tensor, batch: Batch) -> Tensor:
-        """Features (n, in) of a batch's n sites -> (n, out)."""
-        return self._apply_map(features, batch.neighbours(self.kernel, self.dilation))
+    def forward(self, features: Tensor, batch: SiteBatch) -> Tensor:
+        """Map features [n, in] of the batch's sites to [n, out]."""
+        return self._apply_map(features, batch.neighbor_map(self.kernel, self.dilation))
 
 
 class StridedConv2d(_Conv2d):
-    """A convolution of stride 2: its outputs are at `halved` sites, and sum around twice their coordinates.
+    """Convolution with stride 2 whose output sites are the downsampled sites.
 
     Args:
-        in_channels: Features of an input.
-        out_channels: Features of an output.
+        in_channels: Input features.
+        out_channels: Output features.
         kernel: Rows and columns of the kernel, odd.
 
     Raises:
@@ -338,27 +350,27 @@ class StridedConv2d(_Conv2d):
     def __init__(self, in_channels: int, out_channels: int, kernel: int = 3) -> None:
         super().__init__(in_channels, out_channels, kernel)
 
-    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """Features (n, in) of a batch's n sites -> (m, out) and the m sites where they are."""
-        return self._apply_map(features, batch.below(self.kernel)), batch.halved
+    def forward(self, features: Tensor, batch: SiteBatch) -> tuple[Tensor, SiteBatch]:
+        """Map features [n, in] of the batch's sites to [m, out] and return the m output sites."""
+        return self._apply_map(features, batch.strided_map(self.kernel)), batch.downsampled
 
 
-def pool(features: Tensor, batch: Batch) -> Tensor:
-    """The mean and the maximum of every channel over the sites of each item of the batch.
+def pool(features: Tensor, batch: SiteBatch) -> Tensor:
+    """Compute the mean and the maximum of every channel over the sites of each item.
 
     Args:
-        features: Shape (n, channels).
-        batch: Of n sites.
+        features: Shape [n, channels].
+        batch: Sites.
 
     Returns:
-        Shape (items, 2 * channels): means, then maxima; zeros where an item has no site.
+        Means, then maxima, shape [items, 2 * channels]; 0 for items without sites.
     """
-    count, longest = batch.filled.shape
-    # Copied to rows of their own, not added: the order of threads does not matter.
+    count, longest = batch.slot_mask.shape
+    # Rows are copied to distinct slots, so the result does not depend on the order of threads.
     slots = features.new_zeros(count * longest, features.shape[1]).index_copy(0, batch.slots, features)
     slots = slots.view(count, longest, features.shape[1])
-    mean = slots.sum(1) / batch.filled.sum(1, keepdim=True).clamp(min=1)
-    # Of an item without sites, the first slot's zeros.
-    shown = batch.filled.clone()
-    shown[:, 0] = True
-    return torch.cat([mean, slots.masked_fill(~shown[:, :, None], -math.inf).amax(1)], 1)
+    mean = slots.sum(1) / batch.slot_mask.sum(1, keepdim=True).clamp(min=1)
+    # An item without sites uses the zeros of its first slot.
+    mask = batch.slot_mask.clone()
+    mask[:, 0] = True
+    return torch.cat([mean, slots.masked_fill(~mask[:, :, None], -math.inf).amax(1)], 1)

@@ -1,6 +1,6 @@
-"""What is known of a task besides its schedules, as numbers of order one: shape, rows, blocks, threads, …
+"""Features of a task besides its schedules: shape, row statistics, block fill, threads and others.
 
-The idea of matrix features is SpTFS's. What is not known is 0, and a second number says so.
+Matrix features follow SpTFS. Unknown features are 0, and a second value tells whether a feature is known.
 """
 
 from __future__ import annotations
@@ -15,79 +15,89 @@ from sparseflow.tuning.schedule.operators import OPERATORS
 
 LOG2_SCALE = 16.0
 _FILL_SCALE = 8.0
-"""Blocks of 16 x 16 with one element each are 2**-8 full."""
+"""Blocks of 16 x 16 with one element each have a fill of 2**-8."""
 
-_BLOCKS = ((4, 1), (4, 4), (16, 16))
+_BLOCK_SHAPES = ((4, 1), (4, 4), (16, 16))
 _BAND_ROWS = 16
-"""Rows are read in bands that no block crosses."""
-_BAND = 2**20
-"""Elements that are read at a time, about; so memory stays bounded whatever the matrix."""
+"""Bands of rows are multiples of this, so that no block crosses a band."""
+_BAND_ELEMENTS = 2**20
+"""Approximate number of elements that are processed at once, to bound memory."""
 
-TASK = ("rows", "cols", "nnz", "density", "row_mean", "n_cols", "threads", "float64", *OPERATORS)
-"""Features that a task tells: logarithms, or 0 and 1."""
+TASK_FEATURES = ("rows", "cols", "nnz", "density", "row_mean", "n_cols", "threads", "float64", *OPERATORS)
+"""Features that do not require the pattern: logarithms or 0/1."""
 
-PATTERN = (
+PATTERN_FEATURES = (
     "row_deviation", "row_longest", "rows_empty", "col_deviation", "col_longest", "cols_empty", "row_spread",
-    "off_diagonal", "adjacent", *(f"fill_{rows}x{cols}" for rows, cols in _BLOCKS),
+    "off_diagonal", "adjacent", *(f"fill_{rows}x{cols}" for rows, cols in _BLOCK_SHAPES),
 )  # fmt: skip
-"""Features that take the pattern.
+"""Features of the pattern.
 
-Elements in a row: standard deviation and most; share of rows without any; the same of columns; mean distance
-from the first to the last of a row; mean distance from the diagonal; share of elements that directly follow
-another; share of their blocks that elements fill.
+Row lengths: standard deviation, maximum, fraction of empty rows; the same for columns; mean distance from the
+first
+to the last element of a row; mean distance from the diagonal; fraction of elements directly right of another;
+fill of
+nonempty blocks.
 """
 
-WIDTH = 2 * (len(TASK) + len(PATTERN))
+NUM_FEATURES = 2 * (len(TASK_FEATURES) + len(PATTERN_FEATURES))
 
-OF_MATRIX = ("rows", "cols", "nnz", "density", "row_mean", *PATTERN)
-"""Features that tell matrices apart; the others tell what is computed, and how."""
+MATRIX_FEATURES = ("rows", "cols", "nnz", "density", "row_mean", *PATTERN_FEATURES)
+"""Features of the matrix; the other features describe the computation."""
 
-WITHOUT_MATRIX = np.tile([name not in OF_MATRIX for name in TASK + PATTERN], 2).astype(np.float32)
-"""Shape (WIDTH,): 0 for those of the matrix and for whether they are known, 1 for the others."""
+HIDDEN_MATRIX_MASK = np.tile(
+    [name not in MATRIX_FEATURES for name in TASK_FEATURES + PATTERN_FEATURES], 2
+).astype(np.float32)
+"""0 for features of the matrix and their flags, 1 for others, shape [NUM_FEATURES]."""
 
 
-def pattern_statistics(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The features `PATTERN` of one pattern.
+def compute_pattern_statistics(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Compute `PATTERN_FEATURES` of a pattern.
 
     Args:
-        rows: Integers, (nnz,), ascending.
-        cols: Integers, (nnz,), ascending within a row, none twice.
+        rows: Row indices, integers, shape [nnz], ascending.
+        cols: Column indices, integers, shape [nnz], ascending within a row, without duplicates.
         shape: Rows and columns.
 
     Returns:
-        float32, (len(PATTERN),).
+        Shape [len(PATTERN_FEATURES)], float32.
     """
     nnz = len(rows)
     in_row = np.bincount(rows, minlength=shape[0])
     in_col = np.bincount(cols, minlength=shape[1])
-    begins = np.concatenate(([0], np.cumsum(in_row)))
-    used = np.flatnonzero(in_row)
-    spread = (cols[begins[used + 1] - 1].astype(np.int64) - cols[begins[used]] + 1).mean() if nnz else 0.0
-    distance, adjacent, blocks = 0.0, 0, np.zeros(len(_BLOCKS), np.int64)
-    for some in _bands(begins):
-        row, col = rows[some].astype(np.int64), cols[some].astype(np.int64)
+    row_starts = np.concatenate(([0], np.cumsum(in_row)))
+    occupied_rows = np.flatnonzero(in_row)
+    spread = (
+        (
+            cols[row_starts[occupied_rows + 1] - 1].astype(np.int64) - cols[row_starts[occupied_rows]] + 1
+        ).mean()
+        if nnz
+        else 0.0
+    )
+    distance, adjacent, blocks = 0.0, 0, np.zeros(len(_BLOCK_SHAPES), np.int64)
+    for band in _iter_bands(row_starts):
+        row, col = rows[band].astype(np.int64), cols[band].astype(np.int64)
         distance += float(np.abs(col - row * (shape[1] / shape[0])).sum())
         adjacent += int(((row[1:] == row[:-1]) & (col[1:] == col[:-1] + 1)).sum())
-        for at, (high, wide) in enumerate(_BLOCKS):
+        for index, (high, wide) in enumerate(_BLOCK_SHAPES):
             keys = np.sort((row // high) * (shape[1] // wide + 1) + col // wide)
-            blocks[at] += 1 + int((keys[1:] != keys[:-1]).sum())
-    many = max(nnz, 1)
+            blocks[index] += 1 + int((keys[1:] != keys[:-1]).sum())
+    num_elements = max(nnz, 1)
     fills = [
         -math.log2(nnz / (n * high * wide)) if n else 0.0
-        for n, (high, wide) in zip(blocks, _BLOCKS, strict=True)
+        for n, (high, wide) in zip(blocks, _BLOCK_SHAPES, strict=True)
     ]
     return np.array(
         [
-            _log(in_row.std()), _log(in_row.max()), 1.0 - len(used) / shape[0],
-            _log(in_col.std()), _log(in_col.max()), float((in_col == 0).mean()),
-            _log(spread), _log(distance / many), adjacent / many,
+            _scale_log2(in_row.std()), _scale_log2(in_row.max()), 1.0 - len(occupied_rows) / shape[0],
+            _scale_log2(in_col.std()), _scale_log2(in_col.max()), float((in_col == 0).mean()),
+            _scale_log2(spread), _scale_log2(distance / num_elements), adjacent / num_elements,
             *(fill / _FILL_SCALE for fill in fills),
         ],
         np.float32,
     )  # fmt: skip
 
 
-def statistics(
+def compute_task_statistics(
     *,
     operator: str,
     shape: tuple[int, int],
@@ -97,54 +107,54 @@ def statistics(
     threads: int,
     pattern: np.ndarray | None = None,
 ) -> np.ndarray:
-    """All features of a task: the values of `TASK` and `PATTERN`, then for each whether it is known.
+    """Compute all features of a task: `TASK_FEATURES`, `PATTERN_FEATURES`, then whether each is known.
 
     Args:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
         shape: Rows and columns of the sparse matrix.
-        nnz: Its elements; None where not known.
-        n_cols: Extent of the dense axis; None where there is none.
+        nnz: Number of elements; None if unknown.
+        n_cols: Extent of the dense axis; None for SpMV.
         dtype: `"float32"` or `"float64"`.
-        threads: Threads that schedules may use.
-        pattern: What `pattern_statistics` gave; None where the pattern is not known.
+        threads: Maximum number of threads.
+        pattern: Result of `compute_pattern_statistics`; None if the pattern is unknown.
 
     Returns:
-        float32, (WIDTH,).
+        Shape [NUM_FEATURES], float32.
 
     Raises:
-        InputError: There is no such operator.
+        InputError: The operator is unknown.
     """
     if operator not in OPERATORS:
-        raise InputError(f"no operator is called {operator!r}; choose one of: {', '.join(OPERATORS)}")
+        raise InputError(f"unknown operator {operator!r}; choose one of: {', '.join(OPERATORS)}")
     rows, cols = shape
-    of_task = [
-        _log(rows), _log(cols),
-        None if nnz is None else _log(nnz),
+    task_values = [
+        _scale_log2(rows), _scale_log2(cols),
+        None if nnz is None else _scale_log2(nnz),
         None if nnz is None else (math.log2(rows * cols) - math.log2(max(nnz, 1))) / LOG2_SCALE,
-        None if nnz is None else _log(nnz / rows),
-        None if n_cols is None else _log(n_cols),
-        _log(threads),
+        None if nnz is None else _scale_log2(nnz / rows),
+        None if n_cols is None else _scale_log2(n_cols),
+        _scale_log2(threads),
         float(dtype == "float64"),
         *(float(operator == name) for name in OPERATORS),
     ]  # fmt: skip
-    of_pattern = [None] * len(PATTERN) if pattern is None else pattern.tolist()
-    values = of_task + of_pattern
+    pattern_values = [None] * len(PATTERN_FEATURES) if pattern is None else pattern.tolist()
+    values = task_values + pattern_values
     return np.array(
         [0.0 if value is None else value for value in values] + [value is not None for value in values],
         np.float32,
     )
 
 
-def _bands(begins: np.ndarray) -> Iterator[slice]:
-    """Elements of whole bands of rows, about `_BAND` each, none empty."""
-    row, rows = 0, len(begins) - 1
-    while begins[row] < begins[-1]:
-        after = int(np.searchsorted(begins, begins[row] + _BAND))
-        after = min(-(-max(after, row + 1) // _BAND_ROWS) * _BAND_ROWS, rows)
-        if begins[after] > begins[row]:
-            yield slice(int(begins[row]), int(begins[after]))
-        row = after
+def _iter_bands(row_starts: np.ndarray) -> Iterator[slice]:
+    """Yield slices of elements in full bands of rows, about `_BAND_ELEMENTS` each."""
+    row, rows = 0, len(row_starts) - 1
+    while row_starts[row] < row_starts[-1]:
+        end = int(np.searchsorted(row_starts, row_starts[row] + _BAND_ELEMENTS))
+        end = min(-(-max(end, row + 1) // _BAND_ROWS) * _BAND_ROWS, rows)
+        if row_starts[end] > row_starts[row]:
+            yield slice(int(row_starts[row]), int(row_starts[end]))
+        row = end
 
 
-def _log(value: float) -> float:
+def _scale_log2(value: float) -> float:
     return math.log2(1.0 + value) / LOG2_SCALE

@@ -1,0 +1,78 @@
+"""Entry points of the tuning wing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseflow.core.progress import Progress
+from sparseflow.tuning.codegen.kernel import Kernel
+from sparseflow.tuning.search.session import DEFAULT_METHOD, Prior, TuningSession
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def tune(
+    operator: str,
+    matrix: Any,
+    *,
+    n_cols: int | None = None,
+    budget_s: float = 60.0,
+    max_trials: int | None = None,
+    method: str = DEFAULT_METHOD,
+    prior: Prior | None = None,
+    threads: int | None = None,
+    dtype: np.dtype | type | None = None,
+    seed: int = 0,
+    out_dir: Path | str | None = None,
+    cache_dir: Path | None = None,
+    cluster: str | None = None,
+    num_machines: int = 1,
+    progress: Progress | None = None,
+) -> Kernel:
+    """Search for the fastest kernel of a sparse operator on one matrix.
+
+    `TuningSession` describes the arguments and the errors; `TuningSession(...).run()` also returns all
+    measurements.
+
+    Example::
+
+        kernel = tune("spmm", A, n_cols=256, budget_s=60)
+        C = kernel(B)
+
+    Args:
+        operator: `"spmm"`, `"spmv"` or `"sddmm"`.
+        matrix: scipy.sparse matrix, sparse torch tensor or 2-D numpy array.
+        n_cols: Columns of the dense operands; None for SpMV.
+        budget_s: Approximate time budget, seconds.
+        max_trials: Maximum number of schedules to measure besides the baselines.
+        method: Search method.
+        prior: Initial scores of a guided method.
+        threads: Number of threads; by default all CPUs.
+        dtype: float32 or float64; by default the dtype of the matrix.
+        seed: Random seed.
+        out_dir: Directory of the trial log; an existing log is resumed.
+        cache_dir: Directory of compiled code.
+        cluster: Address of a Ray cluster that measures.
+        num_machines: Machines of the cluster to use.
+        progress: Progress callback.
+    """
+    session = TuningSession(
+        operator,
+        matrix,
+        n_cols=n_cols,
+        budget_s=budget_s,
+        max_trials=max_trials,
+        method=method,
+        prior=prior,
+        threads=threads,
+        dtype=dtype,
+        seed=seed,
+        out_dir=out_dir,
+        cache_dir=cache_dir,
+        cluster=cluster,
+        num_machines=num_machines,
+        progress=progress,
+    )
+    return session.run().kernel
