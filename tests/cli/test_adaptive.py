@@ -147,7 +147,7 @@ def test_serve_replicas_receive_picklable_app_factory(
     ]
     assert run([*ask, "--replicas", "3", "--port", "0", "--drain-s", "1"]) == 0
     (result,) = started
-    assert (result["replicas"], result["port"], result["drain_s"], result["gpus_each"]) == (3, 0, 1.0, 0.0)
+    assert (result["replicas"], result["port"], result["drain_s"], result["gpus_per_replica"]) == (3, 0, 1.0, 0.0)
     service = result["app"].state.service
     assert service.model == "model"
     service.backend.close()

@@ -1,4 +1,4 @@
-"""A model that answers by script: what serving needs of an engine, without one."""
+"""A scripted backend, tokenizer and image processor for server tests, without an engine."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ PLANS = tuple(
 )
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes of UTF-8; 256 stands for an image, 257 ends."""
+class ByteTokenizer:
+    """Tokenizer of UTF-8 bytes, with an image token and a stop token."""
 
-    chat_template: Any = "by hand"
-    image, end = 256, 257
+    chat_template: Any = "fixed"
+    image_id, stop_id = 256, 257
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **how: Any) -> str:
-        assert how == {"tokenize": False, "add_generation_prompt": True}
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
         turns = []
         for message in conversation:
             parts = message["content"]
@@ -56,24 +56,24 @@ class Bytes:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
-        for at, piece in enumerate(text.split(IMAGE)):
-            ids += ([self.image] if at else []) + list(piece.encode())
+        for index, piece in enumerate(text.split(IMAGE)):
+            ids += ([self.image_id] if index else []) + list(piece.encode())
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         text = bytes(token for token in token_ids if token < 256).decode(errors="replace")
-        return IMAGE if token_ids == [self.image] and not skip_special_tokens else text
+        return IMAGE if token_ids == [self.image_id] and not skip_special_tokens else text
 
 
-class Squares:
-    """Images of four tokens, and at lower tiers of two and one, as their mean colour."""
+class FakeImageProcessor:
+    """Represents an image by its mean color; 4, 2 or 1 tokens per image and tier."""
 
     placeholder = IMAGE
 
     def inputs(self, text: str, images: Sequence[torch.Tensor]) -> dict[str, Any]:
         ids: list[int] = []
-        for token in Bytes().encode(text):
-            ids += [token] * (4 if token == Bytes.image else 1)
+        for token in ByteTokenizer().encode(text):
+            ids += [token] * (4 if token == ByteTokenizer.image_id else 1)
         means = torch.stack([image.float().mean((1, 2)) for image in images])
         return {"input_ids": torch.tensor([ids]), "pixel_values": means}
 
@@ -83,86 +83,89 @@ class Squares:
 
 
 class Script:
-    """What a fake model does with a request.
+    """Scripted answer to a request.
 
     Args:
-        say: Its answer, one token a byte.
-        token_ms: Before each token, by the cheapest plan; dearer ones take a half and twice as long again.
-        fail: An error instead of the token with this number.
-        hang: Whether it stops before the end and says nothing any more.
-        wait_for: It stops before the end until there is a file of this name.
+        text: Text of the answer, one token per byte.
+        token_ms: Delay before each token with the cheapest plan; 1.5 and 3 times as long with the others.
+        fail: Index of the token that is replaced by an error.
+        hang: Whether the answer never ends.
+        wait_for: File that must exist before the answer ends.
     """
 
     def __init__(
-        self, say: str = "Hello, wörld!", *, token_ms: float = 0.0, fail: int | None = None,
+        self, text: str = "Hello, wörld!", *, token_ms: float = 0.0, fail: int | None = None,
         hang: bool = False, wait_for: str = "/",
     ) -> None:  # fmt: skip
-        self.say, self.token_ms, self.fail, self.hang = say, token_ms, fail, hang
+        self.text, self.token_ms, self.fail, self.hang = text, token_ms, fail, hang
         self.wait_for = Path(wait_for)
 
 
-class Fake:
-    """A backend by script. What text stands in a prompt chooses the script: `scripts` knows it by a word of
-    it."""
+class FakeBackend:
+    """Backend that runs the last of `scripts` whose key occurs in the prompt."""
 
     def __init__(
-        self, *, slots: int = 4, context: int = 4096, least_ms: float = 10.0, per_token_ms: float = 0.1,
+        self, *, slots: int = 4, context: int = 4096, base_ms: float = 10.0, per_token_ms: float = 0.1,
         scripts: dict[str, Script] | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.context, self.alive = slots, context, True
-        self.base_ms, self.per_token_ms = least_ms, per_token_ms
+        self.base_ms, self.per_token_ms = base_ms, per_token_ms
         self.scripts = {"": Script(), **(scripts or {})}
         self.jobs: list[BackendJob] = []
         self.cancelled: list[str] = []
         self.running = 0
-        self.most = 0
+        self.max_running = 0
         self.closed = False
         self._free: dict[str, Callable[[], None]] = {}
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
-        return self.base_ms + self.per_token_ms * new_tokens
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+        return self.base_ms + self.per_token_ms * max_new_tokens
 
     def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
         self.jobs.append(job)
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         assert self.running <= self.slots
         task = asyncio.ensure_future(self._run(job, emit))
-        over = False
+        freed = False
 
         def free(_: object = None) -> None:
-            nonlocal over
-            self.running -= not over
-            over = True
+            nonlocal freed
+            self.running -= not freed
+            freed = True
 
-        def call_off() -> None:
-            if not over:
+        def cancel() -> None:
+            if not freed:
                 self.cancelled.append(job.id)
                 free()
                 task.cancel()
 
         task.add_done_callback(free)
-        # What it is called off by after its last event is no cancelling.
+        # A call of `cancel` after the last event does not count as a cancellation.
         self._free[job.id] = free
-        return call_off
+        return cancel
 
     def close(self) -> None:
         self.closed = True
 
     async def _run(self, job: BackendJob, emit: Callable[[Event], None]) -> None:
-        text = Bytes().decode(job.prompt.inputs["input_ids"][0].tolist())
+        text = ByteTokenizer().decode(job.prompt.inputs["input_ids"][0].tolist())
         script = next(script for word, script in reversed(self.scripts.items()) if word in text)
-        left_ms = (job.until_s - time.perf_counter()) * 1000.0
-        least = self.least_ms(job.prompt, job.max_new_tokens, job.beside)
-        level = sum(left_ms >= least * factor for factor in (1.5, 3.0))
-        before_ms = (time.perf_counter() - job.received_s) * 1000.0
-        took_ms = least * (1.0, 1.5, 3.0)[level]
-        emit(StartedEvent(plan=PLANS[level], p50_ms=before_ms + took_ms * 0.8, p99_ms=before_ms + took_ms))
-        said = list(script.say.encode())
-        last: Event = EndedEvent("stop" if len(said) <= job.max_new_tokens else "length")
-        for at, token in enumerate(said[: job.max_new_tokens]):
+        remaining_ms = (job.target_end_s - time.perf_counter()) * 1000.0
+        min_service_ms = self.min_service_ms(job.prompt, job.max_new_tokens, job.num_concurrent)
+        level = sum(remaining_ms >= min_service_ms * factor for factor in (1.5, 3.0))
+        waited_ms = (time.perf_counter() - job.received_s) * 1000.0
+        service_ms = min_service_ms * (1.0, 1.5, 3.0)[level]
+        emit(
+            StartedEvent(
+                plan=PLANS[level], p50_ms=waited_ms + service_ms * 0.8, p99_ms=waited_ms + service_ms
+            )
+        )
+        token_ids = list(script.text.encode())
+        last: Event = EndedEvent("stop" if len(token_ids) <= job.max_new_tokens else "length")
+        for index, token in enumerate(token_ids[: job.max_new_tokens]):
             await asyncio.sleep(script.token_ms * (1.0, 1.5, 3.0)[level] / 1000.0)
-            if script.fail == at:
+            if script.fail == index:
                 last = FailedEvent(ApiError(500, "scripted", code="engine_failed"))
                 break
             emit(TokensEvent((token,)))
@@ -173,22 +176,24 @@ class Fake:
 
 
 def make_app(
-    backend: Fake | None = None, *, context: int = 4096, limits: RequestLimits | None = None
+    backend: FakeBackend | None = None, *, context: int = 4096, limits: RequestLimits | None = None
 ) -> FastAPI:
-    """An app of a fake model; temperature 0 is not looked at, for the script says what comes."""
-    prompts = PromptBuilder(Bytes(), context=context, sight=Squares(), stop=[Bytes.end])
-    return create_app(Service(MODEL, backend or Fake(), prompts, limits=limits))
+    """Create the app of a fake model."""
+    prompts = PromptBuilder(
+        ByteTokenizer(), context=context, sight=FakeImageProcessor(), stop=[ByteTokenizer.stop_id]
+    )
+    return create_app(Service(MODEL, backend or FakeBackend(), prompts, limits=limits))
 
 
 @contextmanager
-def serving(app: FastAPI, *, drain_s: float = 5.0) -> Iterator[Server]:
-    """The app behind a real server on a port of its own, in a thread."""
-    up = threading.Event()
-    server = Server(app, port=0, drain_s=drain_s, announce=lambda _: up.set())
+def run_in_thread(app: FastAPI, *, drain_s: float = 5.0) -> Iterator[Server]:
+    """Serve the app on a free port, in a thread."""
+    listening = threading.Event()
+    server = Server(app, port=0, drain_s=drain_s, announce=lambda _: listening.set())
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
-        assert up.wait(120.0)
+        assert listening.wait(120.0)
         yield server
     finally:
         server.stop()
@@ -196,22 +201,22 @@ def serving(app: FastAPI, *, drain_s: float = 5.0) -> Iterator[Server]:
         assert not thread.is_alive()
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds; it has no time of its own, only an end."""
-    end = time.monotonic() + 120.0
-    while not holds():
-        assert time.monotonic() < end
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until the condition is true; fails after 2 minutes."""
+    deadline_s = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
-def data_url(image: Any, kind: str = "PNG") -> str:
-    """A Pillow image as a data URL."""
+def make_data_url(image: Any, image_format: str = "PNG") -> str:
+    """Encode a Pillow image as a data URL."""
     buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    image.save(buffer, image_format)
+    return f"data:image/{image_format.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def user(text: str, *urls: str) -> list[Any]:
-    """A conversation of one turn."""
+def make_messages(text: str, *urls: str) -> list[Any]:
+    """Build a conversation with one user message."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [{"type": "text", "text": text}, *parts] if urls else text}]

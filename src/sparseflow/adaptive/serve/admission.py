@@ -1,18 +1,21 @@
-"""Who may come in, who waits, and who runs: admission so that what is promised can be kept.
+"""Deadline-aware admission control.
 
-A request that is let in with a budget is promised that it will be kept. So the line of those who wait is
-played forward: every slot is free at the predicted end of its request, those who wait take slots in turn,
-each as short as its cheapest plan. A newcomer that would end too late, or make another end too late, is
-refused at once, with the time after which another try may help. How long requests really take, as a share of
-what was predicted, is followed by an exponentially weighted mean and deviation, so that the forecast follows
-the load; and where the longest of late were beyond their prediction, promises are counted with as much more,
-which fades with time.
+A request is admitted only if a simulation of the queue shows that it and every admitted request can meet
+their deadlines. The simulation frees each slot at the predicted end of its request and assigns queued
+requests to slots in order of their deadlines, each with its cheapest plan. A request that would be late, or
+would make another one late, is refused with a time after which a retry may succeed.
 
-Those who wait stand by deadline (earliest first); one without a promise stands as if it had `patience_s`, so
-that it is not passed for ever. When a request's turn comes it is told by when to end: its own deadline, or
-earlier where those behind it could not keep theirs otherwise. That is what makes plans cheaper under load.
+The ratio of actual to predicted service time corrects the simulation: an exponentially weighted mean plus
+one standard deviation scales expected times, and the excess of the slowest recent requests, decaying over
+time, scales the p99 times that deadlines are checked with.
 
-Times are those of one clock, in seconds; durations in ms. Nothing here waits or knows threads.
+Queued requests are sorted by deadline (earliest first). A request without a deadline is sorted as if its
+deadline were `patience_s` after its arrival, so that it is not overtaken forever. When a request starts, it
+gets a target end: its deadline, or an earlier time if the requests behind it need it. Plans get cheaper under
+load because of these targets.
+
+All times are in seconds of one monotonic clock; durations are in milliseconds. The classes are not
+thread-safe and never block.
 """
 
 from __future__ import annotations
@@ -28,278 +31,283 @@ from dataclasses import dataclass, field
 from sparseflow.adaptive.prompts.messages import ApiError
 from sparseflow.errors import InputError
 
-_SHARE = 0.05
-"""Weight of the newest service time in mean and deviation."""
-_DEVIATIONS = 1.0
-"""Deviations above the mean that a forecast counts with: those ahead in a line rarely are all slow
-together."""
-_REMEMBERED = 128
-"""Latest requests that say how a promise is to be counted: only one or two of so many may take longer."""
-_FORGETS_S = 10.0
-"""Seconds without an end in which half of what promises are counted with above 1 is forgotten; where ends
-are frequent, likewise of each request that took longer than predicted."""
-_HALVINGS = 8
-"""Steps in which a request's time is narrowed down for those behind it."""
+_EWMA_WEIGHT = 0.05
+"""Weight of the latest request in the mean and deviation."""
+_NUM_DEVIATIONS = 1.0
+"""Standard deviations above the mean in expected times: requests ahead in the queue are rarely all slow."""
+_MAX_RECENT = 128
+"""Number of recent requests that determine the p99 correction."""
+_HALF_LIFE_S = 10.0
+"""Half-life of the p99 correction while no request completes, and of each recent excess."""
+_BISECTION_STEPS = 8
+"""Bisection steps of the search for a target end."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Ticket:
-    """One request's place in the house.
+    """Scheduling state of one request.
 
     Attributes:
-        arrived_s: When it came.
-        deadline_s: By when it must end; infinite where nothing is promised.
-        least_ms: p99 of its cheapest plan, from its turn to its last token.
-        began_s: When its turn came; None before.
-        until_s: From its turn on, by when its plan should be predicted to end, so that it and those behind it
-            keep their promises: infinite where nothing asks for an end, never sooner than its cheapest plan
-            needs, and the sooner the more predictions turned out too short.
-        ends_s: When it is predicted to end, from its turn on: a guess, until whoever runs it puts the p99 of
-            its plan here.
-        order: What the line is sorted by.
+        arrival_s: Arrival time.
+        deadline_s: Latest completion time; infinite for best-effort requests.
+        min_service_ms: p99 service time of the cheapest plan, from start to last token.
+        start_s: Time at which the request got a slot; None while queued.
+        target_end_s: Latest predicted end that keeps this request and those behind it feasible; infinite
+            if nothing requires an end.
+        predicted_end_s: Predicted end of a running request: an estimate until the caller sets the p99 of
+            the selected plan.
+        sort_key: Position in the queue.
     """
 
-    arrived_s: float
+    arrival_s: float
     deadline_s: float = math.inf
-    least_ms: float = 0.0
-    began_s: float | None = None
-    until_s: float = math.inf
-    ends_s: float = math.inf
-    order: tuple[float, int] = field(default=(math.inf, 0))
+    min_service_ms: float = 0.0
+    start_s: float | None = None
+    target_end_s: float = math.inf
+    predicted_end_s: float = math.inf
+    sort_key: tuple[float, int] = field(default=(math.inf, 0))
 
     @property
-    def promised(self) -> bool:
-        """Whether it was let in with a budget that is to be kept."""
+    def has_deadline(self) -> bool:
+        """Whether the request was admitted with a deadline."""
         return math.isfinite(self.deadline_s)
 
 
 class AdmissionQueue:
-    """The requests of one engine.
+    """Queued and running requests of one engine.
 
     Args:
-        slots: How many run at once.
-        places: How many may be prepared or wait besides.
-        patience_s: After what time in the line one without promise stands as one with a deadline.
-        clock: Seconds that never go back.
+        slots: Maximum number of running requests.
+        max_queued: Maximum number of other requests, in preparation or queued.
+        patience_s: Delay after which a request without a deadline is sorted as one with a deadline.
+        clock: Monotonic clock, seconds.
 
     Raises:
-        InputError: A number is not positive.
+        InputError: An argument is not positive.
     """
 
     def __init__(
         self,
         *,
         slots: int,
-        places: int,
+        max_queued: int,
         patience_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if slots < 1 or places < 1 or not patience_s > 0.0:
+        if slots < 1 or max_queued < 1 or not patience_s > 0.0:
             raise InputError(
-                f"`slots` (={slots}), `places` (={places}) and `patience_s` (={patience_s}) must be positive"
+                f"`slots` (={slots}), `max_queued` (={max_queued}) and `patience_s` (={patience_s}) must be "
+                "positive"
             )
         self.slots = slots
-        self.places = places
+        self.max_queued = max_queued
         self.service_ms = 0.0
-        """How long requests take from their turn to their end; a mean that follows."""
+        """Mean service time, exponentially weighted."""
         self._patience_s = patience_s
         self._clock = clock
-        self._inside: set[Ticket] = set()
+        self._tickets: set[Ticket] = set()
         self._waiting: list[Ticket] = []
         self._running: set[Ticket] = set()
-        self._count = 0
-        self._learnt_s = clock()
-        self._mean = 1.0
-        self._deviation = 0.0
-        self._excess = 0.0
-        self._beyond: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        self._num_enqueued = 0
+        self._updated_s = clock()
+        self._mean_ratio = 1.0
+        self._ratio_deviation = 0.0
+        self._p99_excess = 0.0
+        self._recent_excess: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """Number of queued requests."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """How many had their turn and have not ended."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
-    def load(self) -> float:
-        """Share of the slots that are taken, 0 to 1."""
+    def utilization(self) -> float:
+        """Fraction of slots in use, 0 to 1."""
         return len(self._running) / self.slots
 
     @property
-    def pace(self) -> float:
-        """What times are expected to be over those predicted."""
-        return self._mean + _DEVIATIONS * self._deviation
+    def mean_correction(self) -> float:
+        """Factor applied to predicted times in simulations: mean ratio plus one deviation."""
+        return self._mean_ratio + _NUM_DEVIATIONS * self._ratio_deviation
 
     @property
-    def stretch(self) -> float:
-        """What a promise is counted with over the predicted p99: 1, or more where predictions were too short.
+    def p99_correction(self) -> float:
+        """Factor (at least 1) applied to predicted p99 times; decays while no request completes."""
+        return 1.0 + _decay(self._p99_excess, self._clock() - self._updated_s, _HALF_LIFE_S)
 
-        Fades, lest a slow hour, long over, keep everybody out.
-        """
-        return 1.0 + _faded(self._excess, self._clock() - self._learnt_s, _FORGETS_S)
-
-    def enter(self) -> Ticket:
-        """Take a place, before anything is known of the request.
+    def reserve(self) -> Ticket:
+        """Reserve a place before the request is read.
 
         Raises:
-            Refusal: 429; all places are taken.
+            ApiError: 429 if all places are taken.
         """
-        if len(self._inside) >= self.slots + self.places:
-            soon_s = (self.service_ms or 1000.0) / 1000.0 * self.places / self.slots / 2.0
+        if len(self._tickets) >= self.slots + self.max_queued:
+            retry_after_s = (self.service_ms or 1000.0) / 1000.0 * self.max_queued / self.slots / 2.0
             raise ApiError(
                 429,
-                f"the server is full: {self.running} requests run and {len(self._inside) - self.running} "
-                "wait; try again later",
-                code="overloaded", retry_after_s=soon_s,
+                f"the server is full: {self.running} requests are running and "
+                f"{len(self._tickets) - self.running} are queued; retry later",
+                code="overloaded", retry_after_s=retry_after_s,
             )  # fmt: skip
-        place = Ticket(arrived_s=self._clock())
-        self._inside.add(place)
-        return place
+        ticket = Ticket(arrival_s=self._clock())
+        self._tickets.add(ticket)
+        return ticket
 
-    def wait_ms(self, deadline_s: float = math.inf) -> float:
-        """How long a request with this deadline would wait for its turn if it came now."""
-        now = self._clock()
-        probe = Ticket(arrived_s=now, deadline_s=deadline_s, order=(self._key(now, deadline_s), self._count))
-        line = sorted([*self._waiting, probe], key=_order)
-        return 1000.0 * (self._turns(line, now)[line.index(probe)] - now)
+    def estimate_wait_ms(self, deadline_s: float = math.inf) -> float:
+        """Return the expected queueing time of a new request with this deadline."""
+        now_s = self._clock()
+        sort_key = (self._effective_deadline(now_s, deadline_s), self._num_enqueued)
+        probe = Ticket(arrival_s=now_s, deadline_s=deadline_s, sort_key=sort_key)
+        queue = sorted([*self._waiting, probe], key=_get_sort_key)
+        return 1000.0 * (self._simulate_starts(queue, now_s)[queue.index(probe)] - now_s)
 
-    def join(self, place: Ticket, *, least_ms: float, deadline_s: float = math.inf) -> None:
-        """Stand in line.
+    def enqueue(self, ticket: Ticket, *, min_service_ms: float, deadline_s: float = math.inf) -> None:
+        """Queue a request.
 
         Args:
-            place: Of `enter`.
-            least_ms: p99 of its cheapest plan, from its turn to its last token.
-            deadline_s: Promise that it ends by then; infinite promises nothing.
+            ticket: Result of `reserve`.
+            min_service_ms: p99 service time of the cheapest plan, from start to last token.
+            deadline_s: Guaranteed completion time; infinite for no guarantee.
 
         Raises:
-            Refusal: 429; the promise could not be kept, or one that was given before. The place is still
-                held.
+            ApiError: 429 if this deadline or one that was guaranteed before cannot be met. The place stays
+                reserved.
         """
-        now = self._clock()
-        place.least_ms, place.deadline_s = least_ms, deadline_s
-        place.order = (self._key(place.arrived_s, deadline_s), self._count)
-        self._count += 1
-        line = sorted([*self._waiting, place], key=_order)
-        after = self._late(line, self._turns(line, now))
-        before = self._late(self._waiting, self._turns(self._waiting, now))
-        broken = [late for late in after if late not in before]
-        if place.promised and broken:
-            excess_s = max(after[late] for late in broken)
+        now_s = self._clock()
+        ticket.min_service_ms, ticket.deadline_s = min_service_ms, deadline_s
+        ticket.sort_key = (self._effective_deadline(ticket.arrival_s, deadline_s), self._num_enqueued)
+        self._num_enqueued += 1
+        queue = sorted([*self._waiting, ticket], key=_get_sort_key)
+        late_after = self._find_late(queue, self._simulate_starts(queue, now_s))
+        late_before = self._find_late(self._waiting, self._simulate_starts(self._waiting, now_s))
+        newly_late = [key for key in late_after if key not in late_before]
+        if ticket.has_deadline and newly_late:
+            excess_s = max(late_after[key] for key in newly_late)
             raise ApiError(
                 429,
-                f"too many requests are in line to answer within the budget; try again in "
-                f"{excess_s * 1000.0:.0f} ms, or give a larger one",
+                f"too many queued requests to meet the latency budget; retry in "
+                f"{excess_s * 1000.0:.0f} ms or increase the budget",
                 code="overloaded", retry_after_s=excess_s,
             )  # fmt: skip
-        insort(self._waiting, place, key=_order)
+        insort(self._waiting, ticket, key=_get_sort_key)
 
-    def next(self) -> Ticket | None:
-        """Whose turn it is; None while no slot is free or nobody waits."""
+    def start_next(self) -> Ticket | None:
+        """Start the next queued request; None if the queue is empty or no slot is free."""
         if not self._waiting or len(self._running) >= self.slots:
             return None
-        place = self._waiting.pop(0)
-        place.began_s = self._clock()
-        self._running.add(place)
-        place.until_s = place.began_s + (self._until(place, place.began_s) - place.began_s) / self.stretch
-        # Nothing says yet how long it takes; what others took is a guess until its plan is known.
-        guess_s = max(place.least_ms, self.service_ms) / 1000.0
-        place.ends_s = place.until_s if math.isfinite(place.until_s) else place.began_s + guess_s
-        return place
+        ticket = self._waiting.pop(0)
+        ticket.start_s = self._clock()
+        self._running.add(ticket)
+        target_s = self._find_target_end(ticket, ticket.start_s) - ticket.start_s
+        ticket.target_end_s = ticket.start_s + target_s / self.p99_correction
+        # The plan is not selected yet: the mean service time is the estimate.
+        estimate_s = max(ticket.min_service_ms, self.service_ms) / 1000.0
+        has_target = math.isfinite(ticket.target_end_s)
+        ticket.predicted_end_s = ticket.target_end_s if has_target else ticket.start_s + estimate_s
+        return ticket
 
-    def leave(self, place: Ticket, *, ended: bool = False) -> None:
-        """Give the place up, whatever its state; a second time does nothing.
+    def release(self, ticket: Ticket, *, completed: bool = False) -> None:
+        """Release a ticket in any state. Releasing it twice has no effect.
 
         Args:
-            place: Of `enter`.
-            ended: It ran to its end, so that its time tells of others.
+            ticket: Result of `reserve`.
+            completed: Whether the request ran to its end, so that its service time updates the correction.
         """
-        if place not in self._inside:
+        if ticket not in self._tickets:
             return
-        self._inside.remove(place)
-        if place in self._running:
-            self._running.remove(place)
-            if ended and place.began_s is not None:
-                self._learn(place)
-        elif place in self._waiting:
-            self._waiting.remove(place)
+        self._tickets.remove(ticket)
+        if ticket in self._running:
+            self._running.remove(ticket)
+            if completed and ticket.start_s is not None:
+                self._update_correction(ticket)
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
 
-    def _until(self, place: Ticket, now: float) -> float:
+    def _find_target_end(self, ticket: Ticket, now_s: float) -> float:
         waiting = self._waiting
-        soonest = now + place.least_ms / 1000.0 * self.stretch
-        latest = max((other.deadline_s for other in waiting if other.promised), default=-math.inf)
-        if latest <= soonest:
-            return max(place.deadline_s, soonest)
-        spared = self._late(waiting, self._turns(waiting, now, place, soonest))
+        earliest_s = now_s + ticket.min_service_ms / 1000.0 * self.p99_correction
+        latest_s = max((other.deadline_s for other in waiting if other.has_deadline), default=-math.inf)
+        if latest_s <= earliest_s:
+            return max(ticket.deadline_s, earliest_s)
+        already_late = self._find_late(waiting, self._simulate_starts(waiting, now_s, ticket, earliest_s))
 
-        def harmless(end: float) -> bool:
-            return all(late in spared for late in self._late(waiting, self._turns(waiting, now, place, end)))
+        def delays_nobody(end_s: float) -> bool:
+            late = self._find_late(waiting, self._simulate_starts(waiting, now_s, ticket, end_s))
+            return all(other in already_late for other in late)
 
-        # Whatever ends after all deadlines of others is all the same to them.
-        good, bad = soonest, min(place.deadline_s, latest)
-        if harmless(bad):
-            return max(place.deadline_s, soonest)
-        for _ in range(_HALVINGS):
-            middle = (good + bad) / 2.0
-            good, bad = (middle, bad) if harmless(middle) else (good, middle)
-        return good
+        # An end after the last deadline cannot delay another request further.
+        feasible_s, infeasible_s = earliest_s, min(ticket.deadline_s, latest_s)
+        if delays_nobody(infeasible_s):
+            return max(ticket.deadline_s, earliest_s)
+        for _ in range(_BISECTION_STEPS):
+            middle_s = (feasible_s + infeasible_s) / 2.0
+            feasible_s, infeasible_s = (
+                (middle_s, infeasible_s) if delays_nobody(middle_s) else (feasible_s, middle_s)
+            )
+        return feasible_s
 
-    def _learn(self, place: Ticket) -> None:
-        assert place.began_s is not None
-        took_s = self._clock() - place.began_s
-        self.service_ms += (took_s * 1000.0 - self.service_ms) * (_SHARE if self.service_ms else 1.0)
-        if place.ends_s > place.began_s:
-            # One request that hung must not close the house to all others.
-            ratio = min(took_s / (place.ends_s - place.began_s), 4.0)
-            now = self._clock()
-            self._beyond.append((now, max(ratio - 1.0, 0.0)))
-            # Where ends are seldom, those that are remembered reach farther back.
-            half_s = max(_FORGETS_S, (now - self._beyond[0][0]) / 4.0)
-            beyond = heapq.nlargest(2, (_faded(each, now - then, half_s) for then, each in self._beyond))
-            # One that was slow may have been alone in it; the second one says that it happens.
-            self._excess, self._learnt_s = beyond[1] if len(beyond) > 1 else 0.0, now
-            self._deviation += _SHARE * (abs(ratio - self._mean) - self._deviation)
-            self._mean += _SHARE * (ratio - self._mean)
+    def _update_correction(self, ticket: Ticket) -> None:
+        assert ticket.start_s is not None
+        service_s = self._clock() - ticket.start_s
+        self.service_ms += (service_s * 1000.0 - self.service_ms) * (_EWMA_WEIGHT if self.service_ms else 1.0)
+        if ticket.predicted_end_s > ticket.start_s:
+            # Cap the ratio so that one hung request cannot block admission.
+            ratio = min(service_s / (ticket.predicted_end_s - ticket.start_s), 4.0)
+            now_s = self._clock()
+            self._recent_excess.append((now_s, max(ratio - 1.0, 0.0)))
+            # Completions that are rare decay more slowly.
+            half_life_s = max(_HALF_LIFE_S, (now_s - self._recent_excess[0][0]) / 4.0)
+            largest = heapq.nlargest(
+                2, (_decay(excess, now_s - time_s, half_life_s) for time_s, excess in self._recent_excess)
+            )
+            # The largest excess may be an outlier, so the second largest counts.
+            self._p99_excess, self._updated_s = largest[1] if len(largest) > 1 else 0.0, now_s
+            self._ratio_deviation += _EWMA_WEIGHT * (abs(ratio - self._mean_ratio) - self._ratio_deviation)
+            self._mean_ratio += _EWMA_WEIGHT * (ratio - self._mean_ratio)
 
-    def _key(self, arrived_s: float, deadline_s: float) -> float:
-        return min(deadline_s, arrived_s + self._patience_s)
+    def _effective_deadline(self, arrival_s: float, deadline_s: float) -> float:
+        return min(deadline_s, arrival_s + self._patience_s)
 
-    def _turns(
-        self, line: Sequence[Ticket], now: float, begun: Ticket | None = None, begun_ends_s: float = 0.0
+    def _simulate_starts(
+        self, queue: Sequence[Ticket], now_s: float, started: Ticket | None = None, started_end_s: float = 0.0
     ) -> list[float]:
-        """When the turn of each in a line would come; `begun` has just had its own and ends as told."""
-        ends = [begun_ends_s if place is begun else self._end(place, now) for place in self._running]
-        free = [now] * (self.slots - len(ends)) + ends
-        heapq.heapify(free)
-        turns: list[float] = []
-        pace_s = self.pace / 1000.0
-        for place in line:
-            turns.append(free[0])
-            heapq.heapreplace(free, free[0] + place.least_ms * pace_s)
-        return turns
+        """Simulate start times of a queue; `started` has just started and ends at `started_end_s`."""
+        ends_s = [
+            started_end_s if ticket is started else self._predict_end(ticket, now_s)
+            for ticket in self._running
+        ]
+        free_s = [now_s] * (self.slots - len(ends_s)) + ends_s
+        heapq.heapify(free_s)
+        starts_s: list[float] = []
+        seconds_per_ms = self.mean_correction / 1000.0
+        for ticket in queue:
+            starts_s.append(free_s[0])
+            heapq.heapreplace(free_s, free_s[0] + ticket.min_service_ms * seconds_per_ms)
+        return starts_s
 
-    def _end(self, place: Ticket, now: float) -> float:
-        """When a running request ends."""
-        assert place.began_s is not None
-        # One that is overdue may end at any moment.
-        return max(place.began_s + (place.ends_s - place.began_s) * self.pace, now)
+    def _predict_end(self, ticket: Ticket, now_s: float) -> float:
+        assert ticket.start_s is not None
+        # An overdue request may end at any moment.
+        return max(ticket.start_s + (ticket.predicted_end_s - ticket.start_s) * self.mean_correction, now_s)
 
-    def _late(self, line: Iterable[Ticket], turns: Iterable[float]) -> dict[Ticket, float]:
-        """Those that would break a promise -> by how many seconds."""
-        stretch_s, late = self.stretch / 1000.0, {}
-        for place, turn in zip(line, turns, strict=True):
-            late_s = turn + place.least_ms * stretch_s - place.deadline_s
+    def _find_late(self, queue: Iterable[Ticket], starts_s: Iterable[float]) -> dict[Ticket, float]:
+        """Return the requests that miss their deadline, with the delay in seconds."""
+        seconds_per_ms, late = self.p99_correction / 1000.0, {}
+        for ticket, start_s in zip(queue, starts_s, strict=True):
+            late_s = start_s + ticket.min_service_ms * seconds_per_ms - ticket.deadline_s
             if late_s > 0.0:
-                late[place] = late_s
+                late[ticket] = late_s
         return late
 
 
-def _faded(excess: float, age_s: float, half_s: float) -> float:
-    return excess * 0.5 ** (age_s / half_s)
+def _decay(excess: float, age_s: float, half_life_s: float) -> float:
+    return excess * 0.5 ** (age_s / half_life_s)
 
 
-def _order(place: Ticket) -> tuple[float, int]:
-    return place.order
+def _get_sort_key(ticket: Ticket) -> tuple[float, int]:
+    return ticket.sort_key

@@ -1,8 +1,7 @@
-"""One request that was let in: it waits, runs and ends, however that may be.
+"""State of one admitted request: queued, running, ended.
 
-It is fed by the events of its backend, on the event loop, and read by whoever writes the response. Its slot
-is free when its last event has come, so a slow reader keeps none, and the reader's slowness is not in the
-measured time.
+The backend feeds events on the event loop, and the HTTP response reads text. The slot is freed at the last
+event, so a slow reader neither occupies a slot nor adds to the measured time.
 """
 
 from __future__ import annotations
@@ -31,208 +30,212 @@ from sparseflow.adaptive.serve.backend import (
 )
 from sparseflow.adaptive.serve.metrics import Outcome, ServerMetrics
 
-_BROKEN = "\ufffd"
+_LOG = logging.getLogger(__name__)
+_REPLACEMENT_CHARACTER = "\ufffd"
+_RESPONSE_TIME_S = 0.002
+"""Part of the budget reserved for sending a truncated answer."""
 
 
 class TokenDecoder(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """Interface of a tokenizer; tokenizers of transformers implement it."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class StreamingText:
-    """The text of one answer.
+    """Incremental detokenizer with stop strings.
 
     Args:
-        tokenizer: Decodes its tokens.
-        stops: Strings before which it ends; none is empty.
+        tokenizer: Decodes token IDs.
+        stops: Non-empty strings; the text ends before the first one.
 
     Attributes:
-        tokens: How many tokens came in.
-        stopped: A stop string was met; more tokens change nothing.
+        num_tokens: Number of tokens received.
+        stopped: Whether a stop string occurred; later tokens are ignored.
     """
 
     def __init__(self, tokenizer: TokenDecoder, stops: Sequence[str] = ()) -> None:
-        self.tokens = 0
+        self.num_tokens = 0
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._ids: list[int] = []
-        self._seen = 0
-        """Of `_ids`, those whose text is out or held back for a stop string only."""
-        self._held = ""
+        # Number of leading `_ids` whose text is returned or pending.
+        self._num_decoded = 0
+        self._pending = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take tokens; gives the text that is certain now and was not before."""
+        """Add tokens and return the text that is final now."""
         if self.stopped:
             return ""
         for token in ids:
-            self.tokens += 1
+            self.num_tokens += 1
             self._ids.append(token)
-        return self._through(self._decoded(final=False), final=False)
+        return self._release(self._decode_new(final=False), final=False)
 
     def close(self) -> str:
-        """No more tokens come; gives the text that was held back."""
+        """End the text and return what was held back."""
         if self.stopped:
             return ""
-        return self._through(self._decoded(final=True), final=True)
+        return self._release(self._decode_new(final=True), final=True)
 
-    def _decoded(self, *, final: bool) -> str:
-        """Text of the tokens that are not seen yet, or "" while it may change."""
-        if len(self._ids) == self._seen:
+    def _decode_new(self, *, final: bool) -> str:
+        """Decode the new tokens; "" while their text may still change."""
+        if len(self._ids) == self._num_decoded:
             return ""
-        before = self._decode(self._ids[: self._seen])
+        before = self._decode(self._ids[: self._num_decoded])
         text = self._decode(self._ids)
-        if text.endswith(_BROKEN) and not final:
+        if text.endswith(_REPLACEMENT_CHARACTER) and not final:
             return ""
-        fresh = text[len(before) :]
-        if not fresh:
+        new_text = text[len(before) :]
+        if not new_text:
             return ""
-        # The last tokens seen are the light in which the next ones are decoded; older ones are not needed.
-        del self._ids[: self._seen]
-        self._seen = len(self._ids)
-        return fresh
+        # Decoding depends on the tokens just before; older ones are not needed.
+        del self._ids[: self._num_decoded]
+        self._num_decoded = len(self._ids)
+        return new_text
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
-    def _through(self, fresh: str, *, final: bool) -> str:
-        """What may go out of the text held back and fresh text."""
-        text = self._held + fresh
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            # The one that ends first, as if the text had come character by character.
-            return text[: min(found)[1]]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+    def _release(self, new_text: str, *, final: bool) -> str:
+        """Return the part of the pending and new text that cannot belong to a stop string."""
+        text = self._pending + new_text
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self.stopped, self._pending = True, ""
+            # The match that ends first, as if characters arrived one by one.
+            return text[: min(matches)[1]]
+        num_pending = 0 if final else max((_count_overlap(text, stop) for stop in self._stops), default=0)
+        self._pending = text[len(text) - num_pending :]
+        return text[: len(text) - num_pending]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text with which a stop string may begin."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-_LOG = logging.getLogger(__name__)
-_CLOSING_S = 0.002
-"""What is left of a budget when an answer is cut short, for telling the client."""
+def _count_overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next(
+        (length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AnswerSpec:
-    """What an answer is to be.
+    """Parameters of an answer.
 
     Attributes:
-        prompt: What it is to.
-        new_tokens: Most tokens of it.
-        shortened: It would have been longer, but for the budget.
-        sampling: How tokens are drawn.
-        received_s: When the request came in.
-        budget_ms: From then to the last token; None without.
-        on_infeasible: What to do where no plan keeps it.
-        promised: Whether it was let in with the promise to keep it.
-        stream: Whether it is sent while it comes.
-        include_usage: Whether a stream ends with numbers of tokens.
+        prompt: Prompt.
+        max_new_tokens: Maximum length.
+        shortened: Whether the budget reduced `max_new_tokens`.
+        sampling: Sampling parameters.
+        received_s: Receipt of the request.
+        budget_ms: Latency budget from receipt to last token; None without.
+        on_infeasible: Behavior if no plan meets the budget.
+        has_guarantee: Whether the request was admitted with a guaranteed deadline.
+        stream: Whether the text is sent as it is generated.
+        include_usage: Whether a stream ends with token counts.
     """
 
     prompt: Prompt
-    new_tokens: int
+    max_new_tokens: int
     shortened: bool
     sampling: SamplingParams
     received_s: float
     budget_ms: float | None
     on_infeasible: OnInfeasible
-    promised: bool
+    has_guarantee: bool
     stream: bool = False
     include_usage: bool = False
 
     @property
     def deadline_s(self) -> float | None:
-        """When the last token is due; None without a budget."""
+        """Time at which the budget ends; None without a budget."""
         return None if self.budget_ms is None else self.received_s + self.budget_ms / 1000.0
 
 
 class AnswerStream:
-    """An answer that comes into being.
+    """An answer while it is queued, generated and read.
 
     Args:
-        wanted: What it is to be.
-        text: Makes text of tokens.
-        place: In the line; its turn is told by `turn`.
-        backend: What runs it.
-        metrics: Where its end is counted.
-        over: Called once, when it needs its place no longer; the argument says whether it ran to its end.
+        spec: Parameters of the answer.
+        text: Detokenizer.
+        ticket: Ticket of the admission queue.
+        backend: Backend that runs the request.
+        metrics: Metrics of the server.
+        on_end: Called once at the end, with whether the request ran to completion.
 
     Attributes:
-        id: Its name.
-        created_s: Seconds since 1970.
-        finish_reason: Why it ended, in OpenAI's words; None before.
+        id: Completion ID.
+        created_s: Creation time, seconds since 1970.
+        finish_reason: OpenAI finish reason; None before the end.
     """
 
     def __init__(
         self,
-        wanted: AnswerSpec,
+        spec: AnswerSpec,
         *,
         text: StreamingText,
-        place: Ticket,
+        ticket: Ticket,
         backend: ServingBackend,
         metrics: ServerMetrics,
-        over: Callable[[bool], None],
+        on_end: Callable[[bool], None],
     ) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created_s = int(time.time())
         self.finish_reason: Literal["stop", "length"] | None = None
-        self.wanted = wanted
+        self.spec = spec
         self._text = text
-        self._place = place
+        self._ticket = ticket
         self._backend = backend
         self._metrics = metrics
-        self._over = over
+        self._on_end = on_end
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._begun = asyncio.Event()
-        self._refusal: ApiError | None = None
+        self._first_event = asyncio.Event()
+        self._error: ApiError | None = None
         self._ended = False
         self._truncated = False
         self._plan: Plan | None = None
         self._predicted_ms: tuple[float, float] | None = None
         self._queued_ms = 0.0
-        self._first_ms: float | None = None
+        self._first_token_ms: float | None = None
         self._measured_ms = 0.0
-        self._call_off: Callable[[], None] | None = None
+        self._cancel_job: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def begin(self) -> None:
-        """Wait for the first token, or for an end without one.
+    async def wait_first_token(self) -> None:
+        """Wait for the first token or the end.
 
         Raises:
-            Refusal: It went wrong.
+            ApiError: The request failed.
         """
-        await self._begun.wait()
-        if self._refusal is not None:
-            raise self._refusal
+        await self._first_event.wait()
+        if self._error is not None:
+            raise self._error
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Its text as it comes, whole characters only.
+    async def iter_text(self) -> AsyncIterator[str]:
+        """Yield the text in pieces as it is generated.
 
         Raises:
-            Refusal: It went wrong, perhaps after some of the text.
+            ApiError: The request failed.
         """
         while (piece := await self._pieces.get()) is not None:
             yield piece
-        if self._refusal is not None:
-            raise self._refusal
+        if self._error is not None:
+            raise self._error
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens; those of the prompt as it ran, or at the highest tier where it did not run."""
-        of, made = self.wanted.prompt, self._text.tokens
-        prompt = of.tokens if self._plan is None else of.at(self._plan.tier)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        """Token counts in OpenAI's format."""
+        prompt, completion_tokens = self.spec.prompt, self._text.num_tokens
+        prompt_tokens = prompt.tokens if self._plan is None else prompt.at(self._plan.tier)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
 
     def report(self) -> dict[str, Any]:
-        """What there is to say about plan, time and budget, once it has ended."""
-        wanted, plan = self.wanted, self._plan
+        """Report plan, times and budget of an ended request."""
+        spec, plan = self.spec, self._plan
         predicted = None
         if self._predicted_ms is not None:
             predicted = {
@@ -242,131 +245,134 @@ class AnswerStream:
             "plan": None if plan is None else {"id": plan.id, **plan.to_dict()},
             "predicted_ms": predicted,
             "measured_ms": round(self._measured_ms, 3),
-            "first_token_ms": None if self._first_ms is None else round(self._first_ms, 3),
+            "first_token_ms": None if self._first_token_ms is None else round(self._first_token_ms, 3),
             "queued_ms": round(self._queued_ms, 3),
-            "budget_ms": wanted.budget_ms,
-            "budget_met": None if wanted.budget_ms is None else self._measured_ms <= wanted.budget_ms,
+            "budget_ms": spec.budget_ms,
+            "budget_met": None if spec.budget_ms is None else self._measured_ms <= spec.budget_ms,
             "truncated": self._truncated,
         }
 
-    def turn(self, beside: int) -> None:
-        """Its turn has come: run.
+    def start(self, num_concurrent: int) -> None:
+        """Submit the request to the backend.
 
         Args:
-            beside: How many others run.
+            num_concurrent: Number of other running requests.
         """
-        wanted, now = self.wanted, time.perf_counter()
-        self._queued_ms = (now - wanted.received_s) * 1000.0
-        deadline_s, until_s = wanted.deadline_s, self._place.until_s
+        spec, now_s = self.spec, time.perf_counter()
+        self._queued_ms = (now_s - spec.received_s) * 1000.0
+        deadline_s, target_end_s = spec.deadline_s, self._ticket.target_end_s
         if deadline_s is not None:
-            if now >= deadline_s and wanted.on_infeasible != "best_effort":
+            if now_s >= deadline_s and spec.on_infeasible != "best_effort":
                 self._fail(
                     ApiError(
-                        429, "the budget was used up in line; try again", code="overloaded", retry_after_s=1.0
+                        429,
+                        "the latency budget expired in the queue; retry",
+                        code="overloaded",
+                        retry_after_s=1.0,
                     )
                 )
                 return
-            until_s = min(until_s, deadline_s)
-            if wanted.on_infeasible == "truncate":
+            target_end_s = min(target_end_s, deadline_s)
+            if spec.on_infeasible == "truncate":
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(max(deadline_s - _CLOSING_S - now, 0.0), self._out_of_time)
+                self._timer = loop.call_later(max(deadline_s - _RESPONSE_TIME_S - now_s, 0.0), self._truncate)
         job = BackendJob(
-            id=self.id, prompt=wanted.prompt, max_new_tokens=wanted.new_tokens, sampling=wanted.sampling,
-            received_s=wanted.received_s, budget_ms=wanted.budget_ms, until_s=until_s,
-            on_infeasible=wanted.on_infeasible, beside=beside,
+            id=self.id, prompt=spec.prompt, max_new_tokens=spec.max_new_tokens, sampling=spec.sampling,
+            received_s=spec.received_s, budget_ms=spec.budget_ms, target_end_s=target_end_s,
+            on_infeasible=spec.on_infeasible, num_concurrent=num_concurrent,
         )  # fmt: skip
         try:
-            self._call_off = self._backend.submit(job, self._take)
+            self._cancel_job = self._backend.submit(job, self._handle)
         except Exception:
-            _LOG.exception("request %s could not be run", self.id)
+            _LOG.exception("request %s could not be submitted", self.id)
             self._fail(
                 ApiError(500, f"the model failed on this request (id {self.id})", code="engine_failed")
             )
 
-    def cut(self, refusal: ApiError) -> None:
-        """End it early, with an error."""
-        self._fail(refusal)
+    def cancel(self, error: ApiError) -> None:
+        """End the request with an error."""
+        self._fail(error)
 
-    def leave(self) -> None:
-        """Nobody reads it any more; nothing is done to one that has ended."""
-        self._fail(ApiError(499, "the client went away", code="client_gone"))
+    def disconnect(self) -> None:
+        """Cancel the request because its client disconnected; no effect after the end."""
+        self._fail(ApiError(499, "the client disconnected", code="client_gone"))
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if self._ended:
             return
         if isinstance(event, StartedEvent):
             self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
-            self._place.ends_s = self.wanted.received_s + event.p99_ms / 1000.0
+            self._ticket.predicted_end_s = self.spec.received_s + event.p99_ms / 1000.0
         elif isinstance(event, TokensEvent):
-            if self._first_ms is None:
-                self._first_ms = self._since_ms()
-                self._begun.set()
-            self._put(self._text.push(event.ids))
+            if self._first_token_ms is None:
+                self._first_token_ms = self._elapsed_ms()
+                self._first_event.set()
+            self._put_text(self._text.push(event.ids))
             if self._text.stopped:
                 self._finish("stop")
         elif isinstance(event, EndedEvent):
             self._finish(event.reason)
         else:
             assert isinstance(event, FailedEvent)
-            self._fail(event.refusal)
+            self._fail(event.error)
 
-    def _since_ms(self) -> float:
-        return (time.perf_counter() - self.wanted.received_s) * 1000.0
+    def _elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.spec.received_s) * 1000.0
 
-    def _put(self, piece: str) -> None:
+    def _put_text(self, piece: str) -> None:
         if piece:
             self._pieces.put_nowait(piece)
 
-    def _out_of_time(self) -> None:
+    def _truncate(self) -> None:
         self._finish("truncated")
 
     def _finish(self, reason: Literal["stop", "length", "truncated"]) -> None:
         if self._ended:
             return
-        wanted = self.wanted
-        self._measured_ms = self._since_ms()
-        self._put(self._text.close())
+        spec = self.spec
+        self._measured_ms = self._elapsed_ms()
+        self._put_text(self._text.close())
         self.finish_reason = "stop" if reason == "stop" else "length"
-        self._truncated = reason == "truncated" or (reason == "length" and wanted.shortened)
-        self._metrics.answered(
-            plan=self._plan, prompt_tokens=self.usage["prompt_tokens"], new_tokens=self._text.tokens,
-            measured_ms=self._measured_ms, first_ms=self._first_ms, queued_ms=self._queued_ms,
+        self._truncated = reason == "truncated" or (reason == "length" and spec.shortened)
+        self._metrics.observe_answer(
+            plan=self._plan, prompt_tokens=self.usage["prompt_tokens"], new_tokens=self._text.num_tokens,
+            measured_ms=self._measured_ms, first_token_ms=self._first_token_ms, queued_ms=self._queued_ms,
             predicted_ms=self._predicted_ms,
         )  # fmt: skip
-        if wanted.promised and wanted.budget_ms is not None:
-            self._metrics.promised(kept=self._measured_ms <= wanted.budget_ms)
-        self._end(ran=True)
+        if spec.has_guarantee and spec.budget_ms is not None:
+            self._metrics.count_budget(met=self._measured_ms <= spec.budget_ms)
+        self._end(completed=True)
 
-    def _fail(self, refusal: ApiError) -> None:
+    def _fail(self, error: ApiError) -> None:
         if self._ended:
             return
-        self._refusal = refusal
-        outcome = outcome_of(refusal)
-        self._metrics.ended(outcome, refusal.code)
-        if self.wanted.promised and outcome not in ("cancelled", "cut"):
-            self._metrics.promised(kept=False)
-        self._end(ran=False)
+        self._error = error
+        outcome = classify_outcome(error)
+        self._metrics.count_end(outcome, error.code)
+        if self.spec.has_guarantee and outcome not in ("cancelled", "cut"):
+            self._metrics.count_budget(met=False)
+        self._end(completed=False)
 
-    def _end(self, *, ran: bool) -> None:
+    def _end(self, *, completed: bool) -> None:
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._call_off is not None:
-            # One that has ended by itself does not mind.
-            self._call_off()
+        if self._cancel_job is not None:
+            # Cancelling a completed job has no effect.
+            self._cancel_job()
         self._pieces.put_nowait(None)
-        self._begun.set()
-        self._over(ran)
+        self._first_event.set()
+        self._on_end(completed)
 
 
-def outcome_of(refusal: ApiError) -> Outcome:
-    """How a request that was refused counts."""
-    if refusal.code == "budget_infeasible":
+def classify_outcome(error: ApiError) -> Outcome:
+    """Return the outcome label of an error."""
+    if error.code == "budget_infeasible":
         return "infeasible"
-    if refusal.code in ("shutting_down", "starting"):
+    if error.code in ("shutting_down", "starting"):
         return "cut"
-    if refusal.code == "client_gone":
+    if error.code == "client_gone":
         return "cancelled"
-    if refusal.status == 429:
+    if error.status == 429:
         return "shed"
-    return "failed" if refusal.status >= 500 else "refused"
+    return "failed" if error.status >= 500 else "refused"

@@ -1,7 +1,7 @@
-"""The server's face: OpenAI's addresses, and those that whoever operates it asks.
+"""HTTP routes: the OpenAI API, health and metrics.
 
-`POST /v1/chat/completions`, `GET /v1/models`, `GET /v1/models/{model}`; `/health` (the process can work),
-`/ready` (send requests here), `/metrics` (for Prometheus).
+`POST /v1/chat/completions`, `GET /v1/models`, `GET /v1/models/{model}`; `/health` (the process works),
+`/ready` (requests are accepted), `/metrics` (Prometheus).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any
 
 from sparseflow.adaptive.prompts.messages import ApiError
 from sparseflow.adaptive.serve.answer import AnswerStream
-from sparseflow.adaptive.serve.protocol import DONE, chunk, completion, error_event, event, last_chunks
+from sparseflow.adaptive.serve.protocol import (
+    DONE,
+    encode_error_event,
+    encode_event,
+    make_chunk,
+    make_completion,
+    make_last_chunks,
+)
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import MissingExtraError
 
@@ -31,47 +38,47 @@ except ImportError as error:
     raise MissingExtraError("fastapi", "adaptive") from error
 
 _LOG = logging.getLogger(__name__)
-_RECEIVED = "sparseflow.received_s"
+_RECEIVED_KEY = "sparseflow.received_s"
 _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
-"""Of a client or a proxy, to be found again in its logs."""
+"""Accepted form of a request ID set by a client or proxy."""
 
 
 def create_app(service: Service) -> FastAPI:
-    """An app that serves a model; `app.state.service` is the service.
+    """Create the HTTP app of a service; `app.state.service` is the service.
 
     Args:
-        service: Its gate is opened when the app starts, and it is closed when the app ends.
+        service: Service; the app opens it at startup and closes it at shutdown.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.open()
         yield
-        # `lifecycle.Server` has drained it by now; other servers that run this app may not have.
-        await service.gate.drain(0.0)
+        # `lifecycle.Server` has drained already; other ASGI servers have not.
+        await service.drain.drain(0.0)
         await service.close()
 
     app = FastAPI(title="SparseFlow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     app.add_middleware(_ReceiptMiddleware)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unforeseen)
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(Exception, _handle_unexpected_error)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _chat(service, request)
+        return await _handle_chat(service, request)
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [_model(service)]}
+        return {"object": "list", "data": [_describe_model(service)]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Any:
         try:
             service.check_model(model)
         except ApiError as refusal:
-            return _refused(refusal)
-        return _model(service)
+            return _make_error_response(refusal)
+        return _describe_model(service)
 
     @app.get("/health")
     async def health() -> Response:
@@ -80,155 +87,159 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        state = service.gate.state if service.backend.alive else "engine_stopped"
+        state = service.drain.state if service.backend.alive else "engine_stopped"
         return JSONResponse({"status": state, "ready": service.ready}, 200 if service.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text, kind = service.metrics.exposition()
-        return Response(text, media_type=kind)
+        text, content_type = service.metrics.export()
+        return Response(text, media_type=content_type)
 
     return app
 
 
 class _ReceiptMiddleware:
-    """Notes when a request came in, before anything else is done with it."""
+    """Records the receipt time of a request before any other processing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_RECEIVED] = time.perf_counter()
+        scope[_RECEIVED_KEY] = time.perf_counter()
         await self._app(scope, receive, send)
 
 
-async def _chat(service: Service, request: Request) -> Response:
-    given = request.headers.get("x-request-id", "")
-    names = {"X-Request-Id": given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex}
+async def _handle_chat(service: Service, request: Request) -> Response:
+    client_request_id = request.headers.get("x-request-id", "")
+    response_headers = {
+        "X-Request-Id": client_request_id if _REQUEST_ID.fullmatch(client_request_id) else uuid.uuid4().hex
+    }
     answer: AnswerStream | None = None
-    watching: asyncio.Task[None] | None = None
+    watcher: asyncio.Task[None] | None = None
     try:
-        answer = await service.answer(
-            lambda: _body(request, service.limits.body_bytes), request.headers, request.scope[_RECEIVED]
+        answer = await service.submit(
+            lambda: _read_body(request, service.limits.body_bytes),
+            request.headers,
+            request.scope[_RECEIVED_KEY],
         )
-        watching = asyncio.create_task(_watch(request.receive, answer))
-        await answer.begin()
-        if answer.wanted.stream:
-            response = _EventStreamResponse(answer, service.model, watching, names)
-            # They are the response's from here on.
-            answer, watching = None, None
+        watcher = asyncio.create_task(_watch_disconnect(request.receive, answer))
+        await answer.wait_first_token()
+        if answer.spec.stream:
+            response = _EventStreamResponse(answer, service.model, watcher, response_headers)
+            # The response owns both now.
+            answer, watcher = None, None
             return response
-        text = "".join([piece async for piece in answer.pieces()])
-        return JSONResponse(completion(answer, service.model, text), headers=names)
+        text = "".join([piece async for piece in answer.iter_text()])
+        return JSONResponse(make_completion(answer, service.model, text), headers=response_headers)
     except ApiError as refusal:
-        return _refused(refusal, names)
+        return _make_error_response(refusal, response_headers)
     except Exception:
-        _LOG.exception("request %s went wrong", names["X-Request-Id"])
-        return _refused(_failure(), names)
+        _LOG.exception("request %s failed", response_headers["X-Request-Id"])
+        return _make_error_response(_make_internal_error(), response_headers)
     finally:
-        if watching is not None:
-            watching.cancel()
+        if watcher is not None:
+            watcher.cancel()
         if answer is not None:
-            answer.leave()
+            answer.disconnect()
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """The body of a request.
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body of a request.
 
     Raises:
-        Refusal: It is too large, or the client went away.
+        ApiError: The body exceeds `max_bytes`, or the client disconnected.
     """
-    told = request.headers.get("content-length", "")
+    content_length = request.headers.get("content-length", "")
     too_large = ApiError(
-        413, f"the body must be at most {most} bytes; send smaller images", code="request_too_large"
+        413, f"the body must be at most {max_bytes} bytes; send smaller images", code="request_too_large"
     )
-    if told.isascii() and told.isdigit() and int(told[:20]) > most:
+    if content_length.isascii() and content_length.isdigit() and int(content_length[:20]) > max_bytes:
         raise too_large
-    found = bytearray()
+    body = bytearray()
     try:
-        async for part in request.stream():
-            found += part
-            if len(found) > most:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
                 raise too_large
     except ClientDisconnect as error:
-        raise ApiError(499, "the client went away", code="client_gone") from error
-    return bytes(found)
+        raise ApiError(499, "the client disconnected", code="client_gone") from error
+    return bytes(body)
 
 
-async def _watch(receive: Receive, answer: AnswerStream) -> None:
-    """Call an answer off when its client goes away."""
+async def _watch_disconnect(receive: Receive, answer: AnswerStream) -> None:
+    """Cancel the answer when its client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    answer.leave()
+    answer.disconnect()
 
 
 class _EventStreamResponse(Response):
-    """An answer as server-sent events; whatever ends it, the answer is left and nothing of it goes on."""
+    """An answer as server-sent events. The answer is released however the response ends."""
 
     def __init__(
-        self, answer: AnswerStream, model: str, watching: asyncio.Task[None], headers: Mapping[str, str]
+        self, answer: AnswerStream, model: str, watcher: asyncio.Task[None], headers: Mapping[str, str]
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
-        # Of a body that is not known yet.
+        # The length of a stream is unknown.
         del self.headers["content-length"]
         self._answer = answer
         self._model = model
-        self._watching = watching
+        self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async for part in self._parts():
+            async for part in self._iter_events():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
-            # Some servers say so when the client has gone.
-            _LOG.debug("the client of %s went away", self._answer.id)
+            # Some servers raise this when the client disconnects.
+            _LOG.debug("the client of %s disconnected", self._answer.id)
         finally:
-            self._watching.cancel()
-            self._answer.leave()
+            self._watcher.cancel()
+            self._answer.disconnect()
 
-    async def _parts(self) -> AsyncIterator[bytes]:
+    async def _iter_events(self) -> AsyncIterator[bytes]:
         answer, model = self._answer, self._model
         try:
-            yield event(chunk(answer, model, role="assistant", content=""))
-            async for piece in answer.pieces():
-                yield event(chunk(answer, model, content=piece))
-            for last in last_chunks(answer, model, usage=answer.wanted.include_usage):
-                yield event(last)
+            yield encode_event(make_chunk(answer, model, role="assistant", content=""))
+            async for piece in answer.iter_text():
+                yield encode_event(make_chunk(answer, model, content=piece))
+            for chunk in make_last_chunks(answer, model, usage=answer.spec.include_usage):
+                yield encode_event(chunk)
             yield DONE
         except ApiError as refusal:
-            yield error_event(refusal)
+            yield encode_error_event(refusal)
         except Exception:
-            _LOG.exception("the stream of %s went wrong", answer.id)
-            yield error_event(_failure())
+            _LOG.exception("the stream of %s failed", answer.id)
+            yield encode_error_event(_make_internal_error())
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _describe_model(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "created": service.created_s, "owned_by": "sparseflow"}
 
 
-def _failure() -> ApiError:
-    return ApiError(500, "the server failed on this request; its log says more", code="internal_error")
+def _make_internal_error() -> ApiError:
+    return ApiError(500, "internal error; see the log of the server", code="internal_error")
 
 
-def _refused(refusal: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(refusal.body, refusal.status, headers={**refusal.headers, **(headers or {})})
+def _make_error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error.body, error.status, headers={**error.headers, **(headers or {})})
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {
-        404: ("there is no such address", "not_found"),
-        405: ("not by this method", "method_not_allowed"),
+    messages = {
+        404: ("unknown path", "not_found"),
+        405: ("method not allowed", "method_not_allowed"),
     }
-    said, code = known.get(error.status_code, (str(error.detail), "http_error"))
-    asked = f"{request.method} {request.url.path[:200]}"
-    message = f"{said}: {asked}; there are POST /v1/chat/completions and GET /v1/models"
-    return _refused(ApiError(error.status_code, message, code=code), error.headers)
+    summary, code = messages.get(error.status_code, (str(error.detail), "http_error"))
+    route = f"{request.method} {request.url.path[:200]}"
+    message = f"{summary}: {route}; available: POST /v1/chat/completions and GET /v1/models"
+    return _make_error_response(ApiError(error.status_code, message, code=code), error.headers)
 
 
-async def _unforeseen(request: Request, error: Exception) -> Response:
-    return _refused(_failure())
+async def _handle_unexpected_error(request: Request, error: Exception) -> Response:
+    return _make_error_response(_make_internal_error())

@@ -1,7 +1,7 @@
-"""What the server needs of whatever runs a model: a forecast for admission, and events while a request runs.
+"""Backend interface of the server: a latency forecast for admission, and events of running requests.
 
-`bridge.py` makes it of the engine; tests make a fake. The server keeps the line of those who wait, so a
-backend gets no more requests at a time than it has slots, and is told of each by when it should end.
+`engine_backend.py` implements it with the engine. The server queues requests itself: a backend gets at most
+`slots` requests at a time, each with a target end.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from sparseflow.adaptive.prompts.messages import ApiError, Prompt
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackendJob:
-    """A request whose turn has come.
+    """A request to run now.
 
     Attributes:
-        id: A name, for logs.
-        prompt: What the answer is to.
-        max_new_tokens: Most tokens of the answer.
-        sampling: How they are drawn.
-        received_s: When the request came in, by `time.perf_counter`.
-        budget_ms: From then to the last token; None without a budget.
-        until_s: By when the last token should be there, by the same clock: the deadline, or earlier for the
-            sake of those who wait, or where predictions turned out too short; infinite where nothing asks for
-            an end. Plans are to be chosen for this, not for the budget.
-        on_infeasible: What was asked for. Only budgets that can be kept get here with `"reject"`.
-        beside: How many requests ran when its turn came, without this one.
-        load: Share of the device that others wanted then, 0 to 1; the backend knows.
+        id: Name for logs.
+        prompt: Prompt.
+        max_new_tokens: Maximum number of generated tokens.
+        sampling: Sampling parameters.
+        received_s: Receipt time, by `time.perf_counter`.
+        budget_ms: Latency budget from receipt to last token; None without.
+        target_end_s: Latest end that plans should be selected for, by the same clock: the deadline, or an
+            earlier time because of queued requests or underestimated latencies; infinite without a target.
+        on_infeasible: Behavior if no plan meets the budget. With `"reject"` only feasible budgets get here.
+        num_concurrent: Number of other running requests at the start.
+        load: Utilization of the device by others at the start, 0 to 1; set by the backend.
     """
 
     id: str
@@ -42,20 +41,20 @@ class BackendJob:
     sampling: SamplingParams
     received_s: float
     budget_ms: float | None = None
-    until_s: float = math.inf
+    target_end_s: float = math.inf
     on_infeasible: OnInfeasible = "reject"
-    beside: int = 0
+    num_concurrent: int = 0
     load: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedEvent:
-    """The plan is decided; it comes before the first token.
+    """The plan is selected; precedes the first token.
 
     Attributes:
-        plan: What is run, to the end.
-        p50_ms: Predicted from receipt to the last token.
-        p99_ms: What 99 of 100 such requests stay below.
+        plan: Plan for the whole request.
+        p50_ms: Predicted median latency from receipt to last token.
+        p99_ms: Predicted 99th percentile.
     """
 
     plan: Plan
@@ -65,35 +64,35 @@ class StartedEvent:
 
 @dataclass(frozen=True)
 class TokensEvent:
-    """New tokens of the answer; those that end it are left out."""
+    """New tokens, without stop tokens."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class EndedEvent:
-    """Nothing more comes: a stop token came, the answer is as long as asked for, or as the budget allows."""
+    """The request completed: a stop token, the maximum length, or the length that fits the budget."""
 
     reason: Literal["stop", "length", "truncated"]
 
 
 @dataclass(frozen=True)
 class FailedEvent:
-    """Nothing more comes: it went wrong."""
+    """The request failed."""
 
-    refusal: ApiError
+    error: ApiError
 
 
 Event = StartedEvent | TokensEvent | EndedEvent | FailedEvent
 
 
 class ServingBackend(Protocol):
-    """What runs requests.
+    """Runs requests.
 
     Attributes:
-        slots: How many requests run at once.
-        context: Most tokens of a prompt, as it runs, and its answer together.
-        alive: Whether it can run requests; once False it stays so.
+        slots: Maximum number of running requests.
+        context: Maximum number of tokens of a prompt and its answer together.
+        alive: Whether requests can run. Once False, it stays False.
     """
 
     @property
@@ -105,32 +104,31 @@ class ServingBackend(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
-        """p99 of the cheapest plan, from a request's turn to its last token.
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+        """Return the p99 of the cheapest plan, from start to last token.
 
-        Called on the event loop, so it is to take a millisecond at most.
+        Called on the event loop; must take at most a millisecond.
 
         Args:
-            prompt: Its prompt.
-            new_tokens: Tokens of the answer.
-            beside: How many other requests run; None for what could be kept if nobody else were there.
+            prompt: Prompt.
+            max_new_tokens: Number of generated tokens.
+            num_concurrent: Number of other running requests; None for an idle device.
         """
         ...
 
     def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
-        """Run a request. Called on the event loop; returns at once.
+        """Run a request. Called on the event loop; returns immediately.
 
         Args:
-            job: The request.
-            emit: To be called on the event loop: `StartedEvent` once, `TokensEvent`, and in the end
-                `EndedEvent` or `FailedEvent`, which may come first.
+            job: Request.
+            emit: Event callback, called on the event loop: `StartedEvent` once, then `TokensEvent`, and
+                `EndedEvent` or `FailedEvent` last. A failure may be the only event.
 
         Returns:
-            Calls the request off and frees its slot; events that come later are not looked at.
+            A function that cancels the request and frees its slot; later events are ignored.
         """
         ...
 
     def close(self) -> None:
-        """Give everything back; called once, from any thread, when nothing runs any more. May take its
-        time."""
+        """Release all resources. Called once, from any thread, when nothing runs. May block."""
         ...

@@ -1,7 +1,7 @@
-"""The engine as the server's backend: its thread on one side, the event loop on the other.
+"""Engine as a server backend.
 
-Nothing of the engine is waited for on the loop. What happens on its thread – the plan is decided, a token
-comes, the request ends – is handed over by `call_soon_threadsafe`, in order.
+The engine runs in its own thread and the server on an event loop. The loop never waits for the engine. Engine
+events (plan selected, token generated, request ended) reach the loop in order, by `call_soon_threadsafe`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sparseflow.adaptive.engine.requests.request import (
     InitialDecision,
     PlanDecider,
     PlanDecision,
+    Rejection,
     RequestOutOfMemory,
     RequestOutput,
     RequestRejected,
     SupportsPreparation,
     SupportsReplanning,
 )
-from sparseflow.adaptive.engine.requests.request import Rejection as Declined
 from sparseflow.adaptive.predictor.features import LatencyQuery
-from sparseflow.adaptive.profile.memory import fitting
+from sparseflow.adaptive.profile.memory import select_fitting_tiers
 from sparseflow.adaptive.prompts.messages import ApiError, Prompt, invalid
 from sparseflow.adaptive.serve.backend import (
     BackendJob,
@@ -53,55 +53,55 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_STARVED_S, _STARVED = 2.0, 8
-"""For how long, and how often, an idle engine is asked about while nothing ends, until predictions count as
-too high to be ever seen wrong."""
-_FORGOTTEN = 0.5
-"""Share of what was learnt that is given up then."""
+_STARVATION_S, _STARVATION_QUERIES = 2.0, 8
+"""Time and number of queries of an idle engine, without a completion, after which the correction decays."""
+_DECAY_FRACTION = 0.5
+"""Fraction of the correction that a decay removes."""
 
 
-def _alone() -> float:
+def _zero_load() -> float:
     return 0.0
 
 
-def _busy() -> bool:
+def _never_idle() -> bool:
     return False
 
 
 class LatencyForecast(Protocol):
-    """How long requests take, from their turn to their last token."""
+    """Forecast of service times, from start to last token."""
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
-        """p99 of the cheapest plan, now, while `beside` others run; None for nobody, and nobody to come."""
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+        """Return the p99 of the cheapest plan; `num_concurrent` other requests run, None means idle."""
         ...
 
-    def of(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
-        """Median and p99 of a plan, as it looked when the job's turn came."""
+    def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
+        """Return median and p99 of a plan under the conditions at the start of the job."""
         ...
 
-    def observe(self, job: BackendJob, finished: RequestOutput) -> None:
-        """Learn from a job that ended."""
+    def observe(self, job: BackendJob, output: RequestOutput) -> None:
+        """Update the forecast with a completed job."""
         ...
 
 
 class PredictorForecast:
-    """A forecast by the predictor.
+    """Forecast from a plan latency predictor.
+
+    If the corrected predictions refuse every request, no request completes and the correction never updates.
+    While the engine is idle and requests keep arriving, the correction therefore decays.
 
     Args:
-        predictor: Of this model on this device.
-        plans: Those that the engine runs, with tiers.
-        load: Share of the device that others want now, 0 to 1, as `Engine.load`; by default none. For those
-            whose turn has not come: jobs carry their own.
-        idle: Whether nothing runs. Where everybody is refused by what was learnt, nothing can be learnt any
-            more; while it is so and requests keep coming, what was learnt is given up bit by bit. By default
-            that is not known.
-        clock: Seconds.
-        max_batch: As of the engine; by default whatever the profile was measured with, as the next.
-        max_tokens: As of the engine.
+        predictor: Predictor of this model on this device.
+        plans: Plans of the engine, with tiers.
+        load: Returns the current utilization of the device by others, 0 to 1; 0 by default. Used for queued
+            requests; jobs carry their own value.
+        idle: Returns whether the engine is idle; never by default.
+        clock: Monotonic clock, seconds.
+        max_batch: Maximum batch size of the engine; by default that of the profile.
+        max_tokens: Maximum context length of the engine; by default that of the profile.
 
     Raises:
-        InputError: There are no plans, the predictor knows one of them not, or it was made for another way to
-            run on a GPU or an engine of other sizes.
+        InputError: `plans` is empty or contains a plan that the predictor does not cover, or the profile was
+            measured with another runner or other engine sizes.
     """
 
     def __init__(
@@ -109,151 +109,153 @@ class PredictorForecast:
         predictor: PlanLatencyPredictor,
         plans: Sequence[Plan],
         *,
-        load: Callable[[], float] = _alone,
-        idle: Callable[[], bool] = _busy,
+        load: Callable[[], float] = _zero_load,
+        idle: Callable[[], bool] = _never_idle,
         clock: Callable[[], float] = time.perf_counter,
         max_batch: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
         if not plans:
-            raise InputError("there are no plans to forecast; give those that the engine runs")
-        about = predictor.about
-        if about.how.get("runner") == "eager" and about.device["kind"] == "cuda":
+            raise InputError("`plans` is empty; pass the plans of the engine")
+        metadata = predictor.metadata
+        if metadata.config.get("runner") == "eager" and metadata.device["kind"] == "cuda":
             raise InputError(
-                "the predictor's profile was measured by the eager runner, and on a GPU an engine takes "
-                "other times; profile with `sparseflow adaptive profile --runner engine`"
+                "the profile of the predictor was measured with the eager runner, whose times differ from "
+                "those of the engine on a GPU; profile with `sparseflow adaptive profile --runner engine`"
             )
-        for name, here in (("max_batch", max_batch), ("max_tokens", max_tokens)):
-            measured = about.how.get(name, here)
-            if here is not None and measured != here:
+        for name, requested in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+            measured = metadata.config.get(name, requested)
+            if requested is not None and measured != requested:
                 raise InputError(
-                    f"the predictor's profile was measured by an engine with `{name}` {measured}, and this "
-                    f"one has {here}, so its requests take other times; serve with {measured} (--batch of "
-                    "`serve` is `max_batch`), or profile anew"
+                    f"the profile of the predictor was measured with `{name}` (={measured}), but this engine "
+                    f"has {requested}; serve with {measured}, or profile with {requested}"
                 )
         self._predictor = predictor
         self._load, self._idle, self._clock = load, idle, clock
-        # Times that an idle engine was asked about since anything ended there, and when that began.
-        self._asked, self._since_s = 0, 0.0
-        at: dict[Plan, int] = {}
-        for number, plan in enumerate(predictor.space.plans):
-            at[plan] = number
-            # Without images a plan's tier does not matter.
-            at.setdefault(replace(plan, tier=None), number)
-        self._at = at
-        unknown = [plan.id for plan in plans if plan not in at]
+        # Queries of an idle engine since the last completion, and the time of the first.
+        self._num_queries, self._first_query_s = 0, 0.0
+        plan_index: dict[Plan, int] = {}
+        for index, plan in enumerate(predictor.space.plans):
+            plan_index[plan] = index
+            # Without images the tier of a plan has no effect.
+            plan_index.setdefault(replace(plan, tier=None), index)
+        self._plan_index = plan_index
+        unknown = [plan.id for plan in plans if plan not in plan_index]
         if unknown:
-            raise InputError(f"{', '.join(unknown)} is not among the plans that the predictor is of")
-        self._rows = np.array([at[plan] for plan in plans])
+            raise InputError(f"the predictor does not cover these plans: {', '.join(unknown)}")
+        self._rows = np.array([plan_index[plan] for plan in plans])
         self._tiers: list[Tier | None] = [plan.tier for plan in plans]
         self._max_tokens = max_tokens
         if len(predictor.loads) == 1:
             _LOG.warning(
-                "the predictor's profile was measured at one load only (%g), so nothing is known of how "
-                "others on the device slow requests down, and budgets may be missed while it is busy: "
-                "profile with `sparseflow adaptive profile --load 0 --load 0.7`",
+                "the profile of the predictor was measured at a single load (%g), so predictions ignore "
+                "other load on the device, and budgets may be missed while it is busy; profile with "
+                "`sparseflow adaptive profile --load 0 --load 0.7`",
                 predictor.loads[0],
             )
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
-        """As in `LatencyForecast`."""
-        self._look_for_starving()
-        load = 0.0 if beside is None else self._load()
-        p99 = self._every(prompt, new_tokens, beside or 0, load)[1][self._rows]
-        return float(p99[self._room(prompt, new_tokens)].min())
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+        """See `LatencyForecast`."""
+        self._decay_when_starved()
+        load = 0.0 if num_concurrent is None else self._load()
+        p99 = self._predict_all(prompt, max_new_tokens, num_concurrent or 0, load)[1][self._rows]
+        return float(p99[self._mask_fitting_plans(prompt, max_new_tokens)].min())
 
-    def of(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
-        """As in `LatencyForecast`."""
-        p50, p99 = self._every(job.prompt, job.max_new_tokens, job.beside, job.load)
-        return float(p50[self._at[plan]]), float(p99[self._at[plan]])
+    def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
+        """See `LatencyForecast`."""
+        p50, p99 = self._predict_all(job.prompt, job.max_new_tokens, job.num_concurrent, job.load)
+        return float(p50[self._plan_index[plan]]), float(p99[self._plan_index[plan]])
 
-    def observe(self, job: BackendJob, finished: RequestOutput) -> None:
-        """As in `LatencyForecast`."""
-        self._asked = 0
-        asked = LatencyQuery(
-            plan=finished.plan, text_tokens=job.prompt.text_tokens,
-            images=self._predictor.about.images(job.prompt.vision_tokens),
-            new_tokens=max(len(finished.tokens), 1), batch=job.beside + 1, load=job.load,
-            queued_ms=finished.queued_ms,
+    def observe(self, job: BackendJob, output: RequestOutput) -> None:
+        """See `LatencyForecast`."""
+        self._num_queries = 0
+        query = LatencyQuery(
+            plan=output.plan, text_tokens=job.prompt.text_tokens,
+            images=self._predictor.metadata.count_images(job.prompt.vision_tokens),
+            new_tokens=max(len(output.tokens), 1), batch=job.num_concurrent + 1, load=job.load,
+            queued_ms=output.queued_ms,
         )  # fmt: skip
         self._predictor.observe(
-            asked, finished.total_ms, prefill_ms=finished.total_ms - finished.queued_ms - finished.decode_ms
+            query, output.total_ms, prefill_ms=output.total_ms - output.queued_ms - output.decode_ms
         )
 
-    def _look_for_starving(self) -> None:
-        """Give up some of what was learnt where requests come, none is let in, and so none ends."""
+    def _decay_when_starved(self) -> None:
+        """Decay the correction if requests arrive but the engine stays idle."""
         if not self._idle():
-            self._asked = 0
+            self._num_queries = 0
             return
-        now = self._clock()
-        if not self._asked:
-            self._since_s = now
-        self._asked += 1
-        if self._asked >= _STARVED and now - self._since_s >= _STARVED_S:
-            self._asked = 0
-            self._predictor.forget(_FORGOTTEN)
+        now_s = self._clock()
+        if not self._num_queries:
+            self._first_query_s = now_s
+        self._num_queries += 1
+        if self._num_queries >= _STARVATION_QUERIES and now_s - self._first_query_s >= _STARVATION_S:
+            self._num_queries = 0
+            self._predictor.forget(_DECAY_FRACTION)
 
-    def _room(self, prompt: Prompt, new_tokens: int) -> np.ndarray:
-        """Which plans leave a request room for its tokens, [plans] bool; all where none does."""
+    def _mask_fitting_plans(self, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
+        """Return a mask of plans whose context fits the request, bool [num_plans]; all True if none fits."""
         tiers = (
             ()
             if self._max_tokens is None
-            else fitting(
+            else select_fitting_tiers(
                 prompt.vision,
                 text_tokens=prompt.text_tokens,
-                new_tokens=new_tokens,
+                new_tokens=max_new_tokens,
                 max_tokens=self._max_tokens,
             )
         )
-        found = np.array([tier in tiers for tier in self._tiers])
-        return found if found.any() else ~found
+        mask = np.array([tier in tiers for tier in self._tiers])
+        return mask if mask.any() else ~mask
 
-    def _every(
-        self, prompt: Prompt, new_tokens: int, beside: int, load: float
+    def _predict_all(
+        self, prompt: Prompt, max_new_tokens: int, num_concurrent: int, load: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Median and p99 of every plan of the predictor's space."""
+        """Return median and p99 of every plan of the predictor's space."""
         return self._predictor.predict_all(
-            text_tokens=prompt.text_tokens, images=self._predictor.about.images(prompt.vision_tokens),
-            new_tokens=new_tokens, batch=beside + 1, load=load,
-        )  # fmt: skip
+            text_tokens=prompt.text_tokens,
+            images=self._predictor.metadata.count_images(prompt.vision_tokens),
+            new_tokens=max_new_tokens,
+            batch=num_concurrent + 1,
+            load=load,
+        )
 
 
-def deciding(chooser: PlanSelector) -> Callable[[BackendJob], PlanDecider]:
-    """Makes who decides about a job, of what chooses plans.
+def make_job_decider(selector: PlanSelector) -> Callable[[BackendJob], PlanDecider]:
+    """Create a factory of plan deciders for jobs.
 
-    A job was let in, so it is not refused any more for a millisecond that was lost since.
+    A job is already admitted, so it is never rejected for time that passed since.
 
     Args:
-        chooser: Of the model, with the plans that the engine runs.
+        selector: Plan selector with the plans of the engine.
     """
 
-    def of(job: BackendJob) -> PlanDecider:
-        return chooser.decider(
+    def make_decider(job: BackendJob) -> PlanDecider:
+        return selector.make_policy(
             text_tokens=job.prompt.text_tokens,
-            images=chooser.predictor.about.images(job.prompt.vision_tokens),
+            images=selector.predictor.metadata.count_images(job.prompt.vision_tokens),
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
-            batch=job.beside + 1,
+            batch=job.num_concurrent + 1,
             load=job.load,
             vision=job.prompt.vision,
             input_ids=job.prompt.inputs["input_ids"],
         )
 
-    return of
+    return make_decider
 
 
 class EngineBackend:
     """Runs jobs on an engine.
 
     Args:
-        engine: It is shut down by `close`; warm it up before.
-        decider: Makes who decides about a job, as `deciding` does. What it is told remains of the budget is
-            what remains until `job.until_s`.
-        forecast: For admission, and for what answers say was predicted.
-        stop: Tokens that end an answer.
-        slots: How many requests run at once; by default as many as the engine can. Fewer make each quicker.
+        engine: Warm engine; `close` shuts it down.
+        decider: Creates the plan decider of a job, see `make_job_decider`. The decider's remaining time ends
+            at `job.target_end_s`.
+        forecast: Forecast for admission and for the predicted times in responses.
+        stop: IDs of stop tokens.
+        slots: Maximum number of running requests; by default the engine's maximum batch size.
 
     Raises:
-        InputError: `slots` are more than the engine has.
+        InputError: `slots` exceeds the engine's maximum batch size.
     """
 
     def __init__(
@@ -268,7 +270,7 @@ class EngineBackend:
         self.slots = engine.max_batch if slots is None else slots
         if not 1 <= self.slots <= engine.max_batch:
             raise InputError(
-                f"`slots` (={slots}) must be 1 to {engine.max_batch}, the engine's largest batch"
+                f"`slots` (={slots}) must be 1 to {engine.max_batch}, the maximum batch size of the engine"
             )
         self.context = engine.max_tokens
         self._engine = engine
@@ -281,19 +283,19 @@ class EngineBackend:
         """Whether the engine can run requests."""
         return self._engine.snapshot().healthy
 
-    def least_ms(self, prompt: Prompt, new_tokens: int, beside: int | None) -> float:
-        """As in `ServingBackend`."""
-        return self._forecast.least_ms(prompt, new_tokens, beside)
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+        """See `ServingBackend`."""
+        return self._forecast.min_service_ms(prompt, max_new_tokens, num_concurrent)
 
     def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
-        """As in `ServingBackend`."""
-        # What is learnt from it in the end is for the load that its plan was chosen at.
+        """See `ServingBackend`."""
+        # The observation at the end is for the load at which the plan was selected.
         job = replace(job, load=self._engine.load)
-        passage = _RunningJob(job=job, emit=emit, forecast=self._forecast, stop=self._stop)
+        running_job = _RunningJob(job=job, emit=emit, forecast=self._forecast, stop=self._stop)
         try:
             request = GenerationRequest(
                 inputs=job.prompt.inputs,
-                decide=_watched(self._decider(job), passage),
+                decide=_wrap_decider(self._decider(job), running_job),
                 max_new_tokens=job.max_new_tokens,
                 budget_ms=job.budget_ms,
                 received_s=job.received_s,
@@ -303,151 +305,159 @@ class EngineBackend:
             )
             handle = self._engine.submit(request)
         except Exception as error:
-            refusal = _full(error) if isinstance(error, RequestRejected) else _refusal(error, job)
-            # Events come after `submit` has returned, errors too.
-            passage.loop.call_soon(emit, FailedEvent(refusal))
+            refusal = (
+                _make_overloaded_error(error)
+                if isinstance(error, RequestRejected)
+                else _make_api_error(error, job)
+            )
+            # Events, including errors, follow the return of `submit`.
+            running_job.loop.call_soon(emit, FailedEvent(refusal))
             return lambda: None
-        passage.follow(handle)
+        running_job.attach(handle)
 
-        def call_off() -> None:
-            if not passage.over:
-                passage.over = True
+        def cancel() -> None:
+            if not running_job.ended:
+                running_job.ended = True
                 handle.cancel()
 
-        return call_off
+        return cancel
 
     def close(self) -> None:
-        """As in `ServingBackend`."""
+        """See `ServingBackend`."""
         self._engine.shutdown(drain=False)
 
 
 @dataclass(kw_only=True, eq=False)
 class _RunningJob:
-    """What of one job goes over from the engine's thread to the loop."""
+    """Passes the events of one job from the engine's thread to the event loop."""
 
     job: BackendJob
     emit: Callable[[Event], None]
     forecast: LatencyForecast
     stop: frozenset[int]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    turn_s: float = field(default_factory=time.perf_counter)
-    sent: int = 0
-    over: bool = False
+    start_s: float = field(default_factory=time.perf_counter)
+    num_sent: int = 0
+    ended: bool = False
 
-    def follow(self, handle: RequestHandle) -> None:
-        handle.listen(lambda: self.call(self._look, handle))
+    def attach(self, handle: RequestHandle) -> None:
+        handle.add_listener(lambda: self.call_on_loop(self._poll, handle))
 
-    def call(self, function: Callable[..., None], *args: object) -> None:
-        """On the engine's thread: call something on the loop."""
+    def call_on_loop(self, function: Callable[..., None], *args: object) -> None:
+        """Schedule a call on the loop, from the engine's thread."""
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            # The loop is closed: the server has gone, and nobody waits for this any more.
-            _LOG.debug("request %s went on after the server had gone", self.job.id)
+            # The loop is closed: the server has shut down.
+            _LOG.debug("request %s outlived the server", self.job.id)
 
-    def decided(self, plan: Plan) -> None:
-        """On the loop: say what runs."""
-        if self.over:
+    def report_plan(self, plan: Plan) -> None:
+        """Emit the selected plan, on the loop."""
+        if self.ended:
             return
-        before_ms = (self.turn_s - self.job.received_s) * 1000.0
-        p50, p99 = self.forecast.of(plan, self.job)
-        self.emit(StartedEvent(plan=plan, p50_ms=before_ms + p50, p99_ms=before_ms + p99))
+        waited_ms = (self.start_s - self.job.received_s) * 1000.0
+        p50, p99 = self.forecast.predict(plan, self.job)
+        self.emit(StartedEvent(plan=plan, p50_ms=waited_ms + p50, p99_ms=waited_ms + p99))
 
-    def _look(self, handle: RequestHandle) -> None:
-        """On the loop: see what is new."""
-        if self.over:
+    def _poll(self, handle: RequestHandle) -> None:
+        """Emit new tokens and the end, on the loop."""
+        if self.ended:
             return
         ended = handle.done
-        new = handle.tokens[self.sent :]
-        self.sent += len(new)
-        shown = tuple(token for token in new if token not in self.stop)
-        if shown:
-            self.emit(TokensEvent(shown))
+        new_tokens = handle.tokens[self.num_sent :]
+        self.num_sent += len(new_tokens)
+        visible = tuple(token for token in new_tokens if token not in self.stop)
+        if visible:
+            self.emit(TokensEvent(visible))
         if ended:
-            self.over = True
-            self.emit(self._last(handle))
+            self.ended = True
+            self.emit(self._make_final_event(handle))
 
-    def _last(self, handle: RequestHandle) -> Event:
+    def _make_final_event(self, handle: RequestHandle) -> Event:
         try:
-            finished = handle.result(0.0)
+            output = handle.result(0.0)
         except Exception as error:
-            return FailedEvent(_refusal(error, self.job))
-        # The answer goes out first.
-        self.loop.call_soon(self._learn, finished)
-        return EndedEvent(finished.reason)
+            return FailedEvent(_make_api_error(error, self.job))
+        # Sending the response has priority over the update.
+        self.loop.call_soon(self._observe, output)
+        return EndedEvent(output.reason)
 
-    def _learn(self, finished: RequestOutput) -> None:
-        # Before its turn it waited in the server's line; others' turns in the engine are part of its time.
-        queued_ms = (self.turn_s - self.job.received_s) * 1000.0
+    def _observe(self, output: RequestOutput) -> None:
+        # Queueing ends at the start; waiting inside the engine is part of the service time.
+        queued_ms = (self.start_s - self.job.received_s) * 1000.0
         try:
-            self.forecast.observe(self.job, replace(finished, queued_ms=max(queued_ms, 0.0)))
+            self.forecast.observe(self.job, replace(output, queued_ms=max(queued_ms, 0.0)))
         except InputError:
-            _LOG.warning("what request %s took could not be learnt from", self.job.id, exc_info=True)
+            _LOG.warning(
+                "the latency of request %s could not update the predictor", self.job.id, exc_info=True
+            )
 
 
-def _full(error: RequestRejected) -> ApiError:
-    return ApiError(429, f"the engine is full: {error}; try again", code="overloaded", retry_after_s=1.0)
+def _make_overloaded_error(error: RequestRejected) -> ApiError:
+    return ApiError(429, f"the engine is full: {error}; retry", code="overloaded", retry_after_s=1.0)
 
 
-def _refusal(error: Exception, job: BackendJob) -> ApiError:
+def _make_api_error(error: Exception, job: BackendJob) -> ApiError:
     if isinstance(error, RequestRejected):
-        least = {} if error.least_ms is None else {"least_feasible_ms": math.ceil(error.least_ms)}
+        extra = {} if error.least_ms is None else {"least_feasible_ms": math.ceil(error.least_ms)}
         return ApiError(
             422,
-            f"no plan keeps the budget: {error}",
+            f"no plan meets the latency budget: {error}",
             code="budget_infeasible",
             param="latency_budget_ms",
-            more=least,
+            more=extra,
         )
     if isinstance(error, RequestOutOfMemory):
         return ApiError(
-            503, "the request did not fit into the device's memory; try again, or shorten it",
+            503, "out of device memory; retry, or shorten the request",
             code="out_of_memory", retry_after_s=1.0,
         )  # fmt: skip
     if isinstance(error, EngineStopped):
         return ApiError(
-            503, "the engine has stopped; try another server", code="engine_stopped", retry_after_s=5.0
+            503, "the engine has stopped; use another server", code="engine_stopped", retry_after_s=5.0
         )
     if isinstance(error, InputError):
-        return invalid(f"the model cannot take this request: {error}")
+        return invalid(f"the model cannot process this request: {error}")
     _LOG.error("request %s failed", job.id, exc_info=error)
     return ApiError(500, f"the model failed on this request (id {job.id})", code="engine_failed")
 
 
-def _watched(inner: PlanDecider, passage: _RunningJob) -> PlanDecider:
-    """A decider whose plans are told to the loop, and which is told what remains until the job should end."""
+def _wrap_decider(inner: PlanDecider, running_job: _RunningJob) -> PlanDecider:
+    """Wrap a decider: report its plans, and limit the remaining time to the target end."""
     return (
-        _ReplanningJobPolicy(inner, passage)
+        _ReplanningJobPolicy(inner, running_job)
         if isinstance(inner, SupportsReplanning)
-        else _JobPolicy(inner, passage)
+        else _JobPolicy(inner, running_job)
     )
 
 
 class _JobPolicy:
-    def __init__(self, inner: PlanDecider, passage: _RunningJob) -> None:
+    def __init__(self, inner: PlanDecider, running_job: _RunningJob) -> None:
         self._inner = inner
-        self._passage = passage
+        self._running_job = running_job
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Declined:
-        return self._inner.first(request, self._until(remaining_ms))
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+        return self._inner.choose_initial(request, self._limit_to_target(remaining_ms))
 
     def prepare(self, request: GenerationRequest) -> None:
         if isinstance(self._inner, SupportsPreparation):
             self._inner.prepare(request)
 
-    def second(
+    def choose_plan(
         self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
     ) -> Plan | PlanDecision:
-        found = self._inner.second(latency_token, request, self._until(remaining_ms))
-        self._passage.call(self._passage.decided, found.plan if isinstance(found, PlanDecision) else found)
-        return found
+        decision = self._inner.choose_plan(latency_token, request, self._limit_to_target(remaining_ms))
+        self._running_job.call_on_loop(
+            self._running_job.report_plan, decision.plan if isinstance(decision, PlanDecision) else decision
+        )
+        return decision
 
-    def _until(self, remaining_ms: float) -> float:
-        return min(remaining_ms, (self._passage.job.until_s - time.perf_counter()) * 1000.0)
+    def _limit_to_target(self, remaining_ms: float) -> float:
+        return min(remaining_ms, (self._running_job.job.target_end_s - time.perf_counter()) * 1000.0)
 
 
 class _ReplanningJobPolicy(_JobPolicy):
     _inner: Any
 
-    def again(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        return self._inner.again(request, choice, self._until(remaining_ms))
+    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
+        return self._inner.replan(request, choice, self._limit_to_target(remaining_ms))

@@ -1,8 +1,8 @@
-"""From start to a clean end: a gate that closes before the house is emptied, and the server that listens.
+"""Startup, graceful drain on SIGTERM, and shutdown.
 
-SIGTERM closes the gate: whoever comes gets a 503 with `Retry-After`, and `/ready` says no, so that a balancer
-turns to others. Those inside go on to their end; after `drain_s` seconds those that are left are cut, each
-with an error that says so. Then the process ends with exit code 0. A second signal cuts at once.
+After SIGTERM new requests get a 503 with `Retry-After`, and `/ready` reports 503, so that a load balancer
+uses other servers. Running requests complete; after `drain_s` seconds the remaining ones are cancelled with
+an error. The process then exits with code 0. A second signal cancels immediately.
 """
 
 from __future__ import annotations
@@ -26,113 +26,113 @@ from sparseflow.errors import InputError, RunError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_CLOSING_S = 5.0
-"""Seconds that slow readers have to take what is written for them after all else has ended."""
-_RETRY_S = 2.0
-_WAITING = 2048
-"""Connections that may wait to be accepted."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSE_TIMEOUT_S = 5.0
+"""Seconds that slow readers have to receive the rest of their response."""
+_RETRY_AFTER_S = 2.0
+_BACKLOG = 2048
+"""Maximum number of connections that wait to be accepted."""
 
 
 class Cancellable(Protocol):
-    """Something inside that can be ended early."""
+    """A request that can be cancelled."""
 
-    def cut(self, refusal: ApiError) -> None: ...
+    def cancel(self, error: ApiError) -> None: ...
 
 
 class DrainManager:
-    """Whether requests may come in, and who is inside. Of one event loop.
+    """Accepts requests while the server is open, and tracks the active ones. Belongs to one event loop.
 
     Attributes:
-        state: `"closed"` until everything is there, then `"open"`, then `"draining"` for good.
+        state: `"closed"` before startup completes, then `"open"`, then `"draining"` permanently.
     """
 
     def __init__(self) -> None:
         self.state: Literal["closed", "open", "draining"] = "closed"
-        self._inside: set[Cancellable] = set()
+        self._active: set[Cancellable] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._hurry = asyncio.Event()
+        self._forced = asyncio.Event()
 
     def open(self) -> None:
-        """Let requests in; a gate that drains stays shut."""
+        """Accept requests; no effect while draining."""
         if self.state == "closed":
             self.state = "open"
 
     def check(self) -> None:
-        """That requests may come in.
+        """Check that requests are accepted.
 
         Raises:
-            Refusal: 503; not yet, or not any more.
+            ApiError: 503 if the server is starting or draining.
         """
         if self.state != "open":
-            raise _closed(self.state)
+            raise _make_unavailable_error(self.state)
 
-    def enter(self, one: Cancellable) -> None:
-        """Count someone as inside.
+    def acquire(self, request: Cancellable) -> None:
+        """Register an active request.
 
         Raises:
-            Refusal: As of `check`.
+            ApiError: 503 if the server is starting or draining.
         """
         self.check()
-        self._inside.add(one)
+        self._active.add(request)
         self._empty.clear()
 
-    def leave(self, one: Cancellable) -> None:
-        """It has ended; a second time does nothing."""
-        self._inside.discard(one)
-        if not self._inside:
+    def release(self, request: Cancellable) -> None:
+        """Unregister a request; a second call has no effect."""
+        self._active.discard(request)
+        if not self._active:
             self._empty.set()
 
-    def hurry(self) -> None:
-        """Let `drain` wait no longer."""
-        self._hurry.set()
+    def force(self) -> None:
+        """End the wait of `drain` immediately."""
+        self._forced.set()
 
     async def drain(self, timeout_s: float) -> int:
-        """Let nobody in, and wait until all are out.
+        """Refuse new requests and wait for active ones.
 
         Args:
-            timeout_s: After this long, those that are left are cut.
+            timeout_s: Time after which the remaining requests are cancelled.
 
         Returns:
-            How many were cut.
+            Number of cancelled requests.
         """
         self.state = "draining"
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._empty, self._hurry)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._empty, self._forced)]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        left = list(self._inside)
-        for one in left:
-            one.cut(_closed("draining"))
-        return len(left)
+        remaining = list(self._active)
+        for request in remaining:
+            request.cancel(_make_unavailable_error("draining"))
+        return len(remaining)
 
 
-def _closed(state: str) -> ApiError:
+def _make_unavailable_error(state: str) -> ApiError:
     if state == "closed":
-        return ApiError(503, "the server is starting; try again", code="starting", retry_after_s=_RETRY_S)
+        return ApiError(503, "the server is starting; retry", code="starting", retry_after_s=_RETRY_AFTER_S)
     return ApiError(
-        503, "the server is shutting down and takes no requests; try again, another will answer",
-        code="shutting_down", retry_after_s=_RETRY_S,
+        503, "the server is shutting down; use another server",
+        code="shutting_down", retry_after_s=_RETRY_AFTER_S,
     )  # fmt: skip
 
 
 class Server:
-    """An app that listens. The address is taken at once, and heard from when `run` is called.
+    """HTTP server. The constructor binds the address; `run` accepts connections.
 
     Args:
-        app: Of `create_app`, or what makes one: `run` calls it, so that minutes of making an engine are not
-            spent before an address turns out to be taken.
-        host: Address to listen at.
-        port: 0 takes a free one.
-        drain_s: Seconds that running requests have after a signal.
-        announce: Gets the line of JSON that says where the server listens, once it does.
+        app: App, or a function that creates it; `run` calls the function, so that a used address is reported
+            before an engine is built.
+        host: Address to bind.
+        port: Port; 0 selects a free one.
+        drain_s: Time for running requests after a signal, seconds.
+        announce: Called with a line of JSON that contains the URL when the server listens.
 
     Attributes:
-        port: The real one.
+        port: Bound port.
 
     Raises:
-        InputError: The address cannot be listened at.
+        InputError: The address cannot be bound.
         MissingExtraError: uvicorn or FastAPI is missing.
     """
 
@@ -151,87 +151,88 @@ class Server:
 
         if not drain_s >= 0.0:
             raise InputError(f"`drain_s` (={drain_s}) must not be negative")
-        self._make = (lambda: app) if isinstance(app, FastAPI) else app
+        self._create_app = (lambda: app) if isinstance(app, FastAPI) else app
         self._drain_s = drain_s
-        self._announce = announce or _print
-        self._socket = _bound(host, port)
+        self._announce = announce or _print_line
+        self._socket = _bind_socket(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         self._stop: Callable[[], object] | None = None
 
     def run(self) -> None:
-        """Serve until `stop` or a signal, and return when all is closed; once. Signals are heard in the main
-        thread only, and while an app is made they end the process at once.
+        """Serve until `stop` or a signal. Callable once.
+
+        Signals are handled in the main thread only; while the app is created they end the process.
 
         Raises:
-            InputError: Another process has begun to listen at the address meanwhile.
-            RunError: The app could not be started.
+            InputError: Another process listens at the address.
+            RunError: The app failed to start.
         """
         with self._socket:
-            app = self._make()
-            with _said(self.host, self.port):
-                self._socket.listen(_WAITING)
+            app = self._create_app()
+            with _describe_bind_errors(self.host, self.port):
+                self._socket.listen(_BACKLOG)
             asyncio.run(self._run(app))
 
     def stop(self) -> None:
-        """Drain and end; a second time hurries. From any thread; nothing happens to one that does not run."""
+        """Drain and stop; a second call cancels the remaining requests. Callable from any thread."""
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):
                 self._stop()
 
     async def _run(self, app: FastAPI) -> None:
-        loop, gate, running = asyncio.get_running_loop(), app.state.service.gate, self._quiet(app)
-        stopping: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        drain: DrainManager = app.state.service.drain
+        server = self._create_uvicorn_server(app)
+        drain_task: asyncio.Task[None] | None = None
 
-        async def drained() -> None:
-            await gate.drain(self._drain_s)
-            running.should_exit = True
+        async def drain_and_exit() -> None:
+            await drain.drain(self._drain_s)
+            server.should_exit = True
 
         def stop() -> None:
-            nonlocal stopping
-            if stopping is None:
-                stopping = asyncio.ensure_future(drained())
+            nonlocal drain_task
+            if drain_task is None:
+                drain_task = asyncio.ensure_future(drain_and_exit())
             else:
-                gate.hurry()
+                drain.force()
 
         self._stop = functools.partial(loop.call_soon_threadsafe, stop)
-        hears = threading.current_thread() is threading.main_thread()
-        if hears:
-            for number in _SIGNALS:
+        handles_signals = threading.current_thread() is threading.main_thread()
+        if handles_signals:
+            for number in _STOP_SIGNALS:
                 loop.add_signal_handler(number, stop)
-        announcing = asyncio.create_task(self._announced(running, app.state.service.model))
+        announce_task = asyncio.create_task(self._announce_when_started(server, app.state.service.model))
         try:
-            await running.serve(sockets=[self._socket])
+            await server.serve(sockets=[self._socket])
         except SystemExit as error:
-            raise RunError("the app could not be started; the log above says why") from error
+            raise RunError("the app failed to start; see the log above") from error
         finally:
-            announcing.cancel()
-            if hears:
-                for number in _SIGNALS:
+            announce_task.cancel()
+            if handles_signals:
+                for number in _STOP_SIGNALS:
                     loop.remove_signal_handler(number)
 
-    def _quiet(self, app: FastAPI) -> Any:
+    def _create_uvicorn_server(self, app: FastAPI) -> Any:
         uvicorn: Any = self._uvicorn
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="on", ws="none", server_header=False,
-            timeout_graceful_shutdown=int(_CLOSING_S),
+            timeout_graceful_shutdown=int(_CLOSE_TIMEOUT_S),
         )  # fmt: skip
 
-        class Quiet(uvicorn.Server):
-            """Leaves signals to us: its own way drops connections at once, and ends with the signal's exit
-            code."""
-
+        # uvicorn's own signal handler drops connections and exits with the signal's code.
+        class SignalFreeServer(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
                 yield
 
-        return Quiet(config)
+        return SignalFreeServer(config)
 
-    async def _announced(self, running: Any, model: str) -> None:
-        while not running.started:
+    async def _announce_when_started(self, server: Any, model: str) -> None:
+        while not server.started:
             await asyncio.sleep(0.01)
         line = {
             "event": "listening",
-            "url": f"http://{_in_url(self.host)}:{self.port}",
+            "url": f"http://{_format_host(self.host)}:{self.port}",
             "host": self.host,
             "port": self.port,
             "model": model,
@@ -244,45 +245,45 @@ def run_server(
     app: FastAPI | Callable[[], FastAPI], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
     announce: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
-    """Serve an app until SIGTERM or SIGINT; returns when all is closed. Arguments are those of `Server`."""
+    """Serve an app until SIGTERM or SIGINT. See `Server` for the arguments."""
     Server(app, host=host, port=port, drain_s=drain_s, announce=announce).run()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has an address and does not listen yet: who comes early is turned away."""
+def _bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket that does not listen yet, so that early clients are refused."""
     if not 0 <= port <= 65535:
-        raise InputError(f"`port` (={port}) must lie between 0 and 65535; 0 takes a free one")
+        raise InputError(f"`port` (={port}) must be between 0 and 65535; 0 selects a free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise InputError(f"cannot listen at {host!r}: {error}") from error
     try:
-        with _said(host, port):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+        with _describe_bind_errors(host, port):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
     except InputError:
-        found.close()
+        sock.close()
         raise
-    found.setblocking(False)
-    return found
+    sock.setblocking(False)
+    return sock
 
 
 @contextlib.contextmanager
-def _said(host: str, port: int) -> Iterator[None]:
+def _describe_bind_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise InputError(
-            f"cannot listen at {host}:{port}: {error.strerror}; name another port, or 0"
+            f"cannot listen at {host}:{port}: {error.strerror}; use another port, or 0 for a free one"
         ) from error
 
 
-def _in_url(host: str) -> str:
+def _format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _print(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stdout, flush=True)

@@ -1,7 +1,6 @@
-"""What Prometheus reads: requests by how they ended, latencies by plan, budgets kept, and what runs and
-waits.
+"""Prometheus metrics: outcomes, latency by plan, budgets, and queue state.
 
-Every server has a registry of its own, so that several can live in one process.
+Every server has its own registry, so several servers can share a process.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ if TYPE_CHECKING:
     from sparseflow.adaptive.serve.admission import AdmissionQueue
 
 Outcome = Literal["answered", "refused", "infeasible", "shed", "cancelled", "failed", "cut"]
-"""How a request ended: with an answer; with a 4xx for what it was; with a budget that no plan keeps; for the
-load; by its client's leaving; by an error of ours; by shutdown."""
+"""Outcome of a request: an answer; an invalid request (4xx); an infeasible budget; refusal under load; client
+disconnect; server error; shutdown."""
 
-_LATENCY_S = (
+_LATENCY_BUCKETS_S = (
     0.005,
     0.01,
     0.02,
@@ -40,116 +39,121 @@ _LATENCY_S = (
     10.0,
     30.0,
 )
-_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
-_MOST_PLANS = 64
-"""Plans with numbers of their own; each is a series for every bucket, so later ones are counted as
-`other`."""
+_RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
+_MAX_PLAN_LABELS = 64
+"""Maximum number of plans with their own label (one series per bucket); others count as `other`."""
 
 
 class ServerMetrics:
-    """The numbers of one server.
+    """Metrics of one server.
 
     Args:
-        line: Where requests wait and run.
+        queue: Admission queue, read for the gauges.
 
     Attributes:
-        replica: Which of several servers behind one address this is; a label of every number where it is set.
+        replica: Name of this replica; added to every sample as a label if set.
 
     Raises:
         MissingExtraError: prometheus_client is missing.
     """
 
-    def __init__(self, line: AdmissionQueue) -> None:
+    def __init__(self, queue: AdmissionQueue) -> None:
         prometheus = require("prometheus_client", "adaptive")
         self.registry: Any = prometheus.CollectorRegistry()
         self.replica = ""
         self._prometheus = prometheus
         self._plans: set[str] = set()
 
-        def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Any:
-            return prometheus.Counter(f"sparseflow_{name}", what, labels, registry=self.registry)
+        def counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Any:
+            return prometheus.Counter(f"sparseflow_{name}", help_text, labels, registry=self.registry)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Any:
+        def histogram(
+            name: str, help_text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+        ) -> Any:
             return prometheus.Histogram(
-                f"sparseflow_{name}", what, labels, registry=self.registry, buckets=buckets
+                f"sparseflow_{name}", help_text, labels, registry=self.registry, buckets=buckets
             )
 
-        self._requests = counter("requests", "Requests that ended", ("outcome", "code"))
-        self._budgets = counter("budgets", "Requests that were let in with a budget", ("result",))
-        self._tokens = counter("tokens", "Tokens of prompts and answers", ("kind",))
-        self._latency = histogram("latency_seconds", "Receipt to last token", _LATENCY_S, ("plan",))
-        self._first = histogram("first_token_seconds", "Receipt to first token", _LATENCY_S)
-        self._queued = histogram("queued_seconds", "Receipt to a request's turn", _LATENCY_S)
-        self._ratio = histogram("measured_over_predicted_ratio", "Latency over predicted median", _RATIO)
-        self._covered = counter("predictions", "Answers, by whether the predicted p99 held", ("result",))
-        for name, what, read in (
-            ("running", "Requests that run", lambda: line.running),
-            ("waiting", "Requests that wait for their turn", lambda: line.waiting),
-            ("slots", "Requests that can run at once", lambda: line.slots),
+        self._requests = counter("requests", "Ended requests", ("outcome", "code"))
+        self._budgets = counter("budgets", "Requests with a guaranteed budget", ("result",))
+        self._tokens = counter("tokens", "Prompt and completion tokens", ("kind",))
+        self._latency = histogram(
+            "latency_seconds", "Latency from receipt to last token", _LATENCY_BUCKETS_S, ("plan",)
+        )
+        self._first = histogram(
+            "first_token_seconds", "Latency from receipt to first token", _LATENCY_BUCKETS_S
+        )
+        self._queued = histogram("queued_seconds", "Time from receipt to start", _LATENCY_BUCKETS_S)
+        self._ratio = histogram(
+            "measured_over_predicted_ratio", "Measured latency over predicted median", _RATIO_BUCKETS
+        )
+        self._p99_results = counter("predictions", "Answers within the predicted p99", ("result",))
+        for name, gauge_help, read in (
+            ("running", "Running requests", lambda: queue.running),
+            ("waiting", "Queued requests", lambda: queue.waiting),
+            ("slots", "Maximum number of running requests", lambda: queue.slots),
             (
                 "service_milliseconds",
-                "Mean time from turn to end, recent ones first",
-                lambda: line.service_ms,
+                "Mean service time, exponentially weighted",
+                lambda: queue.service_ms,
             ),
-            ("pace", "What times are expected to be over those predicted", lambda: line.pace),
+            ("pace", "Factor applied to predicted times", lambda: queue.mean_correction),
         ):
-            prometheus.Gauge(f"sparseflow_{name}", what, registry=self.registry).set_function(read)
+            prometheus.Gauge(f"sparseflow_{name}", gauge_help, registry=self.registry).set_function(read)
 
-    def ended(self, outcome: Outcome, code: str = "") -> None:
-        """A request ended, with the code of its error."""
+    def count_end(self, outcome: Outcome, code: str = "") -> None:
+        """Count an ended request with the code of its error."""
         self._requests.labels(outcome, code).inc()
 
-    def promised(self, *, kept: bool) -> None:
-        """A request that was let in with a budget ended, and not because its client or the server went
-        away."""
-        self._budgets.labels("kept" if kept else "missed").inc()
+    def count_budget(self, *, met: bool) -> None:
+        """Count a request with a guaranteed budget that ended without disconnect or shutdown."""
+        self._budgets.labels("kept" if met else "missed").inc()
 
-    def answered(
+    def observe_answer(
         self,
         *,
         plan: Plan | None,
         prompt_tokens: int,
         new_tokens: int,
         measured_ms: float,
-        first_ms: float | None,
+        first_token_ms: float | None,
         queued_ms: float,
         predicted_ms: tuple[float, float] | None,
     ) -> None:
-        """A request was answered.
+        """Record an answered request.
 
         Args:
-            plan: What ran.
-            prompt_tokens: At the highest tier.
-            new_tokens: Of the answer.
-            measured_ms: From receipt to the last token.
-            first_ms: From receipt to the first one.
-            queued_ms: From receipt to its turn.
-            predicted_ms: Median and p99.
+            plan: Plan that ran.
+            prompt_tokens: Prompt length at the highest tier.
+            new_tokens: Number of generated tokens.
+            measured_ms: Latency from receipt to last token.
+            first_token_ms: Latency from receipt to first token.
+            queued_ms: Time from receipt to start.
+            predicted_ms: Predicted median and p99.
         """
-        self.ended("answered")
+        self.count_end("answered")
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(new_tokens)
-        self._latency.labels(self._name(plan)).observe(measured_ms / 1000.0)
+        self._latency.labels(self._get_plan_label(plan)).observe(measured_ms / 1000.0)
         self._queued.observe(queued_ms / 1000.0)
-        if first_ms is not None:
-            self._first.observe(first_ms / 1000.0)
+        if first_token_ms is not None:
+            self._first.observe(first_token_ms / 1000.0)
         if predicted_ms is not None and predicted_ms[0] > 0.0:
             self._ratio.observe(measured_ms / predicted_ms[0])
-            self._covered.labels("held" if measured_ms <= predicted_ms[1] else "exceeded").inc()
+            self._p99_results.labels("held" if measured_ms <= predicted_ms[1] else "exceeded").inc()
 
-    def value(self, name: str, **labels: str) -> float:
-        """A number as it is now; 0 where nothing was counted yet. `name` is without the prefix."""
-        found = self.registry.get_sample_value(f"sparseflow_{name}", labels)
-        return 0.0 if found is None else float(found)
+    def read(self, name: str, **labels: str) -> float:
+        """Return the current value of a metric, named without prefix; 0 if nothing was counted."""
+        value = self.registry.get_sample_value(f"sparseflow_{name}", labels)
+        return 0.0 if value is None else float(value)
 
-    def exposition(self) -> tuple[bytes, str]:
-        """All of it as Prometheus reads it, and its content type."""
+    def export(self) -> tuple[bytes, str]:
+        """Return the metrics in Prometheus' text format, and its content type."""
         source = self if self.replica else self.registry
         return self._prometheus.generate_latest(source), self._prometheus.CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Any]:
-        """The registry's families with the replica's name in every sample, as Prometheus's client collects
-        them."""
+        """Yield metric families with the replica label, as prometheus_client collects them."""
         for family in self.registry.collect():
             family.samples = [
                 sample._replace(labels={**sample.labels, "replica": self.replica})
@@ -157,10 +161,10 @@ class ServerMetrics:
             ]
             yield family
 
-    def _name(self, plan: Plan | None) -> str:
+    def _get_plan_label(self, plan: Plan | None) -> str:
         if plan is None:
             return "none"
-        if plan.id not in self._plans and len(self._plans) >= _MOST_PLANS:
+        if plan.id not in self._plans and len(self._plans) >= _MAX_PLAN_LABELS:
             return "other"
         self._plans.add(plan.id)
         return plan.id

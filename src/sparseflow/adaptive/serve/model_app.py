@@ -14,7 +14,7 @@ from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.adaptive.profile.model_profile import MAX_TOKENS, make_example_prompt
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.model_folder import open_folder
-from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, deciding
+from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, make_job_decider
 from sparseflow.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def create_model_app(
     """
     folder = open_folder(model, device=device)
     attached = attach(folder.model, profile, controller, worth=plan_quality)
-    selector = attached.chooser
+    selector = attached.selector
     assert selector is not None
-    settings = selector.predictor.about.how
+    settings = selector.predictor.metadata.config
     max_tokens = settings.get("max_tokens", min(folder.context, MAX_TOKENS))
-    selector = replace(selector, most_tokens=max_tokens).few(max_plans)
+    selector = replace(selector, max_total_tokens=max_tokens).select_front(max_plans)
     plans = selector.plans
     assert plans is not None
     tiers: list[Tier] = [tier for tier in TIERS if any(plan.tier == tier for plan in plans)]
-    # Before the engine, so that an unusable tokenizer or profile fails before minutes of recording.
+    # Built before the engine, so that an unusable tokenizer or profile fails early.
     prompts = PromptBuilder(
         folder.tokenizer,
         context=max_tokens,
@@ -76,10 +76,10 @@ def create_model_app(
         max_batch=slots,
         max_tokens=max_tokens,
     )
-    engine = Engine(attached.adapter, attached.knobs, plans=plans, max_batch=slots, max_tokens=max_tokens)
-    engine.warm(
+    engine = Engine(attached.adapter, attached.runtime, plans=plans, max_batch=slots, max_tokens=max_tokens)
+    engine.warm_up(
         None if folder.sight is None else make_example_prompt(folder).inputs,
-        progress=lambda done, total: progress(f"warmed {done} of {total} steps", done / total),
+        progress=lambda step, total: progress(f"warmed {step} of {total} steps", step / total),
     )
-    backend = EngineBackend(engine, decider=deciding(selector), forecast=forecast, stop=attached.stop)
+    backend = EngineBackend(engine, decider=make_job_decider(selector), forecast=forecast, stop=attached.stop)
     return create_app(Service(model_name, backend, prompts))

@@ -1,8 +1,8 @@
-"""A request for a chat completion: which fields are read, which are let pass, and which are refused.
+"""Chat completion protocol: parsing of requests and format of responses.
 
-OpenAI's clients send more fields than any one server knows. What cannot change an answer is let pass; what
-would be expected to change it, and here would not, is refused, so that nobody counts on it. A budget must not
-be lost to a spelling: an unknown field that looks like one is refused too.
+OpenAI clients send more fields than a server implements. A field that cannot change the answer is ignored. A
+field that should change the answer but is not implemented is refused, and so is an unknown field that looks
+like a misspelled budget.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sparseflow.adaptive.serve.answer import AnswerStream
 BUDGET_HEADER = "X-Latency-Budget-Ms"
 ON_INFEASIBLE_HEADER = "X-On-Infeasible"
 
-_NUMERAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
-_MOST_STOP_CHARACTERS = 256
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
+_MAX_STOP_LENGTH = 256
 
 
 class StreamOptions(RequestModel):
-    """How an answer is streamed."""
+    """Streaming options."""
 
     include_usage: bool | None = None
 
 
 class ChatRequest(RequestModel):
-    """A request as it is understood; a field that is null is as one that is absent."""
+    """A parsed request; null fields are treated as absent."""
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -51,150 +51,154 @@ class ChatRequest(RequestModel):
 
     @property
     def new_tokens(self) -> int | None:
-        """Most tokens of the answer; None where the request does not say."""
+        """Maximum number of generated tokens; None if not set."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings before which the answer ends."""
+        """Stop strings."""
         return tuple(self.stop or ())
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream is to end with the numbers of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _list_of_stops(cls, stop: object) -> object:
+    def _wrap_stop(cls, stop: object) -> object:
         return [stop] if isinstance(stop, str) else stop
 
     @model_validator(mode="after")
-    def _fit_together(self) -> ChatRequest:
+    def _check_combinations(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise ValueError("max_tokens and max_completion_tokens differ; give max_completion_tokens only")
+            raise ValueError("max_tokens and max_completion_tokens differ; set max_completion_tokens only")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream (=true) only")
-        if len(self.stops) > 4 or any(not 0 < len(stop) <= _MOST_STOP_CHARACTERS for stop in self.stops):
-            raise ValueError(f"stop must be 1 to 4 strings of 1 to {_MOST_STOP_CHARACTERS} characters")
+            raise ValueError("stream_options requires stream=true")
+        if len(self.stops) > 4 or any(not 0 < len(stop) <= _MAX_STOP_LENGTH for stop in self.stops):
+            raise ValueError(f"stop must be 1 to 4 strings of 1 to {_MAX_STOP_LENGTH} characters")
         return self
 
 
-def _absent(value: object) -> bool:
+def _is_absent(value: object) -> bool:
     return value is None
 
 
-def _empty(value: object) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or value == [] or value == {}
 
 
-def _any_of(*harmless: object) -> Callable[[object], bool]:
-    # A bool equals a number in Python, so types are compared, too.
-    return lambda value: value is None or any(type(value) is type(h) and value == h for h in harmless)
+def _accept_any(*harmless: object) -> Callable[[object], bool]:
+    # In Python True == 1, so types are compared as well.
+    return lambda value: (
+        value is None or any(type(value) is type(allowed) and value == allowed for allowed in harmless)
+    )
 
 
 _UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "n": (_any_of(1), "one answer a request is given; ask n times"),
-    "tools": (_empty, "tools cannot be called"),
-    "tool_choice": (_any_of("none", "auto"), "tools cannot be called"),
-    "functions": (_empty, "functions cannot be called"),
-    "function_call": (_any_of("none", "auto"), "functions cannot be called"),
-    "audio": (_absent, "audio is neither taken nor given"),
-    "modalities": (_any_of([], ["text"]), "answers are text only"),
-    "logprobs": (_any_of(False), "log probabilities are not given"),
-    "top_logprobs": (_any_of(0), "log probabilities are not given"),
-    "logit_bias": (_empty, "logits cannot be biased"),
-    "response_format": (_any_of({"type": "text"}), "answers are plain text only"),
-    "frequency_penalty": (_any_of(0, 0.0), "tokens are not penalised; leave it 0"),
-    "presence_penalty": (_any_of(0, 0.0), "tokens are not penalised; leave it 0"),
-    "web_search_options": (_absent, "nothing is fetched from the network"),
+    "n": (_accept_any(1), "only one choice per request is supported; send n requests"),
+    "tools": (_is_empty, "tool calls are not implemented"),
+    "tool_choice": (_accept_any("none", "auto"), "tool calls are not implemented"),
+    "functions": (_is_empty, "function calls are not implemented"),
+    "function_call": (_accept_any("none", "auto"), "function calls are not implemented"),
+    "audio": (_is_absent, "audio is not implemented"),
+    "modalities": (_accept_any([], ["text"]), "only text is generated"),
+    "logprobs": (_accept_any(False), "log probabilities are not implemented"),
+    "top_logprobs": (_accept_any(0), "log probabilities are not implemented"),
+    "logit_bias": (_is_empty, "logit bias is not implemented"),
+    "response_format": (_accept_any({"type": "text"}), "only plain text is generated"),
+    "frequency_penalty": (_accept_any(0, 0.0), "penalties are not implemented; use 0"),
+    "presence_penalty": (_accept_any(0, 0.0), "penalties are not implemented; use 0"),
+    "web_search_options": (_is_absent, "web search is not implemented"),
 }
-"""Field -> which of its values change nothing, and why no other can be used."""
+"""Field -> predicate of values without effect, and the reason for refusing other values."""
 
-_KIND_AT = 4
-"""Where the kind of a part stands in the place of an error: messages, 0, content, 0, text, …"""
+_PART_KIND_INDEX = 4
+"""Index of the kind of a content part in an error location: messages, 0, content, 0, text, …"""
 
 _BUDGET_LIKE = re.compile(r"budget|infeasible|latency|deadline", re.IGNORECASE)
 
 
-def parse(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-    """Read a request.
+def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+    """Parse a chat completion request.
 
     Args:
-        body: JSON in UTF-8.
-        headers: Of HTTP, by lower-case names; the two about budgets are read.
+        body: Request body.
+        headers: HTTP headers by lower-case name.
 
     Raises:
-        Refusal: 400; it says which field is wrong, and what it may be.
+        ApiError: 400 with the invalid field and its valid values.
     """
     try:
         content = from_json(body)
     except ValueError as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
-        raise invalid(f"the body must be a JSON object, not {_kind(content)}", code="invalid_json")
-    for name, (harmless, why) in _UNSUPPORTED.items():
+        raise invalid(
+            f"the body must be a JSON object, not {_describe_json_type(content)}", code="invalid_json"
+        )
+    for name, (harmless, reason) in _UNSUPPORTED.items():
         if not harmless(content.get(name)):
-            raise invalid(f"`{name}` is not supported: {why}", name, code="unsupported_parameter")
+            raise invalid(f"`{name}` is not supported: {reason}", name, code="unsupported_parameter")
     for name in content:
         if name not in ChatRequest.model_fields and _BUDGET_LIKE.search(name):
             raise invalid(
-                f"there is no field {name[:64]!r}; a budget is given as latency_budget_ms and on_infeasible",
+                f"unknown field {name[:64]!r}; a budget is set by latency_budget_ms and on_infeasible",
                 name[:64], code="unknown_parameter",
             )  # fmt: skip
     try:
         request = ChatRequest.model_validate(content)
     except ValidationError as error:
-        raise _of(error) from error
-    return _with_headers(request, headers)
+        raise _convert_validation_error(error) from error
+    return _apply_headers(request, headers)
 
 
-def _with_headers(request: ChatRequest, headers: Mapping[str, str]) -> ChatRequest:
-    found: dict[str, Any] = {}
+def _apply_headers(request: ChatRequest, headers: Mapping[str, str]) -> ChatRequest:
+    overrides: dict[str, Any] = {}
     budget = headers.get(BUDGET_HEADER.lower())
     if budget is not None:
-        value = float(budget) if _NUMERAL.fullmatch(budget.strip()) else math.nan
+        value = float(budget) if _NUMBER.fullmatch(budget.strip()) else math.nan
         if not 0.0 < value <= 1e9:
             raise invalid(
-                f"{BUDGET_HEADER} (={budget[:64]!r}) must be a number of milliseconds above 0", BUDGET_HEADER
+                f"{BUDGET_HEADER} (={budget[:64]!r}) must be a positive number of milliseconds", BUDGET_HEADER
             )
-        found["latency_budget_ms"] = value
-    chosen = headers.get(ON_INFEASIBLE_HEADER.lower())
-    if chosen is not None:
-        if chosen.strip() not in ON_INFEASIBLE:
+        overrides["latency_budget_ms"] = value
+    on_infeasible = headers.get(ON_INFEASIBLE_HEADER.lower())
+    if on_infeasible is not None:
+        if on_infeasible.strip() not in ON_INFEASIBLE:
             raise invalid(
-                f"{ON_INFEASIBLE_HEADER} (={chosen[:64]!r}) must be one of {', '.join(ON_INFEASIBLE)}",
+                f"{ON_INFEASIBLE_HEADER} (={on_infeasible[:64]!r}) must be one of {', '.join(ON_INFEASIBLE)}",
                 ON_INFEASIBLE_HEADER,
             )
-        found["on_infeasible"] = chosen.strip()
-    for name, value in found.items():
-        given = getattr(request, name)
-        if given is not None and given != value:
+        overrides["on_infeasible"] = on_infeasible.strip()
+    for name, value in overrides.items():
+        body_value = getattr(request, name)
+        if body_value is not None and body_value != value:
             raise invalid(
-                f"`{name}` is {given!r} in the body and {value!r} in the header; give it once", name
+                f"`{name}` is {body_value!r} in the body and {value!r} in the header; set it once", name
             )
-    return request.model_copy(update=found)
+    return request.model_copy(update=overrides)
 
 
-def _of(error: ValidationError) -> ApiError:
+def _convert_validation_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    # Behind the number of a part stands its kind, which is no name in the request.
-    where = ".".join(str(name) for at, name in enumerate(first["loc"]) if at != _KIND_AT)
-    said = first["msg"].removeprefix("Value error, ")
-    given = first["input"]
-    if isinstance(given, str | int | float) or given is None:
-        said += f"; it is {str(given)[:64]!r}" if isinstance(given, str) else f"; it is {str(given)[:64]}"
+    # pydantic adds the kind of a content part, which is not a field of the request.
+    param = ".".join(str(name) for index, name in enumerate(first["loc"]) if index != _PART_KIND_INDEX)
+    message = first["msg"].removeprefix("Value error, ")
+    value = first["input"]
+    if isinstance(value, str | int | float) or value is None:
+        message += f"; got {str(value)[:64]!r}" if isinstance(value, str) else f"; got {str(value)[:64]}"
     missing = first["type"] == "missing"
     return invalid(
-        f"`{where[:200]}`: {said}" if where else said,
-        where[:200] or None,
+        f"`{param[:200]}`: {message}" if param else message,
+        param[:200] or None,
         code="missing_required_parameter" if missing else "invalid_value",
     )
 
 
-def _kind(content: object) -> str:
+def _describe_json_type(content: object) -> str:
     return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(content), "a number"
     )
@@ -203,11 +207,11 @@ def _kind(content: object) -> str:
 DONE = b"data: [DONE]\n\n"
 
 
-def completion(answer: AnswerStream, model: str, text: str) -> dict[str, Any]:
-    """The whole answer, once it has ended."""
+def make_completion(answer: AnswerStream, model: str, text: str) -> dict[str, Any]:
+    """Build the response of a completed request."""
     message = {"role": "assistant", "content": text, "refusal": None}
     return {
-        **_head(answer, model, "chat.completion"),
+        **_make_header(answer, model, "chat.completion"),
         "choices": [
             {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
         ],
@@ -216,32 +220,33 @@ def completion(answer: AnswerStream, model: str, text: str) -> dict[str, Any]:
     }
 
 
-def chunk(answer: AnswerStream, model: str, **delta: str) -> dict[str, Any]:
-    """A part of the answer; the last one, without anything new, says why it ended."""
+def make_chunk(answer: AnswerStream, model: str, **delta: str) -> dict[str, Any]:
+    """Build a streaming chunk; without `delta` it carries the finish reason."""
     reason = None if delta else answer.finish_reason
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-    return {**_head(answer, model, "chat.completion.chunk"), "choices": [choice]}
+    return {**_make_header(answer, model, "chat.completion.chunk"), "choices": [choice]}
 
 
-def last_chunks(answer: AnswerStream, model: str, *, usage: bool) -> list[dict[str, Any]]:
-    """What ends a stream: why the answer ended, numbers of tokens where they are asked for, and our report in
-    the very last."""
-    chunks = [chunk(answer, model)]
+def make_last_chunks(answer: AnswerStream, model: str, *, usage: bool) -> list[dict[str, Any]]:
+    """Build the last chunks of a stream: finish reason, token counts if requested, and the report."""
+    chunks = [make_chunk(answer, model)]
     if usage:
-        chunks.append({**_head(answer, model, "chat.completion.chunk"), "choices": [], "usage": answer.usage})
+        chunks.append(
+            {**_make_header(answer, model, "chat.completion.chunk"), "choices": [], "usage": answer.usage}
+        )
     chunks[-1]["sparseflow"] = answer.report()
     return chunks
 
 
-def event(content: dict[str, Any]) -> bytes:
-    """As a server-sent event."""
+def encode_event(content: dict[str, Any]) -> bytes:
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
-def error_event(refusal: ApiError) -> bytes:
-    """An error in the middle of a stream, as OpenAI's clients understand it."""
-    return event(refusal.body)
+def encode_error_event(error: ApiError) -> bytes:
+    """Encode an error inside a stream, in OpenAI's format."""
+    return encode_event(error.body)
 
 
-def _head(answer: AnswerStream, model: str, kind: str) -> dict[str, Any]:
+def _make_header(answer: AnswerStream, model: str, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": answer.created_s, "model": model}

@@ -1,9 +1,9 @@
-"""Several replicas of a server behind one address, on Ray Serve: each has an engine of its own.
+"""Several replicas of a server behind one address, on Ray Serve.
 
-A replica makes its app, and so its model, where it runs. Of two replicas picked at random a request goes to
-the one that has fewer. Each keeps its own line and refuses on its own, and a budget counts from when a
-replica gets the request: the way through Ray's proxy, a few ms, comes on top. `/metrics`, `/health` and
-`/ready` are answered by one replica, too; numbers for Prometheus are labelled with which.
+Each replica creates its own app and engine in its own process. Ray sends a request to the less loaded of two
+random replicas. Each replica queues and refuses requests by itself; a budget counts from the receipt at the
+replica, so Ray's proxy adds a few ms. One replica answers `/metrics`, `/health` and `/ready`; metrics have a
+`replica` label.
 """
 
 from __future__ import annotations
@@ -25,87 +25,83 @@ from sparseflow.errors import DeviceError, InputError, MissingExtraError, RunErr
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_NAME = "sparseflow"
-_ONGOING = 4096
-"""Requests that Ray hands to a replica at a time: more than its line has places, so that it is the line that
-refuses."""
-
-
-_CLOSING_S = 5.0
-"""Seconds that a replica has after those that were left have been cut."""
+_APP_NAME = "sparseflow"
+_MAX_ONGOING_REQUESTS = 4096
+"""Requests that Ray passes to a replica at a time: more than its queue holds, so that the queue refuses."""
+_CLOSE_TIMEOUT_S = 5.0
+"""Time for a replica to end after its remaining requests were cancelled, seconds."""
 
 
 class Replicas:
-    """Replicas that serve, until `close`; or use it in a `with` block.
+    """Running replicas; a context manager that closes them.
 
     Args:
-        make: Makes the app of one replica, in the replica's process. It travels by pickle; what it imports
-            must be there.
-        replicas: How many.
-        host: Address to listen at.
-        port: 0 takes a free one.
-        cpus_each: CPUs that a replica takes of its machine.
-        gpus_each: GPUs that a replica takes of its machine.
-        cluster: Address of a Ray cluster, `"auto"` for the one that this machine belongs to; None starts one
-            here.
-        drain_s: Seconds that running requests have in the end.
+        create_app: Creates the app of one replica, in the replica's process. It is pickled, so its imports
+            must be available there.
+        replicas: Number of replicas.
+        host: Address to bind.
+        port: Port; 0 selects a free one.
+        cpus_per_replica: CPUs per replica.
+        gpus_per_replica: GPUs per replica.
+        cluster: Address of a Ray cluster; `"auto"` for this machine's cluster; None starts a local one.
+        drain_s: Time for running requests at shutdown, seconds.
 
     Attributes:
-        url: Where they are.
+        url: URL of the replicas.
 
     Raises:
-        InputError: A count is not positive.
-        DeviceError: There is no such cluster.
-        RunError: The replicas did not start.
+        InputError: A count is out of range.
+        DeviceError: The cluster does not exist.
+        RunError: The replicas failed to start.
         MissingExtraError: Ray Serve is missing.
     """
 
     def __init__(
         self,
-        make: Callable[[], FastAPI],
+        create_app: Callable[[], FastAPI],
         *,
         replicas: int,
         host: str = "127.0.0.1",
         port: int = 8000,
-        cpus_each: float = 1.0,
-        gpus_each: float = 0.0,
+        cpus_per_replica: float = 1.0,
+        gpus_per_replica: float = 0.0,
         cluster: str | None = None,
         drain_s: float = 30.0,
     ) -> None:
-        if replicas < 1 or cpus_each < 0.0 or gpus_each < 0.0 or not drain_s >= 0.0:
+        if replicas < 1 or cpus_per_replica < 0.0 or gpus_per_replica < 0.0 or not drain_s >= 0.0:
             raise InputError(
-                f"`replicas` (={replicas}) must be at least 1; `cpus_each` (={cpus_each}), `gpus_each` "
-                f"(={gpus_each}) and `drain_s` (={drain_s}) must not be negative"
+                f"`replicas` (={replicas}) must be at least 1; `cpus_per_replica` (={cpus_per_replica}), "
+                f"`gpus_per_replica` (={gpus_per_replica}) and `drain_s` (={drain_s}) must not be negative"
             )
-        ray, self._serve = _ray_serve()
+        ray, self._serve = _import_ray_serve()
         self._ray = ray
         self._drain_s = drain_s
-        self._begun, self._closed = not ray.is_initialized(), False
+        self._owns_ray, self._closed = not ray.is_initialized(), False
         try:
-            # A cluster of its own needs neither a dashboard nor this process's log.
-            how: dict[str, Any] = (
+            # A local cluster needs no dashboard and no log forwarding.
+            init_options: dict[str, Any] = (
                 {"address": cluster} if cluster is not None else {"include_dashboard": False}
             )
-            ray.init(ignore_reinit_error=True, log_to_driver=False, **how)
+            ray.init(ignore_reinit_error=True, log_to_driver=False, **init_options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise DeviceError(f"there is no Ray cluster at {cluster!r}: {error}") from error
-        self.host, self.port = host, port or _free_port(host)
+            raise DeviceError(f"no Ray cluster at {cluster!r}: {error}") from error
+        self.host, self.port = host, port or _find_free_port(host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         try:
             self._serve.start(http_options={"host": host, "port": self.port})
             options = {
                 "num_replicas": replicas,
-                "max_ongoing_requests": _ONGOING,
-                "graceful_shutdown_timeout_s": drain_s + _CLOSING_S,
-                "ray_actor_options": {"num_cpus": cpus_each, "num_gpus": gpus_each},
+                "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
+                "graceful_shutdown_timeout_s": drain_s + _CLOSE_TIMEOUT_S,
+                "ray_actor_options": {"num_cpus": cpus_per_replica, "num_gpus": gpus_per_replica},
             }
-            made = self._serve.deployment(_ingress(self._serve, make), name="replica")
-            self._deployment = made.options(**options)
-            self._run(self._deployment)
+            deployment = self._serve.deployment(_make_replica_class(self._serve, create_app), name="replica")
+            self._deployment = deployment.options(**options)
+            self._deploy(self._deployment)
         except BaseException as error:
-            self._stop()
+            self._shut_down()
             if isinstance(error, RuntimeError | ValueError):
-                raise RunError(f"the replicas did not start: {error}") from error
+                raise RunError(f"the replicas failed to start: {error}") from error
             raise
 
     def __enter__(self) -> Replicas:
@@ -117,92 +113,100 @@ class Replicas:
         self.close()
 
     def close(self) -> None:
-        """Let nobody in, let running requests end, then stop everything. A second time does nothing."""
+        """Refuse new requests, wait for running ones, and stop everything. A second call has no effect."""
         if self._closed:
             return
         self._closed = True
         try:
-            # Ray's own way is to forget the address at once, and to say 404; a replica that is told says 503.
-            self._run(self._deployment.options(user_config={"drain_s": self._drain_s}))
-            self._serve.delete(_NAME)
+            # Ray would remove the route and answer 404; a draining replica answers 503.
+            self._deploy(self._deployment.options(user_config={"drain_s": self._drain_s}))
+            self._serve.delete(_APP_NAME)
         finally:
-            self._stop()
+            self._shut_down()
 
-    def _run(self, deployment: Any) -> None:
-        self._serve.run(deployment.bind(), name=_NAME, route_prefix="/")
+    def _deploy(self, deployment: Any) -> None:
+        self._serve.run(deployment.bind(), name=_APP_NAME, route_prefix="/")
 
-    def _stop(self) -> None:
+    def _shut_down(self) -> None:
         self._serve.shutdown()
-        if self._begun:
+        if self._owns_ray:
             self._ray.shutdown()
 
 
 def serve_replicas(
-    make: Callable[[], FastAPI],
+    create_app: Callable[[], FastAPI],
     *,
     replicas: int,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    cpus_per_replica: float = 1.0,
+    gpus_per_replica: float = 0.0,
+    cluster: str | None = None,
+    drain_s: float = 30.0,
     announce: Callable[[str], None] | None = None,
-    **how: Any,
 ) -> None:
-    """Serve by replicas until SIGTERM or SIGINT; to be called in the main thread.
+    """Serve until SIGTERM or SIGINT. Must run in the main thread. See `Replicas` for the other arguments.
 
     Args:
-        make: As of `Replicas`.
-        replicas: As of `Replicas`.
-        announce: Gets the line of JSON that says where they listen.
-        how: What else `Replicas` takes.
+        create_app: Creates the app of one replica.
+        replicas: Number of replicas.
+        announce: Called with a line of JSON that contains the URL when the replicas listen.
     """
-    over = threading.Event()
-    with Replicas(make, replicas=replicas, **how) as running:
-        # Only now: Ray sets a handler of its own when it starts, which would end all of it at once.
+    stopped = threading.Event()
+    running = Replicas(
+        create_app, replicas=replicas, host=host, port=port, cpus_per_replica=cpus_per_replica,
+        gpus_per_replica=gpus_per_replica, cluster=cluster, drain_s=drain_s,
+    )  # fmt: skip
+    with running:
+        # Set after Ray has started: Ray's own handler ends everything immediately.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: over.set())
+            signal.signal(number, lambda *_: stopped.set())
         line = {"event": "listening", "url": running.url, "host": running.host, "port": running.port}
-        (announce or _print)(json.dumps({**line, "replicas": replicas, "pid": os.getpid()}))
-        over.wait()
+        (announce or _print_line)(json.dumps({**line, "replicas": replicas, "pid": os.getpid()}))
+        stopped.wait()
 
 
-def _ingress(serve: Any, make: Callable[[], FastAPI]) -> Any:
-    """The class of a replica."""
-    made: list[FastAPI] = []
+def _make_replica_class(serve: Any, create_app: Callable[[], FastAPI]) -> Any:
+    """Build the Ray Serve class of a replica."""
+    apps: list[FastAPI] = []
 
     def build() -> FastAPI:
-        app = make()
+        app = create_app()
         app.state.service.metrics.replica = serve.get_replica_context().replica_id.unique_id
-        made.append(app)
+        apps.append(app)
         return app
 
     @serve.ingress(build)
     class Replica:
-        async def reconfigure(self, told: dict[str, float]) -> None:
-            """Ray calls this on every replica when its configuration changes, while it runs."""
-            self.draining = asyncio.ensure_future(made[0].state.service.gate.drain(told["drain_s"]))
+        async def reconfigure(self, config: dict[str, float]) -> None:
+            """Start to drain; Ray calls this when the configuration changes."""
+            self.drain_task = asyncio.ensure_future(apps[0].state.service.drain.drain(config["drain_s"]))
 
         def check_health(self) -> None:
-            """Ray asks this, and replaces a replica for which it raises."""
-            if made and not made[0].state.service.backend.alive:
+            """Raise if the engine has stopped; Ray then replaces the replica."""
+            if apps and not apps[0].state.service.backend.alive:
                 raise RunError("the engine has stopped")
 
     return Replica
 
 
-def _ray_serve() -> tuple[Any, Any]:
+def _import_ray_serve() -> tuple[Any, Any]:
     ray = require("ray", "distributed")
     try:
         from ray import serve
     except ImportError as error:
-        # Ray without Serve lacks some of what that imports.
+        # Ray is installed without Serve.
         raise MissingExtraError("ray[serve]", "distributed") from error
     return ray, serve
 
 
-def _free_port(host: str) -> int:
-    """One that is free now; Ray takes no 0."""
+def _find_free_port(host: str) -> int:
+    """Return a free port; Ray does not accept 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.bind((host, 0))
-        return tried.getsockname()[1]
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return sock.getsockname()[1]
 
 
-def _print(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stdout, flush=True)

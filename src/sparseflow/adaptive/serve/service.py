@@ -1,6 +1,6 @@
-"""The way of a request into the house: read, prepared, and let in with a promise – or refused.
+"""Service of one model: parses, prepares, admits and starts requests.
 
-Everything runs on one event loop, but for decoding and tokenising, which threads do.
+Everything runs on one event loop except image decoding and tokenization, which run in threads.
 """
 
 from __future__ import annotations
@@ -22,63 +22,59 @@ from sparseflow.adaptive.prompts.chat import PromptBuilder, no_images
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, Prompt, RequestLimits, invalid
 from sparseflow.adaptive.serve.admission import AdmissionQueue, Ticket
-from sparseflow.adaptive.serve.answer import AnswerSpec, AnswerStream, StreamingText, outcome_of
+from sparseflow.adaptive.serve.answer import AnswerSpec, AnswerStream, StreamingText, classify_outcome
 from sparseflow.adaptive.serve.backend import ServingBackend
 from sparseflow.adaptive.serve.lifecycle import DrainManager
 from sparseflow.adaptive.serve.metrics import ServerMetrics
-from sparseflow.adaptive.serve.protocol import ChatRequest, parse
+from sparseflow.adaptive.serve.protocol import ChatRequest, parse_request
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
-_SLACK = 1.5
-"""What reading and preparing took, times this, is in the least budget that a client is told: next time it may
-take a little longer."""
+_PREPARATION_SAFETY = 1.5
+"""Factor on the measured preparation time in the minimum budget reported to clients."""
+_THREADS_LOCK = threading.Lock()
 
 
-_ALONE = threading.Lock()
+def _use_one_torch_thread() -> None:
+    """Make PyTorch use one thread for operators that this thread runs; other threads are unaffected.
 
-
-def _compute_alone() -> None:
-    """Have PyTorch compute in this thread alone, for good; other threads go on as they did.
-
-    What a prompt asks for is small, and a team of threads would only wait for each other. With more threads
-    in teams than there are cores all of them, the engine's too, sleep where they would have looked out.
+    Preparation operators are small, and thread teams larger than the number of cores slow down the engine.
     """
-    with _ALONE:
-        count = torch.get_num_threads()
-        # It counts for this thread and for those that have not asked yet; they are told the old number again.
+    with _THREADS_LOCK:
+        num_threads = torch.get_num_threads()
+        # The setting applies to this thread and to new threads; another thread restores it for the new ones.
         torch.set_num_threads(1)
-        other = threading.Thread(target=torch.set_num_threads, args=(count,))
-        other.start()
-        other.join()
+        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+        restoring_thread.start()
+        restoring_thread.join()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PreparedRequest:
     request: ChatRequest
     prompt: Prompt
-    new_tokens: int
-    own_ms: float
-    """Of preparing itself: processor time, without waits for a thread or for others in this process."""
+    max_new_tokens: int
+    preparation_ms: float
+    """Processor time of the preparation, without waiting."""
 
 
 class Service:
-    """A model that answers requests.
+    """Service of one model.
 
     Args:
-        model: The name that clients ask for.
-        backend: What runs requests.
-        prompts: Makes prompts for it.
-        limits: What is taken.
-        temperature: Of requests that do not say. OpenAI's is 1; 0 takes the most probable token.
+        model: Model name that clients request.
+        backend: Backend that runs requests.
+        prompts: Builds prompts for the backend.
+        limits: Request limits.
+        temperature: Default temperature. OpenAI's default is 1; 0 is greedy.
 
     Attributes:
-        gate: Shut until the app has started, and from the beginning of its end.
-        line: Who waits and runs.
-        metrics: For Prometheus.
+        drain: Accepts requests between startup and shutdown.
+        queue: Admission queue.
+        metrics: Prometheus metrics.
 
     Raises:
-        InputError: The name is empty, or prompts may be longer than the backend takes.
+        InputError: The name is empty, or prompts may be longer than the backend's context.
     """
 
     def __init__(
@@ -91,11 +87,11 @@ class Service:
         temperature: float = 1.0,
     ) -> None:
         if not model:
-            raise InputError("`model` must be the name that clients ask for, not an empty one")
+            raise InputError("`model` must not be empty")
         if prompts.context > backend.context:
             raise InputError(
-                f"prompts of {prompts.context} tokens are more than the {backend.context} of the backend; "
-                "use its context"
+                f"the context of `prompts` (={prompts.context}) exceeds that of the backend "
+                f"(={backend.context})"
             )
         SamplingParams(temperature=temperature)
         self.model = model
@@ -103,91 +99,91 @@ class Service:
         self.backend = backend
         self.prompts = prompts
         self.limits = limits or RequestLimits()
-        self.gate = DrainManager()
-        self.line = AdmissionQueue(slots=backend.slots, places=self.limits.places)
-        self.metrics = ServerMetrics(self.line)
+        self.drain = DrainManager()
+        self.queue = AdmissionQueue(slots=backend.slots, max_queued=self.limits.places)
+        self.metrics = ServerMetrics(self.queue)
         self._temperature = temperature
         self._answers: dict[Ticket, AnswerStream] = {}
         self._threads = ThreadPoolExecutor(
-            self.limits.preparing, thread_name_prefix="prepare", initializer=_compute_alone
+            self.limits.preparing, thread_name_prefix="prepare", initializer=_use_one_torch_thread
         )
 
     @property
     def ready(self) -> bool:
-        """Whether requests are let in."""
-        return self.gate.state == "open" and self.backend.alive
+        """Whether requests are accepted."""
+        return self.drain.state == "open" and self.backend.alive
 
     def check_model(self, model: str) -> None:
-        """That a model is the one that is served.
+        """Check that a model is the served one.
 
         Raises:
-            Refusal: 404; it is another.
+            ApiError: 404 for another model.
         """
         if model != self.model:
             raise ApiError(
-                404, f"there is no model {model[:100]!r} here; ask for {self.model!r}",
+                404, f"unknown model {model[:100]!r}; available: {self.model!r}",
                 code="model_not_found", param="model",
             )  # fmt: skip
 
     async def open(self) -> None:
-        """Let requests in, once what the first one would wait for has been done."""
-        loop, together = asyncio.get_running_loop(), threading.Barrier(self.limits.preparing)
-        # All begin now: while one does, others that begin could take its number of threads for theirs.
-        begun = [loop.run_in_executor(self._threads, together.wait) for _ in range(self.limits.preparing)]
-        await asyncio.gather(*begun)
+        """Warm up and accept requests."""
+        loop, barrier = asyncio.get_running_loop(), threading.Barrier(self.limits.preparing)
+        # All threads start together: a thread started during `_use_one_torch_thread` of another inherits 1.
+        tasks = [loop.run_in_executor(self._threads, barrier.wait) for _ in range(self.limits.preparing)]
+        await asyncio.gather(*tasks)
         await loop.run_in_executor(self._threads, self._warm)
-        self.gate.open()
+        self.drain.open()
 
     async def close(self) -> None:
-        """Give everything back, once nothing runs any more."""
+        """Release all resources when nothing runs."""
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self.backend.close)
 
-    async def answer(
-        self, read: Callable[[], Awaitable[bytes]], headers: Mapping[str, str], received_s: float
+    async def submit(
+        self, read_body: Callable[[], Awaitable[bytes]], headers: Mapping[str, str], received_s: float
     ) -> AnswerStream:
-        """Let a request in.
+        """Prepare and admit a request.
 
         Args:
-            read: Gives its body.
-            headers: Of HTTP, by lower-case names.
-            received_s: When it came, by `time.perf_counter`; its budget counts from then.
+            read_body: Reads the request body.
+            headers: HTTP headers by lower-case name.
+            received_s: Receipt time by `time.perf_counter`; the budget counts from it.
 
         Returns:
-            Its answer, in line; `leave` it when nobody reads it any more.
+            The queued answer. The caller must `disconnect` it when nobody reads it.
 
         Raises:
-            Refusal: It was not let in.
+            ApiError: The request is refused.
         """
-        place: Ticket | None = None
+        ticket: Ticket | None = None
         try:
-            self.gate.check()
+            self.drain.check()
             if not self.backend.alive:
                 raise ApiError(
                     503,
-                    "the engine has stopped; try another server",
+                    "the engine has stopped; use another server",
                     code="engine_stopped",
                     retry_after_s=5.0,
                 )
-            # Before the body is read, so that many large ones do not add up.
-            place = self.line.enter()
-            answer = self._let_in(await self._prepare(read, headers), place, received_s)
+            # Reserved before the body is read, so that the number of bodies in memory is bounded.
+            ticket = self.queue.reserve()
+            answer = self._admit(await self._prepare(read_body, headers), ticket, received_s)
         except BaseException as error:
-            if place is not None:
-                self.line.leave(place)
+            if ticket is not None:
+                self.queue.release(ticket)
             if isinstance(error, ApiError):
-                self.metrics.ended(outcome_of(error), error.code)
+                self.metrics.count_end(classify_outcome(error), error.code)
             elif isinstance(error, Exception):
-                self.metrics.ended("failed", "internal_error")
+                self.metrics.count_end("failed", "internal_error")
             raise
-        self._pump()
+        self._start_queued()
         return answer
 
     def _warm(self) -> None:
-        # A template may refuse such a conversation; it has been compiled then, too.
+        # A template that refuses this conversation is compiled as well.
         with contextlib.suppress(ApiError):
             message = Message.model_validate({"role": "user", "content": "Hello"})
-            self.backend.least_ms(self.prompts.prompt([message], []), 1, None)
+            self.backend.min_service_ms(self.prompts.prompt([message], []), 1, None)
         if self.prompts.takes_images:
             require("PIL.Image", "adaptive").init()
 
@@ -199,14 +195,18 @@ class Service:
                 body = await read()
         except TimeoutError as error:
             raise ApiError(
-                408, f"the request did not come in within {self.limits.body_s:g} s", code="request_timeout"
+                408,
+                f"the request body did not arrive within {self.limits.body_s:g} s",
+                code="request_timeout",
             ) from error
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._prepared, body, headers)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._prepare_sync, body, headers
+        )
 
-    def _prepared(self, body: bytes, headers: Mapping[str, str]) -> _PreparedRequest:
-        """In a thread: from bytes to a prompt."""
-        began_s = time.thread_time()
-        request = parse(body, headers)
+    def _prepare_sync(self, body: bytes, headers: Mapping[str, str]) -> _PreparedRequest:
+        """Build a prompt from the request body, in a thread."""
+        start_s = time.thread_time()
+        request = parse_request(body, headers)
         self.check_model(request.model)
         new_tokens = request.new_tokens or self.limits.new_tokens
         if new_tokens > self.limits.most_new_tokens:
@@ -214,100 +214,107 @@ class Service:
                 f"max_completion_tokens (={new_tokens}) must be at most {self.limits.most_new_tokens}",
                 "max_completion_tokens",
             )
-        parts = [
-            (f"messages.{at}.content.{place}", part.image_url.url)
-            for at, message in enumerate(request.messages)
-            for place, part in enumerate(message.content)
+        image_urls = [
+            (f"messages.{message_index}.content.{part_index}", part.image_url.url)
+            for message_index, message in enumerate(request.messages)
+            for part_index, part in enumerate(message.content)
             if isinstance(part, ImagePart)
         ]
-        if parts and not self.prompts.takes_images:
-            # Before they are decoded.
-            raise no_images(parts[0][0])
-        if len(parts) > self.limits.images:
+        if image_urls and not self.prompts.takes_images:
+            # Refused before the images are decoded.
+            raise no_images(image_urls[0][0])
+        if len(image_urls) > self.limits.images:
             raise invalid(
-                f"the request has {len(parts)} images, and {self.limits.images} are the most", "messages"
+                f"the request has {len(image_urls)} images; the maximum is {self.limits.images}", "messages"
             )
-        pictures = [decode(url, self.limits, param) for param, url in parts]
-        wanted = new_tokens if request.new_tokens else 1
-        prompt = self.prompts.prompt(request.messages, pictures, wanted)
+        images = [decode(url, self.limits, param) for param, url in image_urls]
+        reserved_tokens = new_tokens if request.new_tokens else 1
+        prompt = self.prompts.prompt(request.messages, images, reserved_tokens)
         return _PreparedRequest(
-            request=request, prompt=prompt, new_tokens=min(new_tokens, self.prompts.room(prompt)),
-            own_ms=(time.thread_time() - began_s) * 1000.0,
+            request=request, prompt=prompt, max_new_tokens=min(new_tokens, self.prompts.room(prompt)),
+            preparation_ms=(time.thread_time() - start_s) * 1000.0,
         )  # fmt: skip
 
-    def _let_in(self, prepared: _PreparedRequest, place: Ticket, received_s: float) -> AnswerStream:
-        request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.new_tokens
+    def _admit(self, prepared: _PreparedRequest, ticket: Ticket, received_s: float) -> AnswerStream:
+        request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.max_new_tokens
         budget_ms, mode = request.latency_budget_ms, request.on_infeasible or "reject"
-        promised, deadline_s = False, math.inf
+        has_guarantee, deadline_s = False, math.inf
         if budget_ms is not None:
             deadline_s = received_s + budget_ms / 1000.0
             if mode == "truncate":
-                new_tokens = self._fitting(prompt, new_tokens, deadline_s)
-            idle_ms = self._idle_ms(prepared, new_tokens)
-            promised = idle_ms <= budget_ms
-            if not promised and mode != "best_effort":
-                least_ms = math.ceil(idle_ms)
+                new_tokens = self._count_fitting_tokens(prompt, new_tokens, deadline_s)
+            idle_ms = self._min_idle_ms(prepared, new_tokens)
+            has_guarantee = idle_ms <= budget_ms
+            if not has_guarantee and mode != "best_effort":
+                min_budget_ms = math.ceil(idle_ms)
                 raise ApiError(
                     422,
-                    f"no plan answers within {budget_ms:g} ms; {least_ms} ms is the least for this request "
-                    f"with {new_tokens} new tokens. Give that, or on_infeasible best_effort"
+                    f"no plan meets a budget of {budget_ms:g} ms; the minimum for this request with "
+                    f"{new_tokens} new tokens is {min_budget_ms} ms. Use that, or on_infeasible=best_effort"
                     + (" or truncate" if mode == "reject" else ""),
-                    code="budget_infeasible", param="latency_budget_ms", more={"least_feasible_ms": least_ms},
+                    code="budget_infeasible", param="latency_budget_ms",
+                    more={"least_feasible_ms": min_budget_ms},
                 )  # fmt: skip
-        least_ms = self.backend.least_ms(prompt, new_tokens, min(self.line.running, self.backend.slots - 1))
+        service_ms = self.backend.min_service_ms(
+            prompt, new_tokens, min(self.queue.running, self.backend.slots - 1)
+        )
         try:
-            self.line.join(place, least_ms=least_ms, deadline_s=deadline_s if promised else math.inf)
+            self.queue.enqueue(
+                ticket, min_service_ms=service_ms, deadline_s=deadline_s if has_guarantee else math.inf
+            )
         except ApiError:
             if mode != "best_effort":
                 raise
-            promised = False
-            self.line.join(place, least_ms=least_ms)
+            has_guarantee = False
+            self.queue.enqueue(ticket, min_service_ms=service_ms)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
-        wanted = AnswerSpec(
-            prompt=prompt, new_tokens=new_tokens, shortened=new_tokens < prepared.new_tokens,
+        spec = AnswerSpec(
+            prompt=prompt, max_new_tokens=new_tokens, shortened=new_tokens < prepared.max_new_tokens,
             sampling=SamplingParams(
                 temperature=self._temperature if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p, seed=seed,
             ),
-            received_s=received_s, budget_ms=budget_ms, on_infeasible=mode, promised=promised,
+            received_s=received_s, budget_ms=budget_ms, on_infeasible=mode, has_guarantee=has_guarantee,
             stream=bool(request.stream), include_usage=request.include_usage,
         )  # fmt: skip
         answer = AnswerStream(
-            wanted,
+            spec,
             text=StreamingText(self.prompts.tokenizer, request.stops),
-            place=place,
+            ticket=ticket,
             backend=self.backend,
             metrics=self.metrics,
-            over=lambda ran: self._over(place, ran),
+            on_end=lambda completed: self._handle_end(ticket, completed),
         )
-        self.gate.enter(answer)
-        self._answers[place] = answer
+        self.drain.acquire(answer)
+        self._answers[ticket] = answer
         return answer
 
-    def _idle_ms(self, prepared: _PreparedRequest, new_tokens: int) -> float:
-        """The least budget that could be kept if nobody else were here: others are no fault of a request, and
-        may leave."""
-        least_ms = self.backend.least_ms(prepared.prompt, new_tokens, None)
-        return least_ms * self.line.stretch + _SLACK * prepared.own_ms
+    def _min_idle_ms(self, prepared: _PreparedRequest, max_new_tokens: int) -> float:
+        """Return the minimum feasible budget on an idle server."""
+        service_ms = self.backend.min_service_ms(prepared.prompt, max_new_tokens, None)
+        return service_ms * self.queue.p99_correction + _PREPARATION_SAFETY * prepared.preparation_ms
 
-    def _fitting(self, prompt: Prompt, new_tokens: int, deadline_s: float) -> int:
-        """How many new tokens fit into what is left after the line; 1 where none do."""
-        left_ms = (deadline_s - time.perf_counter()) * 1000.0 - self.line.wait_ms(deadline_s)
-        beside = min(self.line.running, self.backend.slots - 1)
-        low, high = 1, new_tokens
+    def _count_fitting_tokens(self, prompt: Prompt, max_new_tokens: int, deadline_s: float) -> int:
+        """Return the number of new tokens that fit into the budget after the queueing time; at least 1."""
+        remaining_ms = (deadline_s - time.perf_counter()) * 1000.0 - self.queue.estimate_wait_ms(deadline_s)
+        num_concurrent = min(self.queue.running, self.backend.slots - 1)
+        low, high = 1, max_new_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.backend.least_ms(prompt, middle, beside) * self.line.stretch <= left_ms
+            fits = (
+                self.backend.min_service_ms(prompt, middle, num_concurrent) * self.queue.p99_correction
+                <= remaining_ms
+            )
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _over(self, place: Ticket, ran: bool) -> None:
-        answer = self._answers.pop(place)
-        self.line.leave(place, ended=ran)
-        self.gate.leave(answer)
-        self._pump()
+    def _handle_end(self, ticket: Ticket, completed: bool) -> None:
+        answer = self._answers.pop(ticket)
+        self.queue.release(ticket, completed=completed)
+        self.drain.release(answer)
+        self._start_queued()
 
-    def _pump(self) -> None:
-        """Run those whose turn it is."""
-        while (place := self.line.next()) is not None:
-            self._answers[place].turn(self.line.running - 1)
+    def _start_queued(self) -> None:
+        """Start queued requests while slots are free."""
+        while (ticket := self.queue.start_next()) is not None:
+            self._answers[ticket].start(self.queue.running - 1)

@@ -151,7 +151,7 @@ def serve(
         replicas=replicas,
         host=host,
         port=port,
-        gpus_each=float(torch_device.type == "cuda"),
+        gpus_per_replica=float(torch_device.type == "cuda"),
         cluster=cluster,
         drain_s=drain_s,
     )
