@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.claims import Claim, record_claims
-from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.cache import SlotCache
-from sparseflow.adaptive.engine.decode import DecodeRunner, decode_plan
+from sparseflow.adaptive.engine.decode import DecodeRunner, get_decode_plan
 from sparseflow.adaptive.engine.graphs import GraphCache
 from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, KernelPatcher
 from sparseflow.adaptive.engine.prefill.prefill import PrefillRunner
@@ -83,7 +83,7 @@ def built(asked: argparse.Namespace, dtype: torch.dtype, **changed: int) -> tupl
         torch.manual_seed(asked.seed)
         model: Any = OlmoeForCausalLM._from_config(config, dtype=dtype)
     model = model.eval()
-    adapter = adapter_of(model)
+    adapter = get_adapter(model)
     set_experts(adapter)
     return adapter, PlanRuntime(adapter)
 
@@ -105,12 +105,12 @@ def drawn(asked: argparse.Namespace, *shape: int, seed: int = 0) -> Tensor:
 class Own:
     """Steps by the model's own forward and a cache that grows."""
 
-    def __init__(self, adapter: Adapter, knobs: PlanRuntime, plan: Plan, cache: Any) -> None:
-        self._adapter, self._knobs, self._plan, self._cache = adapter, knobs, plan, cache
+    def __init__(self, adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: Any) -> None:
+        self._adapter, self._knobs, self._plan, self._cache = adapter, runtime, plan, cache
         self._device = next(adapter.decoder.parameters()).device
 
     def __call__(self, tokens: Sequence[int]) -> tuple[Tensor, list[int]]:
-        with self._knobs.running(self._plan):
+        with self._knobs.use_plan(self._plan):
             found: Any = self._adapter.model(
                 input_ids=torch.tensor(tokens, device=self._device)[:, None], past_key_values=self._cache,
                 use_cache=True, logits_to_keep=1,
@@ -123,9 +123,9 @@ def prompted(
     asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, batch: int, context: int
 ) -> Any:
     """What the model gives for drawn prompts: logits of their last tokens, and the cache."""
-    adapter, knobs = both
+    adapter, runtime = both
     set_experts(adapter)
-    with knobs.running(plan):
+    with runtime.use_plan(plan):
         return adapter.model(
             input_ids=drawn(asked, batch, context, seed=1).to(asked.device), use_cache=True, logits_to_keep=1
         )
@@ -155,7 +155,7 @@ class Setup:
         *,
         experts: str | None = None,
     ) -> None:
-        adapter, knobs = both
+        adapter, runtime = both
         found = prompted(asked, both, plan, batch, context)
         set_experts(adapter, experts)
         self.first: list[int] = found.logits[:, -1].argmax(-1).tolist()
@@ -164,27 +164,27 @@ class Setup:
         tokens = context + steps + 1
         for name, kernels in (("recorded", None), ("recorded, no kernels", False)):
             cache = SlotCache(
-                decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=batch, tokens=tokens
+                get_decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=batch, tokens=tokens
             )
             for row in range(batch):
-                cache.adopt(cache.take(), found.past_key_values, row=row)
+                cache.copy_from(cache.allocate(), found.past_key_values, row=row)
             graphs = GraphCache(asked.device)
-            fused = KernelPatcher(adapter, kernels=kernels)
-            runs = DecodeRunner(adapter, knobs, graphs, fused=fused, rows=batch, tokens=tokens)
+            kernel_patcher = KernelPatcher(adapter, kernels=kernels)
+            runs = DecodeRunner(adapter, runtime, graphs, kernel_patcher=kernel_patcher, rows=batch, tokens=tokens)
             self.graphs.append(graphs)
             self.ways[name] = partial(runs.run, cache)
-        self.ways = {"own": Own(adapter, knobs, plan, found.past_key_values)} | self.ways
+        self.ways = {"own": Own(adapter, runtime, plan, found.past_key_values)} | self.ways
 
     @property
     def reasons(self) -> list[str]:
         """Why steps were not recorded."""
-        return sorted({reason for graphs in self.graphs for reason in graphs.reasons.values()})
+        return sorted({reason for graphs in self.graphs for reason in graphs.failures.values()})
 
 
 def same_tokens(asked: argparse.Namespace) -> dict[str, Any]:
     """Greedy tokens of a narrow stack in float32, by each way."""
     both = built(asked, torch.float32, num_hidden_layers=2)
-    plan = both[0].geometry.full(images=False)
+    plan = both[0].geometry.full_plan(images=False)
     rows, wrong = [], 0
     for batch in asked.batches:
         setup = Setup(asked, both, plan, batch, 32, CHECKED_STEPS)
@@ -229,9 +229,9 @@ def own_steps(
     A first walk visits all lengths of the cache that will be timed: on a GPU the attention of a length that
     is new to the process may make a step three times as long, and a server has seen them all before long.
     """
-    adapter, knobs = both
+    adapter, runtime = both
     tokens = drawn(asked, WARMUP + asked.rounds // 3, batch, seed=99).tolist()
-    walk = Own(adapter, knobs, plan, prompted(asked, both, plan, batch, asked.context).past_key_values)
+    walk = Own(adapter, runtime, plan, prompted(asked, both, plan, batch, asked.context).past_key_values)
     for each in drawn(asked, WARMUP + asked.rounds, batch, seed=99).tolist():
         walk(each)
     del walk  # and its cache
@@ -239,7 +239,7 @@ def own_steps(
     for kind in EXPERTS["cpu" if asked.device == "cpu" else "cuda"]:
         cache = prompted(asked, both, plan, batch, asked.context).past_key_values
         set_experts(adapter, kind)
-        own, times = Own(adapter, knobs, plan, cache), []
+        own, times = Own(adapter, runtime, plan, cache), []
         for each in tokens:  # which ends with its tokens on the host
             begin = time.perf_counter()
             own(each)
@@ -285,19 +285,19 @@ def timed_prompts(
     asked: argparse.Namespace, both: tuple[Adapter, PlanRuntime], plan: Plan, tokens: int
 ) -> dict[str, Any]:
     """A prompt whole and in recorded parts, in turns; both end with its first token on the host."""
-    adapter, knobs = both
+    adapter, runtime = both
     ids = drawn(asked, 1, tokens, seed=3).to(asked.device)
-    cache = SlotCache(decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=1, tokens=tokens)
+    cache = SlotCache(get_decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=1, tokens=tokens)
     graphs = GraphCache(asked.device)
     ways = {
-        "own": PrefillRunner(adapter, knobs, GraphCache(asked.device, enabled=False), tokens=tokens),
-        "recorded": PrefillRunner(adapter, knobs, graphs, tokens=tokens, sizes=[tokens]),
+        "own": PrefillRunner(adapter, runtime, GraphCache(asked.device, enabled=False), tokens=tokens),
+        "recorded": PrefillRunner(adapter, runtime, graphs, tokens=tokens, sizes=[tokens]),
     }
 
     def work(way: PrefillRunner) -> Tensor:
         found = way.run(
             {"input_ids": ids}, None, plan.insertion_position, images=False, replan=lambda position: position,
-            decide=lambda token: plan, place=lambda plan: (cache, [cache.take()]),
+            decide=lambda token: plan, allocate=lambda plan: (cache, [cache.allocate()]),
         )  # fmt: skip
         int(found.logits.argmax())
         cache.release(0)
@@ -317,7 +317,7 @@ def timed_prompts(
     )  # fmt: skip
     return told(times) | {
         "plan": plan.id, "tokens": tokens, "difference": far, "limit": limit, "wrong": int(not far <= limit),
-        "unrecorded": sorted(graphs.reasons.values()),
+        "unrecorded": sorted(graphs.failures.values()),
     }  # fmt: skip
 
 
@@ -388,27 +388,27 @@ def plans_of(adapter: Adapter) -> tuple[Plan, Plan]:
     geometry = adapter.geometry
     depth, few = geometry.depth, max(1, geometry.top_k // 2)
     kept = tuple(range(depth))[: depth - depth // 4]
-    return geometry.full(images=False), Plan(tier=None, insertion_position=1, top_k=few, blocks=kept)
+    return geometry.full_plan(images=False), Plan(tier=None, insertion_position=1, top_k=few, blocks=kept)
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: recorded decode steps against transformers."""
     for step in record["steps"]:
-        own, recorded = (step["samples_ms"][name] for name in ("own", "recorded"))
+        own, captured = (step["samples_ms"][name] for name in ("own", "recorded"))
         blocks = step["plan"].count(".") + 1
         top_k = next(part for part in step["plan"].split("-") if part.startswith("k"))[1:]
         yield Claim(
             id=f"adaptive/6-step-{blocks}-k{top_k}-b{step['batch']}",
             claim=f"Decode step of OLMoE-1B-7B's geometry in CUDA graphs: {blocks} blocks, {top_k} experts, "
             f"batch {step['batch']}, against transformers.",
-            value=round(statistics.median(a / b for a, b in zip(own, recorded, strict=True)), 2),
+            value=round(statistics.median(a / b for a, b in zip(own, captured, strict=True)), 2),
             unit="x",
             target=">= 4" if step["batch"] == 1 else None,
             baseline="transformers, eager",
             command="python benchmarks/adaptive/decode.py --device cuda",
             details={
                 "dtype": record["settings"]["dtype"],
-                "recorded_ms": round(statistics.median(recorded), 3),
+                "recorded_ms": round(statistics.median(captured), 3),
                 "transformers_ms": round(statistics.median(own), 3),
                 "floor_ms": round(step["floor_ms"], 3),
                 "transformers_experts": step["experts"],

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.claims import Claim, record_claims
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.core.environment import collect_environment
@@ -74,7 +74,7 @@ def rebuilt(model: Any, plan: Plan) -> Any:
     found = type(model)(config).to(model.dtype).eval()
     found.load_state_dict(weights)
     found.set_experts_implementation("eager")
-    layers: Any = adapter_of(found).decoder.layers
+    layers: Any = get_adapter(found).decoder.layers
     for block in range(plan.insertion_position):
         layers[block].mlp.gate.top_k = model.config.get_text_config().num_experts_per_tok
     for block in set(range(len(layers))) - set(kept) if config.model_type == "qwen3_vl_moe" else ():
@@ -117,32 +117,32 @@ def token_by_token(model: Any, inputs: dict[str, Tensor], last: int) -> tuple[Te
 
 
 def refused(
-    model: Any, knobs: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any, cache: Any
+    model: Any, runtime: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any, cache: Any
 ) -> bool:
     """Whether every other plan is refused in mid-request, and the request goes on as if nothing had been."""
     token = inputs["input_ids"][:, :1]
     twin = copy.deepcopy(cache)
     for other in others:
         try:
-            with knobs.running(other):
+            with runtime.use_plan(other):
                 model(input_ids=token, past_key_values=cache)
         except PlanError:
             continue
         return False
-    with knobs.running(plan):
+    with runtime.use_plan(plan):
         found, expected = (model(input_ids=token, past_key_values=each).logits for each in (cache, twin))
     return torch.equal(found, expected)
 
 
 def sample(
-    model: Any, knobs: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any
+    model: Any, runtime: PlanRuntime, plan: Plan, others: Sequence[Plan], inputs: Any
 ) -> tuple[Any, ...]:
     """One plan's row of `COLUMNS`."""
-    adapter = knobs.adapter
+    adapter = runtime.adapter
     whole = adapter.geometry.top_k
-    reduced = adapter.at_tier(inputs, plan.tier)
+    reduced = adapter.reduce_to_tier(inputs, plan.tier)
     tokens = reduced["input_ids"].numel()
-    with knobs.running(plan):
+    with runtime.use_plan(plan):
         with counted(adapter.blocks) as counts:
             expected = model(**reduced, use_cache=False).logits
         calls = counts.attention == dict.fromkeys(plan.blocks, 1)
@@ -160,7 +160,7 @@ def sample(
     reference = rebuilt(model, plan)(**reduced, use_cache=False).logits
     return (
         plan.id, float((found - expected).abs().max()), float((reference - expected).abs().max()), generated,
-        calls, experts, refused(model, knobs, plan, others, reduced, cache),
+        calls, experts, refused(model, runtime, plan, others, reduced, cache),
     )  # fmt: skip
 
 
@@ -191,16 +191,16 @@ def block_0_refused(depth: int) -> bool:
 def case(family: str, depth: int, top_k: int, experts: int, seed: int, limit: int) -> dict[str, Any]:
     """All plans of one model, or as many as asked, drawn by the seed."""
     model = tiny.FAMILIES[family](depth=depth, top_k=top_k, experts=experts, seed=seed)
-    adapter = adapter_of(model)
+    adapter = get_adapter(model)
     generator = torch.Generator().manual_seed(seed)
-    space = PlanSpace.of(adapter.geometry, torch.rand(depth, generator=generator).tolist())
+    space = PlanSpace.from_importance(adapter.geometry, torch.rand(depth, generator=generator).tolist())
     inputs = tiny.prompt(model, images=2, rows=1, seed=seed)
     before, weights = (
         model(**inputs).logits,
         {name: each.clone() for name, each in model.state_dict().items()},
     )
     was = insides(model)
-    knobs = PlanRuntime(adapter)
+    runtime = PlanRuntime(adapter)
     order = torch.randperm(len(space), generator=generator).tolist()
     plans = space.plans if not limit else [space.plans[at] for at in sorted(order[:limit])]
     rows = []
@@ -208,8 +208,8 @@ def case(family: str, depth: int, top_k: int, experts: int, seed: int, limit: in
         others = [
             other for other in (space.plans[order[at]], space.plans[-1], space.plans[0]) if other != plan
         ]
-        rows.append(sample(model, knobs, plan, others, inputs))
-    knobs.remove()
+        rows.append(sample(model, runtime, plan, others, inputs))
+    runtime.remove()
     after = model(**inputs).logits
     detached = {
         "outputs": torch.equal(after, before),

@@ -172,10 +172,10 @@ def bound(
 ) -> None:
     """Find prompt and budgets of a question, on an idle server."""
     # By a thread of the server's: those compute alone, and what they take is in the least budget.
-    prepared = service._threads.submit(service._prepared, body(service, each, 1.0), {}).result()
-    prompt, least_ms = prepared.prompt, service._idle_ms(prepared, each.new_tokens)
+    prepared = service._threads.submit(service._prepare_sync, body(service, each, 1.0), {}).result()
+    prompt, least_ms = prepared.prompt, service._min_idle_ms(prepared, each.new_tokens)
     _, dearest = predictor.predict_all(
-        text_tokens=prompt.text_tokens, images=predictor.about.images(prompt.vision_tokens),
+        text_tokens=prompt.text_tokens, images=predictor.metadata.count_images(prompt.vision_tokens),
         new_tokens=each.new_tokens,
     )  # fmt: skip
     each.prompt = prompt
@@ -189,13 +189,13 @@ def below_http(service: Service) -> Ask:
         async def read() -> bytes:
             return content
 
-        answer = await service.answer(read, {}, due_s)
+        answer = await service.submit(read, {}, due_s)
         try:
-            await answer.begin()
-            text = "".join([piece async for piece in answer.pieces()])
+            await answer.wait_first_token()
+            text = "".join([piece async for piece in answer.iter_text()])
             return {"text": text, **answer.report()}
         finally:
-            answer.leave()
+            answer.disconnect()
 
     return ask
 
@@ -302,13 +302,13 @@ class Run:
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for each in segments:
-                began, worked_s, number = due, engine.worked_s, 0
+                began, busy_s, number = due, engine.busy_s, 0
                 while number < each.count or due - began < each.seconds:
                     due += float(self._random.exponential(1.0 / each.rate))
                     await asyncio.sleep(max(due - time.perf_counter(), 0.0))
                     group.create_task(self._one(each.phase, began, due))
                     number += 1
-                found.append((due - began, engine.worked_s - worked_s))
+                found.append((due - began, engine.busy_s - busy_s))
         return found
 
     async def _one(self, phase: int | None, began_s: float, due_s: float) -> None:
@@ -354,7 +354,7 @@ def share(part: int, whole: int) -> dict[str, float]:
     return {"share": p, "low": (middle - half) / scale, "high": (middle + half) / scale, "of": whole}
 
 
-def summary(sent: Sequence[Sent], seconds: float, worked_s: float) -> dict[str, Any]:
+def summary(sent: Sequence[Sent], seconds: float, busy_s: float) -> dict[str, Any]:
     """What a phase came to."""
     answered = [each for each in sent if each.outcome == "answered"]
     refused: dict[str, int] = {}
@@ -380,7 +380,7 @@ def summary(sent: Sequence[Sent], seconds: float, worked_s: float) -> dict[str, 
         "shed_share": sum(refused.get(code, 0) for code in SHED) / max(len(sent), 1),
         "infeasible_share": infeasible / max(len(sent), 1), "goodput_per_s": met / seconds,
         "p50_ms": float(np.quantile(took, 0.5)), "p99_ms": float(np.quantile(took, 0.99)),
-        "utilisation": worked_s / seconds,
+        "utilisation": busy_s / seconds,
         "below_p99": share(sum(each.measured_ms <= each.p99_ms for each in told), len(told)),
         "accuracy": float(np.mean(judged)) if judged else None, "plans": plans,
     }  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseflow.adaptive.adapters import Adapter, Inputs, adapter_of
+from sparseflow.adaptive.adapters import Adapter, Inputs, get_adapter
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
@@ -70,7 +70,7 @@ def built(asked: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
             model = transformers.LlavaForConditionalGeneration(config)
         torch.set_default_dtype(torch.float32)
     model = model.to(asked.device).eval()
-    adapter = adapter_of(model)
+    adapter = get_adapter(model)
     size = getattr(adapter, "tokens_per_crop", None)
     if size is None:
         return adapter, None
@@ -143,7 +143,7 @@ def settled(asked: argparse.Namespace) -> dict[str, Any]:
     return {name: kept(value) for name, value in vars(asked).items() if name != "out"}
 
 
-def most_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
+def max_total_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
     """Of a request."""
     config: Any = adapter.decoder.config
     # Random weights know more than is of use here.
@@ -154,7 +154,7 @@ def most_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
 def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
     """Text tokens that a request has room for beside its vision tokens (highest tier) and its answer."""
     size = getattr(adapter, "tokens_per_crop", None)
-    return most_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
+    return max_total_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
 
 
 def ends_per_s(ended: Sequence[float]) -> float:

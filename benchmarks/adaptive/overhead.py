@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import built, most_tokens, options, room, settled, within
+from models import built, max_total_tokens, options, room, settled, within
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.controllers.controllers import Controllers
@@ -43,8 +43,13 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.policy.selector import PlanSelector
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
-from sparseflow.adaptive.profile import EngineRunner, RequestMix, by_group, spread
-from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, whole
+from sparseflow.adaptive.profile import (
+    EngineRunner,
+    RequestMix,
+    collect_profile_by_group,
+    select_representative_plans,
+)
+from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, make_full_prompt
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
@@ -56,18 +61,18 @@ COLUMNS = ("given_ms", "decided_ms", "given_again_ms", "decide_ms")
 
 
 def profiled(
-    asked: argparse.Namespace, knobs: PlanRuntime, example: Any, tokens: int
+    asked: argparse.Namespace, runtime: PlanRuntime, example: Any, tokens: int
 ) -> PlanLatencyPredictor:
     """A predictor of a small profile; what it predicts does not matter here, only that it does."""
-    geometry = knobs.geometry
-    space = PlanSpace.of(geometry)
-    few = spread(space, max(2 * len(space.tiers), 6), seed=asked.seed)
+    geometry = runtime.geometry
+    space = PlanSpace.from_importance(geometry)
+    few = select_representative_plans(space, max(2 * len(space.tiers), 6), seed=asked.seed)
     sizes, steps = [asked.text_tokens, 2 * asked.text_tokens], 4
     with tempfile.TemporaryDirectory() as scratch, EngineRunner(
-        knobs, few, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=asked.seed,
+        runtime, few, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=asked.seed,
         mix=RequestMix(lengths=sizes, new_tokens=steps + 1),
     ) as runner:  # fmt: skip
-        found = by_group(
+        found = collect_profile_by_group(
             runner, space, Path(scratch) / "p.parquet", buckets=sizes, repeats=2, steps=steps, batches=(1, 2)
         )
     return PlanLatencyPredictor.fit(found, seed=asked.seed)
@@ -82,14 +87,14 @@ def cases(space: PlanSpace, count: int) -> list[Plan]:
 
 
 def pairs(
-    asked: argparse.Namespace, engine: Engine, chooser: PlanSelector, plan: Plan, prompts: RandomPrompts
+    asked: argparse.Namespace, engine: Engine, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
 ) -> list[list[float]]:
     """Samples of one plan: rows of `COLUMNS`."""
     generator = np.random.default_rng(asked.seed)
-    images, only = int(plan.tier is not None), chooser.only([plan])
+    images, only = int(plan.tier is not None), selector.restrict([plan])
 
     def one(decide: Callable[[Any], PlanDecider]) -> RequestOutput:
-        inputs = whole(prompts, plan, asked.text_tokens)
+        inputs = make_full_prompt(prompts, plan, asked.text_tokens)
         request = GenerationRequest(
             inputs=inputs, decide=decide(inputs), max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
         )
@@ -102,7 +107,7 @@ def pairs(
         return FixedPlanPolicy(plan=plan)
 
     def decided(inputs: Any) -> PlanDecider:
-        return only.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+        return only.make_policy(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
 
     rows = []
     for number in range(-asked.warmup, asked.pairs):
@@ -115,7 +120,7 @@ def pairs(
                 ask = LatencyQuery(
                     plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=len(found.tokens)
                 )
-                chooser.predictor.observe(ask, found.total_ms, prefill_ms=found.total_ms - found.decode_ms)
+                selector.predictor.observe(ask, found.total_ms, prefill_ms=found.total_ms - found.decode_ms)
         if number >= 0:
             rows.append([round(row[name], 5) for name in COLUMNS])
     return rows
@@ -130,29 +135,29 @@ def ratio(over: np.ndarray, under: np.ndarray, seed: int, draws: int = 2000) -> 
 
 
 def alone(
-    asked: argparse.Namespace, chooser: PlanSelector, plan: Plan, prompts: RandomPrompts
+    asked: argparse.Namespace, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
 ) -> dict[str, Any]:
     """Microseconds of the parts of deciding, on the host; the median, and all samples of the whole."""
-    inputs, images = whole(prompts, plan, asked.text_tokens), int(plan.tier is not None)
-    token = torch.randn(chooser.controllers.width if chooser.controllers else 1)
+    inputs, images = make_full_prompt(prompts, plan, asked.text_tokens), int(plan.tier is not None)
+    token = torch.randn(selector.controllers.width if selector.controllers else 1)
     ask = LatencyQuery(plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=asked.new_tokens)
     # On a GPU a decider gets ready while the device works; that is no time of the request's.
     ready = asked.device.startswith("cuda")
     marks: dict[str, list[float]] = {"first": [], "ready": [], "second": [], "observe": []}
     for number in range(asked.warmup + asked.pairs):
-        decide = chooser.decider(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+        decide = selector.make_policy(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
         request = GenerationRequest(
             inputs=inputs, decide=decide, max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
         )
         begin = time.perf_counter()
-        decide.first(request, BUDGET_MS)
+        decide.choose_initial(request, BUDGET_MS)
         between = time.perf_counter()
         if ready:
             decide.prepare(request)
         prepared = time.perf_counter()
-        decide.second(token, request, BUDGET_MS)
+        decide.choose_plan(token, request, BUDGET_MS)
         end = time.perf_counter()
-        chooser.predictor.observe(ask, 100.0, prefill_ms=50.0)
+        selector.predictor.observe(ask, 100.0, prefill_ms=50.0)
         learnt = time.perf_counter()
         if number >= asked.warmup:
             spent = (between - begin, prepared - between, end - prepared, learnt - end)
@@ -208,12 +213,12 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(given)
     settings = settled(asked)
     adapter, example = built(asked)
-    knobs, tokens = PlanRuntime(adapter), most_tokens(asked, adapter)
+    runtime, tokens = PlanRuntime(adapter), max_total_tokens(asked, adapter)
     # A profile has twice as many, too.
     most = room(asked, adapter, asked.new_tokens) // 2
     (asked.text_tokens,) = within(asked.text_tokens and [asked.text_tokens], [32], most, "--text-tokens")
     if asked.profile is None:
-        predictor = profiled(asked, knobs, example, tokens)
+        predictor = profiled(asked, runtime, example, tokens)
     else:
         predictor = PlanLatencyPredictor.load(asked.profile)
     space = predictor.space
@@ -223,15 +228,15 @@ def main(given: Sequence[str] | None = None) -> int:
         controllers = Controllers(space, width=width, model_id="untrained", seed=asked.seed).eval()
     else:
         controllers = Controllers.load(asked.controller)
-    chooser = PlanSelector(adapter=adapter, predictor=predictor, controllers=controllers)
+    selector = PlanSelector(adapter=adapter, predictor=predictor, controllers=controllers)
     plans = cases(space, asked.plans)
     prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
     found = []
-    with Engine(adapter, knobs, plans=plans, max_batch=1, max_tokens=tokens) as engine:
+    with Engine(adapter, runtime, plans=plans, max_batch=1, max_tokens=tokens) as engine:
         if engine.graphs.enabled:
-            engine.warm(example)
+            engine.warm_up(example)
         for plan in plans:
-            rows = pairs(asked, engine, chooser, plan, prompts)
+            rows = pairs(asked, engine, selector, plan, prompts)
             first, second, again, spent = np.array(rows).T
             told = {
                 "plan": plan.id, "p50_ms": float(np.median(first)),
@@ -245,15 +250,15 @@ def main(given: Sequence[str] | None = None) -> int:
                 f"({low:+.2%} to {high:+.2%}; chance {told['chance'][0]:+.2%}), "
                 f"{1e3 * told['decide_ms']:.0f} us with waiting for its token"
             )
-        unrecorded = list(engine.snapshot().unrecorded)
-    host = alone(asked, chooser, plans[-1], prompts)
+        uncaptured = list(engine.snapshot().uncaptured)
+    host = alone(asked, selector, plans[-1], prompts)
     print("on the host, us:", host["median_us"])
     worst = max(each["overhead"][0] for each in found)
     record = {
         "environment": collect_environment(asked.device, seed=asked.seed), "settings": settings,
         "plans_of_the_model": len(space), "columns": COLUMNS, "target": TARGET,
         "met": math.isfinite(worst) and worst < TARGET, "cases": found, "host": host,
-        "unrecorded": unrecorded,
+        "unrecorded": uncaptured,
     }  # fmt: skip
     write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
     record_claims(make_claims(record), record, asked.out)

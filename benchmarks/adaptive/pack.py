@@ -3,7 +3,7 @@ r"""A trained Grid-VQA model made into a folder as SparseFlow comes with, which 
 ::
 
     PYTHONPATH=src python benchmarks/adaptive/pack.py runs/seed-0/model --importance runs/importance.json \
-        --worth runs/study/worth.json --archives cifar10-train.tar.gz cifar10-test.tar.gz \
+        --worth runs/study/plan_quality.json --archives cifar10-train.tar.gz cifar10-test.tar.gz \
         --out src/sparseflow/adaptive/data/cifar
 
 The archives are those of the training. Some of their images are packed, as the files that they are and under
@@ -31,7 +31,7 @@ from sparseflow.adaptive.data import IMPORTANCE, WORTH
 from sparseflow.adaptive.grid_vqa.config import VqaConfig
 from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank, bank_of, pictures
 from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
-from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import BlockImportance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.core.files import write_atomic
@@ -143,10 +143,10 @@ def pack(model: Path, out: Path, *, importance: Path, worth: Path, archives: Seq
         FileFormatError: A file is damaged.
     """
     network, _, settings = load(model)
-    found = BlockImportance.read(importance)
-    if found.model_id != weights_id(network):
+    found = BlockImportance.load(importance)
+    if found.model_id != compute_weights_id(network):
         raise InputError(f"{importance} is of another model than {model}")
-    PlanQuality.read(worth).check(weights_id(network), found.space())
+    PlanQuality.load(worth).check(compute_weights_id(network), found.make_space())
     trained = [path.name for path in settings.images.archives]
     if [path.name for path in archives] != trained:
         raise InputError(f"`--archives` must be those of the training, {' '.join(trained) or 'none'}")

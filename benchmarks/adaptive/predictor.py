@@ -38,23 +38,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import built, most_tokens, options, room, settled, within, write_table
+from models import built, max_total_tokens, options, room, settled, within, write_table
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.profile import (
-    Background,
+    BackgroundLoad,
     EagerRunner,
     EngineRunner,
     PlanProfile,
     RequestMix,
-    background,
-    by_group,
     collect_profile,
-    model_id,
-    spread,
+    collect_profile_by_group,
+    compute_model_id,
+    make_background_load,
+    select_representative_plans,
 )
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
@@ -91,7 +91,7 @@ def ask_of(asked: argparse.Namespace, request: dict[str, Any], level: float) -> 
 def judged(
     asked: argparse.Namespace,
     runner: EagerRunner | EngineRunner,
-    load: Background,
+    load: BackgroundLoad,
     predictor: PlanLatencyPredictor,
     requests: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
@@ -157,16 +157,16 @@ def boosted(
     """Gradient boosting on the same profile: error and coverage at each load."""
     import xgboost
 
-    vision = found.about.vision_tokens
+    vision = found.metadata.vision_tokens
 
     def features(plan: Plan, text: float, context: float, batch: int, load: float) -> list[float]:
         seen, many = vision[plan.tier] if plan.tier else 0, len(plan.blocks)
         return [seen, text + seen + context, many, plan.insertion_position, plan.top_k, batch, load]
 
-    prefill = [(features(v.plan, v.text_tokens, 0.0, v.batch, v.load), v.prefill_ms) for v in found.timed]
+    prefill = [(features(v.plan, v.text_tokens, 0.0, v.batch, v.load), v.prefill_ms) for v in found.successful]
     step = [
         (features(v.plan, v.text_tokens, at + 1.0, v.batch, v.load), ms)
-        for v in found.timed
+        for v in found.successful
         for at, ms in enumerate(v.steps_ms)
     ]
 
@@ -217,8 +217,8 @@ def boosted(
 
 def of_file(asked: argparse.Namespace) -> PlanProfile:
     """A profile that is there; what is asked is set to what it measured."""
-    found = PlanProfile.read(asked.profile)
-    how, timed = found.about.how, found.timed
+    found = PlanProfile.load(asked.profile)
+    how, timed = found.metadata.config, found.successful
     lengths = sorted({visit.text_tokens for visit in timed})
     asked.runner, asked.buckets, asked.loads = how["runner"], lengths, sorted({visit.load for visit in timed})
     asked.steps = max(len(visit.steps_ms) for visit in timed)
@@ -325,14 +325,14 @@ def main(given: Sequence[str] | None = None) -> int:
     asked.buckets = within(asked.buckets, [16, 96, 256], most, "--buckets")
     asked.lengths = within(asked.lengths, [40, 150, 220], most, "--lengths")
     settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
-    knobs = PlanRuntime(adapter)
+    runtime = PlanRuntime(adapter)
     if measured is None:
-        space = PlanSpace.of(adapter.geometry)
-        known = spread(space, asked.plans, seed=asked.seed)
+        space = PlanSpace.from_importance(adapter.geometry)
+        known = select_representative_plans(space, asked.plans, seed=asked.seed)
     else:
-        if measured.about.model_id != model_id(adapter.model):
+        if measured.metadata.model_id != compute_model_id(adapter.model):
             parser.error(f"{asked.profile} is of another model than {asked.model}")
-        space, known = measured.about.space, list({visit.plan: None for visit in measured.visits})
+        space, known = measured.metadata.space, list({visit.plan: None for visit in measured.measurements})
     requests = drawn(asked, space, known)
     engine = asked.runner == "engine"
     batches = asked.batches or (sorted({1, asked.max_batch // 2 or 1, asked.max_batch}) if engine else [1])
@@ -346,7 +346,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "seed": asked.seed, "progress": progress, "batches": batches,
     }  # fmt: skip
     given_to: dict[str, Any] = {
-        "example": example, "max_batch": asked.max_batch, "max_tokens": most_tokens(asked, adapter),
+        "example": example, "max_batch": asked.max_batch, "max_tokens": max_total_tokens(asked, adapter),
         "mix": RequestMix(lengths=asked.buckets, new_tokens=asked.steps + 1), "settle_s": asked.settle_s,
         "seed": asked.seed,
     }  # fmt: skip
@@ -356,20 +356,20 @@ def main(given: Sequence[str] | None = None) -> int:
         if measured is not None:
             found = measured
         elif engine:
-            with EngineRunner(knobs, known, **given_to) as first:
-                found = by_group(first, space, file, **how)
+            with EngineRunner(runtime, known, **given_to) as first:
+                found = collect_profile_by_group(first, space, file, **how)
         else:
-            eager = EagerRunner(knobs, device=asked.device, example=example, seed=asked.seed)
+            eager = EagerRunner(runtime, device=asked.device, example=example, seed=asked.seed)
             found = collect_profile(eager, space, file, plans=known, **how)
     took["profile_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
     predictor = PlanLatencyPredictor.fit(found, seed=asked.seed)
     took["fit_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
     if engine:
-        with EngineRunner(knobs, [request["plan"] for request in requests], **given_to) as runner:
-            rows = list(judged(asked, runner, runner.busy, predictor, requests))
+        with EngineRunner(runtime, [request["plan"] for request in requests], **given_to) as runner:
+            rows = list(judged(asked, runner, runner.apply_load, predictor, requests))
     else:
-        eager = EagerRunner(knobs, device=asked.device, example=example, seed=asked.seed)
-        rows = list(judged(asked, eager, background(eager.device), predictor, requests))
+        eager = EagerRunner(runtime, device=asked.device, example=example, seed=asked.seed)
+        rows = list(judged(asked, eager, make_background_load(eager.device), predictor, requests))
     took["judge_s"] = round(time.monotonic() - begun, 2)
     rivals = boosted(asked, found, requests, rows)
     first = ask_of(asked, requests[0], 0.0)
@@ -381,10 +381,10 @@ def main(given: Sequence[str] | None = None) -> int:
         "took": took,
         "profile": {
             "plans": len(known),
-            "visits": len(found.timed),
-            "vision_tokens": found.about.vision_tokens,
+            "visits": len(found.successful),
+            "vision_tokens": found.metadata.vision_tokens,
         },
-        "cross_validated_error": predictor.held_out,
+        "cross_validated_error": predictor.held_out_error,
         "speed": {"plans": len(space), **speed(predictor, first)},
         "met": met,
         "requests": [request | {"plan": request["plan"].id} for request in requests],
@@ -395,7 +395,7 @@ def main(given: Sequence[str] | None = None) -> int:
     write_samples(asked.out.with_suffix(".parquet"), rows)
     write_atomic(asked.out, json.dumps(record) + "\n")
     record_claims(make_claims(record), record, asked.out)
-    print(f"{len(found.timed)} visits of {len(known)} plans; {took}")
+    print(f"{len(found.successful)} visits of {len(known)} plans; {took}")
     for row, rival in zip(rows, rivals, strict=True):
         print(
             f"load {row['load']:g}, {row['requests']} requests of {row['p50_ms']:.1f} ms: medians off by "

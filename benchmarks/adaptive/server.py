@@ -40,7 +40,7 @@ from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build, load, save
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy
-from sparseflow.adaptive.profile.collect import spread
+from sparseflow.adaptive.profile.collect import select_representative_plans
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ImagePart, Message, Prompt, RequestLimits
@@ -220,10 +220,10 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with attach(there.model) as attached:
         geometry = attached.adapter.geometry
         random = np.random.default_rng(asked.seed)
-        plans = spread(PlanSpace.of(geometry, random.random(geometry.depth).tolist()), asked.plans)
+        plans = select_representative_plans(PlanSpace.from_importance(geometry, random.random(geometry.depth).tolist()), asked.plans)
         prompts = PromptBuilder(there.tokenizer, context=there.context, sight=there.sight, stop=attached.stop)
         engine = Engine(
-            attached.adapter, attached.knobs, plans=plans, max_batch=asked.batch, max_tokens=there.context
+            attached.adapter, attached.runtime, plans=plans, max_batch=asked.batch, max_tokens=there.context
         )
         backend = Listening(
             engine, decider=Drawn(plans, asked.seed), forecast=Unmeasured(), stop=attached.stop

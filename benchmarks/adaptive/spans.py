@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import built, ends_per_s, most_tokens, options, settled
+from models import built, ends_per_s, max_total_tokens, options, settled
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
@@ -41,8 +41,8 @@ from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.request import GenerationRequest
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, whole
-from sparseflow.adaptive.profile.plan_quality import pareto
+from sparseflow.adaptive.profile.background_traffic import FixedPlanPolicy, make_full_prompt
+from sparseflow.adaptive.profile.plan_quality import select_pareto_plans
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.adaptive.study import results
 from sparseflow.core.environment import collect_environment
@@ -58,7 +58,7 @@ def chosen(found: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
     """Rows of a study's plans to measure: its front, thinned to `most`, and the plan of all blocks."""
     rows = {Plan.from_dict(row["plan"]): row for row in found["plans"]}
     front = [plan for plan, row in rows.items() if row["front"]]
-    kept = pareto(
+    kept = select_pareto_plans(
         front, [rows[plan]["p50_ms"] for plan in front], [rows[plan]["accuracy"] for plan in front], most
     )
     full = max(
@@ -84,7 +84,7 @@ class Sender:
     def request(self, plan: Plan) -> dict[str, Any]:
         """What to make a request of."""
         with self._lock:
-            inputs = whole(self._prompts, plan, self._size["text_tokens"])
+            inputs = make_full_prompt(self._prompts, plan, self._size["text_tokens"])
         return {
             "inputs": inputs,
             "decide": FixedPlanPolicy(plan=plan),
@@ -128,7 +128,7 @@ def told(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, 
         for row in plans
     ]
     times, accuracies = ([row[of] for row in rows] for of in ("ms", "accuracy"))
-    front = pareto(rows, times, accuracies, most=max(2, len(rows)))
+    front = select_pareto_plans(rows, times, accuracies, max_plans=max(2, len(rows)))
     return {"quantile": share, "pareto": front, "span": front[-1]["ms"] / front[0]["ms"]}
 
 
@@ -195,18 +195,18 @@ def main(given: Sequence[str] | None = None) -> int:
             f"--model is needed, --alone and --requests are at least {_TURNS}, --load is above 0 and below 1"
         )
     settings = settled(asked)
-    found = results.read(asked.study)
+    found = results.load_results(asked.study)
     rows = chosen(found, asked.plans)
     adapter, example = built(asked)
-    knobs, generator = PlanRuntime(adapter), np.random.default_rng(asked.seed)
+    runtime, generator = PlanRuntime(adapter), np.random.default_rng(asked.seed)
     plans = [Plan.from_dict(row["plan"]) for row in rows]
     alone: dict[Plan, list[float]] = {plan: [] for plan in plans}
     coming: dict[Plan, list[float]] = {plan: [] for plan in plans}
     with Engine(
-        adapter, knobs, plans=plans, max_batch=asked.max_batch, max_tokens=most_tokens(asked, adapter)
+        adapter, runtime, plans=plans, max_batch=asked.max_batch, max_tokens=max_total_tokens(asked, adapter)
     ) as engine:
         if engine.graphs.enabled:
-            engine.warm(example)
+            engine.warm_up(example)
         prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
         sender = Sender(engine, prompts, found["size"], asked.seed)
         for turn in range(-2, asked.alone):

@@ -1,8 +1,8 @@
-"""Claims of the controller study that `sparseflow adaptive train` writes (`judged.json`).
+"""Claims of the controller study that `sparseflow adaptive train` writes (`results.json`).
 
 ::
 
-    cp runs/study/judged.json results/adaptive/study.json
+    cp runs/study/results.json results/adaptive/study.json
     python -m benchmarks.claims record benchmarks/adaptive/study.py results/adaptive/study.json
 """
 

@@ -22,7 +22,7 @@ def space(depth: int = 16, top_k: int = 8, *, images: bool = True) -> PlanSpace:
         if images
         else ModelGeometry(depth=depth, top_k=top_k, tiers=())
     )
-    return PlanSpace.of(geometry, [1.0 / (1 + block) for block in range(depth)])
+    return PlanSpace.from_importance(geometry, [1.0 / (1 + block) for block in range(depth)])
 
 
 def prefill_ms(plan: Plan, text_tokens: int, images: float = 1, *, top_k: int = 8) -> float:
@@ -67,7 +67,7 @@ class FakeRunner:
         self.calls: list[tuple[str, int, int, int]] = []
         self.model_id, self.device = "fake", "cpu"
         self.vision_tokens: Mapping[Tier, int] = VISION
-        self.how: Mapping[str, Any] = {"runner": "fake"}
+        self.config: Mapping[str, Any] = {"runner": "fake"}
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
         self.calls.append((plan.id, text_tokens, steps, batch))
@@ -89,11 +89,11 @@ class FakeRunner:
         )
 
     @contextmanager
-    def busy(self, level: float) -> Iterator[None]:
-        """The load of others, as `profile` takes it."""
-        before, self.load = self.load, level
+    def apply_load(self, load: float) -> Iterator[None]:
+        """Apply a background load."""
+        previous, self.load = self.load, load
         yield
-        self.load = before
+        self.load = previous
 
     def _noise(self) -> float:
         return self.noise * (1.0 + 2.0 * self.load)

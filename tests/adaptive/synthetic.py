@@ -26,7 +26,7 @@ TELLS = 2
 @cache
 def space(depth: int = 16, top_k: int = 8, tiers: int = 3) -> PlanSpace:
     geometry = ModelGeometry(depth=depth, top_k=top_k, tiers=("low", "medium", "high")[:tiers])
-    return PlanSpace.of(geometry, [float(depth - at) for at in range(depth)])
+    return PlanSpace.from_importance(geometry, [float(depth - at) for at in range(depth)])
 
 
 def outcomes(

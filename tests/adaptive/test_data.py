@@ -27,7 +27,7 @@ from sparseflow.adaptive.grid_vqa.evaluate import accuracy
 from sparseflow.adaptive.grid_vqa.images import DIGITS, bank_of
 from sparseflow.adaptive.grid_vqa.model import IMAGES, load
 from sparseflow.adaptive.grid_vqa.task import placed
-from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import BlockImportance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.errors import InputError
@@ -54,9 +54,9 @@ def test_a_model_is_small_deep_and_whole(name: str) -> None:
     network, tokenizer, settings = load(folder)
     assert 12 <= settings.model.depth <= 16
     assert not any(path.parent.name for path in settings.images.archives), "where they lay is not told"
-    found = BlockImportance.read(folder / IMPORTANCE)
-    assert found.model_id == weights_id(network)
-    PlanQuality.read(folder / WORTH).check(weights_id(network), found.space())
+    found = BlockImportance.load(folder / IMPORTANCE)
+    assert found.model_id == compute_weights_id(network)
+    PlanQuality.load(folder / WORTH).check(compute_weights_id(network), found.make_space())
     data = VqaDataset(placed(settings, (), folder))
     for split in ("val", "test"):
         sample = next(data.samples(split, 1))
@@ -71,8 +71,8 @@ def test_a_model_is_small_deep_and_whole(name: str) -> None:
 def test_a_model_is_right(name: str, count: int) -> None:
     folder = shipped(name)
     network, _, settings = load(folder)
-    worth = PlanQuality.read(folder / WORTH)
-    full = worth.space.geometry.full()
+    worth = PlanQuality.load(folder / WORTH)
+    full = worth.space.geometry.full_plan()
     told = worth.accuracy[worth.space.plans.index(full)]
     right = accuracy(network, VqaDataset(placed(settings, (), folder)), [full], split="test", count=count)
     # Far more than the question alone tells, and what was measured when it was shipped.

@@ -75,8 +75,8 @@ def test_of_a_large_model_less_is_measured_and_asked(
     said: list[str] = []
     found = run_demo(model, out=tmp_path, budgets=2, progress=lambda what, share: said.append(what))
     assert found.questions == 10
-    measured = PlanProfile.read(found.run / "profile" / "profile.parquet")
-    assert {visit.round for visit in measured.visits} == {0, 1, 2}
+    measured = PlanProfile.load(found.run / "profile" / "profile.parquet")
+    assert {visit.round for visit in measured.measurements} == {0, 1, 2}
     assert (
         said[1].startswith("measuring plans: first round, load 0") and "answering: question 10 of 10" in said
     )
@@ -88,10 +88,10 @@ def test_of_a_small_model_all_is_measured(
     shown: tuple[AdaptiveDemoResult, list[str]],
 ) -> None:
     found, _ = shown
-    measured = PlanProfile.read(found.run / "profile" / "profile.parquet")
-    assert {visit.round for visit in measured.visits} == set(range(8))
-    cells = {(visit.plan.id, visit.text_tokens, visit.round) for visit in measured.visits}
-    assert len(cells) == len(measured.visits), "none is measured twice"
+    measured = PlanProfile.load(found.run / "profile" / "profile.parquet")
+    assert {visit.round for visit in measured.measurements} == set(range(8))
+    cells = {(visit.plan.id, visit.text_tokens, visit.round) for visit in measured.measurements}
+    assert len(cells) == len(measured.measurements), "none is measured twice"
 
 
 def test_first_requests_are_run_again_where_one_was_held_up(

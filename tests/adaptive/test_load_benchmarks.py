@@ -121,7 +121,7 @@ def test_one_request_that_fails_is_one_outcome(script: Any, tmp_path: Path) -> N
 
     question = load.Question(content=[], answer="2", new_tokens=3, budgets_ms=(5.0, 6.0))
     service = SimpleNamespace(model="m", backend=object.__new__(load.EngineBackend))
-    service.backend._engine = SimpleNamespace(worked_s=0.0)
+    service.backend._engine = SimpleNamespace(busy_s=0.0)
     run = load.Run(SimpleNamespace(seed=0), service, ask, [question])
     asyncio.run(run.arrivals(load.Segment(phase=0, rate=1e3, count=4)))
     assert sorted(each.outcome for each in run.sent) == [
@@ -212,7 +212,7 @@ def test_a_profile_that_is_there_is_judged(script: Any, served: tuple[Path, Path
     assert (told["buckets"], told["lengths"], told["steps"], told["max_batch"]) == ([8, 16], [12], 2, 4)
     assert record["profile"]["plans"] == 6 and record["profile"]["visits"] == 6 * 2 * 2
     judged = {request["plan"] for request in record["requests"]}
-    profiled = {visit.plan.id for visit in PlanProfile.read(predictor.with_name("profile.parquet")).visits}
+    profiled = {visit.plan.id for visit in PlanProfile.load(predictor.with_name("profile.parquet")).measurements}
     assert len(judged) == 3 and not judged & profiled
     other = ["--geometry", "least", "--max-tokens", "96", "--out", str(tmp_path / "other.json")]
     with pytest.raises(SystemExit):
@@ -221,7 +221,7 @@ def test_a_profile_that_is_there_is_judged(script: Any, served: tuple[Path, Path
 
 def test_plans_alone_and_at_one_rate(script: Any, served: tuple[Path, Path], tmp_path: Path) -> None:
     model, predictor = served
-    plans = PlanLatencyPredictor.load(predictor).about.space.plans
+    plans = PlanLatencyPredictor.load(predictor).metadata.space.plans
     rows = [
         {
             "plan": plan.to_dict(), "id": plan.id, "front": at < 5, "p50_ms": 1.0 + at,

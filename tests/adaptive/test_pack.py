@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.data import IMPORTANCE, WORTH
 from sparseflow.adaptive.demo import run_demo
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import IMAGES, load
-from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import measure_importance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.cli.root import run
@@ -43,10 +43,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     archives = [named("train", train), named("test", test)]
     settings = quick(**{"images.archives": list(map(str, archives)), "images.asked": ["cat", "one", "two"]})
     network, _, _ = load(untrained(root / "model", settings))
-    who = weights_id(network)
-    found = measure_importance(lambda blocks: np.ones(4), adapter_of(network).geometry, beam=1, model_id=who)
+    who = compute_weights_id(network)
+    found = measure_importance(lambda blocks: np.ones(4), get_adapter(network).geometry, beam=1, model_id=who)
     (root / IMPORTANCE).write_text(json.dumps(found.to_dict()))
-    space = found.space()
+    space = found.make_space()
     worth = PlanQuality(model_id=who, space=space, accuracy=(0.5,) * len(space), samples=4, task="t")
     worth.save(root / WORTH)
     return {

@@ -1,4 +1,4 @@
-"""A model that keeps latency budgets: knobs, predictor and controllers put together, and taken off again."""
+"""Attach plan selection to a model, so that its requests meet latency budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.generate import GenerationResult, generate, generate_on
@@ -23,7 +23,7 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.policy.selector import OnInfeasible, PlanSelector
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
-from sparseflow.adaptive.profile import PlanProfile, model_id, weights_id
+from sparseflow.adaptive.profile import PlanProfile, compute_model_id, compute_weights_id
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.errors import InputError
 
@@ -43,60 +43,69 @@ def attach(
     worth: Path | str | PlanQuality | Sequence[float] | None = None,
     adapter: Adapter | None = None,
 ) -> Attached:
-    """Make a model keep latency budgets. It is changed on the instance only; `detach` takes everything off.
+    """Attach plan selection to a model.
 
-    Requests run as those of the profile ran: of one that an engine made, by an engine with the same sizes (on
-    a GPU with its recordings, as `serve` does), else by the model's own forward.
+    The model is changed on the instance only; `Attached.detach` restores it. Requests run the way the profile
+    was
+    measured: on an engine of the same size if an engine measured it (with CUDA graphs on a GPU, as `serve`
+        does),
+    otherwise with the model's own forward.
 
     Args:
-        model: Of transformers, where it is to run.
-        profile: Times of this model on this device: a profile (Parquet), or a predictor (JSON) that was
-            fitted to one. Without it plans can be run, but no budget can be kept.
-        controller: Trained controllers (safetensors). Without them the plan is chosen by worth.
-        plans: Those that may be chosen; by default all of the profile's space, or of an engine the few that
-            no other one beats (`PlanSelector.few`).
-        worth: How good each plan of the space is, as its mean accuracy; used without controllers.
-        adapter: How the model's knobs are found; by default the one for its architecture.
+        model: A transformers model, on the device on which it shall run.
+        profile: Latencies of this model on this device: a profile (Parquet) or a predictor fitted to one
+            (JSON).
+            Without it plans can be run, but no budget can be met.
+        controller: Trained controllers (safetensors). Without them plans are selected by `worth`.
+        plans: Plans that may be selected. Default: all plans of the profile's space; with an engine, the
+            Pareto
+            front of latency and quality (`PlanSelector.select_front`).
+        worth: Mean accuracy of each plan of the space; used without controllers.
+        adapter: Adapter of the model; default: the one registered for its architecture.
+
+    Returns:
+        The attached model.
 
     Raises:
-        ModelError: No adapter knows the architecture, a knob would change nothing, or knobs are on already.
-        InputError: Profile, controllers or worth are of another model, device or plans, or a file is not
-            there.
-        FileFormatError: A file is damaged, or something else.
+        ModelError: No adapter knows the architecture, or plans are attached already.
+        InputError: Profile, controllers or plan quality belong to another model, device or plan space, or a
+            file is
+            missing.
+        FileFormatError: A file is damaged or has another format.
     """
-    adapter = adapter_of(model) if adapter is None else adapter
+    adapter = get_adapter(model) if adapter is None else adapter
     if profile is None and (controller is not None or plans is not None or worth is not None):
-        raise InputError("controllers, plans and worth need a profile: it says which plans keep a budget")
-    chooser = None
+        raise InputError("controllers, plans and plan quality need a profile")
+    selector = None
     if profile is not None:
         device = next(model.parameters()).device
-        predictor = _predictor(profile, model, device)
+        predictor = _load_predictor(profile, model, device)
         if isinstance(controller, str | Path):
-            controller = Controllers.load(controller, model_id=weights_id(model), device=device)
-        chooser = PlanSelector(
+            controller = Controllers.load(controller, model_id=compute_weights_id(model), device=device)
+        selector = PlanSelector(
             adapter=adapter, predictor=predictor, controllers=controller, plans=plans,
-            worth=_values(worth, model, predictor),
+            worth=_load_plan_quality(worth, model, predictor),
         )  # fmt: skip
-    return Attached(adapter, PlanRuntime(adapter), chooser)
+    return Attached(adapter, PlanRuntime(adapter), selector)
 
 
 class Attached:
-    """A model with knobs; made by `attach`.
+    """A model with a plan runtime and plan selection; created by `attach`.
 
     Attributes:
-        adapter: The model, as `adapter.model`, and where its knobs are.
-        knobs: To run plans by hand: `with attached.knobs.running(plan): model(...)`.
-        chooser: Who chooses plans for budgets; None without a profile.
-        engine: What requests run on; None before the first one, and where they run by the model's forward.
+        adapter: Adapter of the model; `adapter.model` is the model.
+        runtime: Runs a given plan: `with attached.runtime.use_plan(plan): model(...)`.
+        selector: Selects plans for budgets; None without a profile.
+        engine: Engine that runs requests; None before the first request and without an engine profile.
     """
 
-    def __init__(self, adapter: Adapter, knobs: PlanRuntime, chooser: PlanSelector | None) -> None:
-        self.adapter, self.knobs, self.chooser = adapter, knobs, chooser
+    def __init__(self, adapter: Adapter, runtime: PlanRuntime, selector: PlanSelector | None) -> None:
+        self.adapter, self.runtime, self.selector = adapter, runtime, selector
         self.engine: Engine | None = None
-        # Looked up once: it takes longer than all else that is checked of a request.
-        self._named = frozenset(inspect.signature(type(adapter.model).forward).parameters)
-        self._making = threading.Lock()
-        self._turns: threading.Semaphore | None = None
+        # Computed once, because it is slower than all other checks of a request.
+        self._forward_params = frozenset(inspect.signature(type(adapter.model).forward).parameters)
+        self._engine_lock = threading.Lock()
+        self._slots: threading.Semaphore | None = None
 
     def __enter__(self) -> Attached:
         return self
@@ -104,32 +113,32 @@ class Attached:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def warm(self, *, progress: Callable[[int, int], None] | None = None, **inputs: Any) -> None:
-        """Make ready what requests need, so that none is late for it.
+    def warm_up(self, *, progress: Callable[[int, int], None] | None = None, **inputs: Any) -> None:
+        """Run one request so that no later request pays for one-time work.
 
-        Where requests run on an engine, `generate` does so before its first one: on a GPU each plan is
-        recorded, which takes a while.
+        With an engine, `generate` does this before its first request; on a GPU each plan is captured as CUDA
+        graphs,
+        which takes a while.
 
         Args:
-            progress: Called with (done, in all) while an engine records.
-            **inputs: Of a request, as of `generate`, with as many images as requests will have.
+            progress: Called with (tasks completed, tasks in total) while an engine captures graphs.
+            **inputs: Inputs of a request, as for `generate`, with as many images as requests will have.
 
         Raises:
-            InputError: The inputs are no request's.
-            OutOfMemoryError: The engine's caches do not fit; profile with a smaller `--max-batch`.
+            InputError: The inputs are not those of a request.
+            OutOfMemoryError: The engine's caches do not fit; profile with a smaller `--max-batch-size`.
         """
-        self._check(inputs)
-        engine = self._engine(inputs, progress)
-        # A request that nobody learns from makes what is made when it is first used: that of the fullest plan
-        # that has room for it.
-        if self.chooser is None:
-            decide: Any = self.knobs.geometry.full(images=self._sees(inputs))
+        self._check_inputs(inputs)
+        engine = self._get_engine(inputs, progress)
+        # Runs the one-time work of a request, without updating the predictor.
+        if self.selector is None:
+            policy: Any = self.runtime.geometry.full_plan(images=self._has_images(inputs))
         else:
-            decide = self.chooser.decider(**self._asked(inputs, engine, load=None))
+            policy = self.selector.make_policy(**self._make_query_args(inputs, engine, load=None))
         if engine is None:
-            generate(self.adapter, self.knobs, inputs, decide, max_new_tokens=2)
+            generate(self.adapter, self.runtime, inputs, policy, max_new_tokens=2)
         else:
-            generate_on(engine, self.adapter, inputs, decide, max_new_tokens=2)
+            generate_on(engine, self.adapter, inputs, policy, max_new_tokens=2)
 
     def generate(
         self,
@@ -144,179 +153,191 @@ class Attached:
         received_s: float | None = None,
         **inputs: Any,
     ) -> GenerationResult:
-        """Generate an answer within a budget.
+        """Generate an answer within a latency budget.
 
         Args:
-            latency_budget_ms: From now (or `received_s`) to the last token; None for as long as it takes.
-            on_infeasible: What becomes of a request whose budget no plan keeps: `"reject"` raises,
-                `"best_effort"` runs the quickest plan, `"truncate"` runs it for as many tokens as fit.
-            max_new_tokens: Most tokens to generate.
-            plan: Run this one, whatever the budget.
-            sampling: How tokens are drawn; greedy by default.
-            stop: Tokens that end the answer; by default the model's own.
-            load: Share of the device that others want, 0 to 1; by default what the engine knows of its own
-                requests, else 0.
-            received_s: When the request came, by `time.perf_counter`; by default now.
-            **inputs: Those of the model's forward for the highest tier: `input_ids` [1, tokens] and, with
-                images, their pixels; `open_folder(...).prompt(...)` makes some. With `plan`, several rows may
-                run by the model's forward.
+            latency_budget_ms: Time from now (or `received_s`) to the last token; None for no budget.
+            on_infeasible: What happens if no plan meets the budget: `"reject"` raises, `"best_effort"` runs
+                the fastest
+                plan, `"truncate"` runs the fastest plan for as many tokens as fit.
+            max_new_tokens: Maximum number of tokens to generate.
+            plan: Run this plan, whatever the budget.
+            sampling: Sampling parameters; greedy by default.
+            stop: Token ids that end the answer; default: those of the model's generation config.
+            load: Fraction of the device that other work uses, 0 to 1; default: the utilization that the
+                engine
+                measures for its own requests, or 0.
+            received_s: Arrival time on the `time.perf_counter` clock; default: now.
+            **inputs: Inputs of the model's forward at the highest tier: `input_ids` [1, tokens] and, with
+            images, their
+                pixels, as `open_folder(...).prompt(...)` makes them. With `plan`, several rows may run with
+                the model's
+                own forward.
 
         Raises:
-            InputError: A value is out of range, or there is a budget and neither profile nor plan.
-            Refused: No plan keeps the budget; `least_ms` is the least that one does.
-            RunError: The engine cannot run it, such as for want of memory.
+            InputError: A value is out of range, or a budget is given without profile and plan.
+            RequestRejected: No plan meets the budget; `least_ms` is the smallest feasible budget.
+            RunError: The engine cannot run the request, for example because memory is exhausted.
         """
-        self._check(inputs)
+        self._check_inputs(inputs)
         check_limits(max_new_tokens, latency_budget_ms)
-        engine = self._engine_for(inputs, plan)
+        engine = self._select_engine(inputs, plan)
         received = time.perf_counter() if received_s is None else received_s
-        asked, decide = None, plan
-        if decide is None and self.chooser is None:
+        query_args, policy = None, plan
+        if policy is None and self.selector is None:
             if latency_budget_ms is not None:
-                raise InputError("a budget needs a profile: attach(model, profile=...), or give a plan")
-            decide = self.knobs.geometry.full(images=self._sees(inputs))
-        how: dict[str, Any] = {
+                raise InputError("a budget needs a profile: attach(model, profile=...), or pass `plan`")
+            policy = self.runtime.geometry.full_plan(images=self._has_images(inputs))
+        options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "budget_ms": latency_budget_ms, "received_s": received,
             "sampling": sampling, "stop": self.stop if stop is None else stop,
         }  # fmt: skip
-        # Who waits for a slot waits here: what is predicted begins where a request has one.
-        with self._turns if engine is not None and self._turns is not None else nullcontext():
+        # Wait for a slot here, because predictions start when the request has one.
+        with self._slots if engine is not None and self._slots is not None else nullcontext():
             waited_ms = max(0.0, (time.perf_counter() - received) * 1e3)
-            if decide is None:
-                assert self.chooser is not None
-                asked = self._asked(inputs, engine, load)
-                decide = self.chooser.decider(**asked, on_infeasible=on_infeasible)
+            if policy is None:
+                assert self.selector is not None
+                query_args = self._make_query_args(inputs, engine, load)
+                policy = self.selector.make_policy(**query_args, on_infeasible=on_infeasible)
             if engine is None:
-                most = None if asked is None or self.chooser is None else self.chooser.most_tokens
-                found = generate(self.adapter, self.knobs, inputs, decide, most_tokens=most, **how)
+                max_total_tokens = (
+                    None if query_args is None or self.selector is None else self.selector.max_total_tokens
+                )
+                result = generate(
+                    self.adapter, self.runtime, inputs, policy, max_total_tokens=max_total_tokens, **options
+                )
             else:
-                found = generate_on(engine, self.adapter, inputs, decide, **how)
-        if asked is not None:
-            self._learn(found, asked, waited_ms)
-        return found
+                result = generate_on(engine, self.adapter, inputs, policy, **options)
+        if query_args is not None:
+            self._observe(result, query_args, waited_ms)
+        return result
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Tokens that end an answer, by the model's own configuration."""
-        found = getattr(getattr(self.adapter.model, "generation_config", None), "eos_token_id", None)
-        return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+        """Token ids that end an answer, from the model's generation config."""
+        token_ids = getattr(getattr(self.adapter.model, "generation_config", None), "eos_token_id", None)
+        return () if token_ids is None else tuple(token_ids) if isinstance(token_ids, list) else (token_ids,)
 
     def detach(self) -> None:
-        """Take everything off; the model is as it was, bit for bit. A second time does nothing.
+        """Restore the model exactly; a second call does nothing.
 
-        Requests that other threads still run on an engine are finished before.
+        Requests of other threads that still run on the engine finish first.
         """
-        with self._making:
+        with self._engine_lock:
             if self.engine is not None:
                 self.engine.shutdown()
                 self.engine = None
-            self.knobs.remove()
+            self.runtime.remove()
 
-    def _sees(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a request has images."""
-        return self.adapter.vision_tokens(inputs) > 0
+    def _has_images(self, inputs: Mapping[str, Any]) -> bool:
+        return self.adapter.count_vision_tokens(inputs) > 0
 
-    def _check(self, inputs: Mapping[str, Any]) -> None:
-        """That what is no option is an input of the model, and no option that was misspelt; and that these
-        are inputs of a request."""
-        unknown = [name for name in inputs if name not in self._named]
+    def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Reject unknown names, which may be misspelled options, and invalid inputs."""
+        unknown = [name for name in inputs if name not in self._forward_params]
         if unknown:
             options = [name for name in inspect.signature(self.generate).parameters if name != "inputs"]
             raise InputError(
-                f"{', '.join(map(repr, unknown))}: neither inputs of {type(self.adapter.model).__name__} nor "
-                f"options, which are {', '.join(options)}"
+                f"unknown arguments {', '.join(map(repr, unknown))}: expected inputs of "
+                f"{type(self.adapter.model).__name__} or one of {', '.join(options)}"
             )
         check_inputs(inputs)
 
-    def _engine_for(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
-        """What a request runs on; None for the model's own forward."""
-        if self._sizes is None or len(inputs["input_ids"]) > 1:
+    def _select_engine(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
+        """Engine that runs the request; None for the model's own forward."""
+        if self._engine_settings is None or len(inputs["input_ids"]) > 1:
             return None
-        if plan is not None and self.chooser is not None:
-            known = self.chooser.plans or self.chooser.few().plans or ()
-            if plan not in known and plan not in {replace(each, tier=None) for each in known}:
+        if plan is not None and self.selector is not None:
+            known = self.selector.plans or self.selector.select_front().plans or ()
+            if plan not in known and plan not in {replace(known_plan, tier=None) for known_plan in known}:
                 return None
-        return self._engine(inputs)
+        return self._get_engine(inputs)
 
     @property
-    def _sizes(self) -> Mapping[str, Any] | None:
-        """Of the engine that made the profile, if one did."""
-        how = {} if self.chooser is None else self.chooser.predictor.about.how
-        return how if how.get("runner") == "engine" else None
+    def _engine_settings(self) -> Mapping[str, Any] | None:
+        """Settings of the engine that measured the profile; None if no engine did."""
+        settings = {} if self.selector is None else self.selector.predictor.metadata.config
+        return settings if settings.get("runner") == "engine" else None
 
-    def _engine(
+    def _get_engine(
         self, example: dict[str, Any], progress: Callable[[int, int], None] | None = None
     ) -> Engine | None:
-        """The engine, made and warmed when it is first asked for; None where the profile is of none."""
-        sizes = self._sizes
+        """Engine, created and warmed up on first use; None if no engine measured the profile."""
+        sizes = self._engine_settings
         if sizes is None:
             return None
-        with self._making:
-            if not self.knobs.installed:
-                raise InputError("these knobs were detached; attach to the model again")
+        with self._engine_lock:
+            if not self.runtime.installed:
+                raise InputError("the model was detached; attach again")
             if self.engine is None:
-                assert self.chooser is not None
-                chooser = self.chooser if self.chooser.plans is not None else self.chooser.few()
+                assert self.selector is not None
+                selector = self.selector if self.selector.plans is not None else self.selector.select_front()
                 engine = Engine(
-                    self.adapter, self.knobs, plans=chooser.plans or (), max_batch=sizes["max_batch"],
+                    self.adapter, self.runtime, plans=selector.plans or (), max_batch=sizes["max_batch"],
                     max_tokens=sizes["max_tokens"], graphs=sizes["graphs"],
                 )  # fmt: skip
                 try:
                     if engine.graphs.enabled:
-                        engine.warm(example if self._sees(example) else None, progress=progress)
+                        engine.warm_up(example if self._has_images(example) else None, progress=progress)
                 except BaseException:
                     engine.shutdown(drain=False)
                     raise
-                self.engine, self.chooser = engine, chooser
-                self._turns = threading.Semaphore(engine.max_batch)
+                self.engine, self.selector = engine, selector
+                self._slots = threading.Semaphore(engine.max_batch)
             return self.engine
 
-    def _asked(self, inputs: dict[str, Any], engine: Engine | None, load: float | None) -> dict[str, Any]:
-        """What a predictor is told of a request, but its plan and its tokens."""
-        assert self.chooser is not None
-        vision = self.adapter.vision_tokens(inputs)
-        images = self.chooser.predictor.about.images(vision)
-        text, batch = inputs["input_ids"].shape[1] - vision, 1
+    def _make_query_args(
+        self, inputs: dict[str, Any], engine: Engine | None, load: float | None
+    ) -> dict[str, Any]:
+        """Arguments of a latency query except plan and token count."""
+        assert self.selector is not None
+        vision = self.adapter.count_vision_tokens(inputs)
+        images = self.selector.predictor.metadata.count_images(vision)
+        text_tokens, batch = inputs["input_ids"].shape[1] - vision, 1
         if engine is not None:
-            there = engine.snapshot()
-            batch = min(there.queued + there.running + 1, there.slots)
-            load = there.load if load is None else load
-        return {"text_tokens": text, "images": images, "batch": batch, "load": load or 0.0}
+            snapshot = engine.snapshot()
+            batch = min(snapshot.queued + snapshot.running + 1, snapshot.slots)
+            load = snapshot.load if load is None else load
+        return {"text_tokens": text_tokens, "images": images, "batch": batch, "load": load or 0.0}
 
-    def _learn(self, found: GenerationResult, asked: dict[str, Any], waited_ms: float) -> None:
-        assert self.chooser is not None
-        times = found.timings
-        took = LatencyQuery(
-            plan=found.plan, new_tokens=found.new_tokens.shape[1], queued_ms=waited_ms, **asked
+    def _observe(self, result: GenerationResult, query_args: dict[str, Any], waited_ms: float) -> None:
+        assert self.selector is not None
+        times = result.timings
+        query = LatencyQuery(
+            plan=result.plan, new_tokens=result.new_tokens.shape[1], queued_ms=waited_ms, **query_args
         )
         try:
-            self.chooser.predictor.observe(
-                took, times.total_ms, prefill_ms=times.total_ms - waited_ms - times.decode_ms
+            self.selector.predictor.observe(
+                query, times.total_ms, prefill_ms=times.total_ms - waited_ms - times.decode_ms
             )
         except InputError:
-            _LOG.warning("what a request took could not be learnt from", exc_info=True)
+            _LOG.warning("cannot update the predictor from a request", exc_info=True)
 
 
-def _predictor(
-    given: Path | str | PlanProfile | PlanLatencyPredictor, model: PreTrainedModel, device: torch.device
+def _load_predictor(
+    profile: Path | str | PlanProfile | PlanLatencyPredictor, model: PreTrainedModel, device: torch.device
 ) -> PlanLatencyPredictor:
-    if isinstance(given, str | Path):
-        given = PlanLatencyPredictor.load(given) if Path(given).suffix == ".json" else PlanProfile.read(given)
-    if isinstance(given, PlanProfile):
-        given.check(model_id(model), device)
-        return PlanLatencyPredictor.fit(given)
-    given.check(model_id(model), device)
-    return given
+    if isinstance(profile, str | Path):
+        profile = (
+            PlanLatencyPredictor.load(profile)
+            if Path(profile).suffix == ".json"
+            else PlanProfile.load(profile)
+        )
+    if isinstance(profile, PlanProfile):
+        profile.check(compute_model_id(model), device)
+        return PlanLatencyPredictor.fit(profile)
+    profile.check(compute_model_id(model), device)
+    return profile
 
 
-def _values(
-    given: Path | str | PlanQuality | Sequence[float] | None,
+def _load_plan_quality(
+    plan_quality: Path | str | PlanQuality | Sequence[float] | None,
     model: PreTrainedModel,
     predictor: PlanLatencyPredictor,
 ) -> Sequence[float] | None:
-    if isinstance(given, str | Path):
-        given = PlanQuality.read(given)
-    if isinstance(given, PlanQuality):
-        given.check(weights_id(model), predictor.space)
-        return given.accuracy
-    return given
+    if isinstance(plan_quality, str | Path):
+        plan_quality = PlanQuality.load(plan_quality)
+    if isinstance(plan_quality, PlanQuality):
+        plan_quality.check(compute_weights_id(model), predictor.space)
+        return plan_quality.accuracy
+    return plan_quality

@@ -1,18 +1,18 @@
-"""The main job, shown on real input: a trained model that answers within budgets, on this machine.
+"""Demo: a pretrained model answers questions within latency budgets on this machine.
 
-Some plans are measured, a predictor is fitted, and questions about images that the model has not seen are
-answered under several budgets; beside them, in random order, by the whole model and by its quickest plan.
-What each request took is kept as a run (`run.json`, `samples.parquet`), with a page (`report.html`).
+The demo measures some plans, fits a latency predictor, and answers questions about unseen images under several
+budgets. The full model and the fastest plan answer the same questions, in random order, for comparison. The
+requests are saved as a run (`run.json`, `samples.parquet`) with a page (`report.html`).
 
-Requests of a large model take seconds on a CPU. So plans are measured in as many rounds, and by default as
-many questions are asked, as there is time for: of a small model all, of a large one some minutes of them.
+A request of a large model takes seconds on a CPU, so the number of measurement rounds and, by default, of
+questions is limited by time: some minutes in total for a large model.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,114 +20,143 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.api import Attached, attach
-from sparseflow.adaptive.data import DEFAULT, IMPORTANCE, WORTH, model_folder, shipped_names
-from sparseflow.adaptive.demo_page import QUICKEST, WHOLE, AdaptiveDemoResult, BudgetSummary, write_page
+from sparseflow.adaptive.data import (
+    DEFAULT_MODEL,
+    IMPORTANCE_FILE,
+    PLAN_QUALITY_FILE,
+    list_pretrained,
+    resolve_model_dir,
+)
+from sparseflow.adaptive.demo_page import (
+    FASTEST_PLAN,
+    FULL_MODEL,
+    AdaptiveDemoResult,
+    BudgetSummary,
+    write_page,
+)
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset, VqaSample
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.model import load
 from sparseflow.adaptive.grid_vqa.task import placed
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.predictor import PlanLatencyPredictor
-from sparseflow.adaptive.profile import EagerRunner, PlanProfile, ProfileRunner, collect_profile, spread
-from sparseflow.adaptive.profile.importance import space_of
+from sparseflow.adaptive.profile import (
+    EagerRunner,
+    PlanProfile,
+    ProfileRunner,
+    collect_profile,
+    select_representative_plans,
+)
+from sparseflow.adaptive.profile.importance import load_plan_space
+from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.run import Run
 from sparseflow.errors import InputError
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of the demo that is over."""
-
-_MEASURED, _KEPT, _FIRST = 12, 8, 32
-_ROUNDS = (3, 8)
-"""In which plans are measured: at least, and at most."""
-_QUESTIONS = (10, 40)
-"""That are asked where it is not said how many."""
-_MEASURING_S, _FIRST_S, _ANSWERING_S = 90.0, 20.0, 180.0
-"""What there is time for; the least of each is done however long it takes."""
+_NUM_MEASURED_PLANS, _NUM_CANDIDATE_PLANS = 12, 8
+_MAX_WARMUP_REQUESTS = 32
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 8
+_MIN_QUESTIONS, _MAX_QUESTIONS = 10, 40
+"""Limits of the number of questions if the caller does not set it."""
+_PROFILE_TIME_S, _WARMUP_TIME_S, _ANSWER_TIME_S = 90.0, 20.0, 180.0
+"""Time limits of the phases; the minimum of each phase runs even if it takes longer."""
 _NEW_TOKENS = 2
-"""Of an answer of one word, with its end."""
-_HELD_UP = 4.0
-"""Times what was predicted: a first request that takes as long would stretch every margin and budget."""
-_ROOM = 1.25
-"""The largest budget over what 99 of 100 requests of the dearest plan stay below."""
+"""Length of a one-word answer, with its stop token."""
+_OUTLIER_RATIO = 4.0
+"""Ratio of measured to predicted latency above which the warm-up is repeated."""
+_BUDGET_MARGIN = 1.25
+"""Ratio of the largest budget to the predicted p99 latency of the slowest plan."""
 
 
 def run_demo(
-    model: Path | str = DEFAULT,
+    model: Path | str = DEFAULT_MODEL,
     *,
-    out: Path = Path("runs"),
-    questions: int | None = None,
-    budgets: int = 5,
+    out_dir: Path = Path("runs"),
+    num_questions: int | None = None,
+    num_budgets: int = 5,
     archives: Sequence[Path] = (),
     device: torch.device | str = "cpu",
     seed: int = 0,
-    progress: Progress = lambda what, fraction: None,
+    progress: Progress = lambda message, fraction: None,
 ) -> AdaptiveDemoResult:
-    """Measure plans of a Grid-VQA model, answer questions within budgets, and write the run.
+    """Profile a Grid-VQA model, answer questions within budgets, and write the run.
 
     Args:
-        model: Name of a model that comes with SparseFlow (`shipped.shipped_names`), or the folder of one.
-            `importance.json`, `worth.json` and `images.tar.gz` in it are used where they are there.
-        out: Folder that gets the run's own folder.
-        questions: How many to ask, each under every budget; by default 40, or fewer where these would take
-            minutes.
-        budgets: How many.
-        archives: Of images, where they are elsewhere than in training, and not in the folder.
-        device: Where to compute.
-        seed: What orders are drawn from.
-        progress: Told what is being done.
+        model: Name of a pretrained model (see `data.list_pretrained`), or the directory of a Grid-VQA model.
+            `importance.json`, `plan_quality.json` and `images.tar.gz` of the directory are used if present.
+        out_dir: Directory in which the run's directory is created.
+        num_questions: Number of questions per budget; by default 40, or fewer if they would take minutes.
+        num_budgets: Number of budgets.
+        archives: Image archives, if they are neither in the directory nor where the training found them.
+        device: Device of the model.
+        seed: Seed of plan selection, measurement order and request order.
+        progress: Progress callback.
 
     Raises:
-        InputError: A number is too small, there is no such model, the folder holds none of Grid-VQA, one that
-            is asked about nothing with one word as its answer, or the importance or worth of another model.
-        FileFormatError: A file of the folder is damaged.
+        InputError: A number is out of range; the directory contains no Grid-VQA model, or one without
+            one-word answers, or files of another model.
+        FileFormatError: A file of the directory is damaged.
         MissingExtraError: A package of the `adaptive` extra is missing.
     """
-    if (questions is not None and questions < 1) or budgets < 2 or seed < 0:
+    if (num_questions is not None and num_questions < 1) or num_budgets < 2 or seed < 0:
         raise InputError(
-            f"`questions` (={questions}) must be at least 1, `budgets` (={budgets}) at least 2 and `seed` "
-            f"(={seed}) not negative"
+            f"`num_questions` (={num_questions}) must be at least 1, `num_budgets` (={num_budgets}) at least "
+            f"2 and `seed` (={seed}) at least 0"
         )
-    folder = model_folder(model)
+    model_dir = resolve_model_dir(model)
     progress("loading the model", 0.0)
-    network, tokenizer, task = load(folder, device=device)
-    data = VqaDataset(placed(task, archives, folder), device)
-    samples, first = _asked(data, "test", questions or _QUESTIONS[1]), _asked(data, "val", 8)
+    network, tokenizer, task = load(model_dir, device=device)
+    data = VqaDataset(placed(task, archives, model_dir), device)
+    samples = _select_samples(data, "test", num_questions or _MAX_QUESTIONS)
+    warmup_samples = _select_samples(data, "val", 8)
     settings = {
-        "model": str(model) if str(model) in shipped_names() else folder.name, "questions": questions,
-        "budgets": budgets, "device": str(device),
-    }  # fmt: skip
-    with Run.start(out, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
-        with attach(network) as bare:
-            space = space_of(network, bare.adapter.geometry, _beside(folder, IMPORTANCE))
-            lengths = _lengths(bare, samples)
-            runner = EagerRunner(bare.knobs, device=device, example=samples[0].inputs, seed=seed)
-            found = _measured(
-                runner, space, run.path / "profile" / "profile.parquet", lengths, seed,
-                lambda what, part: progress(f"measuring plans: {what}", 0.02 + 0.38 * part),
-            )  # fmt: skip
-        predictor = PlanLatencyPredictor.fit(found, seed=seed)
-        with attach(network, profile=predictor, worth=_beside(folder, WORTH)) as attached:
-            assert attached.chooser is not None
-            size: dict[str, Any] = {"text_tokens": lengths[-1], "new_tokens": _NEW_TOKENS}
-            attached.chooser = attached.chooser.few(_KEPT, **size)
-            kept = list(attached.chooser.plans or ())
-            places = [space.plans.index(plan) for plan in kept]
-            ms, _ = predictor.predict_all(**size, images=1)
-            progress("learning on from first requests", 0.4)
-            if _learn_on(attached, first, ms[places]) > _HELD_UP:
-                progress("learning on from first requests, once more: one of them was held up", 0.4)
+        "model": str(model) if str(model) in list_pretrained() else model_dir.name,
+        "num_questions": num_questions,
+        "num_budgets": num_budgets,
+        "device": str(device),
+    }
+    with Run.start(out_dir, "sparseflow adaptive demo", settings, seed=seed, device=device) as run:
+        with attach(network) as attached:
+            space = load_plan_space(
+                network, attached.adapter.geometry, _find_file(model_dir, IMPORTANCE_FILE)
+            )
+            text_tokens = _select_prompt_lengths(attached, samples)
+            runner = EagerRunner(attached.runtime, device=device, example=samples[0].inputs, seed=seed)
+            profile = _measure_plans(
+                runner,
+                space,
+                run.path / "profile" / "profile.parquet",
+                text_tokens,
+                seed,
+                subrange(progress, 0.02, 0.4, "measuring plans: ") or progress,
+            )
+        predictor = PlanLatencyPredictor.fit(profile, seed=seed)
+        with attach(network, profile=predictor, worth=_find_file(model_dir, PLAN_QUALITY_FILE)) as attached:
+            assert attached.selector is not None
+            request_size: dict[str, Any] = {"text_tokens": text_tokens[-1], "new_tokens": _NEW_TOKENS}
+            attached.selector = attached.selector.select_front(_NUM_CANDIDATE_PLANS, **request_size)
+            candidates = list(attached.selector.plans or ())
+            indices = [space.plans.index(plan) for plan in candidates]
+            p50, _ = predictor.predict_all(**request_size, images=1)
+            progress("warming up", 0.4)
+            if _warm_up(attached, warmup_samples, p50[indices]) > _OUTLIER_RATIO:
+                progress("warming up again: a request was much slower than predicted", 0.4)
                 predictor.forget(1.0)
-                _learn_on(attached, first, ms[places])
-            ms, p99 = predictor.predict_all(**size, images=1)
-            ladder = np.geomspace(p99[places].min(), _ROOM * p99[places].max(), budgets).tolist()
-            fixed = {WHOLE: space.geometry.full(), QUICKEST: kept[int(ms[places].argmin())]}
-            if questions is None:
-                samples = samples[: _fitting(ms[places], ladder)]
+                _warm_up(attached, warmup_samples, p50[indices])
+            p50, p99 = predictor.predict_all(**request_size, images=1)
+            budgets_ms = np.geomspace(
+                p99[indices].min(), _BUDGET_MARGIN * p99[indices].max(), num_budgets
+            ).tolist()
+            baselines = {
+                FULL_MODEL: space.geometry.full_plan(),
+                FASTEST_PLAN: candidates[int(p50[indices].argmin())],
+            }
+            if num_questions is None:
+                samples = samples[: _count_questions(p50[indices], budgets_ms)]
             rows: list[dict[str, Any]] = []
-            for row in _answered(attached, tokenizer, samples, ladder, fixed, seed, progress):
+            for row in _answer(attached, tokenizer, samples, budgets_ms, baselines, seed, progress):
                 rows.append(row)
                 run.append(row)
-        result = _result(folder, rows, ladder, predictor, run)
+        result = _summarize(model_dir, rows, budgets_ms, predictor, run)
         run.update_results(
             **{name: value for name, value in result.to_dict().items() if name not in ("run", "report")}
         )
@@ -137,150 +166,205 @@ def run_demo(
     return result
 
 
-def _measured(
-    runner: ProfileRunner, space: PlanSpace, file: Path, lengths: Sequence[int], seed: int, progress: Progress
+def _measure_plans(
+    runner: ProfileRunner,
+    space: PlanSpace,
+    path: Path,
+    text_tokens: Sequence[int],
+    seed: int,
+    progress: Progress,
 ) -> PlanProfile:
-    """What some plans take, measured in as many rounds as there is time for."""
-    least, most = _ROUNDS
-    how: dict[str, Any] = {
-        "buckets": lengths, "plans": spread(space, _MEASURED, seed=seed), "steps": _NEW_TOKENS, "seed": seed,
-    }  # fmt: skip
-    began = time.perf_counter()
+    """Measure some plans, in as many rounds as the time limit allows."""
+    plans = select_representative_plans(space, _NUM_MEASURED_PLANS, seed=seed)
+    start_s = time.perf_counter()
     collect_profile(
-        runner, space, file, repeats=1, **how,
-        progress=lambda what, part: progress(what.replace("round 1/1", "first round"), part / most),
-    )  # fmt: skip
-    took_s = time.perf_counter() - began
-    # Everything ran twice: what is run for the first time does not count.
-    more = int((_MEASURING_S - took_s) / (took_s / 2))
+        runner,
+        space,
+        path,
+        text_tokens=text_tokens,
+        plans=plans,
+        rounds=1,
+        decode_steps=_NEW_TOKENS,
+        seed=seed,
+        progress=lambda message, fraction: progress(
+            message.replace("round 1/1", "first round"), fraction / _MAX_ROUNDS
+        ),
+    )
+    elapsed_s = time.perf_counter() - start_s
+    # Each cell ran twice: once to warm up.
+    num_more_rounds = int((_PROFILE_TIME_S - elapsed_s) / (elapsed_s / 2))
     return collect_profile(
-        runner, space, file, repeats=min(max(1 + more, least), most), warmup=0, **how, progress=progress
+        runner,
+        space,
+        path,
+        text_tokens=text_tokens,
+        plans=plans,
+        rounds=min(max(1 + num_more_rounds, _MIN_ROUNDS), _MAX_ROUNDS),
+        warmup_runs=0,
+        decode_steps=_NEW_TOKENS,
+        seed=seed,
+        progress=progress,
     )
 
 
-def _learn_on(attached: Attached, first: Sequence[VqaSample], ms: np.ndarray) -> float:
-    """Run some requests; what a profile does not time, deciding for one, is learnt from them as they end.
+def _warm_up(attached: Attached, samples: Sequence[VqaSample], p50_ms: np.ndarray) -> float:
+    """Run requests so that the predictor learns the time that profiles exclude, such as plan selection.
 
     Args:
-        attached: The model.
-        first: What to ask.
-        ms: Median of each plan that may be chosen.
+        attached: Model.
+        samples: Questions.
+        p50_ms: Predicted median latency of each candidate plan, [num_candidates].
 
     Returns:
-        What a request took over what was predicted, at most.
+        Maximum ratio of measured to predicted latency.
     """
-    worst, began = 0.0, time.perf_counter()
-    for number in range(_FIRST):
-        if number >= len(ms) and time.perf_counter() - began > _FIRST_S:
+    max_ratio, start_s = 0.0, time.perf_counter()
+    for index in range(_MAX_WARMUP_REQUESTS):
+        if index >= len(p50_ms) and time.perf_counter() - start_s > _WARMUP_TIME_S:
             break
-        found = attached.generate(
-            latency_budget_ms=float(ms[number % len(ms)]) * _ROOM, max_new_tokens=_NEW_TOKENS,
-            **first[number % len(first)].inputs,
-        )  # fmt: skip
-        if found.predicted_ms:
-            worst = max(worst, found.measured_ms / found.predicted_ms)
-    return worst
+        result = attached.generate(
+            latency_budget_ms=float(p50_ms[index % len(p50_ms)]) * _BUDGET_MARGIN,
+            max_new_tokens=_NEW_TOKENS,
+            **samples[index % len(samples)].inputs,
+        )
+        if result.predicted_ms:
+            max_ratio = max(max_ratio, result.measured_ms / result.predicted_ms)
+    return max_ratio
 
 
-def _fitting(ms: np.ndarray, ladder: Sequence[float]) -> int:
-    """How many questions there is time for.
+def _count_questions(p50_ms: np.ndarray, budgets_ms: Sequence[float]) -> int:
+    """Return the number of questions that the time limit allows.
 
     Args:
-        ms: Median of each plan that may be chosen.
-        ladder: Budgets.
+        p50_ms: Predicted median latency of each candidate plan, [num_candidates].
+        budgets_ms: Budgets.
     """
-    # A budget is used up where a plan takes as long.
-    each_ms = ms.max() + ms.min() + sum(min(budget_ms, ms.max()) for budget_ms in ladder)
-    least, most = _QUESTIONS
-    return min(max(int(_ANSWERING_S * 1e3 / each_ms), least), most)
+    # Both baselines, and one request per budget that takes at most its budget.
+    question_ms = p50_ms.max() + p50_ms.min() + sum(min(budget_ms, p50_ms.max()) for budget_ms in budgets_ms)
+    return min(max(int(_ANSWER_TIME_S * 1e3 / question_ms), _MIN_QUESTIONS), _MAX_QUESTIONS)
 
 
-def _beside(folder: Path, name: str) -> Path | None:
-    """A file of the folder, where it is there."""
-    return folder / name if (folder / name).is_file() else None
+def _find_file(directory: Path, name: str) -> Path | None:
+    path = directory / name
+    return path if path.is_file() else None
 
 
-def _asked(data: VqaDataset, split: Split, count: int) -> list[VqaSample]:
-    """Questions of a split whose answer is one word."""
-    found: list[VqaSample] = []
-    for sample in data.samples(split, 8 * count + 64):
+def _select_samples(data: VqaDataset, split: Split, count: int) -> list[VqaSample]:
+    """Return questions of a split with one-word answers."""
+    num_searched = 8 * count + 64
+    samples: list[VqaSample] = []
+    for sample in data.samples(split, num_searched):
         if sample.kind != "list":
-            found.append(sample)
-        if len(found) == count:
-            return found
+            samples.append(sample)
+        if len(samples) == count:
+            return samples
     raise InputError(
-        f"only {len(found)} of {8 * count + 64} questions have an answer of one word, and {count} were to be "
-        "asked; its `test_shares` ask for lists"
+        f"expected {count} questions with a one-word answer, but only {len(samples)} of {num_searched} have "
+        "one; reduce the share of lists in `test_shares` of the model"
     )
 
 
-def _lengths(bare: Attached, samples: Sequence[VqaSample]) -> list[int]:
-    """The fewest and the most text tokens of prompts, and one more where all have as many."""
-    every = [each.inputs["input_ids"].shape[1] - bare.adapter.vision_tokens(each.inputs) for each in samples]
-    return [min(every), max(max(every), min(every) + 1)]
-
-
-def _answered(
-    attached: Attached, tokenizer: Any, samples: Sequence[VqaSample], ladder: Sequence[float],
-    fixed: dict[str, Plan], seed: int, progress: Progress,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each request."""
-    ways: list[tuple[str, float | None]] = [
-        *((name, None) for name in fixed),
-        *(("budget", ms) for ms in ladder),
+def _select_prompt_lengths(attached: Attached, samples: Sequence[VqaSample]) -> list[int]:
+    """Return the minimum and maximum number of text tokens; two different numbers."""
+    lengths = [
+        sample.inputs["input_ids"].shape[1] - attached.adapter.count_vision_tokens(sample.inputs)
+        for sample in samples
     ]
-    random = np.random.default_rng(seed)
-    for name in fixed:
-        attached.generate(plan=fixed[name], max_new_tokens=_NEW_TOKENS, **samples[0].inputs)
-    for number, sample in enumerate(samples):
-        for at in random.permutation(len(ways)).tolist():
-            way, budget_ms = ways[at]
-            found = attached.generate(
-                plan=fixed.get(way), latency_budget_ms=budget_ms, max_new_tokens=_NEW_TOKENS, **sample.inputs
+    return [min(lengths), max(max(lengths), min(lengths) + 1)]
+
+
+def _answer(
+    attached: Attached,
+    tokenizer: Any,
+    samples: Sequence[VqaSample],
+    budgets_ms: Sequence[float],
+    baselines: dict[str, Plan],
+    seed: int,
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    """Answer each question with each baseline and budget, in random order; yield a row per request."""
+    methods: list[tuple[str, float | None]] = [
+        *((name, None) for name in baselines),
+        *(("budget", budget_ms) for budget_ms in budgets_ms),
+    ]
+    rng = np.random.default_rng(seed)
+    for plan in baselines.values():
+        attached.generate(plan=plan, max_new_tokens=_NEW_TOKENS, **samples[0].inputs)
+    for question, sample in enumerate(samples):
+        for index in rng.permutation(len(methods)).tolist():
+            method, budget_ms = methods[index]
+            result = attached.generate(
+                plan=baselines.get(method),
+                latency_budget_ms=budget_ms,
+                max_new_tokens=_NEW_TOKENS,
+                **sample.inputs,
             )
-            text = tokenizer.decode(found.new_tokens[0], skip_special_tokens=True)
+            text = tokenizer.decode(result.new_tokens[0], skip_special_tokens=True)
             yield {
-                "question": number, "kind": sample.kind, "way": way, "budget_ms": budget_ms,
-                "plan": found.plan.id, "measured_ms": found.measured_ms, "predicted_ms": found.predicted_ms,
-                "right": text.strip() == sample.answer.strip(),
-            }  # fmt: skip
+                "question": question,
+                "kind": sample.kind,
+                "method": method,
+                "budget_ms": budget_ms,
+                "plan": result.plan.id,
+                "measured_ms": result.measured_ms,
+                "predicted_ms": result.predicted_ms,
+                "correct": text.strip() == sample.answer.strip(),
+            }
+        num_answered = question + 1
         progress(
-            f"answering: question {number + 1} of {len(samples)}", 0.4 + 0.56 * (number + 1) / len(samples)
+            f"answering: question {num_answered} of {len(samples)}", 0.4 + 0.56 * num_answered / len(samples)
         )
 
 
-def _result(
-    folder: Path,
+def _summarize(
+    model_dir: Path,
     rows: Sequence[dict[str, Any]],
-    ladder: Sequence[float],
+    budgets_ms: Sequence[float],
     predictor: PlanLatencyPredictor,
     run: Run,
 ) -> AdaptiveDemoResult:
-    fixed = {way: [row for row in rows if row["way"] == way] for way in (WHOLE, QUICKEST)}
-
-    def share(rows: Sequence[dict[str, Any]], budget_ms: float | None = None, right: bool = True) -> float:
-        hits = [
-            (row["right"] or not right) and (budget_ms is None or row["measured_ms"] <= budget_ms)
-            for row in rows
-        ]
-        return float(np.mean(hits))
-
-    kept = []
-    for budget_ms in ladder:
-        mine = [row for row in rows if row["budget_ms"] == budget_ms]
-        plans = Counter(row["plan"] for row in mine)
-        kept.append(
+    full_rows, fastest_rows = (
+        [row for row in rows if row["method"] == method] for method in (FULL_MODEL, FASTEST_PLAN)
+    )
+    budgets = []
+    for budget_ms in budgets_ms:
+        budget_rows = [row for row in rows if row["budget_ms"] == budget_ms]
+        plan_counts = Counter(row["plan"] for row in budget_rows)
+        budgets.append(
             BudgetSummary(
-                budget_ms=budget_ms, in_time=share(mine, budget_ms, right=False), right=share(mine),
-                goodput=share(mine, budget_ms), p50_ms=float(np.median([row["measured_ms"] for row in mine])),
-                plan=plans.most_common(1)[0][0], plans=len(plans), whole=share(fixed[WHOLE], budget_ms),
-                quickest=share(fixed[QUICKEST], budget_ms),
+                budget_ms=budget_ms,
+                in_time=float(np.mean([row["measured_ms"] <= budget_ms for row in budget_rows])),
+                accuracy=_compute_accuracy(budget_rows),
+                goodput=_compute_goodput(budget_rows, budget_ms),
+                p50_ms=_median_ms(budget_rows),
+                plan=plan_counts.most_common(1)[0][0],
+                num_plans=len(plan_counts),
+                full_model_goodput=_compute_goodput(full_rows, budget_ms),
+                fastest_plan_goodput=_compute_goodput(fastest_rows, budget_ms),
             )
-        )  # fmt: skip
-    middle = {way: float(np.median([row["measured_ms"] for row in mine])) for way, mine in fixed.items()}
+        )
     return AdaptiveDemoResult(
-        model=folder.name, questions=len(fixed[WHOLE]), budgets=tuple(kept),
-        in_time=float(np.mean([each.in_time for each in kept])), whole_ms=middle[WHOLE],
-        quickest_ms=middle[QUICKEST], whole_right=share(fixed[WHOLE]), quickest_right=share(fixed[QUICKEST]),
-        held_out=predictor.held_out, run=run.path, report=run.path / "report.html",
-    )  # fmt: skip
+        model=model_dir.name,
+        num_questions=len(full_rows),
+        budgets=tuple(budgets),
+        in_time=float(np.mean([budget.in_time for budget in budgets])),
+        full_model_ms=_median_ms(full_rows),
+        fastest_plan_ms=_median_ms(fastest_rows),
+        full_model_accuracy=_compute_accuracy(full_rows),
+        fastest_plan_accuracy=_compute_accuracy(fastest_rows),
+        held_out_error=predictor.held_out_error,
+        run=run.path,
+        report=run.path / "report.html",
+    )
+
+
+def _compute_accuracy(rows: Sequence[dict[str, Any]]) -> float:
+    return float(np.mean([row["correct"] for row in rows]))
+
+
+def _compute_goodput(rows: Sequence[dict[str, Any]], budget_ms: float) -> float:
+    return float(np.mean([row["correct"] and row["measured_ms"] <= budget_ms for row in rows]))
+
+
+def _median_ms(rows: Sequence[dict[str, Any]]) -> float:
+    return float(np.median([row["measured_ms"] for row in rows]))

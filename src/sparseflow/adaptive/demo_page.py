@@ -1,4 +1,4 @@
-"""The demo's page: what budgets kept, what was given up for them, and every request."""
+"""Results and report page of the demo."""
 
 from __future__ import annotations
 
@@ -7,68 +7,73 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Column, Headline, Report, Section, Table, plot_curves, plot_samples
+from sparseflow.core.report import Page, plot_curves
 from sparseflow.core.run import Run
 
-WHOLE, QUICKEST = "whole model", "quickest plan"
-"""What answers without a budget, for comparison."""
+FULL_MODEL, FASTEST_PLAN = "full model", "fastest plan"
+"""Baselines without a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSummary:
-    """How requests with one budget did.
+    """Results of the requests with one budget.
 
     Attributes:
-        budget_ms: The budget.
-        in_time, right, goodput: Share in time; right; both.
-        p50_ms: Median of what they took.
-        plan: The plan that was chosen most often.
-        plans: How many different ones were.
-        whole, quickest: Share right and in time of the whole model and of its quickest plan, always.
+        budget_ms: Latency budget.
+        in_time: Fraction of requests within the budget.
+        accuracy: Fraction of correct answers.
+        goodput: Fraction of correct answers within the budget.
+        p50_ms: Median latency.
+        plan: Plan that was selected most often.
+        num_plans: Number of different plans.
+        full_model_goodput: Fraction of answers of the full model that are correct and within the budget.
+        fastest_plan_goodput: The same for the fastest plan.
     """
 
     budget_ms: float
     in_time: float
-    right: float
+    accuracy: float
     goodput: float
     p50_ms: float
     plan: str
-    plans: int
-    whole: float
-    quickest: float
+    num_plans: int
+    full_model_goodput: float
+    fastest_plan_goodput: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveDemoResult:
-    """What the demo found.
+    """Results of the demo.
 
     Attributes:
-        model: Its folder's name.
-        questions: How many were asked.
-        budgets: By budget, ascending.
-        in_time: Share in time of all requests with a budget.
-        whole_ms, quickest_ms: Median milliseconds of the whole model and of its quickest plan.
-        whole_right, quickest_right: Share of their answers that is right, however long they take.
-        held_out: Relative error of predicted medians of plans and lengths that a fit had not seen; None where
-            too little was measured to tell.
-        run: Folder of the run.
-        report: The page.
+        model: Name of the model's directory.
+        num_questions: Number of questions.
+        budgets: Results by budget, ascending.
+        in_time: Fraction of requests with a budget that met it.
+        full_model_ms: Median latency of the full model.
+        fastest_plan_ms: Median latency of the fastest plan.
+        full_model_accuracy: Accuracy of the full model.
+        fastest_plan_accuracy: Accuracy of the fastest plan.
+        held_out_error: Mean relative error of predicted medians on held-out plans and lengths; None if there
+            are too few measurements.
+        run: Directory of the run.
+        report: Report page.
     """
 
     model: str
-    questions: int
+    num_questions: int
     budgets: tuple[BudgetSummary, ...]
     in_time: float
-    whole_ms: float
-    quickest_ms: float
-    whole_right: float
-    quickest_right: float
-    held_out: float | None
+    full_model_ms: float
+    fastest_plan_ms: float
+    full_model_accuracy: float
+    fastest_plan_accuracy: float
+    held_out_error: float | None
     run: Path
     report: Path
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the results in JSON types."""
         return asdict(self) | {"run": str(self.run), "report": str(self.report)}
 
 
@@ -76,85 +81,97 @@ def write_page(result: AdaptiveDemoResult, rows: Sequence[Mapping[str, Any]], ru
     """Write the page to `result.report`.
 
     Args:
-        result: What was found.
-        rows: A request each.
-        run: Whose environment it tells.
+        result: Results.
+        rows: One row per request.
+        run: Run, for its environment and configuration.
     """
-    budgets = [each.budget_ms for each in result.budgets]
-    table = Table(
-        title="Budgets",
-        columns=[
-            Column(key="budget", title="budget, ms"),
-            Column(key="in_time", title="in time, %"),
-            Column(key="goodput", title="right and in time, %"),
-            Column(key="whole", title="whole model, %"),
-            Column(key="quickest", title="quickest plan, %"),
-            Column(key="ms", title="took, ms (median)"),
-            Column(key="plan", title="plan, most often"),
-            Column(key="plans", title="plans"),
-        ],
-        rows=[
-            {
-                "budget": each.budget_ms, "in_time": 100 * each.in_time, "goodput": 100 * each.goodput,
-                "whole": 100 * each.whole, "quickest": 100 * each.quickest, "ms": each.p50_ms,
-                "plan": each.plan, "plans": each.plans,
-            }
-            for each in result.budgets
-        ],
-        caption="The whole model and the quickest plan answered the same questions; an answer of theirs "
-        "counts where it is right and would have been in time.",
-    )  # fmt: skip
-    shares = {
-        "budget kept": [each.goodput for each in result.budgets],
-        WHOLE: [each.whole for each in result.budgets],
-        QUICKEST: [each.quickest for each in result.budgets],
-        "in time": [each.in_time for each in result.budgets],
-    }
-    picture = plot_curves(
-        "Right and in time", {name: (budgets, values) for name, values in shares.items()},
-        x="budget, ms", y="share of questions", log_x=True,
-        caption="In time: wrong answers, too.",
-    )  # fmt: skip
-    took = {
-        f"{each.budget_ms:.3g} ms": [row["measured_ms"] for row in rows if row["budget_ms"] == each.budget_ms]
-        for each in result.budgets
-    } | {way: [row["measured_ms"] for row in rows if row["way"] == way] for way in (WHOLE, QUICKEST)}
-    Report(
-        title="Answers within a budget",
-        summary=(
-            f"The model {result.model} answered {result.questions} questions about images, each under "
-            f"{len(budgets)} budgets, by whichever plan fits, as a predictor says, and is worth most. The "
-            "predictor was fitted on this machine a moment before. The least budget is what 99 of 100 "
-            "requests of the quickest plan stay below; times count from the pixels on, to the last token."
-        ),
-        headlines=(
-            Headline(
-                value=f"{100 * result.in_time:.1f} %", label="of requests within their budget",
-                tone="good" if result.in_time >= 0.95 else "bad",
-            ),
-            Headline(
-                value=f"{result.quickest_ms:.0f} to {result.whole_ms:.0f} ms",
-                label="from the quickest plan to the whole model",
-            ),
-            Headline(
-                value=f"{100 * result.quickest_right:.0f} to {100 * result.whole_right:.0f} %",
-                label="of their answers are right",
-            ),
-        ),
-        sections=(
-            Section(title="What budgets kept", items=(picture, table)),
-            Section(
-                title="Every request",
-                text=("Each dot is a request; all ways took turns in random order.",),
-                items=(plot_samples("What requests took", took, unit="ms"),),
-            ),
-        ),
+    page = Page(
+        "Answers within a latency budget",
+        f"The model {result.model} answered {result.num_questions} questions about images under "
+        f"{len(result.budgets)} budgets each. For each request the plan with the highest expected accuracy "
+        "was selected among those that are predicted to meet the budget; the predictor was fitted on this "
+        "machine at the start. The smallest budget is the predicted p99 latency of the fastest plan. Latency "
+        "is measured from the input pixels to the last token.",
         environment=run.info["environment"],
-        reproduce=_command(run.info["config"]),
-    ).write(result.report)  # fmt: skip
+        reproduce=_format_command(run.info["config"]),
+    )
+    page.headline(
+        f"{100 * result.in_time:.1f} %",
+        "of requests within their budget",
+        tone="good" if result.in_time >= 0.95 else "bad",
+    )
+    page.headline(
+        f"{result.fastest_plan_ms:.0f} to {result.full_model_ms:.0f} ms",
+        "median latency from the fastest plan to the full model",
+    )
+    page.headline(
+        f"{100 * result.fastest_plan_accuracy:.0f} to {100 * result.full_model_accuracy:.0f} %",
+        "accuracy from the fastest plan to the full model",
+    )
+    _add_budgets(page, result)
+    _add_requests(page, result, rows)
+    page.write(result.report)
 
 
-def _command(config: Mapping[str, Any]) -> str:
-    options = {"model": "model", "questions": "num-questions", "budgets": "num-budgets", "device": "device"}
+def _add_budgets(page: Page, result: AdaptiveDemoResult) -> None:
+    budgets_ms = [budget.budget_ms for budget in result.budgets]
+    curves = {
+        "with budget": [budget.goodput for budget in result.budgets],
+        FULL_MODEL: [budget.full_model_goodput for budget in result.budgets],
+        FASTEST_PLAN: [budget.fastest_plan_goodput for budget in result.budgets],
+        "in time": [budget.in_time for budget in result.budgets],
+    }
+    page.section("Budgets")
+    page.figure(
+        plot_curves(
+            "Correct and in time",
+            {name: (budgets_ms, fractions) for name, fractions in curves.items()},
+            x="budget, ms",
+            y="fraction of questions",
+            log_x=True,
+            caption="The curve 'in time' includes wrong answers.",
+        )
+    )
+    page.table(
+        "Budgets",
+        [
+            {
+                "budget, ms": budget.budget_ms,
+                "in time, %": 100 * budget.in_time,
+                "correct and in time, %": 100 * budget.goodput,
+                "full model, %": 100 * budget.full_model_goodput,
+                "fastest plan, %": 100 * budget.fastest_plan_goodput,
+                "median latency, ms": budget.p50_ms,
+                "most used plan": budget.plan,
+                "plans": budget.num_plans,
+            }
+            for budget in result.budgets
+        ],
+        caption="The full model and the fastest plan answered the same questions; their answers count if they "
+        "are correct and within the budget.",
+    )
+
+
+def _add_requests(page: Page, result: AdaptiveDemoResult, rows: Sequence[Mapping[str, Any]]) -> None:
+    latencies = {
+        f"{budget.budget_ms:.3g} ms": [
+            row["measured_ms"] for row in rows if row["budget_ms"] == budget.budget_ms
+        ]
+        for budget in result.budgets
+    } | {
+        method: [row["measured_ms"] for row in rows if row["method"] == method]
+        for method in (FULL_MODEL, FASTEST_PLAN)
+    }
+    page.section("Requests", "Each dot is one request. The order of budgets and baselines is random.")
+    page.samples("Latency of requests", latencies, unit="ms")
+
+
+def _format_command(config: Mapping[str, Any]) -> str:
+    options = {
+        "model": "model",
+        "num_questions": "num-questions",
+        "num_budgets": "num-budgets",
+        "device": "device",
+    }
     arguments = [f"--{option} {config[key]}" for key, option in options.items() if config[key] is not None]
     return " ".join(["sparseflow adaptive demo", *arguments])

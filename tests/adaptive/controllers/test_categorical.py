@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseflow.adaptive.controllers.plan_distribution import draw, entropy, log_probs, taken
+from sparseflow.adaptive.controllers.plan_distribution import (
+    compute_entropy,
+    gather_choice,
+    masked_log_softmax,
+    sample_categorical,
+)
 from sparseflow.errors import InputError, RunError
 
 
@@ -24,18 +29,18 @@ def cases(drawn: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(cases())
 def test_against_a_softmax_of_what_is_left(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, mask = case
-    found, left = log_probs(logits, mask), logits[mask].softmax(0)
+    found, left = masked_log_softmax(logits, mask), logits[mask].softmax(0)
     torch.testing.assert_close(found[mask].exp(), left)
     assert bool((found[~mask] == -math.inf).all())
-    torch.testing.assert_close(entropy(found)[0], -(left * left.log()).sum())
+    torch.testing.assert_close(compute_entropy(found)[0], -(left * left.log()).sum())
 
 
 @given(cases())
 def test_gradients_are_finite_and_none_is_masked_ones(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, mask = case
     logits.requires_grad_()
-    found = log_probs(logits, mask)
-    (entropy(found).sum() + found[mask].sum()).backward()
+    found = masked_log_softmax(logits, mask)
+    (compute_entropy(found).sum() + found[mask].sum()).backward()
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
     assert bool((logits.grad[~mask] == 0).all())
 
@@ -43,7 +48,7 @@ def test_gradients_are_finite_and_none_is_masked_ones(case: tuple[torch.Tensor, 
 def test_entropy_has_the_gradient_of_its_formula() -> None:
     mask = torch.tensor([[True, False, True, True]])
     logits = torch.tensor([[0.3, 9.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: entropy(log_probs(x, mask)), logits)
+    assert torch.autograd.gradcheck(lambda x: compute_entropy(masked_log_softmax(x, mask)), logits)
 
 
 @given(cases(), st.floats(0, 1, exclude_max=True))
@@ -51,8 +56,8 @@ def test_a_draw_is_the_inverse_of_the_distribution(
     case: tuple[torch.Tensor, torch.Tensor], uniform: float
 ) -> None:
     logits, mask = case
-    found = log_probs(logits, mask)
-    at = int(draw(found, torch.tensor([uniform], dtype=torch.float64)))
+    found = masked_log_softmax(logits, mask)
+    at = int(sample_categorical(found, torch.tensor([uniform], dtype=torch.float64)))
     assert bool(mask[0, at])
     below = found[0].exp().cumsum(0)
     assert below[at] >= uniform - 1e-12
@@ -61,24 +66,26 @@ def test_a_draw_is_the_inverse_of_the_distribution(
 
 def test_the_ends_of_a_draw() -> None:
     mask = torch.tensor([[False, True, True, False]] * 2)
-    found = log_probs(torch.tensor([[0.0, 0.1, 0.2, 0.0]] * 2), mask)
+    found = masked_log_softmax(torch.tensor([[0.0, 0.1, 0.2, 0.0]] * 2), mask)
     ends = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert draw(found, ends).tolist() == [1, 2]
+    assert sample_categorical(found, ends).tolist() == [1, 2]
 
 
 def test_the_likelihood_of_a_choice() -> None:
-    found = log_probs(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]]))
-    torch.testing.assert_close(taken(found, torch.tensor([2])), torch.tensor([-math.log(1 + math.exp(-1))]))
+    found = masked_log_softmax(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]]))
+    torch.testing.assert_close(
+        gather_choice(found, torch.tensor([2])), torch.tensor([-math.log(1 + math.exp(-1))])
+    )
 
 
 def test_logits_that_are_masked_may_be_anything() -> None:
     mask = torch.tensor([[True, False, False, True]])
-    found = log_probs(torch.tensor([[0.0, math.nan, -math.inf, 0.0]]), mask)
+    found = masked_log_softmax(torch.tensor([[0.0, math.nan, -math.inf, 0.0]]), mask)
     torch.testing.assert_close(found[mask].exp(), torch.tensor([0.5, 0.5]))
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(InputError, match="no choice"):
-        log_probs(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
-    with pytest.raises(RunError, match="not finite"):
-        log_probs(torch.tensor([[0.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool))
+    with pytest.raises(InputError):
+        masked_log_softmax(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
+    with pytest.raises(RunError):
+        masked_log_softmax(torch.tensor([[0.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.generate import generate
 from sparseflow.adaptive.engine.requests.handle import RequestHandle
@@ -44,12 +44,12 @@ def model(family: str = "olmoe") -> Any:
 @contextmanager
 def attached(family: str = "olmoe") -> Iterator[tuple[Adapter, PlanRuntime]]:
     """A model with knobs, which are taken away whatever happens."""
-    adapter = adapter_of(model(family))
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(model(family))
+    runtime = PlanRuntime(adapter)
     try:
-        yield adapter, knobs
+        yield adapter, runtime
     finally:
-        knobs.remove()
+        runtime.remove()
 
 
 class Budgeted:
@@ -58,7 +58,7 @@ class Budgeted:
     def __init__(self, plan: Plan, **said: Any) -> None:
         self.plan, self.said, self.asked = plan, said, []
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
         self.asked.append(("first", request.inputs["input_ids"].shape[1], remaining_ms))
         if "refusal" in self.said:
             return self.said["refusal"]
@@ -70,11 +70,13 @@ class Budgeted:
             predicted_ms=7.0,
         )
 
-    def again(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
+    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
         self.asked.append(("again", choice.insertion_position, remaining_ms))
         return self.plan.insertion_position
 
-    def second(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> PlanDecision:
+    def choose_plan(
+        self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
+    ) -> PlanDecision:
         self.asked.append(("second", latency_token.shape[0], remaining_ms))
         return PlanDecision(plan=self.plan, feasible=self.said.get("feasible", True), predicted_ms=9.0)
 
@@ -90,10 +92,10 @@ def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **given: Any) 
     return GenerationRequest(inputs=words(tokens, seed), **given)
 
 
-def alone(adapter: Adapter, knobs: PlanRuntime, asked: GenerationRequest) -> tuple[int, ...]:
+def alone(adapter: Adapter, runtime: PlanRuntime, asked: GenerationRequest) -> tuple[int, ...]:
     """What a request gets without company and without slots."""
     found = generate(
-        adapter, knobs, asked.inputs, asked.decide, max_new_tokens=asked.max_new_tokens,
+        adapter, runtime, asked.inputs, asked.decide, max_new_tokens=asked.max_new_tokens,
         sampling=asked.sampling, stop=tuple(asked.stop),
     )  # fmt: skip
     return tuple(found.new_tokens[0].tolist())
@@ -108,7 +110,7 @@ def still(both: tuple[Adapter, PlanRuntime], **given: Any) -> Engine:
 def driven(engine: Engine, turns: int = 10_000) -> None:
     """Take turns until nothing is left to do."""
     for _ in range(turns):
-        if not engine.turn():
+        if not engine.step():
             return
     raise AssertionError(f"there is still work after {turns} turns")
 
@@ -135,7 +137,7 @@ def arrivals(
 
 def mixed(
     adapter: Adapter,
-    knobs: PlanRuntime,
+    runtime: PlanRuntime,
     engine: Engine,
     requests: list[GenerationRequest],
     draw: random.Random,
@@ -152,10 +154,10 @@ def mixed(
             handles.append(engine.submit(waiting.pop()))
         if handles and draw.random() < 0.1:
             draw.choice(handles).cancel()
-        engine.turn()
+        engine.step()
     off = 0
     for handle in handles:
-        expected = alone(adapter, knobs, handle.request)
+        expected = alone(adapter, runtime, handle.request)
         got = handle.tokens
         assert got == expected[: len(got)], handle.request
         if len(got) == len(expected):

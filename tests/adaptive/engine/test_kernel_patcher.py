@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.engine.kernel_patcher import TOLERANCE, KernelPatcher
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from tests.adaptive import tiny
@@ -35,36 +35,36 @@ def made() -> Any:
 
 
 def test_what_can_be_replaced(made: Any) -> None:
-    fused = KernelPatcher(adapter_of(made), kernels=True)
-    assert len(fused.experts) == 3
+    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+    assert len(kernel_patcher.experts) == 3
     # Two of each block, two of its attention, and the last one.
-    assert len(fused.norms) == 3 * 4 + 1
-    assert list(fused.routers.values()) == [False] * 3
-    assert [each.__name__.split(".")[-1] for each in fused.turning] == ["modeling_olmoe"]
-    alone = KernelPatcher(adapter_of(made))
-    assert not (alone.experts or alone.norms or alone.routers or alone.turning)
+    assert len(kernel_patcher.norms) == 3 * 4 + 1
+    assert list(kernel_patcher.routers.values()) == [False] * 3
+    assert [each.__name__.split(".")[-1] for each in kernel_patcher.rotary_modules] == ["modeling_olmoe"]
+    alone = KernelPatcher(get_adapter(made))
+    assert not (alone.experts or alone.norms or alone.routers or alone.rotary_modules)
     # Normalisations compute in float32 whatever the model; only weights could be wider.
-    wide = KernelPatcher(adapter_of(tiny.olmoe(depth=2)), kernels=True)
+    wide = KernelPatcher(get_adapter(tiny.olmoe(depth=2)), kernels=True)
     assert len(wide.experts) == 2 and not wide.norms
 
 
 def test_a_forward_with_replacements(made: Any) -> None:
-    adapter = adapter_of(made)
-    fused, ids = KernelPatcher(adapter, kernels=True), words(3)["input_ids"]
+    adapter = get_adapter(made)
+    kernel_patcher, ids = KernelPatcher(adapter, kernels=True), words(3)["input_ids"]
     before, inside = parameters(made), {id(each): dict(vars(each)) for each in made.modules()}
-    (file,) = fused.turning
-    turning, knobs = file.apply_rotary_pos_emb, PlanRuntime(adapter)
+    (file,) = kernel_patcher.rotary_modules
+    rotary_modules, runtime = file.apply_rotary_pos_emb, PlanRuntime(adapter)
     try:
-        with knobs.running(SHALLOW_OF_THREE) as running:
+        with runtime.use_plan(SHALLOW_OF_THREE) as running:
             expected = made(input_ids=ids).logits
-            with fused.installed(3, running):
-                assert running.route is not None and file.apply_rotary_pos_emb is not turning
+            with kernel_patcher.patch(3, running):
+                assert running.route_override is not None and file.apply_rotary_pos_emb is not rotary_modules
                 found = made(input_ids=ids).logits
-                assert running.routed == {0, 2}
-            assert running.route is None and file.apply_rotary_pos_emb is turning
+                assert running.executed_routers == {0, 2}
+            assert running.route_override is None and file.apply_rotary_pos_emb is rotary_modules
             again = made(input_ids=ids).logits
     finally:
-        knobs.remove()
+        runtime.remove()
     assert torch.equal(again, expected)
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[torch.float32], atol=1e-4)
@@ -75,8 +75,8 @@ SHALLOW_OF_THREE = type(SHALLOW)(tier=None, insertion_position=1, top_k=3, block
 
 
 def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = KernelPatcher(adapter_of(made), kernels=True)
-    (file,) = fused.turning
+    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+    (file,) = kernel_patcher.rotary_modules
     query = torch.randn(1, 2, 3, 8).transpose(1, 2)
     places = torch.randn(1, 2, 8)
     turned: list[int] = []
@@ -87,7 +87,7 @@ def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("sparseflow.adaptive.kernels.rotary.triton.rotate", rotate)
     expected = file.apply_rotary_pos_emb(query, query, places, places)
-    with fused.installed(1), ThreadPoolExecutor(1) as pool:
+    with kernel_patcher.patch(1), ThreadPoolExecutor(1) as pool:
         found = pool.submit(file.apply_rotary_pos_emb, query, query, places, places).result()
         assert not turned
         file.apply_rotary_pos_emb(query, query, places, places)
@@ -96,11 +96,11 @@ def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
-    fused = KernelPatcher(adapter_of(made), kernels=True)
-    (file,) = fused.turning
+    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+    (file,) = kernel_patcher.rotary_modules
     function = file.apply_rotary_pos_emb
-    another = KernelPatcher(adapter_of(tiny.olmoe(depth=2, dtype=torch.float32)), kernels=True)
-    one, other = fused.installed(1), another.installed(1)
+    another = KernelPatcher(get_adapter(tiny.olmoe(depth=2, dtype=torch.float32)), kernels=True)
+    one, other = kernel_patcher.patch(1), another.patch(1)
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -111,28 +111,33 @@ def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
 
 def test_families_of_routers() -> None:
     for family, normalized in (("mixtral", True), ("qwen3_vl_moe", True)):
-        fused = KernelPatcher(adapter_of(tiny.FAMILIES[family](depth=2, dtype=torch.float32)), kernels=True)
-        assert list(fused.routers.values()) == [normalized] * 2 and len(fused.turning) == 1
+        kernel_patcher = KernelPatcher(
+            get_adapter(tiny.FAMILIES[family](depth=2, dtype=torch.float32)), kernels=True
+        )
+        assert (
+            list(kernel_patcher.routers.values()) == [normalized] * 2
+            and len(kernel_patcher.rotary_modules) == 1
+        )
 
 
 def test_taken_away_after_an_error(made: Any) -> None:
-    fused = KernelPatcher(adapter_of(made), kernels=True)
-    kept = fused.experts[0].forward
-    fused.experts[0].forward = kept
-    with pytest.raises(ZeroDivisionError), fused.installed(1):
-        assert fused.experts[0].forward != kept
+    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+    kept = kernel_patcher.experts[0].forward
+    kernel_patcher.experts[0].forward = kept
+    with pytest.raises(ZeroDivisionError), kernel_patcher.patch(1):
+        assert kernel_patcher.experts[0].forward != kept
         raise ZeroDivisionError
     # A forward that stood on the instance stands there again.
-    assert vars(fused.experts[0])["forward"] == kept
-    assert all("forward" not in vars(each) for each in (*fused.experts[1:], *fused.norms))
-    del fused.experts[0].forward
+    assert vars(kernel_patcher.experts[0])["forward"] == kept
+    assert all("forward" not in vars(each) for each in (*kernel_patcher.experts[1:], *kernel_patcher.norms))
+    del kernel_patcher.experts[0].forward
 
 
 def test_many_tokens_keep_the_experts(made: Any) -> None:
-    fused = KernelPatcher(adapter_of(made), kernels=True)
-    with fused.installed(1000):
-        assert all("forward" not in vars(each) for each in fused.experts)
-        assert all("forward" in vars(each) for each in fused.norms)
+    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+    with kernel_patcher.patch(1000):
+        assert all("forward" not in vars(each) for each in kernel_patcher.experts)
+        assert all("forward" in vars(each) for each in kernel_patcher.norms)
 
 
 def test_what_differs_is_not_replaced() -> None:
@@ -147,28 +152,28 @@ def test_what_differs_is_not_replaced() -> None:
             return super().forward(hidden_states) + hidden_states
 
     layers[2].input_layernorm = OtherRMSNorm(tiny.WIDTH)
-    fused = KernelPatcher(adapter_of(model), kernels=True)
-    assert fused.experts == [layers[2].mlp.experts]
-    assert layers[2].input_layernorm not in fused.norms and len(fused.norms) == 12
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
+    assert kernel_patcher.experts == [layers[2].mlp.experts]
+    assert layers[2].input_layernorm not in kernel_patcher.norms and len(kernel_patcher.norms) == 12
 
 
 def test_families() -> None:
     for family, experts in (("mixtral", 2), ("qwen3_vl_moe", 2), ("llava_dense", 0)):
         build = tiny.llava_dense if family == "llava_dense" else tiny.FAMILIES[family]
-        fused = KernelPatcher(adapter_of(build(depth=2, dtype=torch.float32)), kernels=True)
-        assert len(fused.experts) == experts and len(fused.norms) >= 5
+        kernel_patcher = KernelPatcher(get_adapter(build(depth=2, dtype=torch.float32)), kernels=True)
+        assert len(kernel_patcher.experts) == experts and len(kernel_patcher.norms) >= 5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     model = tiny.olmoe(depth=3, dtype=dtype).cuda()
-    fused = KernelPatcher(adapter_of(model))
-    assert len(fused.experts) == 3 and len(fused.norms) == 13
+    kernel_patcher = KernelPatcher(get_adapter(model))
+    assert len(kernel_patcher.experts) == 3 and len(kernel_patcher.norms) == 13
     for tokens in (1, 5, 40):
         ids = words(tokens)["input_ids"].cuda()
         expected = model(input_ids=ids).logits.float()
-        with fused.installed(tokens):
+        with kernel_patcher.patch(tokens):
             found = model(input_ids=ids).logits.float()
         largest = float(expected.abs().max())
         assert float((found - expected).abs().max()) <= 2 * TOLERANCE[dtype] * largest

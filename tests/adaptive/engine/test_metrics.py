@@ -21,11 +21,11 @@ class Clock:
 def test_load_follows_work() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
-    metrics.spent(busy=False)
+    metrics.record_time(busy=False)
     assert metrics.load(busy=True) == 0.0
     clock.now += BUSY_S
     assert metrics.load(busy=True) == pytest.approx(1 - math.exp(-1))
-    metrics.spent(busy=True)
+    metrics.record_time(busy=True)
     clock.now += 100 * BUSY_S
     assert metrics.load(busy=True) == pytest.approx(1.0)
     assert metrics.load(busy=False) == pytest.approx(0.0)
@@ -34,25 +34,25 @@ def test_load_follows_work() -> None:
 def test_load_of_work_that_comes_and_goes() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
-    metrics.spent(busy=False)
+    metrics.record_time(busy=False)
     for _ in range(3000):
         clock.now += 0.007
-        metrics.spent(busy=True)
+        metrics.record_time(busy=True)
         clock.now += 0.003
-        metrics.spent(busy=False)
+        metrics.record_time(busy=False)
     assert metrics.load(busy=False) == pytest.approx(0.7, abs=0.01)
 
 
 def test_who_sends_one_request_after_the_other_is_alone() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
-    metrics.spent(busy=False)
+    metrics.record_time(busy=False)
     for _ in range(500):
-        metrics.arrived(busy=False)
+        metrics.record_arrival(busy=False)
         clock.now += 0.019
-        metrics.spent(busy=True)
+        metrics.record_time(busy=True)
         clock.now += 0.001
-        metrics.spent(busy=False)
+        metrics.record_time(busy=False)
     # Busy for 95 % of the time, and nobody ever met another.
     assert metrics.load(busy=False) < 0.03
     clock.now += 100 * BUSY_S
@@ -62,17 +62,17 @@ def test_who_sends_one_request_after_the_other_is_alone() -> None:
 def test_at_random_arrivals_load_is_the_share_of_busy_time() -> None:
     clock, random = Clock(), np.random.default_rng(0)
     metrics = EngineMetrics(clock=clock)
-    metrics.spent(busy=False)
+    metrics.record_time(busy=False)
     told, until = [], clock.now
     for _ in range(20_000):
         came = clock.now + random.exponential(0.01)
         if until < came:
             clock.now = max(clock.now, until)
-            metrics.spent(busy=True)
+            metrics.record_time(busy=True)
             clock.now = came
-            metrics.spent(busy=False)
+            metrics.record_time(busy=False)
         clock.now = came
-        metrics.arrived(busy=until > came)
+        metrics.record_arrival(busy=until > came)
         until = max(until, came) + 0.006
         told.append(metrics.load(busy=True))
     assert np.mean(told[1000:]) == pytest.approx(0.6, abs=0.03)
@@ -82,16 +82,16 @@ def test_what_requests_met_is_soon_forgotten_where_they_stop_coming() -> None:
     """As where all are refused: an engine that has nothing to do must not be taken for a full one."""
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
-    metrics.spent(busy=False)
+    metrics.record_time(busy=False)
     for _ in range(1000):
-        metrics.arrived(busy=True)
+        metrics.record_arrival(busy=True)
         clock.now += 0.005
-        metrics.spent(busy=True)
+        metrics.record_time(busy=True)
     clock.now += 0.02
     assert metrics.load(busy=False) > 0.95, "for a moment none came"
     clock.now += BUSY_S
     assert metrics.load(busy=False) <= math.exp(-1), "no more than the share of time says"
-    metrics.arrived(busy=False)
+    metrics.record_arrival(busy=False)
     assert metrics.load(busy=False) < 0.3, "nor when they come again"
 
 
@@ -101,7 +101,7 @@ def test_tokens_a_second() -> None:
     assert metrics.tokens_per_s() == 0.0
     for _ in range(200):
         clock.now += 0.1
-        metrics.generated(3)
+        metrics.record_tokens(3)
     assert metrics.tokens == 600
     assert metrics.tokens_per_s() == pytest.approx(30.0, rel=0.05)
     clock.now += RATE_S / 2
@@ -113,7 +113,7 @@ def test_tokens_a_second() -> None:
 def test_a_rate_soon_after_the_start() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
-    metrics.generated(1)
+    metrics.record_tokens(1)
     clock.now += 0.5
-    metrics.generated(4)
+    metrics.record_tokens(4)
     assert metrics.tokens_per_s() == pytest.approx(10.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.requests.request import GenerationRequest
 from sparseflow.adaptive.plan.runtime import PlanRuntime
@@ -117,7 +117,7 @@ def test_batches_are_of_what_matters(olmoe: tuple[Adapter, PlanRuntime]) -> None
     for plan in (DEEP, LATER, SHALLOW):
         engine.submit(request(plan=plan, max_new_tokens=9))
     for _ in range(3):
-        engine.turn()
+        engine.step()
     snapshot = engine.snapshot()
     assert snapshot.batches == {DEEP.id: 2, SHALLOW.id: 1}
     assert snapshot.plans == {DEEP.id: 1, LATER.id: 1, SHALLOW.id: 1} and snapshot.running == 3
@@ -128,7 +128,7 @@ def test_equal_prompts_of_a_fixed_plan_begin_together(olmoe: tuple[Adapter, Plan
     engine = still(olmoe)
     handles = [engine.submit(request(6, seed=seed, max_new_tokens=4)) for seed in range(3)]
     other = engine.submit(request(5, max_new_tokens=4))
-    engine.turn()
+    engine.step()
     assert [len(handle.tokens) for handle in handles] == [2, 2, 2] and not other.tokens
     driven(engine)
     for handle in (*handles, other):
@@ -139,15 +139,15 @@ def test_equal_prompts_of_a_fixed_plan_begin_together(olmoe: tuple[Adapter, Plan
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
 def test_mixed_plans_on_a_gpu(family: str) -> None:
     made = tiny.FAMILIES[family]().cuda()
-    adapter = adapter_of(made)
-    knobs, draw = PlanRuntime(adapter), random.Random(0)
+    adapter = get_adapter(made)
+    runtime, draw = PlanRuntime(adapter), random.Random(0)
     prompts, plans = [words(draw.randint(1, 20), at) for at in range(6)], PLANS
     if adapter.geometry.tiers:
         prompts, plans = images(family, 3)
     prompts = [{name: each.cuda() for name, each in inputs.items()} for inputs in prompts]
     engine = Engine(
-        adapter, knobs, plans=plans, max_tokens=96, prompts=(24, 48, 96), contexts=(32,), start=False
+        adapter, runtime, plans=plans, max_tokens=96, prompts=(24, 48, 96), contexts=(32,), start=False
     )
-    engine.warm(prompts[0] if adapter.geometry.tiers else None)
-    mixed(adapter, knobs, engine, arrivals(draw, prompts, plans, 40), draw)
-    assert engine.snapshot().recorded > 0 and engine.snapshot().unrecorded == ()
+    engine.warm_up(prompts[0] if adapter.geometry.tiers else None)
+    mixed(adapter, runtime, engine, arrivals(draw, prompts, plans, 40), draw)
+    assert engine.snapshot().captured > 0 and engine.snapshot().uncaptured == ()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.adapters import Adapter, adapter_of
+from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.cache import SlotCache
-from sparseflow.adaptive.engine.decode import decode_plan
+from sparseflow.adaptive.engine.decode import get_decode_plan
 from sparseflow.adaptive.engine.graphs import GraphCache
-from sparseflow.adaptive.engine.prefill.embedding import PromptEmbedder, at_decoder
+from sparseflow.adaptive.engine.prefill.embedding import PromptEmbedder, on_decoder_call
 from sparseflow.adaptive.engine.prefill.prefill import PrefillOutput, PrefillRunner
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
@@ -39,14 +39,14 @@ EXACT = 1e-10
 
 
 def prefill_of(
-    adapter: Adapter, knobs: PlanRuntime, sizes: tuple[int, ...] | None, tokens: int = 96
+    adapter: Adapter, runtime: PlanRuntime, sizes: tuple[int, ...] | None, tokens: int = 96
 ) -> PrefillRunner:
     device = next(adapter.decoder.parameters()).device
-    return PrefillRunner(adapter, knobs, GraphCache(device), tokens=tokens, sizes=sizes)
+    return PrefillRunner(adapter, runtime, GraphCache(device), tokens=tokens, sizes=sizes)
 
 
 def cache_of(adapter: Adapter, plan: Plan, *, slots: int = 3, tokens: int = 96) -> SlotCache:
-    key = decode_plan(plan, adapter.geometry)
+    key = get_decode_plan(plan, adapter.geometry)
     return SlotCache(key, adapter.geometry.depth, slots=slots, tokens=tokens, state=len(adapter.state))
 
 
@@ -60,19 +60,24 @@ def run(
     decide: Callable[[Tensor], Plan] | None = None,
 ) -> PrefillOutput:
     """Run a prompt of the highest tier."""
-    given = prefill.adapter.at_tier(inputs, plan.tier)
-    rows, images = range(len(given["input_ids"])), prefill.adapter.vision_tokens(given) > 0
+    given = prefill.adapter.reduce_to_tier(inputs, plan.tier)
+    rows, images = range(len(given["input_ids"])), prefill.adapter.count_vision_tokens(given) > 0
     return prefill.run(
-        given, plan.tier, plan.insertion_position, images=images, replan=replan,
-        decide=decide or (lambda token: plan), place=lambda plan: (cache, [cache.take() for _ in rows]),
-    )  # fmt: skip
+        given,
+        plan.tier,
+        plan.insertion_position,
+        images=images,
+        replan=replan,
+        decide=decide or (lambda token: plan),
+        allocate=lambda plan: (cache, [cache.allocate() for _ in rows]),
+    )
 
 
-def expected(adapter: Adapter, knobs: PlanRuntime, inputs: Any, plan: Plan) -> tuple[Tensor, Any]:
+def expected(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan) -> tuple[Tensor, Any]:
     """Logits and cache by the model's own forward."""
-    given = adapter.at_tier(inputs, plan.tier)
-    places, _ = adapter.positions(given)
-    with knobs.running(plan):
+    given = adapter.reduce_to_tier(inputs, plan.tier)
+    places, _ = adapter.compute_positions(given)
+    with runtime.use_plan(plan):
         found: Any = adapter.model(**{**given, "position_ids": places}, use_cache=True)
     return found.logits[:, -1], found.past_key_values
 
@@ -81,8 +86,8 @@ def expected(adapter: Adapter, knobs: PlanRuntime, inputs: Any, plan: Plan) -> t
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 @pytest.mark.parametrize("text", [DEEP, LATER, SHALLOW, NARROW])
 def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
-    with attached(family) as (adapter, knobs), torch.no_grad():
-        prefill = prefill_of(adapter, knobs, SIZES[how])
+    with attached(family) as (adapter, runtime), torch.no_grad():
+        prefill = prefill_of(adapter, runtime, SIZES[how])
         prompts: list[tuple[Any, Plan]] = [(words(5), text), (words(11, 1), text)]
         if adapter.geometry.tiers:
             prompts[1] = (tiny.prompt(model(family)), replace(text, tier="low"))
@@ -94,7 +99,7 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
             layer.keys.fill_(1e3)
             layer.values.fill_(1e3)
         for slot, (inputs, plan) in enumerate(prompts):
-            logits, own = expected(adapter, knobs, inputs, plan)
+            logits, own = expected(adapter, runtime, inputs, plan)
             found = run(prefill, inputs, plan, cache)
             assert (found.plan, found.slots, found.cache) == (plan, (slot,), cache)
             torch.testing.assert_close(found.logits, logits, rtol=0.0, atol=EXACT)
@@ -109,7 +114,7 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_second_controller_sees_the_latency_token(how: str) -> None:
-    with attached("llava_siglip") as (adapter, knobs), torch.no_grad():
+    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="low")
         inputs, seen = tiny.prompt(model("llava_siglip")), []
 
@@ -118,19 +123,21 @@ def test_the_second_controller_sees_the_latency_token(how: str) -> None:
             return plan
 
         with counted(adapter.blocks) as counts:
-            run(prefill_of(adapter, knobs, SIZES[how]), inputs, plan, cache_of(adapter, plan), decide=decide)
+            run(
+                prefill_of(adapter, runtime, SIZES[how]), inputs, plan, cache_of(adapter, plan), decide=decide
+            )
         if how == "whole":
             assert counts.attention == {0: 1, 1: 1, 4: 1} and counts.widths() == {0: 6, 1: 6, 4: 3}
         hidden: list[Any] = []
         hook = adapter.blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
-        expected(adapter, knobs, inputs, plan)
+        expected(adapter, runtime, inputs, plan)
         hook.remove()
         torch.testing.assert_close(seen, [hidden[0][0, -1]], rtol=0.0, atol=EXACT)
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
-    with attached("llava_siglip") as (adapter, knobs), torch.no_grad():
+    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan, asked = replace(SHALLOW, tier="low"), []
         before = replace(plan, insertion_position=1)
 
@@ -140,7 +147,7 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
 
         inputs, cache = tiny.prompt(model("llava_siglip")), cache_of(adapter, plan)
         found = run(
-            prefill_of(adapter, knobs, SIZES[how]),
+            prefill_of(adapter, runtime, SIZES[how]),
             inputs,
             before,
             cache,
@@ -149,20 +156,20 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
         )
         assert asked == [1] and found.plan == plan
         torch.testing.assert_close(
-            found.logits, expected(adapter, knobs, inputs, plan)[0], rtol=0.0, atol=EXACT
+            found.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
         )
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_decisions_must_fit_together(how: str) -> None:
-    with attached() as (adapter, knobs), torch.no_grad():
-        prefill, cache = prefill_of(adapter, knobs, SIZES[how]), cache_of(adapter, SHALLOW)
-        with pytest.raises(PlanError, match="decided"):
+    with attached() as (adapter, runtime), torch.no_grad():
+        prefill, cache = prefill_of(adapter, runtime, SIZES[how]), cache_of(adapter, SHALLOW)
+        with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: DEEP)
         with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, replan=lambda _: 9)
         wrong = replace(SHALLOW, top_k=7)
-        with pytest.raises(PlanError, match="top_k"):
+        with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: wrong)
         assert cache.count == 0
         with pytest.raises(PlanError):
@@ -170,26 +177,26 @@ def test_decisions_must_fit_together(how: str) -> None:
 
 
 def test_several_rows_at_once() -> None:
-    with attached("llava_siglip") as (adapter, knobs), torch.no_grad():
+    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="medium")
         inputs = tiny.prompt(model("llava_siglip"), rows=2)
         cache = cache_of(adapter, plan)
         # However it is asked for, several rows run whole.
-        found = run(prefill_of(adapter, knobs, (64, 96)), inputs, plan, cache)
+        found = run(prefill_of(adapter, runtime, (64, 96)), inputs, plan, cache)
         assert found.slots == (0, 1) and cache.lengths == (30, 30)
         torch.testing.assert_close(
-            found.logits, expected(adapter, knobs, inputs, plan)[0], rtol=0.0, atol=EXACT
+            found.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
         )
 
 
 def test_rotary_positions_of_images() -> None:
-    adapter = adapter_of(tiny.qwen3_vl_moe())
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(tiny.qwen3_vl_moe())
+    runtime = PlanRuntime(adapter)
     with torch.no_grad():
         plan = replace(DEEP, tier="high")
         module, name = adapter.state[0]
         found = run(
-            prefill_of(adapter, knobs, None),
+            prefill_of(adapter, runtime, None),
             tiny.prompt(model("qwen3_vl_moe")),
             plan,
             cache_of(adapter, plan),
@@ -200,23 +207,23 @@ def test_rotary_positions_of_images() -> None:
 
 
 def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
-    with attached("qwen3_vl_moe") as (adapter, knobs), torch.no_grad():
-        prefill = prefill_of(adapter, knobs, (32, 64))
+    with attached("qwen3_vl_moe") as (adapter, runtime), torch.no_grad():
+        prefill = prefill_of(adapter, runtime, (32, 64))
         inputs, plan = tiny.prompt(model("qwen3_vl_moe")), replace(DEEP, tier="high")
         with caplog.at_level(logging.INFO):
             run(prefill, inputs, plan, cache_of(adapter, plan))
             run(prefill, inputs, plan, cache_of(adapter, plan))
         assert caplog.text.count("deepstack_visual_embeds") == 1
         # Warming up finds that out, too, with all that the model asks for.
-        warmed = prefill_of(adapter, knobs, (32, 64))
-        for part in warmed.warm(plan, cache_of(adapter, plan), inputs):
+        warmed = prefill_of(adapter, runtime, (32, 64))
+        for part in warmed.warm_up(plan, cache_of(adapter, plan), inputs):
             part()
-        assert warmed._vision is not None and warmed._vision.refused is not None
+        assert warmed._embedder is not None and warmed._embedder.fallback_reason is not None
 
 
 def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
     made = tiny.olmoe()
-    adapter = adapter_of(made)
+    adapter = get_adapter(made)
 
     def scaled(module: Any, given: Any, named: dict[str, Any]) -> Any:
         """As architectures that scale embeddings within the decoder."""
@@ -225,20 +232,20 @@ def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogC
         return given, named | {"inputs_embeds": 3.0 * named["inputs_embeds"]}
 
     adapter.decoder.register_forward_pre_hook(scaled, with_kwargs=True)
-    knobs = PlanRuntime(adapter)
+    runtime = PlanRuntime(adapter)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
-        prefill = prefill_of(adapter, knobs, (8, 64))
+        prefill = prefill_of(adapter, runtime, (8, 64))
         assert "in parts their logits differ" in caplog.text
         found = run(prefill, words(5), SHALLOW, cache_of(adapter, SHALLOW))
         torch.testing.assert_close(
-            found.logits, expected(adapter, knobs, words(5), SHALLOW)[0], rtol=0.0, atol=EXACT
+            found.logits, expected(adapter, runtime, words(5), SHALLOW)[0], rtol=0.0, atol=EXACT
         )
 
 
 def entering(adapter: Adapter, inputs: Any) -> Tensor:
     """What enters the first block in the model's own forward."""
     seen: list[Tensor] = []
-    with at_decoder(adapter, lambda named: seen.append(named["inputs_embeds"])):
+    with on_decoder_call(adapter, lambda named: seen.append(named["inputs_embeds"])):
         adapter.model(**inputs)
     return seen[0]
 
@@ -260,7 +267,7 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
             lambda *given, **named: own.append(1) or masks(*given, **named),
         )
         for seed in range(4):
-            inputs = adapter.at_tier(
+            inputs = adapter.reduce_to_tier(
                 tiny.prompt(made, tokens=3 + seed, seed=seed), "medium" if seed % 2 else "low"
             )
             found = vision.embed(inputs, images=True)
@@ -268,7 +275,7 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
             torch.testing.assert_close(found, entering(adapter, inputs), rtol=0.0, atol=EXACT)
         # Once by the first, and in each forward here.
         assert len(own) == 1 + 4 and "get_placeholder_mask" not in vars(made.model)
-        work = vision.warm(adapter.at_tier(tiny.prompt(made), "medium"))
+        work = vision.warm_up(adapter.reduce_to_tier(tiny.prompt(made), "medium"))
         # 20 vision tokens, one after them, and nine words fit into two sizes.
         assert len(work) == 2
         for each in work:
@@ -281,17 +288,17 @@ def test_images_that_a_recording_would_see_otherwise(
 ) -> None:
     made = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
-        inputs = adapter.at_tier(tiny.prompt(made), "low")
+        inputs = adapter.reduce_to_tier(tiny.prompt(made), "low")
         for wrong, said in ((5, "would differ"), ("token", "TypeError")):
             vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), room(adapter, 32))
-            vision._image = wrong  # pyright: ignore[reportAttributeAccessIssue]
+            vision._image_token = wrong  # pyright: ignore[reportAttributeAccessIssue]
             if wrong == "token":
                 monkeypatch.setattr(GraphCache, "run", lambda self, key, body: body("unexpected"))
             for _ in range(2):
                 found = vision.embed(inputs, images=True)
                 assert found is not None
                 torch.testing.assert_close(found, entering(adapter, inputs), rtol=0.0, atol=EXACT)
-            assert said in caplog.text and vision._static is False
+            assert said in caplog.text and vision._can_capture is False
 
 
 @pytest.mark.parametrize("how", SIZES)
@@ -313,33 +320,33 @@ def test_a_model_that_gives_all_logits(how: str) -> None:
         )  # fmt: skip
 
     made.forward = forward
-    adapter = adapter_of(made)
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(made)
+    runtime = PlanRuntime(adapter)
     with torch.no_grad():
-        found = run(prefill_of(adapter, knobs, SIZES[how]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
-        with knobs.running(SHALLOW):
+        found = run(prefill_of(adapter, runtime, SIZES[how]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
+        with runtime.use_plan(SHALLOW):
             whole = made(input_ids=words(5)["input_ids"]).logits[:, -1]
         torch.testing.assert_close(found.logits, whole, rtol=0.0, atol=EXACT)
 
 
 def test_an_adapter_that_names_another_module() -> None:
     made = tiny.llava_siglip()
-    adapter = adapter_of(made)
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(made)
+    runtime = PlanRuntime(adapter)
     with torch.no_grad():
-        prefill = prefill_of(adapter, knobs, (64,))
+        prefill = prefill_of(adapter, runtime, (64,))
         adapter._decoder = torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ModelError, match="did not call its decoder"):
+        with pytest.raises(ModelError):
             run(prefill, tiny.prompt(made), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_model_stays_as_it_is(how: str) -> None:
     made = tiny.llava_siglip()
-    adapter = adapter_of(made)
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(made)
+    runtime = PlanRuntime(adapter)
     run(
-        prefill_of(adapter, knobs, None),
+        prefill_of(adapter, runtime, None),
         tiny.prompt(made),
         replace(DEEP, tier="low"),
         cache_of(adapter, DEEP),
@@ -347,9 +354,9 @@ def test_the_model_stays_as_it_is(how: str) -> None:
     before, forwards = parameters(made), {id(each): vars(each).get("forward") for each in made.modules()}
     hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
     with torch.no_grad():
-        prefill = prefill_of(adapter, knobs, SIZES[how])
+        prefill = prefill_of(adapter, runtime, SIZES[how])
         plan = replace(SHALLOW, tier="low")
-        for each in prefill.warm(plan, cache_of(adapter, plan)):
+        for each in prefill.warm_up(plan, cache_of(adapter, plan)):
             each()
         run(prefill, tiny.prompt(made), plan, cache_of(adapter, plan))
         with pytest.raises(ZeroDivisionError):
@@ -357,14 +364,14 @@ def test_the_model_stays_as_it_is(how: str) -> None:
     assert same(made, before)
     assert forwards == {id(each): vars(each).get("forward") for each in made.modules()}
     assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
-    knobs.remove()
+    runtime.remove()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tier", ["low", None])
 def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) -> None:
     made = tiny.llava_siglip().to(device)
-    adapter = adapter_of(made)
+    adapter = get_adapter(made)
     plan, order = replace(DEEP, tier=tier), []
 
     def decide(token: Tensor) -> Plan:
@@ -376,15 +383,24 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
             adapter, PlanRuntime(adapter), GraphCache(device), tokens=96, sizes=(16, 40, 96)
         )
         inputs = {name: each.to(device) for name, each in tiny.prompt(made).items()}
-        given = adapter.at_tier(inputs, tier) if tier else {"input_ids": torch.ones_like(inputs["input_ids"])}
+        given = (
+            adapter.reduce_to_tier(inputs, tier)
+            if tier
+            else {"input_ids": torch.ones_like(inputs["input_ids"])}
+        )
         cache = cache_of(adapter, DEEP)
         for _ in range(2):  # the first image runs by the model's own way, to be compared with
             order.clear()
             prefill.run(
-                given, plan.tier, plan.insertion_position, images=tier is not None,
-                replan=lambda position: position, decide=decide, place=lambda plan: (cache, [cache.take()]),
+                given,
+                plan.tier,
+                plan.insertion_position,
+                images=tier is not None,
+                replan=lambda position: position,
+                decide=decide,
+                allocate=lambda plan: (cache, [cache.allocate()]),
                 meanwhile=lambda: order.append("meanwhile"),
-            )  # fmt: skip
+            )
     assert order == (["decide"] if device == "cpu" else ["meanwhile", "decide"])
 
 
@@ -392,11 +408,11 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
     made = tiny.llava_siglip(dtype=dtype).cuda()
-    adapter = adapter_of(made)
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(made)
+    runtime = PlanRuntime(adapter)
     graphs = GraphCache("cuda")
     with torch.no_grad():
-        prefill = PrefillRunner(adapter, knobs, graphs, tokens=96, sizes=(16, 40, 96))
+        prefill = PrefillRunner(adapter, runtime, graphs, tokens=96, sizes=(16, 40, 96))
         for seed in range(2):
             for text in (DEEP, SHALLOW, NARROW):
                 cache = cache_of(adapter, text, slots=4)
@@ -405,7 +421,7 @@ def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
                     inputs = {name: each.cuda() for name, each in tiny.prompt(made, seed=seed).items()}
                     found = run(prefill, inputs, plan, cache)
                     tolerance = EXACT if dtype == torch.float64 else 1e-3
-                    logits = expected(adapter, knobs, inputs, plan)[0]
+                    logits = expected(adapter, runtime, inputs, plan)[0]
                     torch.testing.assert_close(found.logits, logits, rtol=tolerance, atol=tolerance)
-    assert not graphs.reasons
-    assert sum("image" in key for key in graphs.recorded if isinstance(key, tuple)) == 3
+    assert not graphs.failures
+    assert sum("image" in key for key in graphs.captured if isinstance(key, tuple)) == 3

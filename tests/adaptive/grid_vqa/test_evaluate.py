@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.controllers.language_features import language_features
+from sparseflow.adaptive.adapters import get_adapter
+from sparseflow.adaptive.controllers.language_features import mean_text_embedding
 from sparseflow.adaptive.grid_vqa.config import KINDS
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, accuracy, importance, outcomes
@@ -50,35 +50,35 @@ def model() -> torch.nn.Module:
 
 def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
     judged = outcomes(model, DATA, PLANS, split="test", count=12, batch_size=5)
-    adapter = adapter_of(model)
-    knobs = PlanRuntime(adapter)
+    adapter = get_adapter(model)
+    runtime = PlanRuntime(adapter)
     try:
         wanted = torch.zeros(12, len(PLANS))
         for at, sample in enumerate(DATA.samples("test", 12)):
             assert KINDS[judged.kinds[at]] == sample.kind
             for number, plan in enumerate(PLANS):
-                inputs = adapter.at_tier(sample.inputs, plan.tier)
-                with torch.no_grad(), knobs.running(plan):
+                inputs = adapter.reduce_to_tier(sample.inputs, plan.tier)
+                with torch.no_grad(), runtime.use_plan(plan):
                     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
                 answer = ids[0, inputs["input_ids"].shape[1] :].tolist()
                 whole = answer and answer[-1] == DATA.vocabulary.eos
                 wanted[at, number] = bool(whole) and DATA.vocabulary.text(answer) == sample.answer
     finally:
-        knobs.remove()
+        runtime.remove()
     assert torch.equal(judged.correct, wanted)
     assert 0.1 < wanted.mean() < 0.9, "a test of use has both"
 
 
 def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
     judged = outcomes(model, DATA, PLANS, split="test", count=6, batch_size=4)
-    adapter = adapter_of(model)
+    adapter = get_adapter(model)
     assert judged.tokens.shape == (6, 3, 3, 16) and judged.language.shape == (6, 16)
     for at, sample in enumerate(DATA.samples("test", 6)):
-        language = language_features(adapter, sample.inputs["input_ids"], sample.inputs["attention_mask"])
+        language = mean_text_embedding(adapter, sample.inputs["input_ids"], sample.inputs["attention_mask"])
         torch.testing.assert_close(judged.language[at], language[0])
         for number, tier in enumerate(("low", "medium", "high")):
             with torch.no_grad():
-                found = model(**adapter.at_tier(sample.inputs, tier), output_hidden_states=True).hidden_states
+                found = model(**adapter.reduce_to_tier(sample.inputs, tier), output_hidden_states=True).hidden_states
             for position in (1, 2, 3):
                 torch.testing.assert_close(
                     judged.tokens[at, number, position - 1], found[position][0, -1], rtol=1e-4, atol=1e-5
@@ -93,7 +93,7 @@ def test_plans_alone_and_together_are_the_same(model) -> None:
     assert torch.equal(judged.correct, together)
     scorer = VqaScorer(model, DATA, split="val", count=40, batch_size=13)
     assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
-    kinds = judged.by_kind(0, KINDS)
+    kinds = judged.accuracy_by_kind(0, KINDS)
     shares = {kind: float((judged.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
     assert set(kinds) == {"left", "list"}
     assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(together[:, 0].mean()))
@@ -107,7 +107,7 @@ def test_the_whole_space(model) -> None:
     assert lost[2] == pytest.approx(
         float(full - accuracy(model, DATA, [without], split="val", count=16).mean())
     )
-    space = PlanSpace.of(adapter_of(model).geometry, lost)
+    space = PlanSpace.from_importance(get_adapter(model).geometry, lost)
     told: list[float] = []
     judged = outcomes(
         model, DATA, space, count=16, batch_size=8, progress=lambda _, share: told.append(share)

@@ -39,7 +39,7 @@ def test_drawn_plans_cover_what_there_is() -> None:
     plans = [draw_plan(geometry, tier, random) for _ in range(1000) for tier in TIERS]
     for plan in plans:
         geometry.check(plan)
-        assert len(plan.blocks) in geometry.totals(plan.insertion_position)
+        assert len(plan.blocks) in geometry.block_counts(plan.insertion_position)
     assert len({(plan.insertion_position, len(plan.blocks)) for plan in plans}) == 15
     count = Counter(plan.top_k for plan in plans)
     assert len(count) == 5 and min(count.values()) > 0.8 * 3000 / len(count)

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.adapters.crops import expanded, nested_crops
+from sparseflow.adaptive.adapters import get_adapter
+from sparseflow.adaptive.adapters.crops import expand_placeholders, make_nested_crops
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import SETTINGS, build, load, save
 from sparseflow.errors import FileFormatError, InputError
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_reads_the_folder(folder: Path) -> None:
     plain = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    assert plain.dtype == torch.bfloat16 and adapter_of(plain).geometry.depth == 4
+    assert plain.dtype == torch.bfloat16 and get_adapter(plain).geometry.depth == 4
     model, tokenizer, settings = load(folder)
     assert settings == DATA.settings and model.dtype == torch.float32 and not model.training
     assert tokenizer.get_vocab() == DATA.vocabulary.tokenizer.get_vocab()
@@ -54,8 +54,8 @@ def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
             return_dict=True,
             return_tensors="pt",
         )
-        ids = expanded(prompt["input_ids"], model.config.image_token_index, 14 * settings.model.crop_tokens)
-        pixels = nested_crops(
+        ids = expand_placeholders(prompt["input_ids"], model.config.image_token_index, 14 * settings.model.crop_tokens)
+        pixels = make_nested_crops(
             torch.from_numpy(sample.canvas).permute(2, 0, 1), processor["size"]["height"],
             mean=processor["image_mean"], std=processor["image_std"],
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 pytest.importorskip("transformers")
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build
 from sparseflow.adaptive.grid_vqa.stack import ModelStack, steps_of
@@ -38,14 +38,14 @@ TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
     torch.manual_seed(0)
     model = loud(build(DATA.settings, DATA.vocabulary))
-    adapter, stack = adapter_of(model), ModelStack(model)
-    knobs = PlanRuntime(adapter)
+    adapter, stack = get_adapter(model), ModelStack(model)
+    runtime = PlanRuntime(adapter)
     for sample in DATA.samples("val", 2):
         inputs = sample.inputs | {"pixel_values": sample.inputs["pixel_values"].double()}
         text = inputs["input_ids"][:, 1 + 14 * stack.crop_tokens :]
         with torch.no_grad():
-            with knobs.running(plan):
-                wanted = model(**adapter.at_tier(inputs, plan.tier)).logits
+            with runtime.use_plan(plan):
+                wanted = model(**adapter.reduce_to_tier(inputs, plan.tier)).logits
             vision = stack.project(stack.see(inputs["pixel_values"][None]))
             found = stack.answers(plan, vision, text)
         assert wanted.abs().max() > 1.0

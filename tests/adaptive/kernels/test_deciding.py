@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparseflow.adaptive.kernels.policy_inference import cpu
-from sparseflow.adaptive.predictor.calibration import FLOOR, scatter
+from sparseflow.adaptive.predictor.calibration import MIN_RELATIVE_SCALE, residual_scale
 
 
 @pytest.mark.parametrize("loads", [1, 3])
@@ -22,15 +22,15 @@ def test_expected(loads: int, plans: int, way: float) -> None:
     )
     first, later = factors[0][:, None], factors[1][:, None]
     middle = prefill * first + rest * later
-    spread = scatter(spreads[:, None], prefill * first, step * later, rest * later)
+    spread = residual_scale(spreads[:, None], prefill * first, step * later, rest * later)
     high = middle + margins[:, None] * spread
     for low in range(loads - (way > 0.0)):
         expected = []
         for times in (np.maximum.accumulate(each, axis=0) for each in (middle, high)):
             upper = times[min(low + 1, loads - 1)]
             expected.append(times[low] + way * (upper - times[low]) + 2.5)
-        found = cpu.expected(
-            prefill, step, rest, factors[0], factors[1], margins, spreads, FLOOR, low, way, 2.5
+        found = cpu.predict_quantiles(
+            prefill, step, rest, factors[0], factors[1], margins, spreads, MIN_RELATIVE_SCALE, low, way, 2.5
         )
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -41,7 +41,7 @@ def test_with_room() -> None:
         (1.0, 9.0, [1]), (1.0, 30.0, [1]), (1.0, 60.0, [1, 2]), (0.5, 30.0, [1, 2]), (2.0, 61.0, [1]),
         (0.05, 2.0, [1]),  # tokens are whole: of 1.5 there are 2, of 3 there are 3
     ):  # fmt: skip
-        found = cpu.with_room(vision, images, allowed, most)
+        found = cpu.select_with_capacity(vision, images, allowed, most)
         assert np.flatnonzero(found).tolist() == expected
 
 
@@ -50,8 +50,8 @@ def test_mean_word(width: int) -> None:
     vectors = np.random.default_rng(width).normal(size=(3, width)).astype(np.float32)
     rows, left_out = np.array([-1, 0, -1, 2, 1]), np.array([9, 0])
     found = np.empty(width, np.float32)
-    assert cpu.mean_word(np.array([9, 1, 3, 3, 0]), left_out, rows, vectors, found) == 3
+    assert cpu.mean_embedding(np.array([9, 1, 3, 3, 0]), left_out, rows, vectors, found) == 3
     np.testing.assert_allclose(found, (vectors[0] + 2.0 * vectors[2]) / 3.0, rtol=1e-5)
-    assert cpu.mean_word(np.array([9, 9]), left_out, rows, vectors, found) == 0
+    assert cpu.mean_embedding(np.array([9, 9]), left_out, rows, vectors, found) == 0
     for unknown in (2, 5, -1):
-        assert cpu.mean_word(np.array([1, unknown]), left_out, rows, vectors, found) == cpu.UNKNOWN
+        assert cpu.mean_embedding(np.array([1, unknown]), left_out, rows, vectors, found) == cpu.UNKNOWN

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels of experts need triton")
 
 from sparseflow.adaptive.kernels.experts import triton as kernels
 from sparseflow.adaptive.kernels.experts.reference import experts as reference
-from sparseflow.adaptive.kernels.experts.triton import MOST, experts, fits
+from sparseflow.adaptive.kernels.experts.triton import MAX_TOKENS, experts, fits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -90,7 +90,7 @@ def test_no_tokens() -> None:
 def test_what_fits() -> None:
     x, _, _, gate_up, down = given(2, 1, 2, 16, 8, torch.float32)
     assert fits(x, gate_up, down)
-    assert not fits(torch.zeros(MOST + 1, 16), gate_up, down)
+    assert not fits(torch.zeros(MAX_TOKENS + 1, 16), gate_up, down)
     assert not fits(x.half(), gate_up, down)
     assert not fits(x, gate_up.transpose(1, 2), down)
     assert not fits(x, gate_up[:, :-2], down)
@@ -98,6 +98,6 @@ def test_what_fits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("n", [1, 8, MOST])
+@pytest.mark.parametrize("n", [1, 8, MAX_TOKENS])
 def test_sizes_of_a_real_model(dtype: torch.dtype, n: int) -> None:
     check(*given(n, 8, 64, 2048, 1024, dtype))

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from sparseflow.adaptive.kernels.experts import dense
-from sparseflow.adaptive.kernels.experts.dense import experts, pays
+from sparseflow.adaptive.kernels.experts.dense import experts, is_profitable
 from sparseflow.adaptive.kernels.experts.reference import experts as reference
 from tests.adaptive.kernels.test_experts import SHAPES, given
 
@@ -55,8 +55,8 @@ def test_an_expert_that_was_not_chosen_may_overflow() -> None:
 
 def test_it_pays_for_small_experts_only() -> None:
     small, large = torch.empty(16, 96, 160), torch.empty(64, 2048, 2048, device="meta")
-    assert pays(3600, 8, small) and not pays(2_000_000, 8, small)
-    assert not pays(432, 8, large) and pays(10**4, 64, torch.empty(64, 8, 8))
+    assert is_profitable(3600, 8, small) and not is_profitable(2_000_000, 8, small)
+    assert not is_profitable(432, 8, large) and is_profitable(10**4, 64, torch.empty(64, 8, 8))
 
 
 @pytest.mark.gpu

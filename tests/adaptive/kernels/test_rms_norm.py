@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from sparseflow.adaptive.kernels.rms_norm.reference import rms_norm as reference
-from sparseflow.adaptive.kernels.rms_norm.triton import WIDEST, fits, rms_norm
+from sparseflow.adaptive.kernels.rms_norm.triton import MAX_WIDTH, fits, rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -49,7 +49,7 @@ def test_what_fits() -> None:
     x = drawn(2, 8)
     assert fits(x, x[0]) and fits(x.half(), x[0].half())
     assert not fits(x.double(), x[0].double()) and not fits(x, x[0].half())
-    assert not fits(x.expand(2, 2, 8)[:1, :1, :1].expand(1, 1, WIDEST + 1), x[0])
+    assert not fits(x.expand(2, 2, 8)[:1, :1, :1].expand(1, 1, MAX_WIDTH + 1), x[0])
 
 
 @pytest.mark.gpu

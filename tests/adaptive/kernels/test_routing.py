@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from sparseflow.adaptive.kernels.routing.reference import top_experts as reference
-from sparseflow.adaptive.kernels.routing.triton import MOST_EXPERTS, fits, top_experts
+from sparseflow.adaptive.kernels.routing.triton import MAX_EXPERTS, fits, top_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -59,7 +59,7 @@ def test_what_fits() -> None:
     logits = drawn(2, 8)
     assert fits(logits, 8) and fits(logits.half(), 1)
     assert not fits(logits, 9) and not fits(logits, 0) and not fits(logits.double(), 2)
-    assert not fits(drawn(2, MOST_EXPERTS + 1), 2) and not fits(logits.T, 2)
+    assert not fits(drawn(2, MAX_EXPERTS + 1), 2) and not fits(logits.T, 2)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import pytest
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.profile import Measurement, PlanProfile
 
-FILE = Path(__file__).resolve().parents[2] / "results" / "adaptive" / "profile-cuda.parquet"
+FILE = Path(__file__).resolve().parents[3] / "results" / "adaptive" / "profile-cuda.parquet"
 
 Way = tuple[int, float, int]
 """Batch, load, new tokens."""
@@ -25,13 +25,13 @@ Held = dict[Way, list[tuple[Measurement, float]]]
 @pytest.fixture(scope="module")
 def held_out() -> Held:
     """Requests of plans that the predictor had not seen, each with its predicted median."""
-    profile = PlanProfile.read(FILE)
-    plans = np.random.default_rng(0).permutation(sorted({visit.plan.id for visit in profile.timed}))
+    profile = PlanProfile.load(FILE)
+    plans = np.random.default_rng(0).permutation(sorted({visit.plan.id for visit in profile.successful}))
     found: Held = defaultdict(list)
     for part in (set(plans[::2].tolist()), set(plans[1::2].tolist())):
-        known = tuple(visit for visit in profile.timed if visit.plan.id not in part)
-        predictor = PlanLatencyPredictor.fit(replace(profile, visits=known))
-        unknown = [visit for visit in profile.timed if visit.plan.id in part]
+        known = tuple(visit for visit in profile.successful if visit.plan.id not in part)
+        predictor = PlanLatencyPredictor.fit(replace(profile, measurements=known))
+        unknown = [visit for visit in profile.successful if visit.plan.id in part]
         for tokens in (1, 2, 4, 7):
             asks = [
                 LatencyQuery(

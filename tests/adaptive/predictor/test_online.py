@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
-from sparseflow.adaptive.predictor.online import WINDOW, ConformalMargin, DriftCorrection, RunningMedian
-from sparseflow.adaptive.profile import collect_profile, spread
+from sparseflow.adaptive.predictor.online import WINDOW_SIZE, ConformalMargin, DriftCorrection, RunningMedian
+from sparseflow.adaptive.profile import collect_profile, select_representative_plans
 from sparseflow.errors import InputError
 from tests.adaptive.fake_runner import FakeRunner, space
 
@@ -28,9 +28,9 @@ def content() -> dict[str, object]:
     runner = FakeRunner()
     with TemporaryDirectory() as scratch:
         data = collect_profile(
-            runner, SPACE, Path(scratch) / "p.parquet", buckets=(16, 128), plans=spread(SPACE, 18),
-            loads=(0.0, 0.7), repeats=3, steps=6, load=runner.busy, warmup=0,
-        )  # fmt: skip
+            runner, SPACE, Path(scratch) / "p.parquet", text_tokens=(16, 128), plans=select_representative_plans(SPACE, 18),
+            loads=(0.0, 0.7), rounds=3, decode_steps=6, background=runner.apply_load, warmup_runs=0,
+        )
     return PlanLatencyPredictor.fit(data).to_dict()
 
 
@@ -92,7 +92,7 @@ def scores(kind: str, generator: np.random.Generator, count: int) -> np.ndarray:
 @pytest.mark.parametrize("miss", [0.01, 0.05])
 def test_margins_are_missed_as_often_as_they_may(kind: str, seed: int, miss: float) -> None:
     generator = np.random.default_rng(seed)
-    kept, missed = ConformalMargin(miss, generator.normal(size=WINDOW)), []
+    kept, missed = ConformalMargin(miss, generator.normal(size=WINDOW_SIZE)), []
     for score in scores(kind, generator, 4000):
         missed.append(bool(score > kept.value))
         kept.add(float(score), missed=missed[-1])
@@ -103,7 +103,7 @@ def test_margins_are_missed_as_often_as_they_may(kind: str, seed: int, miss: flo
 def test_without_adapting_a_wider_machine_is_missed_often() -> None:
     # What the adaptation is worth: the margin of a profile, on a machine that scatters five times as much.
     generator = np.random.default_rng(0)
-    fixed = ConformalMargin(0.01, generator.normal(size=WINDOW)).value
+    fixed = ConformalMargin(0.01, generator.normal(size=WINDOW_SIZE)).value
     assert np.mean(scores("wider", generator, 4000)[2000:] > fixed) > 0.2
 
 
@@ -136,19 +136,19 @@ def test_outliers_move_margins_and_not_medians() -> None:
 def test_phases_are_corrected_each_by_its_own_error() -> None:
     found = PlanLatencyPredictor.from_dict(content())
     ask = LatencyQuery(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=11)
-    before = {name: low[0] for name, (low, _) in found.phases([ask]).items()}
+    before = {name: low[0] for name, (low, _) in found.predict_phases([ask]).items()}
     for _ in range(100):
         found.observe(
             ask, 2.0 * before["prefill"] + 10 * before["decode"], prefill_ms=2.0 * before["prefill"]
         )
-    after = {name: low[0] for name, (low, _) in found.phases([ask]).items()}
+    after = {name: low[0] for name, (low, _) in found.predict_phases([ask]).items()}
     assert after["prefill"] == pytest.approx(2.0 * before["prefill"], rel=0.02)
     assert after["decode"] == pytest.approx(before["decode"], rel=0.02)
     # A request of one token tells nothing of steps.
     single = LatencyQuery(plan=SPACE.plans[50], text_tokens=64, images=1, new_tokens=1)
     for _ in range(100):
         found.observe(single, before["prefill"])
-    again = {name: low[0] for name, (low, _) in found.phases([ask]).items()}
+    again = {name: low[0] for name, (low, _) in found.predict_phases([ask]).items()}
     assert again["prefill"] == pytest.approx(before["prefill"], rel=0.02)
     assert again["decode"] == after["decode"]
 
@@ -200,7 +200,7 @@ def test_what_was_learnt_can_be_given_up() -> None:
     assert last[0] == pytest.approx(given[0], rel=0.05)
     found.forget(1.0)
     assert [each[0] for each in found.predict([ask])] == pytest.approx(given)
-    with pytest.raises(InputError, match="share"):
+    with pytest.raises(InputError, match="fraction"):
         found.forget(1.5)
 
 
@@ -210,9 +210,9 @@ def test_a_margin_gives_up_the_latest_scores_last() -> None:
         kept.add(score, missed=False)
     assert kept.value == 1.0
     kept.forget(0.5)
-    assert kept.value == 1.0 and 50.0 not in kept.to_dict()["scores"]
+    assert kept.value == 1.0 and 50.0 not in kept.state.scores
     kept.forget(1.0)
-    assert kept.value == 0.0 and kept.to_dict() == ConformalMargin(0.05, np.zeros(100)).to_dict()
+    assert kept.value == 0.0 and kept.state.scores.tolist() == [0.0] * 100 and kept.state.miss_rate == 0.05
 
 
 def test_a_crowd_that_met_an_idle_machine_is_not_remembered_for_ever() -> None:
@@ -243,22 +243,22 @@ def test_waiting_is_not_taken_for_work() -> None:
 
 def test_a_middle_is_a_weighted_median() -> None:
     found = RunningMedian()
-    assert found.value(0.3) == 0.3
+    assert found.compute(0.3) == 0.3
     generator = np.random.default_rng(0)
     drawn = generator.normal(1.0, 0.1, 500)
     for each in drawn:
         found.add(each, 1.0)
-    assert found.value(0.0) == pytest.approx(np.median(drawn[-40:]), abs=0.05)
-    assert RunningMedian.from_dict(found.to_dict()).value(0.0) == found.value(0.0)
+    assert found.compute(0.0) == pytest.approx(np.median(drawn[-40:]), abs=0.05)
+    assert RunningMedian(found.state).compute(0.0) == found.compute(0.0)
     # Nothing is so far off that it would be believed.
     for _ in range(100):
         found.add(50.0, 1.0)
-    assert found.value(0.0) <= math.log(20.0)
+    assert found.compute(0.0) <= math.log(20.0)
 
 
 def test_factors_are_one_before_anything_is_seen() -> None:
     found = DriftCorrection(3)
-    assert found.values.tolist() == [1.0, 1.0, 1.0]
+    assert found.factors.tolist() == [1.0, 1.0, 1.0]
     found.add(2.0, np.array([0.0, 1.0, 0.0]))
-    assert 1.0 < found.values[1] < 2.0 and 1.0 < found.values[0] < found.values[1]
-    assert DriftCorrection.from_dict(found.to_dict()).values.tolist() == found.values.tolist()
+    assert 1.0 < found.factors[1] < 2.0 and 1.0 < found.factors[0] < found.factors[1]
+    assert DriftCorrection.from_state(found.state).factors.tolist() == found.factors.tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.predictor.features import FeatureBuilder, PaddingBuckets
-from sparseflow.adaptive.profile import RequestTimes, collect_profile, spread
+from sparseflow.adaptive.profile import RequestTimes, collect_profile, select_representative_plans
 from tests.adaptive.fake_runner import VISION, FakeRunner, space
 
 SIZES = {"prompts": [16, 32, 64], "contexts": [8, 32, 64]}
@@ -20,26 +20,26 @@ def up(sizes: list[int], tokens: int) -> int:
 
 
 def test_prompts_are_filled_up() -> None:
-    filling = PaddingBuckets.of(SIZES)
+    filling = PaddingBuckets.from_config(SIZES)
     tokens = np.arange(1.0, 90.0)
-    assert filling.prompt(tokens).tolist() == [up(SIZES["prompts"], int(each)) for each in tokens]
+    assert filling.pad_prompts(tokens).tolist() == [up(SIZES["prompts"], int(each)) for each in tokens]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 30])
 def test_attention_is_rounded_up_step_by_step(steps: int) -> None:
-    filling = PaddingBuckets.of(SIZES)
+    filling = PaddingBuckets.from_config(SIZES)
     tokens = np.arange(1.0, 64.0 - steps)
     expected = [
         np.mean([up(SIZES["contexts"], int(each) + at) for at in range(1, max(steps, 1) + 1)])
         for each in tokens
     ]
-    np.testing.assert_allclose(filling.context(tokens, np.full(len(tokens), float(steps))), expected)
+    np.testing.assert_allclose(filling.mean_context(tokens, np.full(len(tokens), float(steps))), expected)
 
 
 def test_without_sizes_nothing_is_rounded() -> None:
-    filling, tokens = PaddingBuckets.of({"runner": "eager"}), np.array([3.0, 7.0])
-    assert filling.prompt(tokens).tolist() == [3.0, 7.0]
-    assert filling.context(tokens, np.array([4.0, 0.0])).tolist() == [5.5, 7.5]
+    filling, tokens = PaddingBuckets.from_config({"runner": "eager"}), np.array([3.0, 7.0])
+    assert filling.pad_prompts(tokens).tolist() == [3.0, 7.0]
+    assert filling.mean_context(tokens, np.array([4.0, 0.0])).tolist() == [5.5, 7.5]
 
 
 class Stairs(FakeRunner):
@@ -56,7 +56,7 @@ class Stairs(FakeRunner):
 
 
 def test_a_share_of_an_image_has_whole_tokens() -> None:
-    plans, filling = space(), PaddingBuckets.of({"prompts": [256, 512]})
+    plans, filling = space(), PaddingBuckets.from_config({"prompts": [256, 512]})
     plan = plans.plans[-1]
     assert plan.tier == "high"
     # Exactly a size, whatever a division makes of it: not filled up to the next one.
@@ -64,22 +64,22 @@ def test_a_share_of_an_image_has_whole_tokens() -> None:
         LatencyQuery(plan=plan, text_tokens=256 - vision, images=vision / VISION["high"], new_tokens=1)
         for vision in range(1, 257)
     ]
-    describer = FeatureBuilder(plans.geometry, VISION, plans.plans, filling, stretches=1)
-    assert set(describer.of(asks).prompt) == {256.0}
+    describer = FeatureBuilder(plans.geometry, VISION, plans.plans, filling, num_buckets=1)
+    assert set(describer.build(asks).prompt) == {256.0}
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_stairs_are_predicted_where_they_are_known(told: bool, tmp_path: Path) -> None:
     runner = Stairs()
     if told:
-        runner.how = {"runner": "engine", "prompts": list(Stairs.sizes), "contexts": []}
+        runner.config = {"runner": "engine", "prompts": list(Stairs.sizes), "contexts": []}
     plans = space()
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, plans, tmp_path / "p.parquet", buckets=(10, 100, 250, 400), plans=spread(plans, 9),
-            repeats=1, steps=1, warmup=0,
+            runner, plans, tmp_path / "p.parquet", text_tokens=(10, 100, 250, 400), plans=select_representative_plans(plans, 9),
+            rounds=1, decode_steps=1, warmup_runs=0,
         )
-    )  # fmt: skip
+    )
     worst = 0.0
     for plan in plans.plans[::23]:
         for text in (20, 60, 180, 240, 300):

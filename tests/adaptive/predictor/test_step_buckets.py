@@ -10,8 +10,17 @@ import pytest
 
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
-from sparseflow.adaptive.predictor.features import before, counts, stretches
-from sparseflow.adaptive.profile import PlanProfile, RequestTimes, collect_profile, spread
+from sparseflow.adaptive.predictor.features import (
+    count_step_buckets,
+    count_steps_per_bucket,
+    get_bucket_start,
+)
+from sparseflow.adaptive.profile import (
+    PlanProfile,
+    RequestTimes,
+    collect_profile,
+    select_representative_plans,
+)
 from tests.adaptive.fake_runner import FakeRunner, space
 
 SPACE = space()
@@ -19,18 +28,18 @@ SPACE = space()
 
 def test_every_step_is_in_one_stretch() -> None:
     steps = np.arange(40.0)
-    found = counts(steps, 4)
+    found = count_steps_per_bucket(steps, 4)
     assert (found.sum(axis=0) == steps).all()
     assert found[:, 6].tolist() == [1.0, 2.0, 3.0, 0.0] and found[:, 39].tolist() == [1.0, 2.0, 4.0, 32.0]
-    assert counts(np.array(5.0), 2).tolist() == [1.0, 4.0]
-    assert counts(steps[:, None], 3).shape == (3, 40, 1)
+    assert count_steps_per_bucket(np.array(5.0), 2).tolist() == [1.0, 4.0]
+    assert count_steps_per_bucket(steps[:, None], 3).shape == (3, 40, 1)
 
 
 def test_the_last_stretch_was_measured_well() -> None:
-    assert [stretches(steps) for steps in (1, 2, 4, 5, 10, 11, 16, 23)] == [1, 2, 2, 3, 3, 4, 4, 5]
+    assert [count_step_buckets(steps) for steps in (1, 2, 4, 5, 10, 11, 16, 23)] == [1, 2, 2, 3, 3, 4, 4, 5]
     for steps in range(1, 200):
-        last = stretches(steps) - 1
-        assert 2 * (steps - before(last)) >= before(last)
+        last = count_step_buckets(steps) - 1
+        assert 2 * (steps - get_bucket_start(last)) >= get_bucket_start(last)
 
 
 class Meeting(FakeRunner):
@@ -52,10 +61,10 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
     runner = Meeting(noise=0.01)
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 20),
-            loads=(0.0, 0.7), repeats=8, steps=10, load=runner.busy, warmup=0,
+            runner, SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 20),
+            loads=(0.0, 0.7), rounds=8, decode_steps=10, background=runner.apply_load, warmup_runs=0,
         )
-    )  # fmt: skip
+    )
     plan = SPACE.plans[100]
     runner.load = 0.7
     # Of three tokens three quarters meet nobody, of eleven a quarter.
@@ -69,9 +78,9 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
 def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
     def profiled(steps: int, plans: int) -> PlanProfile:
         return collect_profile(
-            FakeRunner(), SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 20)[:plans],
-            repeats=2, steps=steps, warmup=0,
-        )  # fmt: skip
+            FakeRunner(), SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 20)[:plans],
+            rounds=2, decode_steps=steps, warmup_runs=0,
+        )
 
     profiled(4, 20)
     found = PlanLatencyPredictor.fit(profiled(12, 1))
@@ -84,10 +93,10 @@ def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Pa
     runner = FakeRunner()
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, SPACE, tmp_path / "p.parquet", buckets=(16, 64), plans=spread(SPACE, 10), loads=(0.7,),
-            repeats=2, steps=3, load=runner.busy, warmup=0,
+            runner, SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 10), loads=(0.7,),
+            rounds=2, decode_steps=3, background=runner.apply_load, warmup_runs=0,
         )
-    )  # fmt: skip
+    )
     size: dict[str, Any] = {"text_tokens": 40, "images": 1, "new_tokens": 3}
     ask = LatencyQuery(plan=SPACE.plans[100], **size)
     assert found.predict_all(**size)[0][100] == pytest.approx(found.predict([ask])[0][0])

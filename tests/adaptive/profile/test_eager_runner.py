@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
-from sparseflow.adaptive.profile import EagerRunner, PlanProfile, ProfileRunner, collect_profile, model_id
+from sparseflow.adaptive.profile import (
+    EagerRunner,
+    PlanProfile,
+    ProfileRunner,
+    collect_profile,
+    compute_model_id,
+)
 from sparseflow.errors import InputError, PlanError
 from tests.adaptive import tiny
 from tests.adaptive.counting import counted
@@ -22,9 +28,9 @@ FLOAT = torch.float32
 
 
 def runner_of(model: Any, **given: Any) -> EagerRunner:
-    knobs = PlanRuntime(adapter_of(model))
-    example = tiny.prompt(model) if knobs.geometry.tiers else None
-    return EagerRunner(knobs, **{"device": "cpu", "example": example} | given)
+    runtime = PlanRuntime(get_adapter(model))
+    example = tiny.prompt(model) if runtime.geometry.tiers else None
+    return EagerRunner(runtime, **{"device": "cpu", "example": example} | given)
 
 
 class Seen:
@@ -47,7 +53,7 @@ class Seen:
 def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
     runner, seen = runner_of(model), Seen(model)
-    geometry = adapter_of(model).geometry
+    geometry = get_adapter(model).geometry
     plan = Plan(tier="medium" if geometry.tiers else None, insertion_position=2, top_k=3, blocks=(0, 1, 3, 5))
     timed = runner.run(plan, 17, steps=4, batch=batch)
     prompt = 17 + (runner.vision_tokens[plan.tier] if plan.tier else 0)
@@ -60,7 +66,7 @@ def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) ->
 @pytest.mark.parametrize("family", ["olmoe", "llava_siglip", "qwen3_vl_moe"])
 def test_only_the_blocks_of_a_plan_run(family: str) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
-    runner, blocks = runner_of(model), adapter_of(model).blocks
+    runner, blocks = runner_of(model), get_adapter(model).blocks
     with counted(blocks) as counts:
         runner.run(Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5)), 6, steps=2)
     assert counts.attention == {0: 3, 2: 3, 5: 3}
@@ -71,8 +77,12 @@ def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
     model = tiny.llava_siglip(dtype=FLOAT)
     runner = runner_of(model)
     assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
-    assert isinstance(runner, EagerRunner) and runner.model_id == model_id(model) and runner.device == "cpu"
-    assert runner.how == {"runner": "eager", "dtype": "float32", "attention": "sdpa", "experts": "eager"}
+    assert (
+        isinstance(runner, EagerRunner)
+        and runner.model_id == compute_model_id(model)
+        and runner.device == "cpu"
+    )
+    assert runner.config == {"runner": "eager", "dtype": "float32", "attention": "sdpa", "experts": "eager"}
     _protocol: ProfileRunner = runner
     assert _protocol is runner
 
@@ -80,7 +90,7 @@ def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
 def test_words_mean_nothing_special_and_differ() -> None:
     model = tiny.qwen3_vl_moe(dtype=FLOAT)
     runner, seen = runner_of(model), Seen(model)
-    full = adapter_of(model).geometry.full(images=False)
+    full = get_adapter(model).geometry.full_plan(images=False)
     runner.run(full, 400, steps=0)
     runner.run(full, 400, steps=0)
     first, second = seen.ids
@@ -95,51 +105,51 @@ def test_words_mean_nothing_special_and_differ() -> None:
 def test_prompts_may_be_shorter_than_the_example() -> None:
     model = tiny.llava_siglip(dtype=FLOAT)
     runner, seen = runner_of(model), Seen(model)
-    plan = adapter_of(model).geometry.full()
+    plan = get_adapter(model).geometry.full_plan()
     runner.run(plan, 1, steps=0)
     assert seen.calls[0][1] == 57
     before = tiny.prompt(model)
     before["input_ids"] = before["input_ids"].flip(1)
-    with pytest.raises(InputError, match="would cut the image off: the example has 10 text tokens"):
+    with pytest.raises(InputError, match="10 text tokens"):
         EagerRunner(
-            PlanRuntime(adapter_of(tiny.llava_siglip(dtype=FLOAT))), device="cpu", example=before
+            PlanRuntime(get_adapter(tiny.llava_siglip(dtype=FLOAT))), device="cpu", example=before
         ).run(plan, 3, steps=0)
 
 
 def test_bad_requests_and_examples_are_refused() -> None:
     model = tiny.llava_siglip(dtype=FLOAT)
-    knobs = PlanRuntime(adapter_of(model))
-    full = knobs.geometry.full()
-    bare = EagerRunner(knobs, device="cpu")
+    runtime = PlanRuntime(get_adapter(model))
+    full = runtime.geometry.full_plan()
+    bare = EagerRunner(runtime, device="cpu")
     assert not bare.vision_tokens
-    with pytest.raises(InputError, match="needs an image, and the runner was given no `example`"):
+    with pytest.raises(InputError, match="`example`"):
         bare.run(full, 5, steps=1)
     for text, steps, batch in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
         with pytest.raises(InputError, match="must be at least 1"):
             bare.run(full, text, steps=steps, batch=batch)
-    with pytest.raises(InputError, match="must be one request"):
-        EagerRunner(knobs, device="cpu", example=tiny.prompt(model, rows=2))
-    with pytest.raises(InputError, match="has no image"):
-        EagerRunner(knobs, device="cpu", example=tiny.text())
+    with pytest.raises(InputError, match="`example`"):
+        EagerRunner(runtime, device="cpu", example=tiny.prompt(model, rows=2))
+    with pytest.raises(InputError, match="`example`"):
+        EagerRunner(runtime, device="cpu", example=tiny.text())
     with pytest.raises(PlanError):
         bare.run(Plan(tier=None, insertion_position=1, top_k=7, blocks=(0,)), 5, steps=1)
-    with pytest.raises(InputError, match=r"`device` \(=cuda\) must be where the model is: cpu"):
-        EagerRunner(knobs, device="cuda")
+    with pytest.raises(InputError, match=r"`device` \(=cuda\).*cpu"):
+        EagerRunner(runtime, device="cuda")
     model.train()
     with pytest.raises(InputError, match="training mode"):
-        EagerRunner(knobs, device="cpu")
+        EagerRunner(runtime, device="cpu")
 
 
 def test_a_real_model_is_profiled(tmp_path: Path) -> None:
     model = tiny.llava_siglip(depth=3, top_k=2, experts=3, dtype=FLOAT)
     runner = runner_of(model)
-    space = PlanSpace.of(adapter_of(model).geometry, [3.0, 2.0, 1.0])
+    space = PlanSpace.from_importance(get_adapter(model).geometry, [3.0, 2.0, 1.0])
     plans = [space.plans[0], space.plans[-1]]
     found = collect_profile(
-        runner, space, tmp_path / "p.parquet", buckets=(5,), plans=plans, repeats=1, steps=2
+        runner, space, tmp_path / "p.parquet", text_tokens=(5,), plans=plans, rounds=1, decode_steps=2
     )
-    assert [len(visit.steps_ms) for visit in found.visits] == [2, 2]
-    PlanProfile.read(tmp_path / "p.parquet").check(model_id(model), "cpu")
+    assert [len(visit.steps_ms) for visit in found.measurements] == [2, 2]
+    PlanProfile.load(tmp_path / "p.parquet").check(compute_model_id(model), "cpu")
 
 
 def trained(model: Any) -> Any:
@@ -158,19 +168,21 @@ def trained(model: Any) -> Any:
 )
 def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
     model = tiny.llava_siglip(dtype=FLOAT)
-    before = model_id(model)
-    assert model_id(changed(model)) == before == model_id(tiny.llava_siglip(dtype=FLOAT, seed=5))
+    before = compute_model_id(model)
+    assert (
+        compute_model_id(changed(model)) == before == compute_model_id(tiny.llava_siglip(dtype=FLOAT, seed=5))
+    )
 
 
 def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
     for made in tiny.FAMILIES.values():
         model = made(dtype=FLOAT)
-        before = model_id(model)
-        knobs = PlanRuntime(adapter_of(model))
-        assert model_id(model) == before
-        knobs.remove()
+        before = compute_model_id(model)
+        runtime = PlanRuntime(get_adapter(model))
+        assert compute_model_id(model) == before
+        runtime.remove()
         model.save_pretrained(tmp_path)
-        assert model_id(type(model).from_pretrained(tmp_path)) == before
+        assert compute_model_id(type(model).from_pretrained(tmp_path)) == before
 
 
 def test_other_models_are_others() -> None:
@@ -179,17 +191,17 @@ def test_other_models_are_others() -> None:
         tiny.olmoe(experts=9, dtype=FLOAT), tiny.olmoe(dtype=torch.bfloat16), tiny.mixtral(dtype=FLOAT),
         tiny.llava_siglip(dtype=FLOAT), tiny.llava_clip(dtype=FLOAT), nn.Linear(2, 3), nn.Linear(2, 4),
     ]  # fmt: skip
-    assert len({model_id(model) for model in made}) == len(made)
+    assert len({compute_model_id(model) for model in made}) == len(made)
 
 
 def test_a_limit_of_tokens_is_told_and_kept() -> None:
     runner = runner_of(tiny.llava_siglip(dtype=FLOAT), max_tokens=40)
-    assert runner.how["max_tokens"] == 40
-    assert "max_tokens" not in runner_of(tiny.olmoe(dtype=FLOAT)).how
+    assert runner.config["max_tokens"] == 40
+    assert "max_tokens" not in runner_of(tiny.olmoe(dtype=FLOAT)).config
     low, high = (
         Plan(tier=tier, insertion_position=1, top_k=2, blocks=(0, 1)) for tier in ("low", "high")
     )  # fmt: skip
     assert len(runner.run(low, 30, steps=6).steps_ms) == 6
     for plan, steps in ((low, 7), (high, 1)):
-        with pytest.raises(InputError, match="more than the 40 of `max_tokens`"):
+        with pytest.raises(InputError, match=r"`max_tokens` \(=40\)"):
             runner.run(plan, 30, steps=steps)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.engine.batch import DecodeBatch
 from sparseflow.adaptive.engine.requests.request import GenerationRequest
 from sparseflow.adaptive.plan.runtime import PlanRuntime
@@ -20,15 +20,15 @@ from sparseflow.adaptive.profile import (
     PlanProfile,
     ProfileRunner,
     RequestMix,
-    by_group,
-    model_id,
+    collect_profile_by_group,
+    compute_model_id,
 )
 from sparseflow.adaptive.profile import background_traffic as beside
 from sparseflow.errors import InputError, RunError
 from tests.adaptive import tiny
 
 FLOAT = torch.float32
-FEW = RequestMix(lengths=(3, 5), new_tokens=6)
+MAX_ENGINE_PLANS = RequestMix(lengths=(3, 5), new_tokens=6)
 TEXT = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5))
 
 
@@ -38,21 +38,21 @@ def model() -> Any:
 
 
 @pytest.fixture
-def knobs(model: Any) -> Iterator[PlanRuntime]:
-    found = PlanRuntime(adapter_of(model))
+def runtime(model: Any) -> Iterator[PlanRuntime]:
+    found = PlanRuntime(get_adapter(model))
     yield found
     found.remove()
 
 
-def plans(knobs: PlanRuntime) -> tuple[Plan, ...]:
-    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+def plans(runtime: PlanRuntime) -> tuple[Plan, ...]:
+    space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     return (space.plans[0], space.plans[-1], TEXT)
 
 
-def made(knobs: PlanRuntime, **given: Any) -> EngineRunner:
-    example = tiny.prompt(knobs.adapter.model)
-    options: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": FEW}
-    return EngineRunner(knobs, plans(knobs), **(options | given))
+def made(runtime: PlanRuntime, **given: Any) -> EngineRunner:
+    example = tiny.prompt(runtime.adapter.model)
+    options: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": MAX_ENGINE_PLANS}
+    return EngineRunner(runtime, plans(runtime), **(options | given))
 
 
 @pytest.fixture
@@ -61,23 +61,23 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GenerationRequest, int]
     from sparseflow.adaptive.engine.admission import RequestAdmission
 
     found: list[tuple[GenerationRequest, int]] = []
-    inner = RequestAdmission.begin
+    inner = RequestAdmission.prefill
 
-    def begin(self: RequestAdmission, handles: Any) -> Any:
+    def prefill(self: RequestAdmission, handles: Any) -> Any:
         batches: dict[int, DecodeBatch] = {id(self._batch(plan)): self._batch(plan) for plan in self._plans}
         running = sum(len(each.rows) for each in batches.values())
         found.extend((handle.request, running) for handle in handles)
         return inner(self, handles)
 
-    monkeypatch.setattr(RequestAdmission, "begin", begin)
+    monkeypatch.setattr(RequestAdmission, "prefill", prefill)
     return found
 
 
 def test_requests_are_of_the_size_that_was_asked_for(
-    knobs: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
+    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
 ) -> None:
-    with made(knobs) as runner:
-        for plan in plans(knobs):
+    with made(runtime) as runner:
+        for plan in plans(runtime):
             timed = runner.run(plan, 17, steps=4)
             request, running = begun.pop()
             # Of the highest tier, as a server gets it; the engine reduces it.
@@ -86,14 +86,14 @@ def test_requests_are_of_the_size_that_was_asked_for(
             assert len(timed.steps_ms) == 4 and timed.prefill_ms > 0.0
         assert runner.run(TEXT, 5, steps=0).steps_ms == () and not begun[:-1]
         _protocol: ProfileRunner = runner
-        assert _protocol.model_id == model_id(knobs.adapter.model) and runner.device == "cpu"
+        assert _protocol.model_id == compute_model_id(runtime.adapter.model) and runner.device == "cpu"
         assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
 
 
 def test_so_many_run_when_its_turn_comes(
-    knobs: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
+    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
 ) -> None:
-    with made(knobs) as runner:
+    with made(runtime) as runner:
         for batch in (1, 3, 4):
             mine: list[int] = []
             for _ in range(20):
@@ -114,15 +114,15 @@ def test_so_many_run_when_its_turn_comes(
         assert (snapshot.running, snapshot.queued) == (0, 0), "others outlive the request"
 
 
-def test_others_come_while_the_load_lasts(
-    knobs: PlanRuntime, begun: list[tuple[GenerationRequest, int]], monkeypatch: pytest.MonkeyPatch
+def test_apply_load_submits_background_requests(
+    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How near a load comes to what was wanted depends on what else the machine does, and so does how many
     # come in so short a time: time for some, whatever a request takes, and the first rate is taken.
-    for name in ("_NEAR", "_FAR"):
+    for name in ("_TARGET_ERROR", "_MAX_ERROR"):
         monkeypatch.setattr(beside, name, float("inf"))
-    with made(knobs, settle_s=2.0) as runner:
-        with runner.busy(0.2):
+    with made(runtime, settle_s=2.0) as runner:
+        with runner.apply_load(0.2):
             runner.run(TEXT, 9, steps=3)
             engine = runner._engine
             assert engine is not None
@@ -130,78 +130,80 @@ def test_others_come_while_the_load_lasts(
             for _ in range(20):
                 runner.run(TEXT, 9, steps=3, batch=2)
             assert engine.snapshot().submitted > before + 20
-            with pytest.raises(InputError, match=r"others make a load of 0\.2 already"), runner.busy(0.1):
+            with pytest.raises(InputError, match=r"0\.2"), runner.apply_load(0.1):
                 pass
         begun.clear()
         runner.run(TEXT, 9, steps=3)
         assert len(begun) == 1
-        with pytest.raises(InputError, match="faster than they end"), runner.busy(0.95):
+        with pytest.raises(InputError, match=r"0\.95"), runner.apply_load(0.95):
             runner.run(TEXT, 9, steps=3)
 
 
-def test_groups_have_engines_of_their_own(knobs: PlanRuntime, tmp_path: Path) -> None:
-    runner, told = made(knobs, group=2), []
+def test_groups_have_engines_of_their_own(runtime: PlanRuntime, tmp_path: Path) -> None:
+    runner, told = made(runtime, plans_per_group=2), []
     assert sorted(map(len, runner.groups)) == [1, 2]
-    assert {plan for group in runner.groups for plan in group} == set(plans(knobs))
-    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    assert {plan for group in runner.groups for plan in group} == set(plans(runtime))
+    space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     with runner:
-        found = by_group(
-            runner, space, tmp_path / "p.parquet", buckets=(5, 9), batches=(1, 2), repeats=1, steps=2,
-            warmup=0, progress=lambda what, done: told.append((what, done)),
-        )  # fmt: skip
+        found = collect_profile_by_group(
+            runner, space, tmp_path / "p.parquet", text_tokens=(5, 9), batch_sizes=(1, 2), rounds=1, decode_steps=2,
+            warmup_runs=0, progress=lambda what, done: told.append((what, done)),
+        )
         assert runner._engine is not None and runner._engine.plans == runner.groups[1]
-    assert len(found.timed) == len(plans(knobs)) * 4
+    assert len(found.successful) == len(plans(runtime)) * 4
     assert told[0][0].startswith("group 1/2, round 1/1") and told[-1][1] == 1.0
-    about = PlanProfile.read(tmp_path / "p.parquet").about
-    about.check(model_id(knobs.adapter.model), "cpu")
-    assert about.how["runner"] == "engine" and about.how["contexts"] == [96]
-    assert about.how["prompts"] == [] and not about.how["graphs"]
+    about = PlanProfile.load(tmp_path / "p.parquet").metadata
+    about.check(compute_model_id(runtime.adapter.model), "cpu")
+    assert about.config["runner"] == "engine" and about.config["contexts"] == [96]
+    assert about.config["prompts"] == [] and not about.config["graphs"]
 
 
-def test_bad_requests_are_refused(knobs: PlanRuntime) -> None:
-    with made(knobs) as runner:
+def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
+    with made(runtime) as runner:
         for size in ({"text_tokens": 0}, {"steps": -1}, {"batch": 0}, {"batch": 5}):
             with pytest.raises(InputError, match="must be at least 1"):
                 runner.run(**{"plan": TEXT, "text_tokens": 3, "steps": 1} | size)  # pyright: ignore[reportArgumentType]
         other = Plan(tier=None, insertion_position=2, top_k=2, blocks=(0, 1, 5))
-        with pytest.raises(InputError, match="is not among the 3 plans of this runner"):
+        with pytest.raises(InputError, match="3 plans"):
             runner.run(other, 3, steps=1)
-        with pytest.raises(InputError, match="more than the 96 tokens that there is room for"):
+        with pytest.raises(InputError, match="limit of 96"):
             runner.run(TEXT, 96, steps=9)
-    with pytest.raises(InputError, match="needs an image, and the runner was given no `example`"):
-        made(knobs, example=None).run(plans(knobs)[0], 5, steps=1)
-    with pytest.raises(InputError, match="must hold some"):
-        EngineRunner(knobs, [])
+    with pytest.raises(InputError, match="`example`"):
+        made(runtime, example=None).run(plans(runtime)[0], 5, steps=1)
+    with pytest.raises(InputError, match="`plans`"):
+        EngineRunner(runtime, [])
     with pytest.raises(InputError, match="`new_tokens`"):
         RequestMix(new_tokens=1)
 
 
-def test_sizes_of_another_engine_are_refused(knobs: PlanRuntime, tmp_path: Path) -> None:
-    space = PlanSpace.of(knobs.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-    how: dict[str, Any] = {"buckets": (5,), "repeats": 1, "steps": 2, "warmup": 0}
-    with made(knobs, group=3) as runner:
-        found = by_group(runner, space, tmp_path / "p.parquet", **how)
+def test_sizes_of_another_engine_are_refused(runtime: PlanRuntime, tmp_path: Path) -> None:
+    space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    how: dict[str, Any] = {"text_tokens": (5,), "rounds": 1, "decode_steps": 2, "warmup_runs": 0}
+    with made(runtime, plans_per_group=3) as runner:
+        found = collect_profile_by_group(runner, space, tmp_path / "p.parquet", **how)
     for size in ({"max_batch": 2}, {"max_tokens": 80}):
-        with made(knobs, **size) as runner, pytest.raises(InputError, match="has another `how`"):
-            by_group(runner, space, tmp_path / "p.parquet", **how)
-    assert PlanProfile.read(tmp_path / "p.parquet") == found
+        with made(runtime, **size) as runner, pytest.raises(InputError, match="config"):
+            collect_profile_by_group(runner, space, tmp_path / "p.parquet", **how)
+    assert PlanProfile.load(tmp_path / "p.parquet") == found
 
 
-def test_tiers_that_fit_are_measured_though_the_highest_does_not(knobs: PlanRuntime) -> None:
-    low = PlanSpace.of(knobs.geometry).plans[0]
+def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRuntime) -> None:
+    low = PlanSpace.from_importance(runtime.geometry).plans[0]
     assert low.tier == "low"
-    example = tiny.prompt(knobs.adapter.model)
-    with EngineRunner(knobs, [low], example=example, max_batch=3, max_tokens=40, mix=FEW) as runner:
+    example = tiny.prompt(runtime.adapter.model)
+    with EngineRunner(
+        runtime, [low], example=example, max_batch=3, max_tokens=40, mix=MAX_ENGINE_PLANS
+    ) as runner:
         assert len(runner.run(low, 9, steps=4, batch=3).steps_ms) == 4
-        assert runner._others is not None
+        assert runner._traffic is not None
         # What room others have is by their tier, too.
-        assert runner._others._submit(more=9).request.max_new_tokens > 9
+        assert runner._traffic._submit(extra_tokens=9).request.max_new_tokens > 9
 
 
 def test_what_fails_is_noted_and_the_runner_goes_on(
-    knobs: PlanRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with made(knobs) as runner:
+    with made(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
 
         def fails(*given: Any, **named: Any) -> Any:
@@ -209,7 +211,7 @@ def test_what_fails_is_noted_and_the_runner_goes_on(
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory on the device"):
             patch.setattr(DecodeBatch, "step", fails)
-            patch.setattr("sparseflow.adaptive.engine.prefill.prefill.Prefill.run", fails)
+            patch.setattr("sparseflow.adaptive.engine.prefill.prefill.PrefillRunner.run", fails)
             runner.run(TEXT, 3, steps=1)
         assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
@@ -218,24 +220,24 @@ def threads() -> int:
     return sum(each.name == "sparseflow-engine" for each in threading.enumerate())
 
 
-def test_what_times_depend_on_needs_no_engine_that_runs(knobs: PlanRuntime) -> None:
-    with made(knobs) as runner:
+def test_what_times_depend_on_needs_no_engine_that_runs(runtime: PlanRuntime) -> None:
+    with made(runtime) as runner:
         before = threads()
-        assert runner.how["contexts"] == [96] and runner.how["prompts"] == []
+        assert runner.config["contexts"] == [96] and runner.config["prompts"] == []
         assert runner._engine is None and threads() == before
 
 
 def test_an_engine_that_cannot_be_made_ready_is_closed(
-    knobs: PlanRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = threads()
 
     def fails(*given: Any, **named: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    with made(knobs) as runner:
+    with made(runtime) as runner:
         with monkeypatch.context() as patch:
-            patch.setattr("sparseflow.adaptive.profile.engine_runner.Others", fails)
+            patch.setattr("sparseflow.adaptive.profile.engine_runner.BackgroundTraffic", fails)
             for _ in range(2):
                 with pytest.raises(torch.OutOfMemoryError):
                     runner.run(TEXT, 3, steps=1)
@@ -243,55 +245,55 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(
         assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
 
-def test_a_stream_that_breaks_is_told(knobs: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(knobs) as runner:
+def test_a_stream_that_breaks_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
-        others = runner._others
+        others = runner._traffic
         assert others is not None
         others._rates[0.5] = 1000.0
         inner, failed = others._submit, threading.Event()
 
-        def submit(more: int = 0) -> Any:
-            if threading.current_thread().name == "sparseflow-others":
+        def submit(extra_tokens: int = 0) -> Any:
+            if threading.current_thread().name == "sparseflow-background":
                 failed.set()
                 raise ValueError("no prompt")
-            return inner(more)
+            return inner(extra_tokens)
 
         monkeypatch.setattr(others, "_submit", submit)
-        with pytest.raises(RunError, match="stopped coming: no prompt"), runner.busy(0.5):
-            runner._of(TEXT)
+        with pytest.raises(RunError, match="no prompt"), runner.apply_load(0.5):
+            runner._get_engine(TEXT)
             assert failed.wait(30.0)
-        with pytest.raises(RunError, match="stopped coming: no prompt"), others.stream(0.5):
-            while others._failed is None:
+        with pytest.raises(RunError, match="no prompt"), others.run_stream(0.5):
+            while others._stream_error is None:
                 failed.wait(0.001)
-            others.stand(1)
+            others.hold_concurrency(1)
         assert not runner._load and len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
 
-def test_a_load_that_is_missed_is_told(knobs: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(knobs, settle_s=100.0) as runner:
+def test_a_load_that_is_missed_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(runtime, settle_s=100.0) as runner:
         runner.run(TEXT, 3, steps=1)
-        others, rates = runner._others, []
+        others, rates = runner._traffic, []
         assert others is not None
-        monkeypatch.setattr(others, "_share", lambda rate: rates.append(rate) or 0.1)
-        with pytest.raises(RunError, match=r"load of 0\.5 was wanted, .* of 4 rates, .* made 0\.10"):
-            others._rate(0.5)
+        monkeypatch.setattr(others, "_measure_load", lambda rate: rates.append(rate) or 0.1)
+        with pytest.raises(RunError, match=r"0\.5.* 4 .*0\.10"):
+            others._find_rate(0.5)
         assert rates == pytest.approx([rates[0] * 2**at for at in range(4)])
         shares = iter([0.1, 0.45, 0.8, 0.3])
         tried: list[float] = []
-        monkeypatch.setattr(others, "_share", lambda rate: tried.append(rate) or next(shares))
-        assert others._rate(0.5) == tried[1], "the nearest of those that were measured"
+        monkeypatch.setattr(others, "_measure_load", lambda rate: tried.append(rate) or next(shares))
+        assert others._find_rate(0.5) == tried[1], "the nearest of those that were measured"
 
 
-def test_standing_others_are_not_waited_for_without_end(
-    knobs: PlanRuntime, monkeypatch: pytest.MonkeyPatch
+def test_standing_traffic_are_not_waited_for_without_end(
+    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with made(knobs) as runner:
+    with made(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
-        others = runner._others
+        others = runner._traffic
         assert others is not None
-        monkeypatch.setattr(beside, "_STAND_S", 0.02)
-        monkeypatch.setattr(type(others), "inside", 3)
-        with pytest.raises(RunError, match=r"1 other requests were to be .* there are 3"):
-            others.stand(1)
+        monkeypatch.setattr(beside, "_CONCURRENCY_TIMEOUT_S", 0.02)
+        monkeypatch.setattr(type(others), "num_running", 3)
+        with pytest.raises(RunError, match=r"expected 1 .*3 are"):
+            others.hold_concurrency(1)
         monkeypatch.undo()

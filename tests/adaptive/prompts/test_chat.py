@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.adaptive.adapters.crops import nested_crops
+from sparseflow.adaptive.adapters.crops import make_nested_crops
 from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
-from sparseflow.adaptive.plan.adapter import adapter_of
+from sparseflow.adaptive.plan.adapter import get_adapter
 from sparseflow.adaptive.plan.space import TIERS
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.messages import ApiError, Message
 from sparseflow.adaptive.prompts.processors import CropProcessor, PatchProcessor
 from sparseflow.errors import InputError
 from tests.adaptive import tiny
-from tests.adaptive.serve.fake import IMAGE, Bytes, Squares
+from tests.adaptive.serve.fake import IMAGE, ByteTokenizer, FakeImageProcessor
 
 RED = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 5, 7)
 URL = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -29,7 +29,7 @@ def message(role: str, *parts: Any) -> Message:
 
 
 def prompts(**how: Any) -> PromptBuilder:
-    return PromptBuilder(Bytes(), **{"context": 400, "sight": Squares(), **how})
+    return PromptBuilder(ByteTokenizer(), **{"context": 400, "sight": FakeImageProcessor(), **how})
 
 
 def text_of(ids: torch.Tensor) -> str:
@@ -99,7 +99,7 @@ def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
-    tokenizer = Bytes()
+    tokenizer = ByteTokenizer()
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="no chat template"):
         PromptBuilder(tokenizer, context=5)
@@ -121,7 +121,7 @@ def test_crops_of_the_highest_tier(words: Any) -> None:
     ids = found.inputs["input_ids"][0]
     assert (ids == 4).sum() == 14 * 3
     assert words.decode(ids[ids != 4]) == "<bos> what is at row 1 ? <answer>"
-    assert torch.equal(found.inputs["pixel_values"], nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3))
+    assert torch.equal(found.inputs["pixel_values"], make_nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3))
     assert found.inputs["attention_mask"].shape == found.inputs["input_ids"].shape
     assert (found.tokens, found.text_tokens) == (50, 8)
     assert found.vision == {"low": 3, "medium": 15, "high": 42}
@@ -187,9 +187,9 @@ def test_patches_of_a_processor_of_transformers() -> None:
     assert (found.tokens, found.text_tokens, found.images) == (22, 6, 2)
 
     # And the adapter knows them: the prompt of tiny models has another number for images.
-    adapter = adapter_of(tiny.qwen3_vl_moe())
+    adapter = get_adapter(tiny.qwen3_vl_moe())
     ids = found.inputs["input_ids"]
     inputs = {**found.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
     for tier in TIERS:
-        assert adapter.vision_tokens(adapter.at_tier(inputs, tier)) == found.vision[tier]
+        assert adapter.count_vision_tokens(adapter.reduce_to_tier(inputs, tier)) == found.vision[tier]
     assert (found.vision["low"], found.vision["high"]) == (5, 16)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ApiError, RequestLimits
-from tests.adaptive.serve.fake import data_url
+from tests.adaptive.serve.fake import make_data_url
 
 LIMITS = RequestLimits(image_bytes=200_000, image_pixels=10_000)
 
@@ -39,7 +39,7 @@ def refused(url: str, limits: RequestLimits = LIMITS) -> ApiError:
 
 def test_a_picture_is_as_it_was() -> None:
     image = picture()
-    found = decode(data_url(image), LIMITS)
+    found = decode(make_data_url(image), LIMITS)
     assert found.dtype == torch.uint8
     assert found.is_contiguous()
     assert torch.equal(found, torch.from_numpy(np.array(image)).permute(2, 0, 1))
@@ -47,7 +47,7 @@ def test_a_picture_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_kinds_of_images(kind: str) -> None:
-    found = decode(data_url(Image.new("RGB", (8, 4), (200, 10, 60)), kind), LIMITS)
+    found = decode(make_data_url(Image.new("RGB", (8, 4), (200, 10, 60)), kind), LIMITS)
     assert found.shape == (3, 4, 8)
     assert (found.float().mean((1, 2)) - torch.tensor([200.0, 10.0, 60.0])).abs().max() < 8
 
@@ -55,18 +55,18 @@ def test_kinds_of_images(kind: str) -> None:
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGBA"])
 def test_other_modes_become_colours(mode: str) -> None:
     image = Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode)
-    assert torch.equal(decode(data_url(image), LIMITS), torch.full((3, 4, 4), 255, dtype=torch.uint8))
+    assert torch.equal(decode(make_data_url(image), LIMITS), torch.full((3, 4, 4), 255, dtype=torch.uint8))
 
 
 def test_sixteen_bits_of_grey_keep_their_shades() -> None:
     grey = Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16))
-    assert decode(data_url(grey), LIMITS)[:, 0].tolist() == [[0, 100, 255]] * 3
+    assert decode(make_data_url(grey), LIMITS)[:, 0].tolist() == [[0, 100, 255]] * 3
 
 
 def test_what_is_transparent_is_white() -> None:
     clear = Image.new("RGBA", (2, 1), (9, 9, 9, 0))
     clear.putpixel((1, 0), (10, 20, 30, 255))
-    assert decode(data_url(clear), LIMITS)[:, 0].T.tolist() == [[255, 255, 255], [10, 20, 30]]
+    assert decode(make_data_url(clear), LIMITS)[:, 0].T.tolist() == [[255, 255, 255], [10, 20, 30]]
 
 
 def test_a_turned_photograph_is_upright() -> None:
@@ -104,13 +104,13 @@ def test_addresses_that_hold_no_image(url: str, code: str, said: str) -> None:
 
 
 def test_what_else_may_stand_in_a_data_url() -> None:
-    plain = data_url(picture())
+    plain = make_data_url(picture())
     for head in ("data:;base64,", "DATA:IMAGE/PNG;BASE64,", "data:image/png;name=cat.png;base64,"):
         assert torch.equal(decode(head + plain.partition(",")[2], LIMITS), decode(plain, LIMITS))
 
 
 def test_too_many_pixels_are_seen_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = data_url(Image.new("1", (101, 100)))
+    url = make_data_url(Image.new("1", (101, 100)))
     monkeypatch.setattr(
         "sparseflow.adaptive.prompts.images._pixels", lambda *_: pytest.fail("it was decoded")
     )
@@ -149,7 +149,7 @@ def test_a_small_image_with_a_bomb_of_text() -> None:
 
 
 def test_a_torn_image_is_refused_with_the_reason() -> None:
-    head, _, content = data_url(picture(size=(40, 40)), "JPEG").partition(",")
+    head, _, content = make_data_url(picture(size=(40, 40)), "JPEG").partition(",")
     refusal = refused(f"{head},{content[: len(content) * 3 // 4 // 4 * 4]}")
     assert refusal.code == "invalid_image"
     assert "the image is damaged: " in refusal.message
@@ -159,7 +159,7 @@ def test_a_torn_image_is_refused_with_the_reason() -> None:
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_damaged_images_are_refused_or_read(kind: str, data: Any) -> None:
-    content = bytearray(base64.b64decode(data_url(picture(size=(16, 16)), kind).partition(",")[2]))
+    content = bytearray(base64.b64decode(make_data_url(picture(size=(16, 16)), kind).partition(",")[2]))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=6)):
         content[at] = data.draw(st.integers(0, 255))
     end = data.draw(st.integers(1, len(content)))

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparseflow import adaptive
-from sparseflow.adaptive.data import shipped
+from sparseflow.adaptive.data import get_pretrained_dir
 from sparseflow.errors import InputError
 
 
 @pytest.fixture(scope="module")
 def there() -> adaptive.ModelFolder:
-    return adaptive.open_folder(shipped())
+    return adaptive.open_folder(get_pretrained_dir())
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_from_words_and_a_file_to_an_answer(there: adaptive.ModelFolder, image: 
     assert prompt.images == 1 and prompt.inputs["pixel_values"].shape[0] == 14
     with adaptive.attach(there.model) as ctl:
         found = ctl.generate(**prompt.inputs, max_new_tokens=2)
-        assert found.plan == ctl.knobs.geometry.full() and found.new_tokens.shape[1] <= 2
-        low = ctl.adapter.at_tier(prompt.inputs, "low")["input_ids"].shape[1]
+        assert found.plan == ctl.runtime.geometry.full_plan() and found.new_tokens.shape[1] <= 2
+        low = ctl.adapter.reduce_to_tier(prompt.inputs, "low")["input_ids"].shape[1]
         text = ctl.generate(**there.prompt("how many three are there").inputs, max_new_tokens=1)
         assert text.plan.tier is None and text.prompt_tokens < low < found.prompt_tokens
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.engine.generate import generate
 from sparseflow.adaptive.grid_vqa.vocabulary import CHAT_TEMPLATE
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import PlanSpace, Tier
-from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, model_id
-from sparseflow.adaptive.profile.metadata import device_facts
+from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, compute_model_id
+from sparseflow.adaptive.profile.metadata import get_device_facts
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import Message, RequestLimits
@@ -83,7 +83,7 @@ def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
 
 def space_of(there: ModelFolder) -> PlanSpace:
     """All plans of a model, early blocks kept."""
-    return PlanSpace.of(adapter_of(there.model).geometry)
+    return PlanSpace.from_importance(get_adapter(there.model).geometry)
 
 
 def write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
@@ -99,7 +99,7 @@ def lines(
     """Questions whose answers some plans give: what a plan, drawn for each, says."""
     random = np.random.default_rng(seed)
     space, found = space_of(there), []
-    knobs = PlanRuntime(adapter_of(there.model))
+    runtime = PlanRuntime(get_adapter(there.model))
     try:
         for at in range(count):
             line: dict[str, Any] = {
@@ -112,8 +112,8 @@ def lines(
                 line["images"] = [name]
             plan = space.plans[random.integers(len(space))]
             said = generate(
-                adapter_of(there.model),
-                knobs,
+                get_adapter(there.model),
+                runtime,
                 inputs_of(there, line, folder),
                 plan,
                 max_new_tokens=NEW_TOKENS,
@@ -121,7 +121,7 @@ def lines(
             text = there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
             found.append(line | {"answer": text or WORDS[0]})
     finally:
-        knobs.remove()
+        runtime.remove()
     return found
 
 
@@ -159,7 +159,10 @@ def profile_of(there: ModelFolder, space: PlanSpace | None = None) -> PlanProfil
         for tokens in (6, 12)
     ]  # fmt: skip
     about = ProfileMetadata(
-        model_id=model_id(there.model), device=device_facts("cpu"), space=space, vision_tokens=vision,
-        how={"runner": "formula", "dtype": str(there.model.dtype).removeprefix("torch.")},
-    )  # fmt: skip
-    return PlanProfile(about=about, environments=({},), visits=tuple(visits))
+        model_id=compute_model_id(there.model),
+        device=get_device_facts("cpu"),
+        space=space,
+        vision_tokens=vision,
+        config={"runner": "formula", "dtype": str(there.model.dtype).removeprefix("torch.")},
+    )
+    return PlanProfile(metadata=about, environments=({},), measurements=tuple(visits))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from sparseflow.adaptive.questions import file as room
-from sparseflow.adaptive.questions.file import Question, read
+from sparseflow.adaptive.questions.file import Question, read_questions
 from sparseflow.errors import FileFormatError, InputError
 
 SUM = {"prompt": "2 + 2 =", "answer": "4"}
@@ -33,20 +33,22 @@ def test_what_is_read(tmp_path: Path) -> None:
         "max_new_tokens": 5, "split": "val", "kind": "what",
     }  # fmt: skip
     path = written(tmp_path, line, "", json.dumps(SUM), "   ")
-    first, second = read(path)
+    first, second = read_questions(path)
     images = (tmp_path / "pictures" / "a.png", tmp_path / "pictures" / "b.png")
     assert first == Question(
         prompt="Wörter?", answer=" a cat", images=images, max_new_tokens=5, split="val", kind="what",
         digest=first.digest, where=f"{path}, line 1",
     )  # fmt: skip
     assert (second.images, second.max_new_tokens, second.kind) == ((), 64, "")
-    assert second.where == f"{path}, line 3"
+    assert second.location == f"{path}, line 3"
 
 
 def test_a_question_stays_where_it_is(tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": f"{at} + 1 =", "answer": str(at + 1)} for at in range(1000)]
-    before = {each.prompt: each.split for each in read(written(tmp_path, *lines))}
-    after = {each.prompt: each.split for each in read(written(tmp_path, *lines[900:], *lines[:500]))}
+    before = {each.prompt: each.split for each in read_questions(written(tmp_path, *lines))}
+    after = {
+        each.prompt: each.split for each in read_questions(written(tmp_path, *lines[900:], *lines[:500]))
+    }
     assert all(before[prompt] == split for prompt, split in after.items())
     counts = [list(before.values()).count(split) for split in ("train", "val", "test")]
     assert counts == [611, 201, 188]  # of 600, 200 and 200, and the same everywhere
@@ -57,7 +59,7 @@ def test_questions_about_one_image_stay_together(tmp_path: Path) -> None:
     for image in range(40):
         (tmp_path / f"{image}.png").write_bytes(str(image).encode())
         lines += [SUM | {"prompt": f"{at}?", "images": [f"{image}.png"]} for at in range(5)]
-    found = read(written(tmp_path, *lines))
+    found = read_questions(written(tmp_path, *lines))
     of_image = [{each.split for each in found[at : at + 5]} for at in range(0, len(found), 5)]
     assert all(len(splits) == 1 for splits in of_image) and set().union(*of_image) == {"train", "val", "test"}
 
@@ -67,7 +69,7 @@ def test_the_digest_is_of_everything(tmp_path: Path) -> None:
 
     def digest(content: bytes = b"a", **changes: Any) -> str:
         image.write_bytes(content)
-        return read(written(tmp_path, SUM | {"images": ["a.png"]} | changes))[0].digest
+        return read_questions(written(tmp_path, SUM | {"images": ["a.png"]} | changes))[0].digest
 
     found = [
         digest(), digest(b"b"), digest(prompt="3"), digest(answer="3"), digest(images=[]), digest(kind="sum"),
@@ -107,17 +109,17 @@ def test_lines_that_are_no_questions(
     monkeypatch.setattr(room, "LIMITS", room.RequestLimits(image_bytes=1000))
     (tmp_path / "large.png").write_bytes(bytes(1001))
     with pytest.raises(FileFormatError, match=told):
-        read(written(tmp_path, SUM, line))
+        read_questions(written(tmp_path, SUM, line))
 
 
 def test_files_that_hold_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent.jsonl cannot be read: No such file"):
-        read(tmp_path / "absent.jsonl")
+        read_questions(tmp_path / "absent.jsonl")
     with pytest.raises(FileFormatError, match=r"holds no questions; write one a line"):
-        read(written(tmp_path, ""))
+        read_questions(written(tmp_path, ""))
     (tmp_path / "questions.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "4"}')
     with pytest.raises(FileFormatError, match=r"line 1 is not JSON: .*utf-8"):
-        read(tmp_path / "questions.jsonl")
+        read_questions(tmp_path / "questions.jsonl")
 
 
 @given(some.binary(max_size=60))
@@ -125,4 +127,4 @@ def test_whatever_is_in_a_file(tmp_path_factory: pytest.TempPathFactory, content
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_bytes(content)
     with pytest.raises(FileFormatError):
-        read(path)
+        read_questions(path)

@@ -13,14 +13,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.engine.generate import generate
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.adaptive.questions.file import read
+from sparseflow.adaptive.questions.file import read_questions
 from sparseflow.adaptive.questions.file_task import QuestionTask
-from sparseflow.adaptive.questions.runner import QuestionRunner, plain
+from sparseflow.adaptive.questions.runner import QuestionRunner, normalize_text
 from sparseflow.adaptive.questions.task import SampleCounts, Split
-from sparseflow.adaptive.study.outcome_tables import answers, tables
+from sparseflow.adaptive.study.outcome_tables import collect_outcomes
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError, ModelError
 from tests.adaptive import tiny
@@ -47,7 +47,9 @@ class Made:
         self.task = self.task_of(self.lines)
 
     def task_of(self, lines: list[dict[str, Any]]) -> QuestionTask:
-        return QuestionTask(self.asker, read(folders.write(self.folder / "some.jsonl", lines)), "some.jsonl")
+        return QuestionTask(
+            self.asker, read_questions(folders.write(self.folder / "some.jsonl", lines)), "some.jsonl"
+        )
 
 
 @pytest.fixture(scope="module", params=["olmoe", "llava_siglip"])
@@ -59,7 +61,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_plan_and_question(made: Made) -> None:
     told: list[float] = []
-    judged = made.task.outcomes(
+    judged = made.task.evaluate_plans(
         made.space, split="val", first=2, count=8, progress=lambda _, share: told.append(share)
     )
     assert told == sorted(told) and told[-1] == 1.0
@@ -74,21 +76,21 @@ def test_every_plan_and_question(made: Made) -> None:
         assert made.task.kinds[judged.kinds[row]] == line["kind"]
         assert judged.new_tokens[row] == min(len(line["answer"].split()) + 1, folders.NEW_TOKENS)
         assert judged.vision_tokens is not None
-        assert judged.vision_tokens[row] == made.asker.adapter.vision_tokens(inputs)
+        assert judged.vision_tokens[row] == made.asker.adapter.count_vision_tokens(inputs)
         assert judged.text_tokens[row] + judged.vision_tokens[row] == inputs["input_ids"].shape[1]
         for at in range(0, len(made.space), 7):
             plan = made.space.plans[at]
             run = plan if images else replace(plan, tier=None)
             said = generate(
-                made.asker.adapter, made.asker.knobs, inputs, run, max_new_tokens=folders.NEW_TOKENS
+                made.asker.adapter, made.asker.runtime, inputs, run, max_new_tokens=folders.NEW_TOKENS
             )
             text = made.there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
-            assert judged.correct[row, at] == float(plain(text) == plain(line["answer"]))
-        ready = made.asker.ready(made.task.splits["val"][2 + row])
+            assert judged.correct[row, at] == float(normalize_text(text) == normalize_text(line["answer"]))
+        ready = made.asker.prepare(made.task.splits["val"][2 + row])
         for at, tier in enumerate(tiers):
-            alone = made.asker.latency_tokens([ready], tier if images else None)[0]
+            alone = made.asker.compute_latency_tokens([ready], tier if images else None)[0]
             torch.testing.assert_close(judged.tokens[row, at], alone, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(judged.language[row], made.asker.language([ready])[0])
+        torch.testing.assert_close(judged.language[row], made.asker.compute_language([ready])[0])
 
 
 def test_in_files_and_as_tables(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +110,10 @@ def test_in_files_and_as_tables(made: Made, tmp_path: Path, monkeypatch: pytest.
     profile = folders.profile_of(made.there, made.space)
     counts = SampleCounts(train=6, validation=100, test=6)
     with pytest.raises(KeyboardInterrupt):
-        tables(made.task, profile, tmp_path, counts=counts, mine=ALONE, progress=stop)
+        tables(made.task, profile, tmp_path, counts=counts, context=ALONE, progress=stop)
     assert calls == [("train", 0, 6), ("val", 0, 6)]
     del calls[:]
-    found = tables(made.task, profile, tmp_path, counts=counts, mine=ALONE)
+    found = tables(made.task, profile, tmp_path, counts=counts, context=ALONE)
     assert calls == [("val", 6, 4), ("test", 0, 6)]
     assert [len(each) for each in (found.train, found.validation, found.test)] == [6, 10, 6]
     whole = real(made.space, split="val", first=0, count=10)
@@ -126,46 +128,46 @@ def test_in_files_and_as_tables(made: Made, tmp_path: Path, monkeypatch: pytest.
             torch.testing.assert_close(of_tier[0], of_tier[2], rtol=0.1, atol=0.0)
     other = made.task_of([*made.lines[:-1], made.lines[-1] | {"answer": "w9"}])
     with pytest.raises(InputError, match=r"is of other task; name another folder"):
-        answers(other, made.space, tmp_path / "outcomes", {"train": 4}, mine=ALONE)
+        collect_outcomes(other, made.space, tmp_path / "outcomes", {"train": 4}, context=ALONE)
 
 
 def test_scores_are_those_of_the_highest_tier(made: Made) -> None:
-    score = made.task.scorer(15)
-    assert made.task.scorer(14).digest != score.digest
+    score = made.task.make_scorer(15)
+    assert made.task.make_scorer(14).digest != score.digest
     questions = [*made.task.splits["train"], *made.task.splits["val"]][:15]
     for blocks in ((0, 1, 2, 3), (0, 2)):
         wanted = []
         for question in questions:
             line = {"prompt": question.prompt, "images": [each.name for each in question.images]}
-            tier = adapter_of(made.there.model).geometry.full(images=bool(question.images)).tier
+            tier = get_adapter(made.there.model).geometry.full_plan(images=bool(question.images)).tier
             said = generate(
-                made.asker.adapter, made.asker.knobs, folders.inputs_of(made.there, line, made.folder),
+                made.asker.adapter, made.asker.runtime, folders.inputs_of(made.there, line, made.folder),
                 Plan(tier=tier, insertion_position=1, top_k=2, blocks=blocks),
                 max_new_tokens=folders.NEW_TOKENS,
             )  # fmt: skip
             text = made.there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
-            wanted.append(float(plain(text) == plain(question.answer)))
+            wanted.append(float(normalize_text(text) == normalize_text(question.answer)))
         np.testing.assert_array_equal(score(blocks), wanted)
 
 
 def test_a_tier_that_leaves_no_room(tmp_path: Path) -> None:
     """Of a model whose context holds prompts with images at lower tiers only."""
     made = Made(tmp_path, "llava_siglip", 24)
-    whole = made.task.outcomes(made.space, split="train", first=0, count=8)
+    whole = made.task.evaluate_plans(made.space, split="train", first=0, count=8)
     made.asker.close()
     asker = QuestionRunner(
         replace(made.there, context=60)
     )  # 20 vision tokens at the medium tier, 56 at the high one
-    small = QuestionTask(asker, read(tmp_path / "some.jsonl"), "some.jsonl")
-    found = small.outcomes(made.space, split="train", first=0, count=8)
+    small = QuestionTask(asker, read_questions(tmp_path / "some.jsonl"), "some.jsonl")
+    found = small.evaluate_plans(made.space, split="train", first=0, count=8)
     seen = torch.tensor(["images" in line for line in made.lines if line["split"] == "train"])
     high = torch.tensor([plan.tier == "high" for plan in made.space.plans])
     assert not found.correct[seen][:, high].any() and whole.correct[seen][:, high].any()
     assert torch.equal(found.correct[:, ~high], whole.correct[:, ~high])
     assert torch.equal(found.correct[~seen], whole.correct[~seen])
     torch.testing.assert_close(found.tokens[seen][:, 2], whole.tokens[seen][:, 1], rtol=1e-5, atol=1e-6)
-    score = small.scorer(8)
-    full = made.space.plans.index(replace(made.space.geometry.full(), tier="medium"))
+    score = small.make_scorer(8)
+    full = made.space.plans.index(replace(made.space.geometry.full_plan(), tier="medium"))
     np.testing.assert_array_equal(score((0, 1, 2, 3)), whole.correct[:, full].numpy())
     asker.close()
 
@@ -173,11 +175,11 @@ def test_a_tier_that_leaves_no_room(tmp_path: Path) -> None:
 def test_what_is_refused(made: Made, tmp_path: Path) -> None:
     few = made.task_of([line | {"split": "train"} for line in made.lines])
     with pytest.raises(InputError, match=r"0 questions for `val` .* \(there are 30 of `train`, 0 of `val`"):
-        few.parts(SampleCounts())
+        few.select_samples(SampleCounts())
     with pytest.raises(InputError, match=r"7 questions for `train` and `val` together .* 8 are the least"):
-        few.scorer(7)
+        few.make_scorer(7)
     with pytest.raises(InputError, match=r"`val` has 10 questions; 4 after the first 8 are not there"):
-        made.task.outcomes(made.space, split="val", first=8, count=4)
+        made.task.evaluate_plans(made.space, split="val", first=8, count=4)
     many = [line | {"kind": f"k{at}"} for at, line in enumerate(made.lines * 3)]
     with pytest.raises(InputError, match=r"some.jsonl has 90 kinds of questions; name at most 64"):
         made.task_of(many)

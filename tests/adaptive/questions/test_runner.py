@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.cpu_policy import CpuWordEmbeddings
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.generate import generate
@@ -20,8 +20,13 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.prompts.model_folder import ModelFolder
 from sparseflow.adaptive.questions import runner
-from sparseflow.adaptive.questions.file import read
-from sparseflow.adaptive.questions.runner import PreparedQuestion, QuestionRunner, batches, plain
+from sparseflow.adaptive.questions.file import read_questions
+from sparseflow.adaptive.questions.runner import (
+    PreparedQuestion,
+    QuestionRunner,
+    group_into_batches,
+    normalize_text,
+)
 from sparseflow.errors import InputError
 from tests.adaptive import tiny
 from tests.adaptive.questions import folders
@@ -43,7 +48,7 @@ class Asked:
             # Not all prompts have an image.
             del self.lines[1]["images"], self.lines[2]["images"]
         self.inputs = [folders.inputs_of(self.there, line, folder) for line in self.lines]
-        self.questions = read(folders.write(folder / "questions.jsonl", self.lines))
+        self.questions = read_questions(folders.write(folder / "questions.jsonl", self.lines))
 
 
 @pytest.fixture(scope="module", params=["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
@@ -59,12 +64,12 @@ def asker(asked: Asked) -> Any:
 
 
 def tiers_of(asked: Asked) -> tuple[Any, ...]:
-    return (None, *adapter_of(asked.there.model).geometry.tiers)
+    return (None, *get_adapter(asked.there.model).geometry.tiers)
 
 
 def test_questions_become_what_a_server_makes_of_them(asked: Asked, asker: QuestionRunner) -> None:
     for question, inputs in zip(asked.questions, asked.inputs, strict=True):
-        ready = asker.ready(question)
+        ready = asker.prepare(question)
         assert ready.prompt.inputs.keys() == inputs.keys()
         for name, each in inputs.items():
             assert torch.equal(ready.prompt.inputs[name], each)
@@ -73,28 +78,28 @@ def test_questions_become_what_a_server_makes_of_them(asked: Asked, asker: Quest
 
 
 def test_together_as_alone(asked: Asked, asker: QuestionRunner) -> None:
-    ready, adapter = [asker.ready(each) for each in asked.questions], asker.adapter
+    ready, adapter = [asker.prepare(each) for each in asked.questions], asker.adapter
     every, said = set(), []
     for tier in tiers_of(asked):
         for blocks, top_k in (((0, 1, 2, 3), 2), ((0, 1, 3), 1)):
             plan = Plan(tier=tier, insertion_position=1, top_k=top_k, blocks=blocks)
-            for places in batches(ready, tier):
+            for places in group_into_batches(ready, tier):
                 every |= set(places)
-                right = asker.right([ready[at] for at in places], plan)
+                right = asker.check_answers([ready[at] for at in places], plan)
                 for at, found in zip(places, right, strict=True):
                     alone = generate(
-                        adapter, asker.knobs, asked.inputs[at], plan, max_new_tokens=folders.NEW_TOKENS
+                        adapter, asker.runtime, asked.inputs[at], plan, max_new_tokens=folders.NEW_TOKENS
                     )
                     text = asked.there.tokenizer.decode(alone.new_tokens[0], skip_special_tokens=True)
-                    assert found == (plain(text) == plain(asked.lines[at]["answer"]))
+                    assert found == (normalize_text(text) == normalize_text(asked.lines[at]["answer"]))
                     said.append(found)
     assert every == set(range(COUNT)) and {True, False} == set(said), "a test of use has both"
 
 
 def test_controllers_learn_from_what_serving_shows_them(asked: Asked, asker: QuestionRunner) -> None:
     """Both by an engine, which runs prompts in parts, and by the model's own forward."""
-    ready, adapter = [asker.ready(each) for each in asked.questions], asker.adapter
-    words, full = CpuWordEmbeddings(adapter), adapter.geometry.full()
+    ready, adapter = [asker.prepare(each) for each in asked.questions], asker.adapter
+    words, full = CpuWordEmbeddings(adapter), adapter.geometry.full_plan()
 
     class Looks:
         """A decider that notes what it is shown."""
@@ -102,26 +107,26 @@ def test_controllers_learn_from_what_serving_shows_them(asked: Asked, asker: Que
         def __init__(self, plan: Plan) -> None:
             self.plan, self.seen = plan, torch.empty(0)
 
-        def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
+        def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
             return InitialDecision(tier=self.plan.tier, insertion_position=self.plan.insertion_position)
 
-        def second(
+        def choose_plan(
             self, latency_token: torch.Tensor, request: GenerationRequest, remaining_ms: float
         ) -> Plan:
             self.seen = latency_token.float()
             return self.plan
 
     for tier in tiers_of(asked):
-        for places in batches(ready, tier):
+        for places in group_into_batches(ready, tier):
             rows = [ready[at] for at in places]
-            language, tokens = asker.language(rows), asker.latency_tokens(rows, tier)
+            language, tokens = asker.compute_language(rows), asker.compute_latency_tokens(rows, tier)
             assert tokens.shape == (len(rows), len(adapter.geometry.positions), tiny.WIDTH)
             plans = [
                 Plan(tier=tier, insertion_position=at, top_k=full.top_k, blocks=full.blocks)
                 for at in adapter.geometry.positions
             ]
             with Engine(
-                adapter, asker.knobs, plans=plans, max_batch=1, max_tokens=256, prompts=(64, 256)
+                adapter, asker.runtime, plans=plans, max_batch=1, max_tokens=256, prompts=(64, 256)
             ) as engine:
                 for row, place in enumerate(places):
                     shown = words.feature(asked.inputs[place]["input_ids"])
@@ -138,7 +143,7 @@ def by_engine(engine: Engine, asker: QuestionRunner, inputs: Any, decide: Any) -
 
 
 def by_forward(engine: Engine, asker: QuestionRunner, inputs: Any, decide: Any) -> None:
-    generate(asker.adapter, asker.knobs, inputs, decide, max_new_tokens=1)
+    generate(asker.adapter, asker.runtime, inputs, decide, max_new_tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +154,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ready_of(asker: QuestionRunner, folder: Path, *lines: dict[str, Any]) -> list[PreparedQuestion]:
-    return [asker.ready(each) for each in read(folders.write(folder / "some.jsonl", lines))]
+    return [asker.prepare(each) for each in read_questions(folders.write(folder / "some.jsonl", lines))]
 
 
 def test_it_ends_as_soon_as_no_answer_can_be_right(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +165,9 @@ def test_it_ends_as_soon_as_no_answer_can_be_right(text: Path, monkeypatch: pyte
         return generate(*given, on_tokens=lambda tokens: (steps.append(tokens), on_tokens(tokens))[1], **how)
 
     monkeypatch.setattr(runner, "generate", noted)
-    plan = asker.adapter.geometry.full()
+    plan = asker.adapter.geometry.full_plan()
     inputs = folders.inputs_of(there, {"prompt": "w7 w8 w9"}, text)
-    said = generate(asker.adapter, asker.knobs, inputs, plan, max_new_tokens=8).new_tokens[0]
+    said = generate(asker.adapter, asker.runtime, inputs, plan, max_new_tokens=8).new_tokens[0]
     words = there.tokenizer.decode(said, skip_special_tokens=True).split()
     other = next(word for word in folders.WORDS if word not in words)
     # Special tokens say nothing.
@@ -177,7 +182,7 @@ def test_it_ends_as_soon_as_no_answer_can_be_right(text: Path, monkeypatch: pyte
     ):
         del steps[:]
         rows = ready_of(asker, text, {"prompt": "w7 w8 w9", "answer": answer, "max_new_tokens": 8})
-        assert asker.right(rows, plan) == [right] and len(steps) == tokens
+        assert asker.check_answers(rows, plan) == [right] and len(steps) == tokens
     asker.close()
 
 
@@ -186,30 +191,30 @@ def test_without_memory_it_goes_by_halves(text: Path, monkeypatch: pytest.Monkey
     rows = ready_of(
         asker, text, *({"prompt": f"w{at}", "answer": "w5", "max_new_tokens": 2} for at in range(6, 11))
     )
-    plan, sizes = asker.adapter.geometry.full(), []
-    whole = asker.right(rows, plan)
+    plan, sizes = asker.adapter.geometry.full_plan(), []
+    whole = asker.check_answers(rows, plan)
 
-    def small(adapter: Any, knobs: PlanRuntime, inputs: Any, *given: Any, **how: Any) -> Any:
+    def small(adapter: Any, runtime: PlanRuntime, inputs: Any, *given: Any, **how: Any) -> Any:
         sizes.append(len(inputs["input_ids"]))
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError
-        return generate(adapter, knobs, inputs, *given, **how)
+        return generate(adapter, runtime, inputs, *given, **how)
 
     monkeypatch.setattr(runner, "generate", small)
-    assert asker.right(rows, plan) == whole and sizes == [5, 2, 3, 1, 2]
+    assert asker.check_answers(rows, plan) == whole and sizes == [5, 2, 3, 1, 2]
 
-    tokens, language = asker.latency_tokens(rows, None), asker.language(rows)
+    tokens, language = asker.compute_latency_tokens(rows, None), asker.compute_language(rows)
     for name in ("_latency_tokens", "_language"):
         inner = getattr(asker, name)
 
-        def few(some: Any, *given: Any, inner: Any = inner) -> Any:
+        def select_front(some: Any, *given: Any, inner: Any = inner) -> Any:
             if len(some) > 2:
                 raise torch.OutOfMemoryError
             return inner(some, *given)
 
         monkeypatch.setattr(asker, name, few)
-    torch.testing.assert_close(asker.latency_tokens(rows, None), tokens)
-    torch.testing.assert_close(asker.language(rows), language)
+    torch.testing.assert_close(asker.compute_latency_tokens(rows, None), tokens)
+    torch.testing.assert_close(asker.compute_language(rows), language)
     asker.close()
 
 
@@ -234,9 +239,9 @@ def test_batches_have_a_bound(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asker, text, *({"prompt": " ".join(["w7"] * at), "answer": "w5"} for at in (9, 1, 5, 2, 1))
     )
     monkeypatch.setattr(runner, "ROWS", 3)
-    assert batches(rows, None) == [[1, 4, 3], [2, 0]] and batches(rows, "low") == []
+    assert group_into_batches(rows, None) == [[1, 4, 3], [2, 0]] and group_into_batches(rows, "low") == []
     monkeypatch.setattr(runner, "TOKENS", 11)
-    assert batches(rows, None) == [[1, 4], [3], [2], [0]]  # a prompt has two tokens besides
+    assert group_into_batches(rows, None) == [[1, 4], [3], [2], [0]]  # a prompt has two tokens besides
     asker.close()
 
 

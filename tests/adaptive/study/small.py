@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.learner import VqaLearner
 from sparseflow.adaptive.grid_vqa.model import load, save
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
-from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, model_id, weights_id
-from sparseflow.adaptive.profile.metadata import device_facts
+from sparseflow.adaptive.profile import (
+    Measurement,
+    PlanProfile,
+    ProfileMetadata,
+    compute_model_id,
+    compute_weights_id,
+)
+from sparseflow.adaptive.profile.metadata import get_device_facts
 from sparseflow.adaptive.study import SampleCounts, StudyConfig
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.core.training.distributed import init_distributed
@@ -57,8 +63,10 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
         repeats: Requests of each plan at each of two lengths.
         noise: Relative scatter of whole requests.
     """
-    geometry = adapter_of(model).geometry
-    space = PlanSpace.of(geometry, [float(geometry.depth - block) for block in range(geometry.depth)])
+    geometry = get_adapter(model).geometry
+    space = PlanSpace.from_importance(
+        geometry, [float(geometry.depth - block) for block in range(geometry.depth)]
+    )
     random = np.random.default_rng(0)
     visits = [
         visit_of(plan, tokens, round=at, factor=float(np.exp(noise * random.normal())))
@@ -68,10 +76,10 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
         for tokens in (6, 12)
     ]
     about = ProfileMetadata(
-        model_id=model_id(model), device=device_facts("cpu"), space=space, vision_tokens=VISION,
-        how={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
+        model_id=compute_model_id(model), device=get_device_facts("cpu"), space=space, vision_tokens=VISION,
+        config={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
     )  # fmt: skip
-    return PlanProfile(about=about, environments=({},), visits=tuple(visits))
+    return PlanProfile(metadata=about, environments=({},), measurements=tuple(visits))
 
 
 def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **given: Any) -> Measurement:
@@ -109,8 +117,8 @@ def asked(folder: Path, **changes: Any) -> StudyConfig:
 def made(folder: Path) -> str:
     """Write model and profile where `asked` looks for them; gives the weights' id."""
     model = opened(model_folder(folder / "model"))
-    profile_of(model).write(folder / "profile.parquet")
-    return weights_id(model)
+    profile_of(model).save(folder / "profile.parquet")
+    return compute_weights_id(model)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ from sparseflow.adaptive.grid_vqa.evaluate import outcomes
 from sparseflow.adaptive.grid_vqa.task import GridVqaTask
 from sparseflow.adaptive.plan.space import PlanSpace
 from sparseflow.adaptive.questions.task import Split
-from sparseflow.adaptive.study.outcome_tables import answers
+from sparseflow.adaptive.study.outcome_tables import collect_outcomes
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
@@ -63,8 +63,8 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_chunks")
 def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tried) -> None:
     told: list[tuple[str, float]] = []
-    found = answers(
-        of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE,
+    found = collect_outcomes(
+        of(model), space, tmp_path, {"val": 40, "test": 20}, context=ALONE,
         progress=lambda what, share: told.append((what, share)),
     )  # fmt: skip
     assert tried == [("val", 0, 32), ("val", 32, 8), ("test", 0, 20)]
@@ -96,39 +96,41 @@ def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) ->
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answers(of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE, progress=stop)
+        collect_outcomes(of(model), space, tmp_path, {"val": 40, "test": 20}, context=ALONE, progress=stop)
     del tried[:]
-    answers(of(model), space, tmp_path, {"val": 40, "test": 20}, mine=ALONE)
+    collect_outcomes(of(model), space, tmp_path, {"val": 40, "test": 20}, context=ALONE)
     assert tried == [("val", 32, 8), ("test", 0, 20)]
     del tried[:]
-    fewer = answers(of(model), space, tmp_path, {"val": 10, "test": 20}, mine=ALONE)
+    fewer = collect_outcomes(of(model), space, tmp_path, {"val": 10, "test": 20}, context=ALONE)
     assert not tried and len(fewer["val"].kinds) == 10
-    more = answers(of(model), space, tmp_path, {"test": 30}, mine=ALONE)
+    more = collect_outcomes(of(model), space, tmp_path, {"test": 30}, context=ALONE)
     assert tried == [("test", 0, 30)] and len(more["test"].kinds) == 30
 
 
 def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path) -> None:
-    answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
+    collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)
     other = VqaDataset(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
     with pytest.raises(InputError, match=r"test-000000.safetensors is of other task; name another folder"):
-        answers(of(model, other), space, tmp_path, {"test": 4}, mine=ALONE)
-    backwards = PlanSpace.of(space.geometry, [float(block) for block in range(space.geometry.depth)])
+        collect_outcomes(of(model, other), space, tmp_path, {"test": 4}, context=ALONE)
+    backwards = PlanSpace.from_importance(
+        space.geometry, [float(block) for block in range(space.geometry.depth)]
+    )
     with pytest.raises(InputError, match=r"of other plans"):
-        answers(of(model), backwards, tmp_path, {"test": 4}, mine=ALONE)
+        collect_outcomes(of(model), backwards, tmp_path, {"test": 4}, context=ALONE)
     changed = small.opened(made / "model")
     with torch.no_grad():
         next(iter(changed.parameters())).add_(1.0)
     with pytest.raises(InputError, match=r"of other weights"):
-        answers(of(changed), space, tmp_path, {"test": 4}, mine=ALONE)
+        collect_outcomes(of(changed), space, tmp_path, {"test": 4}, context=ALONE)
     with pytest.raises(InputError, match=r"`counts` .* at least 1 sample"):
-        answers(of(model), space, tmp_path, {"test": 0}, mine=ALONE)
+        collect_outcomes(of(model), space, tmp_path, {"test": 0}, context=ALONE)
     with pytest.raises(InputError, match=r"`first` \(=3\) must be a multiple of 256"):
         outcomes(model, DATA, space, count=4, first=3)
 
 
 def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:
-    answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
+    collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)
     path = tmp_path / "test-000000.safetensors"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(FileFormatError, match=r"is not a chunk of answers that can be read"):
-        answers(of(model), space, tmp_path, {"test": 4}, mine=ALONE)
+        collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)

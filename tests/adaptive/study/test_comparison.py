@@ -8,7 +8,7 @@ import torch
 
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.policy.outcomes import OutcomeTable
-from sparseflow.adaptive.study.comparison import contest, verdict
+from sparseflow.adaptive.study.comparison import compare_with_baselines, summarize_gains
 from sparseflow.adaptive.study.latencies import LatencySamples, RequestSize
 from sparseflow.adaptive.study.outcome_tables import StudyTables
 from sparseflow.errors import InputError
@@ -42,7 +42,7 @@ def controllers(seed: int = 0) -> Controllers:
 
 def test_everybody_is_judged_at_the_attainment_that_is_asked() -> None:
     told: list[float] = []
-    found = contest(
+    found = compare_with_baselines(
         made(), controllers=[controllers(), controllers(1)], supervised=[controllers(2)], attainment=0.9,
         budgets=6, progress=lambda _, share: told.append(share),
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_everybody_is_judged_at_the_attainment_that_is_asked() -> None:
 
 
 def test_without_controllers_the_lookup_table_is_held_against_the_others() -> None:
-    found = contest(made(), budgets=3)
+    found = compare_with_baselines(made(), budgets=3)
     assert [each.name for each in found.judged] == ["lookup table", "best static plan", "random", "oracle"]
     assert {each.one for each in found.compared} == {"lookup table"}
 
@@ -77,14 +77,16 @@ def test_few_questions_of_a_kind_are_not_compared() -> None:
     few = torch.arange(64) < 10
     tables = made()
     one = StudyTables(**{**vars(tables), "kinds": {"one": few}})
-    assert not any("kind" in each.where for each in contest(one, budgets=3).compared)
+    assert not any("kind" in each.where for each in compare_with_baselines(one, budgets=3).compared)
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match=r"`attainment` \(=0.0\) must be a share"):
-        contest(made(), attainment=0.0)
+        compare_with_baselines(made(), attainment=0.0)
     with pytest.raises(InputError, match="other plans"):
-        contest(made(), controllers=[Controllers(space(), width=WIDTH, model_id="m")], budgets=3)
+        compare_with_baselines(
+            made(), controllers=[Controllers(space(), width=WIDTH, model_id="m")], budgets=3
+        )
 
 
 def row(other: str, where: str, low: float, high: float) -> dict[str, object]:
@@ -95,7 +97,7 @@ def row(other: str, where: str, low: float, high: float) -> dict[str, object]:
 
 
 def test_the_verdict_says_who_wins_and_where_not() -> None:
-    found = verdict(
+    found = summarize_gains(
         [
             row("lookup table", "all requests", 0.01, 0.03),
             row("lookup table", "tight budgets", -0.04, -0.02),
@@ -112,4 +114,4 @@ def test_the_verdict_says_who_wins_and_where_not() -> None:
         "Controllers against random: no difference that could be told, goodput +1.0 points, -1.0 to +3.0.",
         "Controllers against best static plan: worse, goodput -4.0 points, -5.0 to -3.0.",
     ]
-    assert verdict([]) == []
+    assert summarize_gains([]) == []

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.profile import PlanProfile
-from sparseflow.adaptive.study.latencies import RequestSize, latencies
+from sparseflow.adaptive.study.latencies import RequestSize, sample_latencies
 from sparseflow.errors import InputError
 from tests.adaptive.study import small
 
@@ -23,13 +23,13 @@ def model(made: Path) -> object:
 
 def test_what_was_measured_is_taken_as_it_is(model) -> None:
     profile = small.profile_of(model)
-    found = latencies(profile, [RequestSize(6, 4), RequestSize(12, 2)])
+    found = sample_latencies(profile, [RequestSize(6, 4), RequestSize(12, 2)])
     assert found.measured.all() and found.ms.shape == (2, len(profile.space), 3) and found.load == 0.0
     for at, plan in enumerate(profile.space.plans):
         for row, (tokens, new) in enumerate([(6, 4), (12, 2)]):
             measured = [
                 visit.total_ms(new)
-                for visit in profile.visits
+                for visit in profile.measurements
                 if (visit.plan, visit.text_tokens) == (plan, tokens)
             ]
             np.testing.assert_allclose(sorted(found.ms[row, at]), sorted(measured), rtol=1e-5)
@@ -38,13 +38,13 @@ def test_what_was_measured_is_taken_as_it_is(model) -> None:
 def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> None:
     profile = small.profile_of(model, repeats=5, noise=0.05)
     sizes = [RequestSize(7, 3), RequestSize(9, 1), RequestSize(16, 4), RequestSize(6, 9)]
-    found = latencies(profile, sizes)
+    found = sample_latencies(profile, sizes)
     for at, plan in enumerate(profile.space.plans):
         own = {
             tokens: np.array(
                 [
                     visit.total_ms(4) / small.truth(plan, tokens, 4)
-                    for visit in profile.visits
+                    for visit in profile.measurements
                     if (visit.plan, visit.text_tokens) == (plan, tokens)
                 ]
             )
@@ -60,7 +60,7 @@ def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> Non
 
 def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -> None:
     profile = small.profile_of(model, plans=6, repeats=4, noise=0.05)
-    found = latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
+    found = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
     assert found.measured.sum() == 18 and not found.measured.all()
     off, spread = [], []
     for at, plan in enumerate(profile.space.plans):
@@ -69,9 +69,9 @@ def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -
             spread.append(found.ms[0, at].std() / found.ms[0, at].mean())
     assert np.abs(off).mean() < 0.1
     assert 0.02 < np.mean(spread) < 0.1
-    again = latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
+    again = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
     np.testing.assert_array_equal(again.ms, found.ms)
-    other = latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)], seed=1)
+    other = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)], seed=1)
     assert (other.ms[:, ~found.measured] != found.ms[:, ~found.measured]).any()
 
 
@@ -80,41 +80,46 @@ def test_the_least_load_and_requests_alone(model) -> None:
     busy, several = (
         [
             replace(small.visit_of(visit.plan, visit.text_tokens, factor=factor), round=visit.round, **how)
-            for visit in profile.visits
+            for visit in profile.measurements
         ]
         for factor, how in ((9.0, {"load": 0.5}), (7.0, {"batch": 4}))
     )
-    whole = replace(profile, visits=(*profile.visits, *busy, *several))
-    alone, found = latencies(profile, [RequestSize(6, 4)]), latencies(whole, [RequestSize(6, 4)])
+    whole = replace(profile, measurements=(*profile.measurements, *busy, *several))
+    alone, found = (
+        sample_latencies(profile, [RequestSize(6, 4)]),
+        sample_latencies(whole, [RequestSize(6, 4)]),
+    )
     np.testing.assert_allclose(found.ms, alone.ms, rtol=0.02)
-    assert latencies(replace(profile, visits=tuple(busy)), [RequestSize(6, 4)]).load == 0.5
+    assert sample_latencies(replace(profile, measurements=tuple(busy)), [RequestSize(6, 4)]).load == 0.5
 
 
 def test_plans_measured_more_or_less_often(model) -> None:
     profile = small.profile_of(model)
     first = profile.space.plans[0]
     fewer = replace(
-        profile, visits=tuple(each for each in profile.visits if each.plan != first or each.round == 0)
+        profile,
+        measurements=tuple(each for each in profile.measurements if each.plan != first or each.round == 0),
     )
-    found = latencies(fewer, [RequestSize(6, 4)])
+    found = sample_latencies(fewer, [RequestSize(6, 4)])
     assert found.ms.shape[2] == 3 and len(set(found.ms[0, 0].tolist())) == 1
 
 
 def test_what_is_refused(model) -> None:
     profile = small.profile_of(model)
     with pytest.raises(InputError, match=r"`sizes` .* must be numbers of at least 1"):
-        latencies(profile, [RequestSize(6, 0)])
+        sample_latencies(profile, [RequestSize(6, 0)])
     with pytest.raises(InputError, match=r"at least 1, for one request or more"):
-        latencies(profile, [])
+        sample_latencies(profile, [])
     low = PlanProfile(
-        about=profile.about, visits=tuple(each for each in profile.visits if each.plan.tier == "low")
+        metadata=profile.metadata,
+        measurements=tuple(each for each in profile.measurements if each.plan.tier == "low"),
     )
     # A tier that was left out, as where it has no room, takes what is predicted, and scatters as others do.
-    found = latencies(low, [RequestSize(6, 2)])
+    found = sample_latencies(low, [RequestSize(6, 2)])
     assert np.isfinite(found.ms).all() and (found.ms > 0.0).all()
     assert [plan.tier for plan, known in zip(low.space.plans, found.measured, strict=True) if known] == [
         "low"
     ] * int(found.measured.sum())
-    batched = replace(profile, visits=tuple(replace(each, batch=2) for each in profile.visits))
+    batched = replace(profile, measurements=tuple(replace(each, batch=2) for each in profile.measurements))
     with pytest.raises(InputError, match=r"measured none of its \d+ plans alone"):
-        latencies(batched, [RequestSize(6, 2)])
+        sample_latencies(batched, [RequestSize(6, 2)])

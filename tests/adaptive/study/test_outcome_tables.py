@@ -19,7 +19,12 @@ from sparseflow.adaptive.grid_vqa.task import GridVqaTask
 from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.adaptive.questions.task import SampleCounts
 from sparseflow.adaptive.study import outcome_tables as room
-from sparseflow.adaptive.study.outcome_tables import FOLDER, LATENCIES, StudyTables, dtype_of, tables
+from sparseflow.adaptive.study.outcome_tables import (
+    FOLDER,
+    LATENCIES,
+    StudyTables,
+    get_dtype,
+)
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank
@@ -36,7 +41,7 @@ def model(made: Path) -> Any:
 
 def of(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTables:
     return tables(
-        GridVqaTask(model=model, data=DATA), profile, folder, counts=SampleCounts(**counts), mine=ALONE
+        GridVqaTask(model=model, data=DATA), profile, folder, counts=SampleCounts(**counts), context=ALONE
     )
 
 
@@ -90,7 +95,7 @@ def test_latencies_are_kept_and_made_anew_for_another_profile(
 
 def test_a_profile_of_another_model_and_counts_of_none(model, tmp_path: Path) -> None:
     profile = small.profile_of(model)
-    other = replace(profile, about=replace(profile.about, model_id="other"))
+    other = replace(profile, about=replace(profile.metadata, model_id="other"))
     with pytest.raises(InputError, match=r"this profile is of another model \(id other; yours is"):
         of(model, other, tmp_path)
     with pytest.raises(InputError, match=r"`validation` \(=0\) must be a whole number"):
@@ -101,7 +106,7 @@ def test_the_number_format_is_the_profiles(model) -> None:
     profile = small.profile_of(model)
 
     def told(**how: str) -> torch.dtype:
-        return dtype_of(replace(profile, about=replace(profile.about, how=how)))
+        return get_dtype(replace(profile, about=replace(profile.metadata, how=how)))
 
     assert told(dtype="bfloat16") == torch.bfloat16 and told(dtype="float64") == torch.float64
     assert told() == torch.float32  # of a CPU

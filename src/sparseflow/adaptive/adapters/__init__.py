@@ -1,11 +1,11 @@
-"""Adapters: what the knobs of an architecture are, and how its images become fewer tokens."""
+"""Adapters: one per architecture."""
 
 from __future__ import annotations
 
 from sparseflow.adaptive.adapters.decoders import ROUTERS, DecoderAdapter
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.adaptive.adapters.qwen3_vl import Qwen3VLMoeAdapter
-from sparseflow.adaptive.plan.adapter import Adapter, Inputs, adapter_of, register
+from sparseflow.adaptive.plan.adapter import Adapter, Inputs, get_adapter, register
 
 for _model_type in ROUTERS:
     register(_model_type, DecoderAdapter)
@@ -18,6 +18,6 @@ __all__ = [
     "Inputs",
     "LlavaAdapter",
     "Qwen3VLMoeAdapter",
-    "adapter_of",
+    "get_adapter",
     "register",
 ]

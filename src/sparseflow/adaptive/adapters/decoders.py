@@ -1,4 +1,4 @@
-"""Text-only mixture-of-experts models of transformers: OLMoE, Mixtral, Qwen3-MoE and others alike."""
+"""Adapter for text-only mixture-of-experts models of transformers, such as OLMoE, Mixtral and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUTERS: MappingProxyType[str, str] = MappingProxyType(
         "qwen3_vl_moe_text": "mlp.gate",
     }
 )
-"""`model_type` of a stack of blocks -> where a block of it has its router, whose `top_k` is what counts."""
+"""`model_type` -> path of the router within a block; the router's `top_k` is the effective one."""
 
 
 class DecoderAdapter(Adapter):
@@ -38,7 +38,7 @@ class DecoderAdapter(Adapter):
         model: The model.
 
     Raises:
-        ModelError: It has no such blocks, or blocks or routers that plans would not fit.
+        ModelError: The model has no stack of blocks, or its blocks or routers do not fit plans.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -48,24 +48,24 @@ class DecoderAdapter(Adapter):
         self._decoder = self._find_decoder()
         blocks = getattr(self._decoder, "layers", None)
         if not isinstance(blocks, nn.ModuleList):
-            raise ModelError(f"{type(model).__name__} has no stack of blocks where its architecture has one")
+            raise ModelError(f"{type(model).__name__} has no `layers`")
         self._blocks = tuple(blocks)
         config: Any = self._decoder.config
         self._path = ROUTERS.get(config.model_type)
         if config.num_hidden_layers != len(self._blocks):
             raise ModelError(
-                f"the model has {len(self._blocks)} blocks, its configuration says {config.num_hidden_layers}"
+                f"the model has {len(self._blocks)} blocks, but its config has {config.num_hidden_layers}"
             )
         if len(set(getattr(config, "layer_types", None) or ())) > 1:
             raise ModelError(
-                f"blocks of {config.model_type!r} mix kinds of attention; a cache makes the masks of a kind "
-                "by its first block, which plans may skip"
+                f"{config.model_type!r} mixes attention types, which is not supported: a cache "
+                "creates the masks of a type by its first block, which plans may skip"
             )
         self._geometry = ModelGeometry(depth=len(self._blocks), top_k=self._top_k(), tiers=self.tiers)
 
     @property
     def geometry(self) -> ModelGeometry:
-        """As found in the live model, whatever its configuration says."""
+        """Geometry of the live model, independent of its config."""
         return self._geometry
 
     @property
@@ -79,40 +79,39 @@ class DecoderAdapter(Adapter):
         return self._blocks
 
     def router(self, block: nn.Module) -> nn.Module | None:
-        """The block's router; None in a block without experts."""
+        """Router of a block; None for a block without experts."""
         if self._path is None:
             return None
-        found = block
+        module = block
         for name in self._path.split("."):
-            found = getattr(found, name, None)
-        return found if isinstance(getattr(found, "top_k", None), int) else None
+            module = getattr(module, name, None)
+        return module if isinstance(getattr(module, "top_k", None), int) else None
 
     def _find_decoder(self) -> nn.Module:
-        """The stack of blocks, whether or not the model has a head and a vision tower."""
         inner = getattr(self.model, "model", self.model)
         return getattr(inner, "language_model", inner)
 
     def _top_k(self) -> int:
-        """The top-k of all routers; 1 in a model without experts."""
+        """Top-k that all routers share; 1 for a model without experts."""
         if self._path is None:
             self._refuse_unknown_experts()
             return 1
         widths = {router.top_k for block in self._blocks if (router := self.router(block)) is not None}
         if len(widths) != 1:
             raise ModelError(
-                f"routers at `{self._path}` of the blocks choose {sorted(map(str, widths)) or 'nothing'}; "
-                "plans need one top-k for all"
+                f"routers at `{self._path}` have top-k {sorted(map(str, widths)) or 'none'}; plans "
+                "need one top-k for all"
             )
         (width,) = widths
         return int(width)  # pyright: ignore[reportArgumentType]
 
     def _refuse_unknown_experts(self) -> None:
-        """That a stack of an unknown kind is a dense one, in which knob 2 has nothing to turn."""
+        """Check that a model of unknown type has no experts."""
         for block in self._blocks:
             for name, module in block.named_modules():
-                if any(hasattr(module, sign) for sign in ("top_k", "num_experts", "experts")):
-                    kind = self._decoder.config.model_type  # pyright: ignore[reportAttributeAccessIssue]
+                if any(hasattr(module, attribute) for attribute in ("top_k", "num_experts", "experts")):
+                    model_type = self._decoder.config.model_type  # pyright: ignore[reportAttributeAccessIssue]
                     raise ModelError(
-                        f"{kind!r} has experts (at {name!r}), and it is not known where its routers are; "
-                        "write an adapter as sparseflow.adaptive.plan.adapter says, and register it"
+                        f"{model_type!r} has experts (at {name!r}), but its routers are unknown; see "
+                        "sparseflow.adaptive.plan.adapter for how to add an adapter"
                     )

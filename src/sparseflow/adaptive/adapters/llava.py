@@ -1,8 +1,9 @@
-"""LLaVA-style models: a vision tower of fixed size, a projector, a stack of blocks with or without experts.
+"""Adapter for LLaVA-style models: vision tower of fixed input size, projector, and a stack of blocks.
 
-Tiers are nested crops (`crops.py`). A prompt of the highest tier has 14 crops for each image, and a
-placeholder for each token of each crop; between two images stands at least one other token. A lower tier has
-the first crops of each image, and their placeholders.
+Tiers are nested crops (`crops`). A prompt of the highest tier has 14 crops per image and a placeholder for
+each
+token of each crop; at least one other token separates two images. A lower tier keeps the first crops of each
+image and their placeholders.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sparseflow.adaptive.adapters.placeholders import (
     PlaceholderSpans,
     Span,
     check_presence,
-    ids_of,
-    shortened,
+    get_input_ids,
+    shorten_inputs,
 )
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.space import TIERS, Tier
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _CLASS_TOKENS: MappingProxyType[str, int] = MappingProxyType(
     {"clip_vision_model": 1, "siglip_vision_model": 0}
 )
-"""Vision tower -> its tokens that stand for no patch."""
+"""Vision tower -> number of tokens that do not belong to a patch."""
 
 
 class LlavaAdapter(DecoderAdapter):
@@ -41,10 +42,10 @@ class LlavaAdapter(DecoderAdapter):
         model: The model.
 
     Attributes:
-        tokens_per_crop: Vision tokens of a crop.
+        tokens_per_crop: Vision tokens per crop.
 
     Raises:
-        ModelError: The vision tower is of a kind whose crops have no fixed number of tokens.
+        ModelError: The vision tower is of an unknown type.
     """
 
     tiers = TIERS
@@ -55,35 +56,35 @@ class LlavaAdapter(DecoderAdapter):
         vision = config.vision_config
         if vision.model_type not in _CLASS_TOKENS:
             raise ModelError(
-                f"vision towers of {vision.model_type!r} are not known here (known: "
-                f"{', '.join(sorted(_CLASS_TOKENS))}); subclass LlavaAdapter to say how many tokens a crop "
-                "has"
+                f"unknown vision tower {vision.model_type!r} (known: "
+                f"{', '.join(sorted(_CLASS_TOKENS))}); subclass LlavaAdapter"
             )
         patches = (vision.image_size // vision.patch_size) ** 2
-        # As the model does: the first token is dropped whether or not it stands for a patch.
+        # Like the model, which drops the first token even if it belongs to a patch.
         dropped = config.vision_feature_select_strategy == "default"
-        self._runs = PlaceholderSpans()
+        self._spans = PlaceholderSpans()
         self.tokens_per_crop = patches + _CLASS_TOKENS[vision.model_type] - dropped
 
-    def vision_tokens(self, inputs: Inputs) -> int:
-        """How many tokens of an input are of images, in all rows."""
+    def count_vision_tokens(self, inputs: Inputs) -> int:
+        """Number of vision tokens in all rows of an input."""
         return sum(length for _, _, length in self._images(inputs))
 
-    def at_tier(self, inputs: Inputs, tier: Tier | None) -> dict[str, Any]:
-        """Inputs with the first crops of each image only.
+    def reduce_to_tier(self, inputs: Inputs, tier: Tier | None) -> dict[str, Any]:
+        """Keep the first crops of each image.
 
         Args:
-            inputs: `input_ids` [batch, tokens] and `pixel_values` [images * 14, channels, height, width], the
-                images of the first row before those of the second; whatever has an entry for each token is
-                shortened.
-            tier: The tier to reduce them to; None where there is no image.
+            inputs: `input_ids` [batch, tokens] and `pixel_values` [images * 14, channels, height, width], in
+                row order.
+                Every tensor with one entry per token is shortened.
+            tier: Target tier; None without images.
 
         Returns:
-            New inputs; those given stay as they are.
+            New inputs; the given ones are unchanged.
 
         Raises:
-            PlanError: Images are not of the highest tier, or not where a prompt says, or there are none; or
-                rows would come to differ in length.
+            PlanError: Images are missing, not of the highest tier, or do not match the placeholders, or rows
+                would
+                differ in length.
         """
         images, pixels = self._images(inputs), inputs.get("pixel_values")
         check_presence(inputs, images, tier)
@@ -93,18 +94,19 @@ class LlavaAdapter(DecoderAdapter):
         if not isinstance(pixels, Tensor) or len(pixels) != CROPS[TIERS[-1]] * len(images):
             crops = len(pixels) if isinstance(pixels, Tensor) else "no"
             raise PlanError(
-                f"`pixel_values` are of {crops} crops, the prompt is of {len(images)} images with "
-                f"{CROPS[TIERS[-1]]} each; make them with sparseflow.adaptive.adapters.crops.nested_crops"
+                f"`pixel_values` have {crops} crops, but the prompt has {len(images)} images with "
+                f"{CROPS[TIERS[-1]]} each; create them with "
+                "sparseflow.adaptive.adapters.crops.make_nested_crops"
             )
-        found = shortened(inputs, images, [CROPS[tier] * self.tokens_per_crop] * len(images))
-        found["pixel_values"] = pixels.unflatten(0, (len(images), -1))[:, : CROPS[tier]].flatten(0, 1)
-        return found
+        reduced = shorten_inputs(inputs, images, [CROPS[tier] * self.tokens_per_crop] * len(images))
+        reduced["pixel_values"] = pixels.unflatten(0, (len(images), -1))[:, : CROPS[tier]].flatten(0, 1)
+        return reduced
 
     def check_tier(self, inputs: Inputs, tier: Tier | None) -> None:
-        """That each image of a call has the placeholders of a tier.
+        """Check that each image has the placeholders of a tier.
 
         Raises:
-            PlanError: One has others, or there are images without a tier or a tier without images.
+            PlanError: An image has another number, or tier and images do not match.
         """
         images = self._images(inputs)
         check_presence(inputs, images, tier)
@@ -114,24 +116,24 @@ class LlavaAdapter(DecoderAdapter):
         wrong = next((length for _, _, length in images if length != CROPS[tier] * size), None)
         if wrong is not None:
             raise PlanError(
-                f"an image has {wrong} placeholders in a row; at tier {tier!r} it has {CROPS[tier]} crops of "
-                f"{size} tokens, {CROPS[tier] * size}. {self._advice(wrong, tier)}"
+                f"an image has {wrong} placeholders; at tier {tier!r} it has {CROPS[tier]} crops of "
+                f"{size} tokens, {CROPS[tier] * size} in total. {self._suggest_fix(wrong, tier)}"
             )
 
     def _images(self, inputs: Inputs) -> list[Span]:
         config: Any = self.model.config
-        return self._runs.of(ids_of(inputs), config.image_token_index)
+        return self._spans.find(get_input_ids(inputs), config.image_token_index)
 
-    def _advice(self, length: int, tier: Tier) -> str:
-        crops, rest = divmod(length, self.tokens_per_crop)
-        if tier == TIERS[-1] and crops == 1 and not rest:
+    def _suggest_fix(self, length: int, tier: Tier) -> str:
+        crops, remainder = divmod(length, self.tokens_per_crop)
+        if tier == TIERS[-1] and crops == 1 and not remainder:
             return (
-                "This prompt was made for one crop an image: make `pixel_values` with "
-                "sparseflow.adaptive.adapters.crops.nested_crops and the prompt with crops.expanded"
+                "The prompt is for one crop per image: create `pixel_values` with `crops.make_nested_crops` "
+                "and the prompt with `crops.expand_placeholders`"
             )
-        if not rest and crops and crops % CROPS[tier] == 0:
-            return "Put a token between two images"
-        of = next((name for name, count in CROPS.items() if count == crops and not rest), None)
-        if of is not None:
-            return f"These inputs are of tier {of!r}: reduce those of tier {TIERS[-1]!r} by `at_tier`"
-        return "Make the prompt with sparseflow.adaptive.adapters.crops.expanded"
+        if not remainder and crops and crops % CROPS[tier] == 0:
+            return "Separate images by another token"
+        tier_name = next((name for name, count in CROPS.items() if count == crops and not remainder), None)
+        if tier_name is not None:
+            return f"The inputs are of tier {tier_name!r}; reduce those of tier {TIERS[-1]!r} instead"
+        return "Create the prompt with `crops.expand_placeholders`"

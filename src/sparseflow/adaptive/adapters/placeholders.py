@@ -1,4 +1,4 @@
-"""Placeholders of images in a prompt: where they stand, and a prompt without some of them."""
+"""Image placeholders in prompts: finding and shortening them."""
 
 from __future__ import annotations
 
@@ -14,99 +14,98 @@ from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import PlanError
 
 Span = tuple[int, int, int]
-"""A run of placeholders that stand side by side: row, first token, how many."""
+"""(row, start, length) of a run of placeholders."""
 
 _FIXED = ("position_ids", "cache_position", "inputs_embeds", "past_key_values")
-"""Arguments that would no longer fit tokens of which some are gone."""
+"""Inputs that a shortened prompt would invalidate."""
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes")
 
 
-def ids_of(inputs: Inputs) -> Tensor:
-    """The prompt of inputs, [batch, tokens].
+def get_input_ids(inputs: Inputs) -> Tensor:
+    """Get the prompt, [batch, tokens] int64.
 
     Raises:
-        PlanError: There is none.
+        PlanError: `input_ids` is missing or has another shape.
     """
     input_ids = inputs.get("input_ids")
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else None
-        raise PlanError(f"a tier needs `input_ids` [batch, tokens], to find images in; they are {shape}")
+        raise PlanError(f"a tier needs `input_ids` [batch, tokens], not {shape}")
     return input_ids
 
 
-def spans(input_ids: Tensor, token: int) -> list[Span]:
-    """Runs of a placeholder in a prompt [batch, tokens], in reading order. Of a prompt on a GPU it waits."""
-    found: list[Span] = []
-    # NumPy, as this is done some times for each request, and its calls cost a tenth.
+def find_spans(input_ids: Tensor, token: int) -> list[Span]:
+    """Find runs of a token, in reading order."""
+    result: list[Span] = []
+    # NumPy, because this runs several times per request and its calls are ten times cheaper.
     for row, ids in enumerate(input_ids.numpy(force=True)):
         mask = ids == token
         edges: list[int] = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
         edges = [*([0] if mask[:1].any() else []), *edges, *([len(mask)] if mask[-1:].any() else [])]
-        found += [(row, start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-    return found
+        result += [(row, start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return result
 
 
 class PlaceholderSpans:
-    """Runs of a placeholder in prompts. The last prompts are remembered, as one is asked about several times:
-    when it comes, and before and after it is shortened."""
+    """Caches the runs of the last two prompts; several threads may use it."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Tensor, tuple[int, int], list[Span]], ...] = ()
 
-    def of(self, input_ids: Tensor, token: int) -> list[Span]:
-        """As `spans` gives them."""
-        if input_ids.is_inference():  # nobody counts its changes
-            return spans(input_ids, token)
-        asked = (input_ids._version, token)
-        for known, then, found in self._known:
-            if known is input_ids and then == asked:
-                return list(found)
-        found = spans(input_ids, token)
-        # Put in place as a whole: several threads ask.
-        self._known = ((input_ids, asked, found), *self._known[:1])
-        return list(found)
+    def find(self, input_ids: Tensor, token: int) -> list[Span]:
+        """Find runs of a token, like `find_spans`."""
+        if input_ids.is_inference():  # has no version counter
+            return find_spans(input_ids, token)
+        cache_key = (input_ids._version, token)
+        for known, known_key, result in self._known:
+            if known is input_ids and known_key == cache_key:
+                return list(result)
+        result = find_spans(input_ids, token)
+        # One assignment, for thread safety.
+        self._known = ((input_ids, cache_key, result), *self._known[:1])
+        return list(result)
 
 
 def check_presence(inputs: Inputs, images: Sequence[Span], tier: Tier | None) -> None:
-    """That inputs have images where there is a tier, and none where there is none.
+    """Check that inputs have images if and only if there is a tier.
 
     Args:
-        inputs: With pixels, or with what the vision tower made of them.
-        images: Placeholders in the prompt.
-        tier: That of the plan.
+        inputs: Inputs with pixels, or with the vision tower's output.
+        images: Runs of placeholders in the prompt.
+        tier: Tier of the plan.
 
     Raises:
-        PlanError: They have not.
+        PlanError: They do not match.
     """
     encoded = (inputs.get("mm_encoder_outputs") or {}).get("image")
-    pictures = inputs.get("pixel_values") is not None or encoded is not None
+    has_pixels = inputs.get("pixel_values") is not None or encoded is not None
     if tier is None:
-        if images or pictures:
-            raise PlanError(f"`tier` is None, but the request has images; give one of {', '.join(TIERS)}")
-    elif not images or not pictures:
+        if images or has_pixels:
+            raise PlanError(f"`tier` is None, but the request has images; use one of {', '.join(TIERS)}")
+    elif not images or not has_pixels:
         missing = "no `pixel_values`" if images else "no placeholder of an image"
-        raise PlanError(f"`tier` is {tier!r}, but the request has {missing}; a text alone has tier None")
+        raise PlanError(f"`tier` is {tier!r}, but the request has {missing}; use tier None for text")
 
 
-def shortened(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> dict[str, Any]:
-    """Inputs in which runs of placeholders have fewer tokens; the first of each stay.
+def shorten_inputs(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> dict[str, Any]:
+    """Shorten runs of placeholders; the first tokens of each run stay.
 
-    Everything with an entry for each token is shortened: `input_ids`, `attention_mask` and the like.
+    Every tensor with one entry per token is shortened, such as `input_ids` and `attention_mask`.
 
     Args:
-        inputs: Those to shorten; they stay as they are.
+        inputs: Inputs; unchanged.
         runs: Runs of placeholders, in reading order.
-        lengths: How many tokens are to stay of each.
+        lengths: New length of each run.
 
     Raises:
-        PlanError: An argument would no longer fit, or rows would come to differ in length.
+        PlanError: An input would become invalid, or rows would differ in length.
     """
     fixed = [name for name in _FIXED if inputs.get(name) is not None]
     if fixed:
         raise PlanError(
-            f"{', '.join(fixed)} would not fit a prompt of fewer vision tokens; leave them to the model"
+            f"{', '.join(fixed)} would not match a prompt with fewer vision tokens; leave them out"
         )
-    input_ids = ids_of(inputs)
+    input_ids = get_input_ids(inputs)
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise PlanError(
@@ -115,26 +114,24 @@ def shortened(inputs: Inputs, runs: Iterable[Span], lengths: Iterable[int]) -> d
     rows, tokens = input_ids.shape
     ends = [0] * rows
     pieces: list[list[slice]] = [[] for _ in range(rows)]
-    for (row, start, length), kept in zip(runs, lengths, strict=True):
-        if kept < length:
-            pieces[row].append(slice(ends[row], start + kept))
+    for (row, start, length), new_length in zip(runs, lengths, strict=True):
+        if new_length < length:
+            pieces[row].append(slice(ends[row], start + new_length))
             ends[row] = start + length
     if not any(pieces):
         return dict(inputs)
-    for mine, end in zip(pieces, ends, strict=True):
-        mine.append(slice(end, tokens))
-    counts = [sum(piece.stop - piece.start for piece in mine) for mine in pieces]
+    for row_pieces, end in zip(pieces, ends, strict=True):
+        row_pieces.append(slice(end, tokens))
+    counts = [sum(piece.stop - piece.start for piece in row_pieces) for row_pieces in pieces]
     if len(set(counts)) > 1:
-        raise PlanError(
-            f"rows would have {counts} tokens, as their images shrink by unlike counts; run them alone"
-        )
+        raise PlanError(f"rows would have {counts} tokens, which differ; run them separately")
 
     def cut(name: str, value: Any) -> Any:
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == input_ids.shape
         if not per_token or name in _OF_IMAGES:
             return value
         return torch.stack(
-            [torch.cat([value[row, piece] for piece in mine]) for row, mine in enumerate(pieces)]
+            [torch.cat([value[row, piece] for piece in row_pieces]) for row, row_pieces in enumerate(pieces)]
         )
 
     return {name: cut(name, value) for name, value in inputs.items()}

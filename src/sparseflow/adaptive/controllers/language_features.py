@@ -1,4 +1,4 @@
-"""What a question says before the model has run: the mean of its words in the model's own table."""
+"""Language feature of a prompt: the mean word embedding of its text tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sparseflow.adaptive.plan.adapter import Adapter
 from sparseflow.errors import InputError
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-"""Where configurations keep the token that an image's or a video's vectors replace."""
+"""Config attributes with the placeholder tokens of images and videos."""
 
 
-def language_features(adapter: Adapter, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """The mean of the word embeddings of each row's text tokens.
+def mean_text_embedding(adapter: Adapter, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Compute the mean word embedding of each row's text tokens.
 
     Args:
-        adapter: Whose tokens these are.
-        input_ids: [batch, tokens] int64, as the model's own tokenizer or processor gives them.
-        attention_mask: [batch, tokens], 0 for padding; by default nothing is padding.
+        adapter: Adapter of the model.
+        input_ids: Tokens from the model's tokenizer or processor, [batch, tokens] int64.
+        attention_mask: 0 for padding, [batch, tokens]; default: no padding.
 
     Returns:
         [batch, d] float32, without gradients.
@@ -38,20 +38,18 @@ def language_features(adapter: Adapter, input_ids: Tensor, attention_mask: Tenso
                 f"{list(input_ids.shape)}"
             )
         text &= attention_mask.bool()
-    for token in placeholders(adapter.model.config):
+    for token in get_placeholder_tokens(adapter.model.config):
         text &= input_ids != token
     count = text.sum(1, keepdim=True)
     if bool((count == 0).any()):
-        raise InputError(
-            f"row {int((count == 0).nonzero()[0, 0])} of `input_ids` has no text tokens; ask something"
-        )
+        raise InputError(f"row {int((count == 0).nonzero()[0, 0])} of `input_ids` has no text tokens")
     with torch.no_grad():
-        # A placeholder may lie beyond the table.
+        # A placeholder may be outside the embedding table.
         words = adapter.embed(input_ids.masked_fill(~text, 0)).float()
         return (words * text[..., None]).sum(1) / count
 
 
-def placeholders(config: Any) -> tuple[int, ...]:
-    """Tokens that stand for images or videos in a model's inputs."""
-    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
-    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+def get_placeholder_tokens(config: Any) -> tuple[int, ...]:
+    """Placeholder tokens of images and videos, from a model's config."""
+    tokens = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return tuple(dict.fromkeys(token for token in tokens if isinstance(token, int)))

@@ -1,8 +1,10 @@
-"""The four choices that make a plan, one after the other: tier, insertion position, top-k, count of blocks.
+"""Distribution over plans, factorized into tier, insertion position, top-k and block count.
 
-All plans stand in a grid [tier, position, top-k, option] of the widest model; a smaller one leaves cells
-empty. What is allowed at a step is what some allowed plan still goes through, given the steps before: so a
-path never ends nowhere, and its probability is the product of the four masked ones.
+Plans form a grid [tier, position, top-k, option] of the largest model; smaller models leave cells empty. A
+choice is
+allowed if some allowed plan is consistent with it and the earlier choices. Every path therefore ends at an
+allowed
+plan, and its probability is the product of the four masked probabilities.
 """
 
 from __future__ import annotations
@@ -14,59 +16,57 @@ from sparseflow.adaptive.plan.space import OPTIONS, POSITIONS, TIERS, TOP_KS, Pl
 from sparseflow.errors import InputError, PlanError, RunError
 
 
-def masked(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Logits of which only those that are allowed can be chosen.
+def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Set the logits of choices that are not allowed to minus infinity.
 
     Args:
-        logits: [..., choices]; those of masked ones may be minus infinity already, or anything.
+        logits: [..., choices]; masked ones may have any value.
         allowed: [..., choices] bool.
 
     Returns:
-        [..., choices]; minus infinity where masked.
+        [..., choices].
 
     Raises:
         InputError: A row allows nothing.
-        RunError: A logit that is allowed is not finite.
+        RunError: The logit of an allowed choice is not finite.
     """
     if not bool(allowed.any(-1).all()):
-        raise InputError("a mask allows no choice at all; allow at least one, such as the cheapest")
+        raise InputError("a mask allows no choice; allow at least the cheapest")
     if not bool(logits.masked_fill(~allowed, 0.0).isfinite().all()):
-        raise RunError(
-            "logits are not finite: the controllers' weights, or the features that they see, are not"
-        )
+        raise RunError("logits are not finite; check the controllers' weights and the features")
     return logits.masked_fill(~allowed, float("-inf"))
 
 
-def log_probs(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Log-probabilities of choices; shapes and errors are those of `masked`."""
-    return masked(logits, allowed).log_softmax(-1)
+def masked_log_softmax(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Log-probabilities; shapes and errors as for `mask_logits`."""
+    return mask_logits(logits, allowed).log_softmax(-1)
 
 
-def entropy(log_prob: Tensor) -> Tensor:
-    """Entropy in nats over the last dimension; what is masked adds nothing, and its gradient is 0."""
-    # 0 · (−inf) is NaN; 0 · 0 is what is meant.
+def compute_entropy(log_prob: Tensor) -> Tensor:
+    """Entropy in nats over the last dimension; masked choices add 0 and have gradient 0."""
+    # Avoids 0 · (−inf) = NaN.
     return -(log_prob.exp() * log_prob.masked_fill(log_prob == float("-inf"), 0.0)).sum(-1)
 
 
-def draw(log_prob: Tensor, uniform: Tensor) -> Tensor:
-    """One choice a row.
+def sample_categorical(log_prob: Tensor, uniform: Tensor) -> Tensor:
+    """Sample one choice per row by inverse transform.
 
     Args:
         log_prob: [rows, choices].
-        uniform: [rows], from 0 to below 1, what is drawn from; the same numbers give the same choices.
+        uniform: Uniform numbers in [0, 1), [rows].
 
     Returns:
-        [rows] int64; never a masked one.
+        [rows] int64; never a masked choice.
     """
     below = log_prob.detach().double().exp().cumsum(-1)
     total = below[:, -1]
-    # Rounded up to the total itself, it would lie beyond the last choice.
-    at = torch.minimum(uniform.to(below) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return (below <= at[:, None]).sum(-1)
+    # A threshold rounded up to the total would select a choice after the last.
+    threshold = torch.minimum(uniform.to(below) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (below <= threshold[:, None]).sum(-1)
 
 
-def taken(values: Tensor, choice: Tensor) -> Tensor:
-    """The values of what was chosen: [rows, choices] and [rows] -> [rows]."""
+def gather_choice(values: Tensor, choice: Tensor) -> Tensor:
+    """Values of the choices: [rows, choices] and [rows] -> [rows]."""
     return values.gather(-1, choice[:, None])[:, 0]
 
 
@@ -77,42 +77,47 @@ class PlanDistribution:
     """The plans of a space as paths through the grid.
 
     Args:
-        space: The plans; their numbers are the places in `space.plans`.
+        space: The plans; plan numbers are indices into `space.plans`.
 
     Attributes:
-        grid: The number of the plan in each cell, -1 where there is none: int64, of `SHAPE`.
-        actions: The cell of each plan: [plans, 4] int64.
+        grid: Plan number of each cell, -1 for empty cells, int64 of shape `SHAPE`.
+        actions: Cell of each plan, [plans, 4] int64.
     """
 
     def __init__(self, space: PlanSpace) -> None:
-        found = [space.action(plan) for plan in space.plans]
-        self.actions = torch.tensor([[one.tier, one.position, one.top_k, one.option] for one in found])
+        actions = [space.action(plan) for plan in space.plans]
+        self.actions = torch.tensor(
+            [
+                [plan_action.tier, plan_action.position, plan_action.top_k, plan_action.option]
+                for plan_action in actions
+            ]
+        )
         self.grid = torch.full(SHAPE, -1)
-        self.grid[tuple(self.actions.T)] = torch.arange(len(found))
+        self.grid[tuple(self.actions.T)] = torch.arange(len(actions))
 
     def to(self, device: torch.device) -> PlanDistribution:
-        """The same, on a device."""
+        """Move to a device."""
         if self.grid.device != device:
             self.grid, self.actions = self.grid.to(device), self.actions.to(device)
         return self
 
     def plans(self, action: Tensor) -> Tensor:
-        """Numbers of plans: [rows, 4] -> [rows].
+        """Plan numbers: [rows, 4] -> [rows].
 
         Raises:
-            PlanError: An action is no plan's.
+            PlanError: An action has no plan.
         """
-        found = self.grid[tuple(action.T)]
-        if bool((found < 0).any()):
-            wrong = action[found < 0][0].tolist()
-            raise PlanError(f"{PlanAction(*wrong)} is the action of no plan: this model has fewer choices")
-        return found
+        plans = self.grid[tuple(action.T)]
+        if bool((plans < 0).any()):
+            wrong = action[plans < 0][0].tolist()
+            raise PlanError(f"{PlanAction(*wrong)} has no plan in this model")
+        return plans
 
     def masks(self, allowed: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What can be chosen at each step, given the steps before.
+        """Compute the allowed choices of each step, given the earlier ones.
 
         Args:
-            allowed: [rows, plans] bool; by default all plans, in one row.
+            allowed: Allowed plans, [rows, plans] bool; default: all plans, as one row.
 
         Returns:
             For step i a bool tensor [rows, *SHAPE[: i + 1]].
@@ -135,52 +140,53 @@ class PlanDistribution:
 
 
 class PlanPath:
-    """Rows on their way through the grid: what they chose, and how likely that was.
+    """Partial paths of n rows through the grid, with their log-probability.
 
     Args:
-        masks: Of `PlanDistribution.masks`.
-        rows: [n] int64, which row of the masks each row here goes by.
+        masks: Result of `PlanDistribution.masks`.
+        rows: Row of the masks for each path, [n] int64.
 
     Attributes:
-        chosen: The choices so far, each [n] int64.
-        log_prob: Joint log-probability of these: [n].
-        entropy: Sum of the entropies of the steps, in nats: [n].
+        choices: Choices made, each [n] int64.
+        log_prob: Their joint log-probability, [n].
+        entropy: Sum of the entropies of the steps in nats, [n].
     """
 
     def __init__(self, masks: tuple[Tensor, ...], rows: Tensor) -> None:
         self._masks, self._rows = masks, rows
-        self.chosen: list[Tensor] = []
+        self.choices: list[Tensor] = []
         self.log_prob: Tensor | float = 0.0
         self.entropy: Tensor | float = 0.0
 
-    def follow(self, choice: Tensor) -> None:
-        """Take a choice that was made before, whose probability does not matter here."""
-        self.chosen.append(choice)
+    def append(self, choice: Tensor) -> None:
+        """Append a given choice without computing its probability."""
+        self.choices.append(choice)
 
-    def lead(self, logits: Tensor) -> None:
-        """Make the most probable choice, whose probability does not matter here.
+    def append_argmax(self, logits: Tensor) -> None:
+        """Append the most probable choice without computing its probability.
 
         Args:
-            logits: [n, choices]; of equal ones the first is taken.
+            logits: [n, choices]; ties take the first.
         """
-        self.chosen.append(masked(logits, self._allowed()).argmax(-1))
+        self.choices.append(mask_logits(logits, self._allowed()).argmax(-1))
 
     def step(self, logits: Tensor, *, choice: Tensor | None = None, uniform: Tensor | None = None) -> None:
-        """Make the next choice, and weigh it.
+        """Append a choice and its log-probability.
 
         Args:
             logits: [n, choices].
-            choice: [n], what was chosen before, to see how likely it is now.
-            uniform: [n] in [0, 1), to draw from; without either the most probable is taken.
+            choice: Choice to evaluate, [n].
+            uniform: Uniform numbers in [0, 1) to sample with, [n]; without either, the most probable choice
+                is made.
         """
-        scores = masked(logits, self._allowed())
-        found = scores.log_softmax(-1)
+        scores = mask_logits(logits, self._allowed())
+        log_probs = scores.log_softmax(-1)
         if choice is None:
-            choice = scores.argmax(-1) if uniform is None else draw(found, uniform)
-        self.log_prob = self.log_prob + taken(found, choice)
-        self.entropy = self.entropy + entropy(found)
-        self.chosen.append(choice)
+            choice = scores.argmax(-1) if uniform is None else sample_categorical(log_probs, uniform)
+        self.log_prob = self.log_prob + gather_choice(log_probs, choice)
+        self.entropy = self.entropy + compute_entropy(log_probs)
+        self.choices.append(choice)
 
     def _allowed(self) -> Tensor:
-        """What can be chosen next: [n, choices] bool."""
-        return self._masks[len(self.chosen)][(self._rows, *self.chosen)]
+        """Allowed next choices, [n, choices] bool."""
+        return self._masks[len(self.choices)][(self._rows, *self.choices)]

@@ -1,4 +1,4 @@
-"""Models that come with SparseFlow: folders of `data/`, each with all that the demo uses of a model."""
+"""Pretrained Grid-VQA models of the package, one directory each."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from pathlib import Path
 from sparseflow.adaptive.grid_vqa.model import SETTINGS
 from sparseflow.errors import InputError
 
-DEFAULT = "digits"
-"""The model that is small: seconds on a CPU."""
+DEFAULT_MODEL = "digits"
+"""The smallest model; a request takes milliseconds on a CPU."""
 
-IMPORTANCE, WORTH = "importance.json", "worth.json"
-"""Beside a model: which blocks can be skipped, and how good its plans are."""
-
-
-def shipped_names() -> list[str]:
-    """Names of the models."""
-    return sorted(each.name for each in _data().iterdir() if (each / SETTINGS).is_file())
+IMPORTANCE_FILE = "importance.json"
+"""Importance of the blocks of a model, in its directory."""
+PLAN_QUALITY_FILE = "plan_quality.json"
+"""Accuracy of the plans of a model, in its directory."""
 
 
-def shipped(name: str = DEFAULT) -> Path:
-    """Folder of a model.
+def list_pretrained() -> list[str]:
+    """Return the names of the pretrained models."""
+    return sorted(path.name for path in _data_dir().iterdir() if (path / SETTINGS).is_file())
+
+
+def get_pretrained_dir(name: str = DEFAULT_MODEL) -> Path:
+    """Return the directory of a pretrained model.
 
     Raises:
-        InputError: None of this name comes with SparseFlow.
+        InputError: The name is unknown.
     """
-    if name not in shipped_names():
-        raise InputError(f"no model {name!r} comes with SparseFlow; these do: {', '.join(shipped_names())}")
-    return _data() / name
+    if name not in list_pretrained():
+        raise InputError(f"unknown model {name!r}; available: {', '.join(list_pretrained())}")
+    return _data_dir() / name
 
 
-def model_folder(model: Path | str) -> Path:
-    """Folder of a model.
+def resolve_model_dir(model: Path | str) -> Path:
+    """Return the directory of a model.
 
     Args:
-        model: The name of one that comes with SparseFlow, or a folder.
+        model: Name of a pretrained model, or a directory.
 
     Raises:
-        InputError: It is neither.
+        InputError: The name is unknown and the directory does not exist.
     """
-    if str(model) in shipped_names():
-        return shipped(str(model))
-    folder = Path(model)
+    if str(model) in list_pretrained():
+        return get_pretrained_dir(str(model))
+    model_dir = Path(model)
     try:
-        there = folder.is_dir()
-    except OSError:  # a name that no folder can have
-        there = False
-    if not there:
-        raise InputError(
-            f"there is no folder {folder}; these come with SparseFlow: {', '.join(shipped_names())}"
-        )
-    return folder
+        exists = model_dir.is_dir()
+    except OSError:  # The name is too long for a path.
+        exists = False
+    if not exists:
+        raise InputError(f"{model_dir} is not a directory; pretrained models: {', '.join(list_pretrained())}")
+    return model_dir
 
 
-def _data() -> Path:
+def _data_dir() -> Path:
     return Path(str(resources.files(__name__)))

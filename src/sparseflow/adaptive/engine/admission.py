@@ -1,4 +1,4 @@
-"""How a waiting request becomes a row of a batch: decide, reduce, see, decide again, prefill, first token."""
+"""Admission of waiting requests into batches: choose a plan, prefill, sample the first token."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from sparseflow.adaptive.engine.prefill.prefill import PrefillRunner
 from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.plan_request import PlanRequest
 from sparseflow.adaptive.engine.requests.request import FixedPlan, GenerationRequest, RequestCancelled
-from sparseflow.adaptive.engine.requests.sampling import UniformStream, pick
+from sparseflow.adaptive.engine.requests.sampling import UniformStream, sample_tokens
 from sparseflow.adaptive.plan.adapter import Adapter, Inputs
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import InputError
 
 
 class RequestAdmission:
-    """Begins requests.
+    """Prefills requests and adds them to their batch.
 
     Args:
-        adapter: The model.
-        prefill: Runs their prompts.
-        batch: Gives the batch of a plan.
-        plans: Those that deciders may choose.
-        max_tokens: Most tokens of a request.
-        clock: Seconds, as requests were received by.
+        adapter: Adapter of the model.
+        prefill: Runs prompts.
+        batch: Returns the batch of a plan.
+        plans: Plans that may be chosen.
+        max_tokens: Maximum number of tokens of a request.
+        clock: Current time in seconds, on the clock of `received_s`.
     """
 
     def __init__(
@@ -44,26 +44,28 @@ class RequestAdmission:
         clock: Callable[[], float],
     ) -> None:
         self._adapter, self._prefill, self._batch = adapter, prefill, batch
-        # Requests without image run them, too.
+        # Requests without images run the plans without their tier.
         self._plans = frozenset(plans) | {replace(plan, tier=None) for plan in plans}
         self._max_tokens, self._clock = max_tokens, clock
 
-    def together(self, first: RequestHandle, waiting: Iterable[RequestHandle]) -> list[RequestHandle]:
-        """The requests that can begin as one prompt with a waiting one: of one fixed plan, and one length."""
-        others = [
-            handle for handle in waiting if handle is not first and _alike(handle.request, first.request)
+    def select_group(self, first: RequestHandle, waiting: Iterable[RequestHandle]) -> list[RequestHandle]:
+        """Requests that can be prefilled as one batch with `first`: same fixed plan and input shapes."""
+        compatible = [
+            handle
+            for handle in waiting
+            if handle is not first and _are_compatible(handle.request, first.request)
         ]
-        return [first, *others] if isinstance(first.request.decide, FixedPlan) else [first]
+        return [first, *compatible] if isinstance(first.request.decide, FixedPlan) else [first]
 
-    def begin(self, handles: Sequence[RequestHandle]) -> tuple[list[BatchRow], list[int]]:
-        """Run the prompts of requests that can begin together.
+    def prefill(self, handles: Sequence[RequestHandle]) -> tuple[list[BatchRow], list[int]]:
+        """Prefill requests that form one group.
 
         Returns:
-            Their rows, which are in their batch, and the first token of each.
+            Their rows, already in their batch, and the first token of each.
 
         Raises:
-            Refused: The decider refuses.
-            PlanError: What it decides cannot be run.
+            RequestRejected: The policy rejects the request.
+            PlanError: The chosen plan cannot be run.
             InputError: A request does not fit.
         """
         call = _AdmittedGroup(self._adapter, self._plans, self._clock, self._batch, handles)
@@ -75,7 +77,7 @@ class RequestAdmission:
 
 
 class _AdmittedGroup:
-    """The beginning of some requests; what is decided of the first one holds for all."""
+    """Prefill of one group; the decisions for its first request hold for all."""
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class _AdmittedGroup:
         handles: Sequence[RequestHandle],
     ) -> None:
         self._adapter, self._clock, self._batch, self._handles = adapter, clock, batch, handles
-        self._times = RequestTimestamps(began=clock())
-        self._taken: tuple[DecodeBatch, list[int]] | None = None
+        self._times = RequestTimestamps(start_s=clock())
+        self._allocation: tuple[DecodeBatch, list[int]] | None = None
         request = handles[0].request
-        self._asking = PlanRequest(
+        self._plan_request = PlanRequest(
             request.decide,
             request,
             lambda: min(handle.request.remaining_ms(clock()) for handle in handles),
@@ -97,116 +99,130 @@ class _AdmittedGroup:
         )
 
     def run(self, prefill: PrefillRunner, max_tokens: int) -> tuple[list[BatchRow], list[int]]:
-        asking, times = self._asking, self._times
-        choice = asking.first()
-        times.decided_before = asking.spent_s
-        given = [self._adapter.at_tier(handle.request.inputs, choice.tier) for handle in self._handles]
-        for inputs in given:
+        plan_request, times = self._plan_request, self._times
+        choice = plan_request.choose_initial()
+        times.policy_before_s = plan_request.policy_s
+        reduced = [
+            self._adapter.reduce_to_tier(handle.request.inputs, choice.tier) for handle in self._handles
+        ]
+        for inputs in reduced:
             self._adapter.check_tier(inputs, choice.tier)
-        tokens = given[0]["input_ids"].shape[1]
+        tokens = reduced[0]["input_ids"].shape[1]
         for handle in self._handles:
-            check_room(tokens, asking.limit(handle.request.max_new_tokens), max_tokens)
-        images = self._adapter.vision_tokens(given[0]) > 0
-        found = prefill.run(
-            joined(given), choice.tier, choice.insertion_position, images=images,
-            replan=self._again, decide=asking.second, place=self._place, meanwhile=asking.prepare,
-        )  # fmt: skip
-        draws = [UniformStream(handle.request.sampling) for handle in self._handles]
-        picked = pick(
-            found.logits, [each.sampling for each in draws], [each.next() for each in draws], best=found.best
+            check_length(tokens, plan_request.limit(handle.request.max_new_tokens), max_tokens)
+        images = self._adapter.count_vision_tokens(reduced[0]) > 0
+        output = prefill.run(
+            concat_inputs(reduced),
+            choice.tier,
+            choice.insertion_position,
+            images=images,
+            replan=self._replan,
+            decide=plan_request.choose_plan,
+            allocate=self._allocate_slots,
+            meanwhile=plan_request.prepare,
+        )
+        streams = [UniformStream(handle.request.sampling) for handle in self._handles]
+        first_tokens = sample_tokens(
+            output.logits,
+            [stream.sampling for stream in streams],
+            [stream.next() for stream in streams],
+            best=output.best,
         ).tolist()
-        times.first, times.decided = self._clock(), asking.spent_s
+        times.first_token_s, times.policy_s = self._clock(), plan_request.policy_s
         rows = [
             BatchRow(
-                handle=handle, plan=found.plan, prompt_tokens=tokens, rope=rope, draws=drawn,
-                limit=asking.limit(handle.request.max_new_tokens), feasible=asking.feasible,
-                predicted_ms=asking.predicted_ms, times=replace(times),
+                handle=handle, plan=output.plan, prompt_tokens=tokens, rope=rope, stream=row_stream,
+                limit=plan_request.limit(handle.request.max_new_tokens), feasible=plan_request.feasible,
+                predicted_ms=plan_request.predicted_ms, times=replace(times),
             )
-            for handle, rope, drawn in zip(self._handles, found.ropes, draws, strict=True)
+            for handle, rope, row_stream in zip(self._handles, output.ropes, streams, strict=True)
         ]  # fmt: skip
-        assert self._taken is not None
-        self._taken[0].rows += rows
-        self._taken = None
-        return rows, picked
+        assert self._allocation is not None
+        self._allocation[0].rows += rows
+        self._allocation = None
+        return rows, first_tokens
 
     def give_back(self) -> None:
-        """Free slots that were taken for requests that did not begin."""
-        if self._taken is not None:
-            batch, slots = self._taken
+        """Release the slots of requests that were not prefilled."""
+        if self._allocation is not None:
+            batch, slots = self._allocation
             for slot in reversed(slots):
                 batch.cache.release(slot)
-            self._taken = None
+            self._allocation = None
 
-    def _again(self, position: int) -> int:
-        self._times.entered = self._clock()
+    def _replan(self, position: int) -> int:
+        self._times.first_block_s = self._clock()
         if all(handle.cancelled for handle in self._handles):
-            raise RequestCancelled(f"request {self._handles[0].request.id} was called off")
-        return self._asking.again(position)
+            raise RequestCancelled(f"request {self._handles[0].request.id} was cancelled")
+        return self._plan_request.replan(position)
 
-    def _place(self, plan: Plan) -> tuple[SlotCache, list[int]]:
+    def _allocate_slots(self, plan: Plan) -> tuple[SlotCache, list[int]]:
         batch = self._batch(plan)
-        self._taken = (batch, [])
+        self._allocation = (batch, [])
         for _ in self._handles:
-            self._taken[1].append(batch.cache.take())
-        return batch.cache, self._taken[1]
+            self._allocation[1].append(batch.cache.allocate())
+        return batch.cache, self._allocation[1]
 
 
 def check_request(adapter: Adapter, request: GenerationRequest, max_tokens: int) -> None:
-    """That a request can be run under some plan.
+    """Check that a request can run under some plan.
 
     Raises:
         InputError: It cannot.
     """
-    check_words(adapter, request.inputs)
-    if not adapter.vision_tokens(request.inputs):
-        # How long a prompt with images is, its tier decides.
-        check_room(request.tokens, request.max_new_tokens, max_tokens)
+    check_token_ids(adapter, request.inputs)
+    if not adapter.count_vision_tokens(request.inputs):
+        # The length of a prompt with images depends on its tier.
+        check_length(request.tokens, request.max_new_tokens, max_tokens)
 
 
-def check_words(adapter: Adapter, inputs: Inputs) -> None:
-    """That the model knows all words of a prompt; on a GPU another one would end the process.
+def check_token_ids(adapter: Adapter, inputs: Inputs) -> None:
+    """Check that all tokens are in the vocabulary; on a GPU an unknown one would abort the process.
 
     Raises:
-        InputError: It does not.
+        InputError: A token is not.
     """
     ids = inputs["input_ids"]
     embeddings: Any = adapter.model.get_input_embeddings()
-    words = embeddings.weight.shape[0]
-    written = ids.numpy(force=True)
-    least, most = int(written.min()), int(written.max())
-    if least < 0 or most >= words:
-        raise InputError(f"`input_ids` are {least} to {most}; the model knows 0 to {words - 1}")
+    vocabulary_size = embeddings.weight.shape[0]
+    token_ids = ids.numpy(force=True)
+    min_id, max_id = int(token_ids.min()), int(token_ids.max())
+    if min_id < 0 or max_id >= vocabulary_size:
+        raise InputError(
+            f"`input_ids` range from {min_id} to {max_id}; the model's vocabulary is 0 to "
+            f"{vocabulary_size - 1}"
+        )
 
 
-def check_room(tokens: int, new_tokens: int, max_tokens: int) -> None:
-    """That a prompt and its answer fit; the last token of an answer is never run, so it needs no place.
+def check_length(tokens: int, new_tokens: int, max_tokens: int) -> None:
+    """Check that prompt and answer fit; the last token of an answer is never run and needs no cache entry.
 
     Raises:
         InputError: They do not.
     """
     if tokens + new_tokens - 1 > max_tokens:
         raise InputError(
-            f"a prompt of {tokens} tokens and {new_tokens} new ones are more than the {max_tokens} tokens "
-            f"that there is room for; ask for at most {max(0, max_tokens - tokens + 1)} new tokens, or "
+            f"a prompt of {tokens} tokens and {new_tokens} new tokens exceed the limit of "
+            f"{max_tokens}; request at most {max(0, max_tokens - tokens + 1)} new tokens, or "
             "shorten the prompt"
         )
 
 
-def joined(given: Sequence[Inputs]) -> dict[str, Any]:
-    """Inputs of several requests as one. Whatever is a tensor has rows in front."""
-    if len(given) == 1:
-        return dict(given[0])
+def concat_inputs(batch_inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """Concatenate the inputs of several requests along the rows of all tensors."""
+    if len(batch_inputs) == 1:
+        return dict(batch_inputs[0])
     return {
-        name: torch.cat([each[name] for each in given]) if isinstance(value, Tensor) else value
-        for name, value in given[0].items()
+        name: torch.cat([inputs[name] for inputs in batch_inputs]) if isinstance(value, Tensor) else value
+        for name, value in batch_inputs[0].items()
     }
 
 
-def _alike(one: GenerationRequest, other: GenerationRequest) -> bool:
-    """Whether two requests can run as one prompt."""
+def _are_compatible(request: GenerationRequest, other: GenerationRequest) -> bool:
+    """Whether two requests can be prefilled as one batch."""
 
     def shapes(inputs: Inputs) -> dict[str, Any]:
         return {name: value.shape if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
-    fixed = isinstance(one.decide, FixedPlan) and one.decide == other.decide
-    return fixed and shapes(one.inputs) == shapes(other.inputs)
+    fixed = isinstance(request.decide, FixedPlan) and request.decide == other.decide
+    return fixed and shapes(request.inputs) == shapes(other.inputs)

@@ -1,4 +1,4 @@
-"""The requests that decode together: what of their plans matters by then is the same."""
+"""Requests that decode together, because their plans agree after the prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparseflow.adaptive.engine.cache import SlotCache
 from sparseflow.adaptive.engine.decode import DecodeRunner
 from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.request import RequestFailed, RequestOutOfMemory
-from sparseflow.adaptive.engine.requests.sampling import UniformStream, pick
+from sparseflow.adaptive.engine.requests.sampling import UniformStream, sample_tokens
 from sparseflow.adaptive.plan.space import Plan
 
 _LOG = logging.getLogger(__name__)
@@ -19,38 +19,38 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class RequestTimestamps:
-    """When things happened to a request, in seconds of the engine's clock.
+    """Timestamps of a request in seconds of the engine's clock.
 
     Attributes:
-        began: Work began.
-        decided: Spent in the decider.
-        decided_before: Spent there before the first block.
-        entered: The first block began.
-        first: The first token was there.
+        start_s: Start of the work.
+        policy_s: Time spent in the policy.
+        policy_before_s: Part of it before the first block.
+        first_block_s: Start of the first block.
+        first_token_s: First token available.
     """
 
-    began: float
-    decided: float = 0.0
-    decided_before: float = 0.0
-    entered: float = 0.0
-    first: float = 0.0
+    start_s: float
+    policy_s: float = 0.0
+    policy_before_s: float = 0.0
+    first_block_s: float = 0.0
+    first_token_s: float = 0.0
 
 
 @dataclass(kw_only=True, eq=False)
 class BatchRow:
-    """A request that decodes.
+    """A decoding request.
 
     Attributes:
-        handle: Its owner's end.
-        plan: What it runs.
-        limit: Most tokens that it may generate.
-        prompt_tokens: Of its prompt.
-        rope: What to add to a token's place to get its rotary position.
-        draws: What its tokens are drawn with.
+        handle: Handle of the caller.
+        plan: Plan of the request.
+        limit: Maximum number of tokens to generate.
+        prompt_tokens: Tokens of its prompt.
+        rope: Offset from a token's cache index to its rotary position.
+        stream: Random numbers for sampling.
         feasible: As in `RequestOutput`.
         predicted_ms: As in `RequestOutput`.
-        times: When things happened.
-        tokens: Generated so far.
+        times: Timestamps.
+        tokens: Tokens generated so far.
     """
 
     handle: RequestHandle
@@ -58,7 +58,7 @@ class BatchRow:
     limit: int
     prompt_tokens: int
     rope: int
-    draws: UniformStream
+    stream: UniformStream
     feasible: bool
     predicted_ms: float | None
     times: RequestTimestamps
@@ -66,48 +66,48 @@ class BatchRow:
 
 
 class DecodeBatch:
-    """Requests of one cache; a request's place is its slot.
+    """Requests of one cache; the index of a row is its slot.
 
     Args:
-        cache: Their cache.
+        cache: Cache of the requests.
 
     Attributes:
         rows: The requests.
-        waited: Steps of other batches since its last one.
+        steps_waited: Steps of other batches since the last one of this batch.
     """
 
     def __init__(self, cache: SlotCache) -> None:
         self.cache = cache
         self.rows: list[BatchRow] = []
-        self.waited = 0
+        self.steps_waited = 0
 
     @property
     def deadline_s(self) -> float:
-        """The earliest of all."""
+        """Earliest deadline of the requests."""
         return min(row.handle.request.deadline_s for row in self.rows)
 
     def drop(self, row: BatchRow) -> None:
-        """Free a request's slot."""
-        slot = next(at for at, each in enumerate(self.rows) if each is row)
+        """Remove a request and release its slot."""
+        slot = next(index for index, active_row in enumerate(self.rows) if active_row is row)
         self.cache.release(slot)
         last = self.rows.pop()
         if last is not row:
             self.rows[slot] = last
 
     def step(self, steps: DecodeRunner) -> list[tuple[BatchRow, int | Exception]]:
-        """Decode a token of each request.
+        """Decode one token of each request.
 
-        A batch that fails is tried again in halves, so that a request for which there is no memory, or one
-        that fails by itself, takes no other with it.
+        A failed batch is retried in halves, so that a request that fails or finds no memory does not affect
+        the others.
 
         Returns:
-            Each request with its token, or with what it failed by.
+            Each request with its token or its error.
 
         Raises:
-            RuntimeError: The device is broken, so nothing can go on.
+            RuntimeError: The device is unusable.
         """
         rows = list(self.rows)
-        uniform = [row.draws.next() for row in rows]
+        uniform = [row.stream.next() for row in rows]
         return list(zip(rows, self._decode(steps, rows, uniform, 0), strict=True))
 
     def _decode(
@@ -118,10 +118,10 @@ class DecodeBatch:
             logits, best = steps.run(
                 self.cache, [row.tokens[-1] for row in rows], [row.rope for row in rows], first=first
             )
-            samplings = [row.draws.sampling for row in rows]
+            samplings = [row.stream.sampling for row in rows]
             if all(sampling.greedy for sampling in samplings):
                 return list(best)
-            return list(pick(logits, samplings, uniform).tolist())
+            return list(sample_tokens(logits, samplings, uniform).tolist())
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -129,8 +129,8 @@ class DecodeBatch:
             if is_out_of_memory(error):
                 free_memory()
             if len(rows) == 1:
-                return [as_failure(error, rows[0].handle.request.id)]
-            _LOG.warning("a step of %d requests failed (%s); trying halves", len(rows), error)
+                return [make_request_error(error, rows[0].handle.request.id)]
+            _LOG.warning("a step of %d requests failed (%s); retrying in halves", len(rows), error)
         half = len(rows) // 2
         return self._decode(steps, rows[:half], uniform[:half], first) + self._decode(
             steps, rows[half:], uniform[half:], first + half
@@ -138,14 +138,14 @@ class DecodeBatch:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left."""
+    """Whether an error reports exhausted device memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether a device cannot be used any more after an error."""
+    """Whether the device is unusable after an error."""
     if is_out_of_memory(error):
         return False
     broken = getattr(torch, "AcceleratorError", ())
@@ -153,19 +153,19 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Give memory that is kept for later use back to the device."""
+    """Release cached memory to the device."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def as_failure(error: Exception, request_id: str) -> Exception:
-    """What a request's owner is told of an error."""
+def make_request_error(error: Exception, request_id: str) -> Exception:
+    """Create the error that the request's caller receives."""
     if is_out_of_memory(error):
-        found: Exception = RequestOutOfMemory(
-            f"request {request_id} found no memory on the device, not even alone ({error}); send a smaller "
-            "one, or give the engine fewer slots or tokens"
+        request_error: Exception = RequestOutOfMemory(
+            f"out of memory for request {request_id}, even without other requests ({error}); send "
+            "a smaller one, or give the engine fewer slots or tokens"
         )
     else:
-        found = RequestFailed(f"request {request_id} failed: {type(error).__name__}: {error}")
-    found.__cause__ = error
-    return found
+        request_error = RequestFailed(f"request {request_id} failed: {type(error).__name__}: {error}")
+    request_error.__cause__ = error
+    return request_error

@@ -1,12 +1,15 @@
-"""Keys and values of many requests in buffers that never move: what a recorded step can be played on.
+"""Key-value cache with static slots, so that CUDA graphs can be replayed on it.
 
-A cache belongs to one plan and holds, for each block that the plan runs, two buffers [slots, heads, tokens,
-head_dim]. A request owns a slot, which is its row in every batch. The slots in use are always the first ones:
-when a request ends, the last one takes its place. How many tokens a slot holds is known on the host, so
-nobody ever waits for a device to find out.
+A cache belongs to one plan and holds, for each block of the plan, two buffers [slots, heads, tokens,
+head_dim]. A
+request owns a slot, which is its row in every batch. The slots in use are always the first ones: when a
+request ends,
+the last one is moved to its slot. The number of tokens per slot is known on the CPU, so reading it does not
+synchronize.
 
-After each forward that ran in Python, the cache compares what was written with its plan: as many tokens of
-each of its blocks, none of others. A recorded forward is compared when it is recorded.
+After each forward that ran in Python, the cache checks that every block of the plan received equally many
+tokens and
+other blocks none. A captured forward is checked at capture.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ class _CacheWrite:
     """What a forward writes, and where.
 
     Attributes:
-        first: First row of a decode step.
-        positions: Place of each row's token, [rows] int64; None in a prefill.
-        context: How many tokens attention looks at in a decode step.
-        slots: Slots that a prefill writes, [rows] int64; None in a decode step.
-        before: Blocks that an earlier part of the same prefill wrote.
-        wrote: Block -> tokens written.
+        first: First slot of a decode step.
+        positions: Cache index of each row's token, [rows] int64; None for a prefill.
+        context: Number of cache entries that a decode step attends to.
+        slots: Slots that a prefill writes, [rows] int64; None for a decode step.
+        before: Blocks written by an earlier part of the same prefill.
+        written_tokens: Block -> tokens written.
     """
 
     first: int = 0
@@ -48,11 +51,11 @@ class _CacheWrite:
     context: int = 0
     slots: Tensor | None = None
     before: tuple[int, ...] = ()
-    wrote: dict[int, int] = field(default_factory=dict)
+    written_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class SlotLayer(CacheLayerMixin):
-    """One block's keys and values; without buffers where the plan skips the block."""
+    """Keys and values of one block; no buffers if the plan skips it."""
 
     is_sliding = False
 
@@ -61,16 +64,16 @@ class SlotLayer(CacheLayerMixin):
         self._cache, self._block = cache, block
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers, for keys and values of these shapes: [rows, heads, tokens, head_dim]."""
+        """Allocate buffers for keys and values of these shapes, [rows, heads, tokens, head_dim]."""
         cache = self._cache
         for name, like in (("keys", key_states), ("values", value_states)):
             shape = (cache.slots, like.shape[1], cache.tokens, like.shape[3])
-            # Zeros, not garbage: what is masked is multiplied by zero, and NaN times zero is NaN.
+            # Zeros, because masked values are multiplied by zero, and NaN times zero is NaN.
             setattr(self, name, like.new_zeros(shape))
         self.is_initialized = True
 
     def buffers(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers, made for such keys and values where there are none yet."""
+        """The buffers, allocated on first use."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         assert self.keys is not None and self.values is not None
@@ -79,63 +82,61 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a forward's keys and values, and give what its attention looks at."""
-        call = self._cache.call
+        """Write keys and values, and return those that the attention reads."""
+        write = self._cache.current_write
         if not self._cache.plan.runs(self._block):
-            raise PlanError(
-                f"block {self._block} does not run in {self._cache.plan.id}; its cache has no place for it"
-            )
+            raise PlanError(f"block {self._block} does not run in {self._cache.plan.id} and has no cache")
         buffers = self.buffers(key_states, value_states)
         rows, heads, tokens, _ = key_states.shape
-        call.wrote |= dict.fromkeys((*call.before, self._block), tokens)
-        if call.positions is None:
-            assert call.slots is not None
+        write.written_tokens |= dict.fromkeys((*write.before, self._block), tokens)
+        if write.positions is None:
+            assert write.slots is not None
             for buffer, new in zip(buffers, (key_states, value_states), strict=True):
-                buffer[:, :, :tokens].index_copy_(0, call.slots, new)
-            # A prefill sees nothing but itself.
+                buffer[:, :, :tokens].index_copy_(0, write.slots, new)
+            # A prefill attends only to itself.
             return key_states, value_states
-        here = slice(call.first, call.first + rows)
-        found = []
+        row_slice = slice(write.first, write.first + rows)
+        views = []
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
-            view = buffer[here, :, : call.context]
-            at = call.positions[:, None, None, None].expand(rows, heads, 1, new.shape[3])
-            found.append(view.scatter_(2, at, new))
-        return found[0], found[1]
+            view = buffer[row_slice, :, : write.context]
+            token_index = write.positions[:, None, None, None].expand(rows, heads, 1, new.shape[3])
+            views.append(view.scatter_(2, token_index, new))
+        return views[0], views[1]
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """Tokens of the fullest slot; while a prefill runs, those of its prompt."""
+        """Tokens of the longest slot; during a prefill, those of its prompt."""
         return self._cache.length(self._block)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Of a prefill, which sees only itself; a decode step brings its own mask."""
-        # Older releases of transformers give the positions in place of their count.
+        """Mask size of a prefill, which attends only to itself; a decode step passes its own mask."""
+        # Older releases of transformers pass the positions instead of their count.
         return (query_length if isinstance(query_length, int) else len(query_length)), 0
 
     def get_max_length(self) -> int:
-        """Tokens that a slot has room for."""
+        """Tokens per slot."""
         return self._cache.tokens
 
     get_max_cache_shape = get_max_length
 
 
 class SlotCache(Cache):
-    """The cache of one plan.
+    """Cache of one plan.
 
     Args:
-        plan: What its requests run.
-        depth: Blocks of the model.
-        slots: Most requests at a time, > 0.
-        tokens: Most tokens of a request, > 0.
-        state: How many attributes the model keeps on itself for a request; see `Adapter.state`.
+        plan: Plan of the requests.
+        depth: Number of blocks of the model.
+        slots: Maximum number of concurrent requests, above 0.
+        tokens: Maximum number of tokens of a request, above 0.
+        state: Number of attributes in `Adapter.state`.
 
     Attributes:
-        plan: As given.
-        slots: As given.
-        tokens: As given.
-        blocks: Keys and values of each block of the model.
+        plan: Plan of the requests.
+        slots: Number of slots.
+        tokens: Tokens per slot.
+        blocks: Keys and values of each block.
 
     Raises:
-        InputError: A count is not above zero.
+        InputError: A count is not above 0.
     """
 
     def __init__(self, plan: Plan, depth: int, *, slots: int, tokens: int, state: int = 0) -> None:
@@ -156,36 +157,36 @@ class SlotCache(Cache):
 
     @property
     def count(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._lengths)
 
     @property
     def memory_bytes(self) -> int:
-        """What the buffers take; 0 before the first tokens."""
+        """Size of the buffers; 0 before the first tokens."""
         buffers = [each for layer in self.blocks for each in (layer.keys, layer.values) if each is not None]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     @property
-    def call(self) -> _CacheWrite:
-        """The forward that runs."""
+    def current_write(self) -> _CacheWrite:
+        """The write of the current forward."""
         if self._call is None:
-            raise InputError("a slot cache is written within `prefilling` or `decoding` only")
+            raise InputError("a slot cache can only be written within `prefilling` or `decoding`")
         return self._call
 
     def length(self, block: int) -> int:
-        """As `SlotLayer.get_seq_length` tells it."""
+        """Sequence length of a block, for `SlotLayer.get_seq_length`."""
         if not self.plan.runs(block):
             return 0
-        wrote = 0 if self._call is None else self._call.wrote.get(block, 0)
+        written_tokens = 0 if self._call is None else self._call.written_tokens.get(block, 0)
         if self._call is not None and self._call.slots is not None:
-            return wrote
-        return max(self._lengths, default=0) + wrote
+            return written_tokens
+        return max(self._lengths, default=0) + written_tokens
 
-    def take(self) -> int:
-        """A free slot; it holds no token yet.
+    def allocate(self) -> int:
+        """Allocate an empty slot.
 
         Raises:
-            InputError: All are in use.
+            InputError: All slots are in use.
         """
         if len(self._lengths) == self.slots:
             raise InputError(f"all {self.slots} slots of {self.plan.id} are in use; release one first")
@@ -193,15 +194,15 @@ class SlotCache(Cache):
         return len(self._lengths) - 1
 
     def release(self, slot: int) -> int | None:
-        """Free a slot. The last slot in use takes its place.
+        """Release a slot; the last slot in use is moved to its index.
 
         Returns:
-            The slot that moved here, None where none had to.
+            The moved slot; None if none had to move.
 
         Raises:
-            InputError: It is not in use.
+            InputError: The slot is not in use.
         """
-        self._check(slot)
+        self._check_slot(slot)
         length = self._lengths.pop()
         last = len(self._lengths)
         if slot == last:
@@ -214,94 +215,101 @@ class SlotCache(Cache):
         return last
 
     def advance(self, slots: Sequence[int], tokens: int = 1) -> None:
-        """Count tokens that a forward has written into slots.
+        """Count tokens that a forward wrote into slots.
 
         Raises:
-            InputError: A slot is not in use, or has no room for them.
+            InputError: A slot is not in use, or is full.
         """
         for slot in slots:
-            self._check(slot)
+            self._check_slot(slot)
             if self._lengths[slot] + tokens > self.tokens:
                 raise InputError(
                     f"slot {slot} of {self.plan.id} holds {self._lengths[slot]} of at most {self.tokens} "
-                    f"tokens; there is no room for {tokens} more"
+                    f"tokens; {tokens} more do not fit"
                 )
         for slot in slots:
             self._lengths[slot] += tokens
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget tokens that were counted since `lengths` was read, with the same slots in use."""
+        """Restore `lengths` from before a failed forward; the slots in use must be the same."""
         assert len(lengths) == len(self._lengths)
         self._lengths = [min(pair) for pair in zip(self._lengths, lengths, strict=True)]
 
-    def adopt(self, slot: int, cache: Any, *, row: int = 0) -> None:
-        """Copy what a request's own cache holds into a slot that was just taken.
+    def copy_from(self, slot: int, cache: Any, *, row: int = 0) -> None:
+        """Copy one row of another cache into a newly allocated slot.
 
         Args:
             slot: The slot.
-            cache: A cache of transformers that grew with a forward of the same plan.
-            row: Which row of it.
+            cache: A transformers cache filled by a forward of the same plan.
+            row: Row of that cache.
 
         Raises:
             InputError: The slot is not in use, or too small.
             PlanError: The cache holds other blocks than the plan runs.
         """
-        self._check(slot)
-        held = {
-            at: layer
-            for at, layer in enumerate(cache.layers)
+        self._check_slot(slot)
+        filled_layers = {
+            block_index: layer
+            for block_index, layer in enumerate(cache.layers)
             if layer.keys is not None and layer.get_seq_length()
         }
-        if tuple(held) != self.plan.blocks:
-            raise PlanError(f"a cache with tokens of blocks {tuple(held)} does not belong to {self.plan.id}")
-        length = {layer.keys.shape[2] for layer in held.values()}
+        if tuple(filled_layers) != self.plan.blocks:
+            raise PlanError(
+                f"a cache with tokens of blocks {tuple(filled_layers)} does not match {self.plan.id}"
+            )
+        length = {layer.keys.shape[2] for layer in filled_layers.values()}
         if len(length) > 1 or max(length) > self.tokens:
             raise InputError(f"{sorted(length)} tokens do not fit into a slot of {self.tokens}")
-        for block, given in held.items():
-            buffers = self.blocks[block].buffers(given.keys, given.values)
-            for buffer, new in zip(buffers, (given.keys, given.values), strict=True):
+        for block, source_layer in filled_layers.items():
+            buffers = self.blocks[block].buffers(source_layer.keys, source_layer.values)
+            for buffer, new in zip(buffers, (source_layer.keys, source_layer.values), strict=True):
                 buffer[slot, :, : new.shape[2]].copy_(new[row])
         self._lengths[slot] = max(length)
 
     @contextmanager
     def prefilling(self, slots: Tensor, *, after: int = 0) -> Iterator[None]:
-        """The forward within writes whole prompts, from the first token on.
+        """Context of a forward that writes complete prompts.
 
         Args:
-            slots: The slot of each row, [rows] int64, where the buffers are.
+            slots: Slot of each row, [rows] int64, on the device of the buffers.
             after: Blocks before this one were written by an earlier part.
         """
         before = tuple(block for block in self.plan.blocks if block < after)
-        with self._calling(_CacheWrite(slots=slots, before=before)):
+        with self._writing(_CacheWrite(slots=slots, before=before)):
             yield
 
     @contextmanager
     def decoding(self, positions: Tensor, *, context: int, first: int = 0) -> Iterator[None]:
-        """The forward within writes one token into each of some successive slots.
+        """Context of a forward that writes one token into each of several consecutive slots.
 
         Args:
-            positions: Tokens that each slot holds already, [rows] int64, where the buffers are.
-            context: Attention looks at so many places; above every position.
-            first: The first slot.
+            positions: Tokens already in each slot, [rows] int64, on the device of the buffers.
+            context: Number of cache entries to attend to; above every position.
+            first: First slot.
         """
-        with self._calling(_CacheWrite(positions=positions, context=context, first=first)):
+        with self._writing(_CacheWrite(positions=positions, context=context, first=first)):
             yield
 
     @contextmanager
-    def _calling(self, call: _CacheWrite) -> Iterator[None]:
+    def _writing(self, call: _CacheWrite) -> Iterator[None]:
         assert self._call is None, "forwards on one cache come one after the other"
-        # Positions are told to the model at each step, so nothing of its own has to be put back.
-        CachePlan(plan=self.plan, state=[None] * self._state).mark(self)
+        # Positions are passed at each step, so no model state has to be restored.
+        CachePlan(plan=self.plan, state=[None] * self._state).attach_to(self)
         self._call = call
         try:
             yield
-            if tuple(sorted(call.wrote)) != self.plan.blocks or len(set(call.wrote.values())) > 1:
-                raise PlanError(f"a forward of {self.plan.id} wrote these tokens of blocks: {call.wrote}")
+            if (
+                tuple(sorted(call.written_tokens)) != self.plan.blocks
+                or len(set(call.written_tokens.values())) > 1
+            ):
+                raise PlanError(
+                    f"a forward of {self.plan.id} wrote unequal tokens per block: {call.written_tokens}"
+                )
         finally:
             self._call = None
 
-    def _check(self, slot: int) -> None:
+    def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < len(self._lengths):
             raise InputError(
-                f"slot {slot} of {self.plan.id} is not in use; those in use are below {len(self._lengths)}"
+                f"slot {slot} of {self.plan.id} is not in use; slots in use are below {len(self._lengths)}"
             )

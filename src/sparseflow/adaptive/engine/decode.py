@@ -1,8 +1,8 @@
-"""One decode step of several requests: tokens in, logits and most probable tokens out.
+"""Decode steps with static shapes: tokens in, logits and most probable tokens out.
 
-Everything is static. Tokens, places and rope offsets are copied into buffers that never move; the batch is
-rounded up to a bucket of rows, and attention to a bucket of places. So a step of one plan is one of few
-recordings. Rows that fill a bucket up write into slots that are free.
+Tokens, positions and rope offsets are copied into fixed buffers. The batch is padded to one of a few sizes,
+and so is
+the attended context, so the steps of one plan need few CUDA graphs. Padding rows write into free slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparseflow.adaptive.engine.cache import SlotCache
 from sparseflow.adaptive.engine.graphs import GraphCache
 from sparseflow.adaptive.engine.kernel_patcher import KernelPatcher
-from sparseflow.adaptive.engine.requests.sampling import most_probable
+from sparseflow.adaptive.engine.requests.sampling import argmax_tokens
 from sparseflow.adaptive.plan.adapter import Adapter
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import ModelGeometry, Plan
@@ -27,131 +27,132 @@ from sparseflow.errors import InputError, ModelError
 
 
 @lru_cache(maxsize=4096)
-def decode_plan(plan: Plan, geometry: ModelGeometry) -> Plan:
-    """What of a plan matters after the prompt; requests whose plans agree in it are batched.
+def get_decode_plan(plan: Plan, geometry: ModelGeometry) -> Plan:
+    """The part of a plan that matters after the prompt; requests with equal ones share a batch.
 
-    The vision tokens are in the cache by then, and where top-k is the model's own, it does not matter from
-    which block on it holds.
+    The vision tokens are in the cache by then, and with the model's own top-k the insertion position has no
+    effect.
     """
     position = 1 if plan.top_k == geometry.top_k else plan.insertion_position
     return replace(plan, tier=None, insertion_position=position)
 
 
-def buckets(most: int, *, first: int = 1) -> tuple[int, ...]:
-    """Doubling sizes up to one that is at least `most`, which is the last: `(1, 2, 4, 6)` for 6."""
+def doubling_sizes(max_size: int, *, first: int = 1) -> tuple[int, ...]:
+    """Doubling sizes ending with `max_size`: `(1, 2, 4, 6)` for 6."""
     sizes = []
     size = first
-    while size < most:
+    while size < max_size:
         sizes.append(size)
         size *= 2
-    return (*sizes, most)
+    return (*sizes, max_size)
 
 
-def bucket(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest size that holds so many.
+def select_size(sizes: Sequence[int], count: int) -> int:
+    """Smallest size of at least `count`.
 
     Raises:
-        InputError: None does.
+        InputError: No size is large enough.
     """
     for size in sizes:
-        if size >= wanted:
+        if size >= count:
             return size
-    raise InputError(f"{wanted} is more than the largest bucket, {sizes[-1] if sizes else 0}")
+    raise InputError(f"{count} exceeds the largest size {(sizes[-1] if sizes else 0)}")
 
 
-def last_logits(model: nn.Module, at: int | Tensor = 1) -> dict[str, Any]:
-    """Arguments that have a model compute logits of its last token only, where it can.
+def last_logits_args(model: nn.Module, keep: int | Tensor = 1) -> dict[str, Any]:
+    """Forward arguments that restrict logits to the last token, if the model supports it.
 
     Args:
         model: The model.
-        at: How many last tokens, or the index of the one that is the last, [1] int64.
+        keep: Number of last tokens, or index of the last token, [1] int64.
     """
-    return {"logits_to_keep": at} if "logits_to_keep" in signature(model.forward).parameters else {}
+    return {"logits_to_keep": keep} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
 class DecodeRunner:
-    """Decode steps of a model.
+    """Runs decode steps of a model.
 
     Args:
-        adapter: The model.
-        knobs: The knobs on it.
-        graphs: Where steps are recorded.
-        fused: What is replaced while they are; by default what the model allows.
-        rows: Most rows of a step.
-        tokens: Most tokens of a request.
-        batches: Sizes that batches are rounded up to.
-        contexts: Sizes that attention is rounded up to.
+        adapter: Adapter of the model.
+        runtime: Plan runtime of the model.
+        graphs: CUDA graphs of the steps.
+        kernel_patcher: Kernels used in captured steps; default: those that the model supports.
+        rows: Maximum number of rows of a step.
+        tokens: Maximum number of tokens of a request.
+        batches: Padded batch sizes.
+        contexts: Padded context sizes.
 
     Raises:
-        ModelError: The model's attention takes no mask, or looks at a window only.
+        ModelError: The model's attention takes no mask, or has a sliding window.
     """
 
     def __init__(
         self,
         adapter: Adapter,
-        knobs: PlanRuntime,
+        runtime: PlanRuntime,
         graphs: GraphCache,
         *,
-        fused: KernelPatcher | None = None,
+        kernel_patcher: KernelPatcher | None = None,
         rows: int,
         tokens: int,
         batches: Sequence[int] | None = None,
         contexts: Sequence[int] | None = None,
     ) -> None:
         check(adapter, tokens)
-        self.adapter, self.knobs, self.graphs = adapter, knobs, graphs
-        self.fused = fused if fused is not None else KernelPatcher(adapter)
-        self.batches = tuple(sorted({size for size in batches or buckets(rows) if size < rows} | {rows}))
-        sizes = contexts or buckets(tokens, first=min(tokens, 128))
+        self.adapter, self.runtime, self.graphs = adapter, runtime, graphs
+        self.kernel_patcher = kernel_patcher if kernel_patcher is not None else KernelPatcher(adapter)
+        self.batches = tuple(
+            sorted({size for size in batches or doubling_sizes(rows) if size < rows} | {rows})
+        )
+        sizes = contexts or doubling_sizes(tokens, first=min(tokens, 128))
         self.contexts = tuple(sorted({size for size in sizes if size < tokens} | {tokens}))
         device = graphs.device
         self._dtype = next(adapter.decoder.parameters()).dtype
         self._staged = torch.zeros(3, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        # The same memory: NumPy takes lists sooner than torch does.
-        self._written = self._staged.numpy()
-        self._given = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # Shares memory; NumPy converts lists faster than torch.
+        self._staged_array = self._staged.numpy()
+        self._inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
 
     def run(
         self, cache: SlotCache, tokens: Sequence[int], ropes: Sequence[int] | None = None, *, first: int = 0
     ) -> tuple[Tensor, list[int]]:
-        """Decode one token of each of some successive slots, and count it in the cache.
+        """Decode one token of each of several consecutive slots, and count it in the cache.
 
         Args:
-            cache: Where the requests are.
-            tokens: The last token of each.
-            ropes: What to add to a token's place to get its rotary position, for each; by default 0.
-            first: Their first slot.
+            cache: Cache of the requests.
+            tokens: Last token of each request.
+            ropes: Offset from cache index to rotary position of each request; default: 0.
+            first: First slot.
 
         Returns:
-            Logits, [rows, vocabulary], in a buffer that the next step overwrites; and the most probable
-            tokens, -1 where logits are NaN.
+            Logits [rows, vocabulary], in a buffer that the next step overwrites, and the most probable
+            tokens, -1 where
+            logits are NaN.
 
         Raises:
-            InputError: A slot is not in use, or full.
+            InputError: A slot is not in use, or is full.
         """
         count = len(tokens)
         lengths = cache.lengths[first : first + count]
         if count == 0 or len(lengths) < count:
-            raise InputError(
-                f"slots {first} to {first + count - 1} are not all in use: there are {cache.count}"
-            )
+            raise InputError(f"slots {first} to {first + count - 1} are not all in use; {cache.count} are")
         if max(lengths) >= cache.tokens:
             raise InputError(f"a request with {max(lengths)} tokens has filled its slot of {cache.tokens}")
-        # What fills a bucket up writes into free slots, so only a step of all slots in use is rounded up.
-        whole = count == cache.count
-        rows = min(bucket(self.batches, count), cache.slots) if whole else count
-        context = bucket(self.contexts, max(lengths) + 1)
-        self._written[:, :rows] = 0
-        self._written[0, :count] = tokens
-        self._written[1, :count] = lengths
+        # Padding rows write into free slots, so only a step of all slots in use is padded.
+        all_slots = count == cache.count
+        rows = min(select_size(self.batches, count), cache.slots) if all_slots else count
+        context = select_size(self.contexts, max(lengths) + 1)
+        self._staged_array[:, :rows] = 0
+        self._staged_array[0, :count] = tokens
+        self._staged_array[1, :count] = lengths
         if ropes is not None:
-            self._written[2, :count] = ropes
-        # Whole, as a part of it would not lie in one piece, and be copied in a way that waits.
-        self._given.copy_(self._staged, non_blocking=True)
+            self._staged_array[2, :count] = ropes
+        # Complete, because a slice is not contiguous and its copy would synchronize.
+        self._inputs.copy_(self._staged, non_blocking=True)
         body = partial(self._body, cache, rows, context, first)
-        if whole:
+        if all_slots:
             self.graphs.run(("decode", cache.plan.id, id(cache), rows, context), body)
         else:
             body()
@@ -160,11 +161,11 @@ class DecodeRunner:
         cache.advance(range(first, first + count))
         return self._logits[:count], best
 
-    def warm(self, cache: SlotCache) -> list[Callable[[], None]]:
-        """Work that runs every step of an empty cache once."""
+    def warm_up(self, cache: SlotCache) -> list[Callable[[], None]]:
+        """Tasks that run every step size of an empty cache once."""
 
         def once(rows: int, context: int) -> None:
-            slots = [cache.take() for _ in range(rows)]
+            slots = [cache.allocate() for _ in range(rows)]
             cache.advance(slots, max(1, context - 1))
             try:
                 self.run(cache, [0] * rows)
@@ -176,54 +177,57 @@ class DecodeRunner:
         return [partial(once, *size) for size in sizes]
 
     def _body(self, cache: SlotCache, rows: int, context: int, first: int) -> None:
-        ids, positions, ropes = self._given[:, :rows]
-        seen = torch.arange(context, device=ids.device)[None] <= positions[:, None]
+        ids, positions, ropes = self._inputs[:, :rows]
+        visible = torch.arange(context, device=ids.device)[None] <= positions[:, None]
         mask = torch.zeros(rows, context, dtype=self._dtype, device=ids.device)
-        mask = mask.masked_fill(~seen, torch.finfo(self._dtype).min)[:, None, None]
+        mask = mask.masked_fill(~visible, torch.finfo(self._dtype).min)[:, None, None]
         with (
-            self.knobs.running(cache.plan) as running,
+            self.runtime.use_plan(cache.plan) as running,
             cache.decoding(positions, context=context, first=first),
-            self.fused.installed(rows, running),
+            self.kernel_patcher.patch(rows, running),
         ):
-            found: Any = self.adapter.model(
+            output: Any = self.adapter.model(
                 input_ids=ids[:, None],
                 attention_mask=mask,
                 position_ids=(positions + ropes)[:, None],
                 past_key_values=cache,
                 use_cache=True,
-                **last_logits(self.adapter.model),
+                **last_logits_args(self.adapter.model),
             )
-        logits = found.logits[:, -1]
+        logits = output.logits[:, -1]
         if self._logits is None:
             self._logits = torch.zeros(
-                self._given.shape[1], logits.shape[1], dtype=logits.dtype, device=logits.device
+                self._inputs.shape[1], logits.shape[1], dtype=logits.dtype, device=logits.device
             )
         self._logits[:rows].copy_(logits)
-        self._best[:rows].copy_(most_probable(logits))
+        self._best[:rows].copy_(argmax_tokens(logits))
 
 
 def check(adapter: Adapter, tokens: int) -> None:
-    """That a model's attention can be given static buffers and a mask.
+    """Check that a model's attention supports static buffers and masks.
 
     Args:
-        adapter: The model.
-        tokens: Most tokens of a request.
+        adapter: Adapter of the model.
+        tokens: Maximum number of tokens of a request.
 
     Raises:
-        ModelError: It cannot.
+        ModelError: It does not.
     """
     config: Any = adapter.decoder.config
-    kind = getattr(config, "_attn_implementation", "eager")
-    if kind not in ("sdpa", "eager"):
+    implementation = getattr(config, "_attn_implementation", "eager")
+    if implementation not in ("sdpa", "eager"):
         raise ModelError(
-            f"attention by {kind!r} takes no mask of places; load the model with attn_implementation='sdpa'"
+            f"attention implementation {implementation!r} takes no mask; load the model with "
+            "attn_implementation='sdpa'"
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True) and window < tokens:
         raise ModelError(
-            f"the model's attention looks at a window of {window} tokens; slots keep whole requests, so give "
-            f"at most so many as `max_tokens` (={tokens})"
+            f"the model has a sliding window of {window} tokens; `max_tokens` (={tokens}) must be "
+            "at most that"
         )
-    most = adapter.context
-    if most is not None and most < tokens:
-        raise ModelError(f"the model knows {most} positions, fewer than `max_tokens` (={tokens})")
+    max_positions = adapter.context
+    if max_positions is not None and max_positions < tokens:
+        raise ModelError(
+            f"the model has {max_positions} positions; `max_tokens` (={tokens}) must be at most that"
+        )

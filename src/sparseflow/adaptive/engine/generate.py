@@ -1,9 +1,10 @@
-"""Generate tokens with a plan, or with a decider and a budget.
+"""Generation of tokens with a fixed plan, or with a policy and a budget.
 
-`generate` is the plain way, by the model's own forward: any model of transformers that has an adapter, one
-call after the other, keys and values in a cache that grows. Greedy tokens are those of the model's own
-`generate` under the same plan. `generate_on` hands the call to an engine, which does the same for many
-requests at a time, in static shapes that a GPU can record.
+`generate` uses the model's own forward with a growing cache; it works for any transformers model with an
+adapter, and
+its greedy tokens equal those of the model's `generate` under the same plan. `generate_on` submits the request
+to an
+engine, which runs many requests concurrently in static shapes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.engine.admission import check_room, check_words
-from sparseflow.adaptive.engine.decode import last_logits
-from sparseflow.adaptive.engine.prefill.embedding import at_decoder
+from sparseflow.adaptive.engine.admission import check_length, check_token_ids
+from sparseflow.adaptive.engine.decode import last_logits_args
+from sparseflow.adaptive.engine.prefill.embedding import on_decoder_call
 from sparseflow.adaptive.engine.requests.plan_request import PlanRequest
 from sparseflow.adaptive.engine.requests.request import (
     FixedPlan,
@@ -28,7 +29,7 @@ from sparseflow.adaptive.engine.requests.request import (
     check_inputs,
     check_limits,
 )
-from sparseflow.adaptive.engine.requests.sampling import SamplingParams, UniformStream, pick
+from sparseflow.adaptive.engine.requests.sampling import SamplingParams, UniformStream, sample_tokens
 from sparseflow.adaptive.plan.adapter import Adapter, Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
@@ -40,54 +41,50 @@ if TYPE_CHECKING:
 
 
 class Timestamps:
-    """Named moments on one device.
-
-    Args:
-        device: Where the work is done.
+    """Named timestamps of a call: CUDA events on a GPU, so that recording does not synchronize; otherwise CPU
+    times.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: dict[str, Any] = {}
+        self._events: dict[str, Any] = {}
 
-    def mark(self, name: str) -> None:
-        """This is the moment of that name."""
+    def record(self, name: str) -> None:
+        """Record a timestamp."""
         if self._device.type != "cuda":
-            self._marks[name] = time.perf_counter()
+            self._events[name] = time.perf_counter()
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._marks[name] = event
+        self._events[name] = event
 
     def wait(self) -> None:
-        """Until the device has done all."""
+        """Wait until the device has passed all timestamps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def between_ms(self, first: str, last: str) -> float:
-        """Milliseconds from one moment to another; on a GPU it must have been waited for."""
+    def elapsed_ms(self, first: str, last: str) -> float:
+        """Milliseconds between two timestamps."""
         if self._device.type != "cuda":
-            return (self._marks[last] - self._marks[first]) * 1e3
-        return float(self._marks[first].elapsed_time(self._marks[last]))
+            return (self._events[last] - self._events[first]) * 1e3
+        return float(self._events[first].elapsed_time(self._events[last]))
 
 
 OnTokens = Callable[[list[int]], None]
-"""Called with each new token of all rows, as they come."""
+"""Called with each new token of all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimings:
-    """Where the time of a call went, as in `runtime.requests.RequestOutput`.
-
-    On a GPU, phases of the plain way lie between CUDA events, so nothing waits.
+    """Time per phase of a call, as in `RequestOutput`.
 
     Attributes:
-        queued_ms: From receipt until work began.
-        decide_ms: Spent in the decider, all times together.
-        vision_ms: From there to the first block: vision encoder and embedding.
-        prefill_ms: From the first block to the first token, decisions left out.
-        decode_ms: From the first token to the last.
-        total_ms: From receipt to the last token, by the host's clock.
+        queued_ms: From arrival to the start of the work.
+        decide_ms: Time in the policy.
+        vision_ms: From the start to the first block: vision encoder and embedding.
+        prefill_ms: From the first block to the first token, without the policy.
+        decode_ms: From the first to the last token.
+        total_ms: From arrival to the last token, on the CPU clock.
     """
 
     queued_ms: float
@@ -100,17 +97,16 @@ class RequestTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """What a call gave.
+    """Result of a call.
 
     Attributes:
-        sequences: Prompt, as it was run, and answer: [batch, tokens] int64. Behind its stop token a row is
-            padded.
+        sequences: Prompt as it was run, and answer, [batch, tokens] int64; padded after the stop token.
         prompt_tokens: Tokens of the prompt.
-        plan: What was run.
-        feasible: Whether the decider thought that the budget would be met.
-        predicted_ms: What it thought that the call would take, if all of the tokens asked for are generated.
-        budget_ms: What was asked for.
-        timings: Where the time went.
+        plan: Plan that was run.
+        feasible: Whether the policy expected the budget to be met.
+        predicted_ms: Latency that the policy expected, for the maximum number of tokens.
+        budget_ms: Requested budget.
+        timings: Time per phase.
     """
 
     sequences: Tensor
@@ -123,23 +119,23 @@ class GenerationResult:
 
     @property
     def new_tokens(self) -> Tensor:
-        """The answer: [batch, tokens] int64."""
+        """The answer, [batch, tokens] int64."""
         return self.sequences[:, self.prompt_tokens :]
 
     @property
     def measured_ms(self) -> float:
-        """What the call took, from receipt to the last token."""
+        """Time from arrival to the last token."""
         return self.timings.total_ms
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the last token came in time; None without a budget."""
+        """Whether the last token was in time; None without a budget."""
         return None if self.budget_ms is None else self.timings.total_ms <= self.budget_ms
 
 
 def generate(
     adapter: Adapter,
-    knobs: PlanRuntime,
+    runtime: PlanRuntime,
     inputs: Inputs,
     plan: Plan | PlanDecider,
     *,
@@ -149,70 +145,69 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop: Collection[int] = (),
     pad_id: int | None = None,
-    most_tokens: int | None = None,
+    max_total_tokens: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> GenerationResult:
-    """Generate tokens.
+    """Generate tokens with the model's own forward.
 
     Args:
-        adapter: The model.
-        knobs: The knobs on it.
-        inputs: Those of the highest tier. Rows of a batch are padded on their left.
-        plan: What to run, or who decides it; a decider takes one row.
-        max_new_tokens: Most tokens to generate, > 0.
-        budget_ms: From receipt to the last token, for the decider.
-        received_s: When the request was received, by `time.perf_counter`; by default now.
-        sampling: How tokens are drawn, for all rows or for each; greedy by default.
-        stop: Tokens that end a row.
-        pad_id: What follows a stop token in a row while others go on; by default the model's own, or the stop
-            token.
-        most_tokens: Of a prompt and its answer together; by default as many as the model has positions for.
-        on_tokens: Called with each new token of all rows, as they come.
+        adapter: Adapter of the model.
+        runtime: Plan runtime of the model.
+        inputs: Inputs at the highest tier. Rows of a batch are padded on the left.
+        plan: Plan to run, or policy that chooses it; a policy takes one row.
+        max_new_tokens: Maximum number of tokens to generate, above 0.
+        budget_ms: Time from arrival to the last token, for the policy.
+        received_s: Arrival time on the `time.perf_counter` clock; default: now.
+        sampling: Sampling parameters, shared or per row; greedy by default.
+        stop: Token ids that end a row.
+        pad_id: Token after a row's end; default: the model's pad token or the stop token.
+        max_total_tokens: Maximum number of tokens of prompt and answer; default: the model's context length.
+        on_tokens: Called with each new token of all rows.
 
     Raises:
-        InputError: Something is out of range, or does not fit.
-        PlanError: The model cannot run what was decided.
-        Refused: The decider refuses.
+        InputError: A value is out of range or does not fit.
+        PlanError: The model cannot run the chosen plan.
+        RequestRejected: The policy rejects the request.
     """
     received = time.perf_counter() if received_s is None else received_s
     check_inputs(inputs)
     check_limits(max_new_tokens, budget_ms)
-    check_words(adapter, inputs)
+    check_token_ids(adapter, inputs)
     device = next(adapter.decoder.parameters()).device
-    inputs = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in inputs.items()}
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()
+    }
     rows = len(inputs["input_ids"])
     decide: Any = FixedPlan(plan=plan) if isinstance(plan, Plan) else plan
     if rows > 1 and not isinstance(decide, FixedPlan):
-        raise InputError(
-            f"a decider decides for one row, not {rows}: rows of a batch share a plan, so give a Plan"
-        )
-    asked: Any = None
+        raise InputError(f"a policy takes one row, not {rows}; pass a Plan for a batch")
+    request: Any = None
     if rows == 1:
-        asked = GenerationRequest(
+        request = GenerationRequest(
             inputs=inputs,
             decide=decide,
             max_new_tokens=max_new_tokens,
             budget_ms=budget_ms,
             received_s=received,
         )
-    asking = PlanRequest(
-        decide, asked, lambda: math.inf if asked is None else asked.remaining_ms(time.perf_counter())
+    plan_request = PlanRequest(
+        decide, request, lambda: math.inf if request is None else request.remaining_ms(time.perf_counter())
     )
-    draws = [UniformStream(each) for each in _for_rows(sampling, rows)]
-    answer = _TokenSampler(draws, frozenset(stop), _padding(adapter, pad_id, stop), on_tokens)
+    streams = [UniformStream(value) for value in _expand_sampling(sampling, rows)]
+    sampler = _TokenSampler(streams, frozenset(stop), _get_pad_id(adapter, pad_id, stop), on_tokens)
     with torch.no_grad():
-        began = time.perf_counter()
-        prompt, running_plan, times = _run(
-            adapter, knobs, inputs, asking, answer, max_new_tokens,
-            adapter.context if most_tokens is None else most_tokens,
+        start_s = time.perf_counter()
+        prompt, running_plan, times = _generate(
+            adapter, runtime, inputs, plan_request, sampler, max_new_tokens,
+            adapter.context if max_total_tokens is None else max_total_tokens,
         )  # fmt: skip
-    total_ms, times["queued_ms"] = (time.perf_counter() - received) * 1e3, (began - received) * 1e3
+    total_ms, times["queued_ms"] = (time.perf_counter() - received) * 1e3, (start_s - received) * 1e3
     return GenerationResult(
-        sequences=torch.cat([prompt, *(each[:, None] for each in answer.tokens)], dim=1),
+        sequences=torch.cat([prompt, *(value[:, None] for value in sampler.tokens)], dim=1),
         prompt_tokens=prompt.shape[1],
         plan=running_plan,
-        feasible=asking.feasible,
-        predicted_ms=asking.predicted_ms,
+        feasible=plan_request.feasible,
+        predicted_ms=plan_request.predicted_ms,
         budget_ms=budget_ms,
         timings=RequestTimings(**times, total_ms=total_ms),
     )
@@ -230,23 +225,25 @@ def generate_on(
     sampling: SamplingParams | None = None,
     stop: Collection[int] = (),
 ) -> GenerationResult:
-    """Generate tokens by an engine, and wait for them; other threads' requests may run beside.
+    """Generate tokens on an engine and wait for them.
 
     Args:
-        engine: Of the model.
-        adapter: The model.
-        inputs: As of `generate`, of one row.
-        plan: One of the engine's, or who decides among them.
-        max_new_tokens: As of `generate`, as the next ones.
-        budget_ms: From receipt to the last token, for the decider.
-        received_s: By default now.
-        sampling: Greedy by default.
-        stop: Tokens that end the answer.
+        engine: Engine of the model.
+        adapter: Adapter of the model.
+        inputs: Inputs at the highest tier, one row.
+        plan: One of the engine's plans, or a policy that chooses one.
+        max_new_tokens: Maximum number of tokens to generate, above 0.
+        budget_ms: Time from arrival to the last token, for the policy.
+        received_s: Arrival time on the `time.perf_counter` clock; default: now.
+        sampling: Sampling parameters; greedy by default.
+        stop: Token ids that end the answer.
 
     Raises:
-        InputError: Something is out of range, or the request does not fit.
-        Refused: The decider refuses, or too many wait.
-        RunError: The engine cannot run it: no memory, a plan that is not the engine's, NaN, or it stopped.
+        InputError: A value is out of range, or the request does not fit.
+        RequestRejected: The policy rejects the request, or the queue is full.
+        RunError: The engine cannot run it: memory is exhausted, the plan is not the engine's, logits are NaN,
+            or it
+            stopped.
     """
     request = GenerationRequest(
         inputs=inputs, decide=FixedPlan(plan=plan) if isinstance(plan, Plan) else plan, stop=stop,
@@ -255,134 +252,141 @@ def generate_on(
     )  # fmt: skip
     handle = engine.submit(request)
     try:
-        found = handle.result()
+        output = handle.result()
     except BaseException:
-        # Nobody waits any more: without this an interrupted call would go on.
+        # Without this the request of an interrupted call would continue.
         handle.cancel()
         raise
-    prompt = adapter.at_tier(inputs, found.plan.tier)["input_ids"]
+    prompt = adapter.reduce_to_tier(inputs, output.plan.tier)["input_ids"]
     return GenerationResult(
-        sequences=torch.cat([prompt, prompt.new_tensor([found.tokens])], dim=1),
-        prompt_tokens=prompt.shape[1], plan=found.plan, feasible=found.feasible,
-        predicted_ms=found.predicted_ms, budget_ms=budget_ms,
-        timings=RequestTimings(**{each.name: getattr(found, each.name) for each in fields(RequestTimings)}),
-    )  # fmt: skip
+        sequences=torch.cat([prompt, prompt.new_tensor([output.tokens])], dim=1),
+        prompt_tokens=prompt.shape[1],
+        plan=output.plan,
+        feasible=output.feasible,
+        predicted_ms=output.predicted_ms,
+        budget_ms=budget_ms,
+        timings=RequestTimings(
+            **{field.name: getattr(output, field.name) for field in fields(RequestTimings)}
+        ),
+    )
 
 
 class _TokenSampler:
-    """New tokens of all rows.
+    """Samples and collects the new tokens of all rows.
 
     Attributes:
-        tokens: Step by step: [rows] int64.
-        done: Whether every row has met a stop token.
+        tokens: New tokens per step, [rows] int64.
+        finished: Whether every row has reached a stop token.
     """
 
     def __init__(
         self, draws: Sequence[UniformStream], stop: frozenset[int], pad_id: int, on_tokens: OnTokens | None
     ) -> None:
         self._draws, self._stop, self._pad_id, self._on_tokens = draws, stop, pad_id, on_tokens
-        self._over = [False] * len(draws)
+        self._finished_rows = [False] * len(draws)
         self.tokens: list[Tensor] = []
 
     @property
-    def done(self) -> bool:
-        return all(self._over)
+    def finished(self) -> bool:
+        return all(self._finished_rows)
 
-    def take(self, logits: Tensor) -> Tensor:
-        """Draw the next token of each row from logits [rows, vocabulary].
-
-        Raises:
-            RunError: Logits are NaN.
-        """
+    def sample(self, logits: Tensor) -> Tensor:
+        """Sample the next token of each row from logits [rows, vocabulary]."""
         samplings = [draws.sampling for draws in self._draws]
-        found = pick(logits, samplings, [draws.next() for draws in self._draws]).tolist()
-        if min(found) < 0:
-            raise RunError("the model's logits are NaN; look at its weights and inputs")
-        told = [self._pad_id if over else token for token, over in zip(found, self._over, strict=True)]
-        self._over = [over or token in self._stop for token, over in zip(found, self._over, strict=True)]
-        self.tokens.append(torch.tensor(told, device=logits.device))
+        sampled = sample_tokens(logits, samplings, [draws.next() for draws in self._draws]).tolist()
+        if min(sampled) < 0:
+            raise RunError("the model's logits are NaN; check its weights and inputs")
+        tokens = [
+            self._pad_id if over else token for token, over in zip(sampled, self._finished_rows, strict=True)
+        ]
+        self._finished_rows = [
+            over or token in self._stop for token, over in zip(sampled, self._finished_rows, strict=True)
+        ]
+        self.tokens.append(torch.tensor(tokens, device=logits.device))
         if self._on_tokens is not None:
-            self._on_tokens(told)
+            self._on_tokens(tokens)
         return self.tokens[-1]
 
 
-def _run(
+def _generate(
     adapter: Adapter,
-    knobs: PlanRuntime,
+    runtime: PlanRuntime,
     inputs: Inputs,
-    asking: PlanRequest,
-    answer: _TokenSampler,
+    plan_request: PlanRequest,
+    sampler: _TokenSampler,
     max_new_tokens: int,
-    most_tokens: int | None,
+    max_total_tokens: int | None,
 ) -> tuple[Tensor, Plan, dict[str, float]]:
-    """Fill an answer; gives the prompt as it was run, the plan, and times."""
-    marks = Timestamps(inputs["input_ids"].device)
-    choice = asking.first()
-    before_s = asking.spent_s
-    marks.mark("start")
-    given = adapter.at_tier(inputs, choice.tier)
-    if most_tokens is not None:
-        check_room(given["input_ids"].shape[1], asking.limit(max_new_tokens), most_tokens)
-    places, after = adapter.positions(given)
-    mask = given.get("attention_mask")
+    """Run the model; returns the prompt as it was run, the plan, and times."""
+    timestamps = Timestamps(inputs["input_ids"].device)
+    choice = plan_request.choose_initial()
+    before_s = plan_request.policy_s
+    timestamps.record("start")
+    reduced = adapter.reduce_to_tier(inputs, choice.tier)
+    if max_total_tokens is not None:
+        check_length(reduced["input_ids"].shape[1], plan_request.limit(max_new_tokens), max_total_tokens)
+    position_ids, next_position = adapter.compute_positions(reduced)
+    mask = reduced.get("attention_mask")
     if mask is not None and bool(mask.bool().all()):
-        # Without padding there is nothing to mask, and a mask would cost the fastest attention.
+        # Without padding the mask is redundant, and it would disable the fastest attention.
         mask = None
     cache = require("transformers.cache_utils", "adaptive").DynamicCache()
-    few = last_logits(adapter.model)
-    images = adapter.vision_tokens(given) > 0
-    with knobs.deciding(
-        choice.tier, choice.insertion_position, lambda hidden: asking.second(hidden[0, -1])
+    logits_args = last_logits_args(adapter.model)
+    images = adapter.count_vision_tokens(reduced) > 0
+    with runtime.use_decided_plan(
+        choice.tier, choice.insertion_position, lambda hidden: plan_request.choose_plan(hidden[0, -1])
     ) as running:
 
         def entered(named: dict[str, Any]) -> None:
-            marks.mark("blocks")
-            if asking.again_wanted:
+            timestamps.record("blocks")
+            if plan_request.needs_replan:
                 if images:
-                    marks.wait()
-                running.insertion_position = asking.again(choice.insertion_position)
+                    timestamps.wait()
+                running.insertion_position = plan_request.replan(choice.insertion_position)
 
-        with at_decoder(adapter, entered):
-            found: Any = adapter.model(
-                **{**given, "attention_mask": mask, "position_ids": places}, past_key_values=cache,
-                use_cache=True, **few,
+        with on_decoder_call(adapter, entered):
+            output: Any = adapter.model(
+                **{**reduced, "attention_mask": mask, "position_ids": position_ids}, past_key_values=cache,
+                use_cache=True, **logits_args,
             )  # fmt: skip
     assert running.plan is not None
-    last = answer.take(found.logits[:, -1])
-    marks.mark("first")
-    limit = asking.limit(max_new_tokens)
-    with knobs.running(running.plan):
-        while len(answer.tokens) < limit and not answer.done:
+    last = sampler.sample(output.logits[:, -1])
+    timestamps.record("first")
+    limit = plan_request.limit(max_new_tokens)
+    with runtime.use_plan(running.plan):
+        while len(sampler.tokens) < limit and not sampler.finished:
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            found = adapter.model(
-                input_ids=last[:, None], attention_mask=mask, position_ids=after[:, None],
-                past_key_values=cache, use_cache=True, **few,
+            output = adapter.model(
+                input_ids=last[:, None], attention_mask=mask, position_ids=next_position[:, None],
+                past_key_values=cache, use_cache=True, **logits_args,
             )  # fmt: skip
-            after, last = after + 1, answer.take(found.logits[:, -1])
-    marks.mark("last")
-    marks.wait()
-    # Of the time in the decider, the rest fell between the first block and the first token.
-    later_ms = (asking.spent_s - before_s) * 1e3
-    return given["input_ids"], running.plan, {
-        "decide_ms": asking.spent_s * 1e3, "vision_ms": marks.between_ms("start", "blocks"),
-        "prefill_ms": marks.between_ms("blocks", "first") - later_ms,
-        "decode_ms": marks.between_ms("first", "last"),
+            next_position, last = next_position + 1, sampler.sample(output.logits[:, -1])
+    timestamps.record("last")
+    timestamps.wait()
+    # The remaining policy time fell between the first block and the first token.
+    later_ms = (plan_request.policy_s - before_s) * 1e3
+    return reduced["input_ids"], running.plan, {
+        "decide_ms": plan_request.policy_s * 1e3, "vision_ms": timestamps.elapsed_ms("start", "blocks"),
+        "prefill_ms": timestamps.elapsed_ms("blocks", "first") - later_ms,
+        "decode_ms": timestamps.elapsed_ms("first", "last"),
     }  # fmt: skip
 
 
-def _for_rows(sampling: SamplingParams | Sequence[SamplingParams] | None, rows: int) -> list[SamplingParams]:
+def _expand_sampling(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, rows: int
+) -> list[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * rows
     if len(sampling) != rows:
         raise InputError(
-            f"`sampling` has {len(sampling)} entries; give one for each of {rows} rows, or one for all"
+            f"`sampling` has {len(sampling)} entries; expected one, or one for each of {rows} rows"
         )
     return list(sampling)
 
 
-def _padding(adapter: Adapter, pad_id: int | None, stop: Collection[int]) -> int:
+def _get_pad_id(adapter: Adapter, pad_id: int | None, stop: Collection[int]) -> int:
     config = getattr(adapter.model, "generation_config", None)
-    for found in (pad_id, getattr(config, "pad_token_id", None)):
-        if found is not None:
-            return int(found)
+    for token in (pad_id, getattr(config, "pad_token_id", None)):
+        if token is not None:
+            return int(token)
     return min(stop, default=0)

@@ -1,12 +1,14 @@
-"""Recorded work: a CUDA graph by key, or the same call without one.
+"""CUDA graphs by key, with a fallback to eager execution.
 
-A body is a function without arguments and without result that always reads and writes the same tensors. The
-first time it simply runs, with synchronising operations forbidden, so that one which could not be recorded is
-found out before the recording; then it is recorded, and from then on played. On a CPU, and where recording
-fails, the body itself runs each time.
+A body is a function without arguments and results that always reads and writes the same tensors. Its first
+run is
+eager with synchronizing operations forbidden, which detects bodies that cannot be captured; then it is
+captured, and
+replayed from then on. On a CPU, and if the capture fails, the body itself runs each time.
 
-All graphs share one pool of memory and are played one after the other, so nothing that is allocated inside a
-body outlives its play: results are copied into tensors made outside.
+All graphs share one memory pool and are replayed one after another, so nothing allocated within a body
+outlives its
+replay: results are copied into tensors outside.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class GraphCache:
-    """Bodies of one device, by key.
+    """CUDA graphs of one device, by key.
 
     Args:
-        device: Where they work.
-        enabled: Whether to record at all; never on a CPU.
+        device: The device.
+        enabled: Whether to capture; never on a CPU.
 
     Attributes:
-        enabled: Whether bodies are recorded.
+        enabled: Whether bodies are captured.
     """
 
     def __init__(self, device: torch.device | str, *, enabled: bool = True) -> None:
@@ -43,21 +45,21 @@ class GraphCache:
         self._stream: Any = None
 
     @property
-    def recorded(self) -> tuple[Hashable, ...]:
-        """Keys that are played."""
+    def captured(self) -> tuple[Hashable, ...]:
+        """Keys with a captured graph."""
         return tuple(self._graphs)
 
     @property
-    def reasons(self) -> Mapping[Hashable, str]:
-        """Keys whose recording failed, and why."""
+    def failures(self) -> Mapping[Hashable, str]:
+        """Keys whose capture failed, with the reason."""
         return MappingProxyType(self._reasons)
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
-        """Do a body's work.
+        """Run a body or replay its graph.
 
         Args:
-            key: The same for the same tensors and the same work.
-            body: What to do; it must do the same when it is run twice.
+            key: Identifies the tensors and the work.
+            body: The work; must have the same effect when run twice.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -65,29 +67,29 @@ class GraphCache:
         elif not self.enabled or key in self._reasons:
             body()
         else:
-            self._first(key, body)
+            self._run_and_capture(key, body)
 
-    def _first(self, key: Hashable, body: Callable[[], None]) -> None:
+    def _run_and_capture(self, key: Hashable, body: Callable[[], None]) -> None:
         try:
-            with _forbidden_to_wait():
+            with _forbid_sync():
                 body()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # Where it is the work itself that fails, it fails again.
+            # If the work itself fails, it fails again.
             body()
-            self._refuse(key, error)
+            self._mark_failed(key, error)
             return
         try:
-            self._record(key, body)
+            self._capture(key, body)
         except torch.OutOfMemoryError as error:
-            # The work itself is done; only the recording found no room.
-            self._refuse(key, error)
+            # The work succeeded; only the capture ran out of memory.
+            self._mark_failed(key, error)
         except RuntimeError as error:
-            self._refuse(key, error)
+            self._mark_failed(key, error)
 
-    def _record(self, key: Hashable, body: Callable[[], None]) -> None:
-        # Once more off the main stream, as libraries ask for before a capture.
+    def _capture(self, key: Hashable, body: Callable[[], None]) -> None:
+        # Libraries require a warm-up on a side stream before a capture.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         stream = self._stream
@@ -102,18 +104,18 @@ class GraphCache:
             body()
         self._graphs[key] = graph
 
-    def _refuse(self, key: Hashable, error: Exception) -> None:
+    def _mark_failed(self, key: Hashable, error: Exception) -> None:
         self._reasons[key] = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("%s is not recorded and runs as it is: %s", key, self._reasons[key])
+        _LOG.warning("%s is not captured and runs eagerly: %s", key, self._reasons[key])
 
 
 @contextmanager
-def _forbidden_to_wait() -> Iterator[None]:
-    """Operations that wait for the device raise."""
+def _forbid_sync() -> Iterator[None]:
+    """Context in which synchronizing operations raise."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is a prototype, which does not see all of them
+            warnings.simplefilter("ignore")  # the warning that this is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

@@ -1,16 +1,21 @@
-"""Faster modules for the time of a recording: experts, routers, rotary positions and norms by kernels.
+"""Replaces modules by fused kernels while a forward is captured: experts, routers, rotary embedding and RMS
+norm.
 
-A recorded step plays kernels only, so what stands in front of a module's forward while it is recorded is what
-runs from then on; the model itself is as it was before, right after. Each replacement is first tried against
-the module on random numbers: one that gives something else is not used.
+A CUDA graph contains only kernels, so the forwards that are installed during the capture are those that run
+on
+replay; the model itself is restored immediately. Each replacement is first compared with the module on random
+inputs
+and not used if it differs.
 
-Which experts' implementation can be recorded: the loop over experts asks the device which were hit, so never;
-transformers' `grouped_mm` in bf16, which reads each hit expert once, however many tokens; `batched_mm` in
-every type, which copies the chosen experts' weights; our kernels for a few tokens, and for more of them all
-experts at once, where these are small.
+Expert implementations that can be captured: transformers' `grouped_mm` in bf16, which reads each selected
+expert
+once; `batched_mm` in any dtype, which copies the weights of the selected experts; our kernels for few tokens,
+and the
+dense kernel for more tokens of small experts. The loop over experts synchronizes and cannot be captured.
 
-Rotary positions are a function of the file that a model's attention is written in, so for the time of a
-recording it is replaced there; calls of other threads go to the one that was there.
+The rotary function is a global of the module file that defines a model's attention, so it is replaced there
+during a
+capture; calls of other threads use the original.
 """
 
 from __future__ import annotations
@@ -35,32 +40,32 @@ from sparseflow.core.extras import require
 _LOG = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of a replacement's output from the module's, over the largest of it."""
+"""Maximum difference of a replacement's output, relative to the largest output."""
 
-_FLAT = 0.5
-"""Largest logit that routers are tried with."""
+_MAX_LOGIT = 0.5
+"""Largest logit in router checks."""
 
 _ROTARY = "apply_rotary_pos_emb"
-"""What transformers calls the function."""
+"""Name of the rotary function in transformers."""
 
-_COPIED_BYTES = 2**30
-"""Of chosen experts' weights that may be copied."""
+_MAX_COPIED_BYTES = 2**30
+"""Maximum size of expert weights copied by `batched_mm`."""
 
 Forward = Callable[..., Tensor]
 
 
 class KernelPatcher:
-    """What of a model can be replaced while it is recorded.
+    """Finds the modules of a model that kernels can replace.
 
     Args:
-        adapter: The model.
-        kernels: Whether to use our kernels; by default where Triton and a GPU are.
+        adapter: Adapter of the model.
+        kernels: Whether to use our kernels; default: if Triton and a GPU are available.
 
     Attributes:
-        experts: Modules of experts that our kernels can stand in for.
-        norms: Normalisations that our kernel can stand in for.
-        routers: Routers that our kernel can stand in for -> whether weights are made to sum to 1.
-        turning: Modules of Python whose rotary function our kernel can stand in for.
+        experts: Expert modules that our kernels can replace.
+        norms: RMS norms that our kernel can replace.
+        routers: Routers that our kernel can replace -> whether weights are normalized to sum 1.
+        rotary_modules: Python modules whose rotary function our kernel can replace.
     """
 
     def __init__(self, adapter: Adapter, *, kernels: bool | None = None) -> None:
@@ -73,7 +78,7 @@ class KernelPatcher:
         self.experts: list[nn.Module] = []
         self.norms: list[nn.Module] = []
         self.routers: dict[nn.Module, bool] = {}
-        self.turning: list[ModuleType] = []
+        self.rotary_modules: list[ModuleType] = []
         if kernels:
             from sparseflow.adaptive.kernels.rms_norm.triton import DTYPES
 
@@ -81,148 +86,161 @@ class KernelPatcher:
             self.experts = [
                 module
                 for module in self._stacked
-                if self._agrees(module, _few) and self._agrees(module, _all)
+                if self._check_module(module, _experts_few_tokens)
+                and self._check_module(module, _experts_dense)
             ]
-            routers = [each for block in adapter.blocks if (each := adapter.router(block)) is not None]
+            routers = [router for block in adapter.blocks if (router := adapter.router(block)) is not None]
             self.routers = {
-                each: kind for each in routers if (kind := self._routes(adapter, each)) is not None
+                router: kind
+                for router in routers
+                if (kind := self._check_router(adapter, router)) is not None
             }
             files = {sys.modules[type(module).__module__] for module in modules}
-            self.turning = [each for each in files if self._turns(each)]
+            self.rotary_modules = [router for router in files if self._check_rotary(router)]
             if self._dtype in DTYPES:
-                self.norms = [module for module in norms if self._agrees(module, _rms_norm)]
+                self.norms = [module for module in norms if self._check_module(module, _rms_norm)]
 
     @contextmanager
-    def installed(self, tokens: int, running: PlanExecution | None = None) -> Iterator[None]:
-        """Forwards within, in this thread, use the replacements.
+    def patch(self, tokens: int, running: PlanExecution | None = None) -> Iterator[None]:
+        """Use the replacements in forwards of this thread.
 
         Args:
-            tokens: Of all rows of a forward.
-            running: The call that they are of; without it routers are asked themselves.
+            tokens: Tokens of all rows of a forward.
+            running: Plan execution of the forward; without it routers are not replaced.
         """
-        chosen: list[tuple[nn.Module, Forward]] = [(module, _rms_norm) for module in self.norms]
+        replacements: list[tuple[nn.Module, Forward]] = [(module, _rms_norm) for module in self.norms]
         for module in self._stacked:
-            replacement = self._for(module, tokens)
+            replacement = self._select_forward(module, tokens)
             if replacement is not None:
-                chosen.append((module, replacement))
-        kept: list[tuple[nn.Module, Any]] = []
-        turned: list[ModuleType] = []
+                replacements.append((module, replacement))
+        replaced: list[tuple[nn.Module, Any]] = []
+        patched_files: list[ModuleType] = []
         try:
             if running is not None and self.routers:
-                running.route = self._route
-            for file in self.turning:
-                _TURNS.install(file)
-                turned.append(file)
-            for module, replacement in chosen:
-                kept.append((module, vars(module).get("forward")))
+                running.route_override = self._route_tokens
+            for file in self.rotary_modules:
+                _ROTARY_PATCH.install(file)
+                patched_files.append(file)
+            for module, replacement in replacements:
+                replaced.append((module, vars(module).get("forward")))
                 module.forward = partial(replacement, module)
             yield
         finally:
             if running is not None:
-                running.route = None
-            for file in turned:
-                _TURNS.remove(file)
-            for module, forward in reversed(kept):
+                running.route_override = None
+            for file in patched_files:
+                _ROTARY_PATCH.remove(file)
+            for module, forward in reversed(replaced):
                 del module.forward
                 if forward is not None:
                     module.forward = forward
 
-    def _for(self, module: nn.Module, tokens: int) -> Forward | None:
-        if module in self.experts and tokens <= _most():
-            return _few
+    def _select_forward(self, module: nn.Module, tokens: int) -> Forward | None:
+        if module in self.experts and tokens <= _max_few_tokens():
+            return _experts_few_tokens
         if self._device.type != "cuda":
             return None
-        known: Forward | None = None
+        fallback: Forward | None = None
         if hasattr(module, "has_gate"):
-            kind = "grouped_mm" if self._dtype == torch.bfloat16 else "batched_mm"
-            if kind == "grouped_mm" or tokens * _bytes_a_token(module) <= _COPIED_BYTES:
-                found = require("transformers.integrations.moe", "adaptive")
-                known = found.ALL_EXPERTS_FUNCTIONS[kind]
+            implementation = "grouped_mm" if self._dtype == torch.bfloat16 else "batched_mm"
+            if (
+                implementation == "grouped_mm"
+                or tokens * _expert_bytes_per_token(module) <= _MAX_COPIED_BYTES
+            ):
+                moe_integration = require("transformers.integrations.moe", "adaptive")
+                fallback = moe_integration.ALL_EXPERTS_FUNCTIONS[implementation]
         if module in self.experts:
-            return partial(_many, known or type(module).forward)
-        return known
+            return partial(_experts_many_tokens, fallback or type(module).forward)
+        return fallback
 
-    def _route(self, router: nn.Module, top_k: int, hidden: Tensor) -> Any:
-        """As a router does it; None where it is not one of ours."""
+    def _route_tokens(self, router: nn.Module, top_k: int, hidden: Tensor) -> Any:
+        """Routing by our kernel; None if it does not support the router."""
         normalized = self.routers.get(router)
-        return None if normalized is None else _routed(router, top_k, hidden, normalized=normalized)
+        return (
+            None if normalized is None else _route_with_kernel(router, top_k, hidden, normalized=normalized)
+        )
 
     @torch.no_grad()
-    def _routes(self, adapter: Adapter, router: nn.Module) -> bool | None:
-        """Whether the weights of a router that ours can stand in for sum to 1; None where ours cannot."""
+    def _check_router(self, adapter: Adapter, router: nn.Module) -> bool | None:
+        """Whether a router normalizes its weights; None if our kernel does not reproduce it."""
         weight, top_k = getattr(router, "weight", None), getattr(router, "top_k", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not isinstance(top_k, int):
             return None
         x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-        # With few of many experts about as likely, weights that sum to 1 are far from those that do not.
-        x = x * (_FLAT / float((x @ weight.T).abs().max().clamp_min(1e-30)))
+        # Nearly uniform logits, so that normalized and unnormalized weights differ clearly.
+        x = x * (_MAX_LOGIT / float((x @ weight.T).abs().max().clamp_min(1e-30)))
         top_k = max(1, min(top_k, len(weight) // 2))
         try:
-            view = adapter.narrowed(router, top_k)
-            # A copy has the knobs' front, too.
+            view = adapter.with_top_k(router, top_k)
+            # The copy also has the plan runtime's hook.
             vars(view).pop("forward", None)
-            logits, scores, chosen = view.forward(x)
+            logits, scores, expert_ids = view.forward(x)
             for normalized in (False, True):
-                found = _routed(router, top_k, x, normalized=normalized)
-                if found is None:
+                output = _route_with_kernel(router, top_k, x, normalized=normalized)
+                if output is None:
                     break
-                same = scores.dtype == found[1].dtype and chosen.dtype == found[2].dtype
-                near = scores.shape == found[1].shape and compared(found[1], scores)[1]
-                if same and near and torch.equal(chosen, found[2]) and compared(found[0], logits)[1]:
+                same_dtypes = scores.dtype == output[1].dtype and expert_ids.dtype == output[2].dtype
+                is_close = scores.shape == output[1].shape and compare_outputs(output[1], scores)[1]
+                if (
+                    same_dtypes
+                    and is_close
+                    and torch.equal(expert_ids, output[2])
+                    and compare_outputs(output[0], logits)[1]
+                ):
                     return normalized
-        except Exception as error:  # A module that only looks alike may fail in any way.
-            _LOG.info("%s chooses experts itself: %s", type(router).__name__, error)
+        except Exception as error:  # A module that only looks similar may fail in any way.
+            _LOG.info("%s keeps its own routing: %s", type(router).__name__, error)
         return None
 
     @torch.no_grad()
-    def _turns(self, file: ModuleType) -> bool:
-        """Whether our kernel gives what the rotary function of a file gives."""
+    def _check_rotary(self, file: ModuleType) -> bool:
+        """Whether our kernel reproduces the rotary function of a file."""
         function = vars(file).get(_ROTARY)
         if function is None or self._dtype not in TOLERANCE:
             return False
         g = torch.Generator().manual_seed(0)
         query, key = (torch.randn(1, 3, heads, 8, generator=g).transpose(1, 2) for heads in (4, 2))
         half = torch.randn(1, 3, 4, generator=g)
-        places = [torch.cat([each, each], dim=-1) for each in (half.cos(), half.sin())]
-        given = [each.to(self._device, self._dtype) for each in (query, key, *places)]
+        cosine_and_sine = [torch.cat([angle, angle], dim=-1) for angle in (half.cos(), half.sin())]
+        args = [angle.to(self._device, self._dtype) for angle in (query, key, *cosine_and_sine)]
         try:
-            expected = function(*given)
-            found = _turning(function, [threading.get_ident()])(*given)
-            return all(compared(*pair)[1] for pair in zip(found, expected, strict=True))
+            expected = function(*args)
+            actual = _make_rotary(function, [threading.get_ident()])(*args)
+            return all(compare_outputs(*pair)[1] for pair in zip(actual, expected, strict=True))
         except Exception as error:
-            _LOG.info("%s turns by its own function: %s", file.__name__, error)
+            _LOG.info("%s keeps its own rotary function: %s", file.__name__, error)
             return False
 
     @torch.no_grad()
-    def _agrees(self, module: nn.Module, replacement: Forward) -> bool:
-        """Whether a replacement gives what a module gives."""
+    def _check_module(self, module: nn.Module, replacement: Forward) -> bool:
+        """Whether a replacement reproduces a module."""
         generator = torch.Generator().manual_seed(0)
-        width = _width(module)
+        width = _input_width(module)
         x = torch.randn(2, width, generator=generator).to(self._device, self._dtype)
-        given: tuple[Any, ...] = (x,)
+        args: tuple[Any, ...] = (x,)
         if _is_stacked(module):
             count = len(module.get_parameter("down_proj"))
-            chosen = torch.tensor([[0, count - 1], [count // 2, 0]], device=self._device)
-            given = (x, chosen, torch.tensor([[0.5, 0.25], [0.125, 1.0]]).to(x))
+            expert_ids = torch.tensor([[0, count - 1], [count // 2, 0]], device=self._device)
+            args = (x, expert_ids, torch.tensor([[0.5, 0.25], [0.125, 1.0]]).to(x))
         try:
-            expected, found = module(*given), replacement(module, *given)
-        except Exception as error:  # A module that only looks alike may fail in any way.
+            expected, actual = module(*args), replacement(module, *args)
+        except Exception as error:  # A module that only looks similar may fail in any way.
             _LOG.info("%s keeps its own forward: %s", type(module).__name__, error)
             return False
-        difference, near = compared(found, expected)
-        if not near:
+        difference, is_close = compare_outputs(actual, expected)
+        if not is_close:
             _LOG.warning(
-                "%s keeps its own forward: a kernel differs from it by %.1e",
+                "%s keeps its own forward: the kernel differs by %.1e",
                 type(module).__name__,
                 difference,
             )
-        return near
+        return is_close
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    """Whether a module holds gated experts as transformers stacks them."""
+    """Whether a module holds gated experts as stacked by transformers."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    stacked = all(isinstance(each, nn.Parameter) and each.ndim == 3 for each in (gate_up, down))
+    stacked = all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in (gate_up, down))
     plain = not any(
         getattr(module, name, False)
         for name in ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
@@ -238,27 +256,26 @@ def _is_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def _width(module: nn.Module) -> int:
+def _input_width(module: nn.Module) -> int:
     name = "gate_up_proj" if _is_stacked(module) else "weight"
     return module.get_parameter(name).shape[-1]
 
 
-def _bytes_a_token(module: nn.Module) -> int:
-    """Weights that a token's experts have."""
+def _expert_bytes_per_token(module: nn.Module) -> int:
     stacks = [module.get_parameter(name) for name in ("gate_up_proj", "down_proj")]
-    chosen = getattr(getattr(module, "config", None), "num_experts_per_tok", len(stacks[0]))
-    return chosen * sum(stack[0].numel() * stack.element_size() for stack in stacks)
+    experts_per_token = getattr(getattr(module, "config", None), "num_experts_per_tok", len(stacks[0]))
+    return experts_per_token * sum(stack[0].numel() * stack.element_size() for stack in stacks)
 
 
-def compared(found: Tensor, expected: Tensor) -> tuple[float, bool]:
-    """The largest difference of what a replacement gives, and whether `TOLERANCE` allows it."""
+def compare_outputs(found: Tensor, expected: Tensor) -> tuple[float, bool]:
+    """Maximum difference of two outputs, and whether `TOLERANCE` allows it."""
     difference = float((found.double() - expected.double()).abs().max())
     limit = TOLERANCE.get(expected.dtype, 0.0) * float(expected.double().abs().max())
     return difference, difference <= limit
 
 
-def _routed(router: nn.Module, top_k: int, hidden: Tensor, *, normalized: bool) -> Any:
-    """Logits, weights and experts, as routers of transformers give them; None for what does not fit."""
+def _route_with_kernel(router: nn.Module, top_k: int, hidden: Tensor, *, normalized: bool) -> Any:
+    """Logits, weights and experts as transformers routers return them; None if not supported."""
     from sparseflow.adaptive.kernels.routing.triton import fits, top_experts
 
     weight = router.get_parameter("weight")
@@ -266,36 +283,37 @@ def _routed(router: nn.Module, top_k: int, hidden: Tensor, *, normalized: bool) 
     return (logits, *top_experts(logits, top_k, normalized=normalized)) if fits(logits, top_k) else None
 
 
-def _turning(function: Callable[..., Any], threads: Collection[int]) -> Callable[..., Any]:
-    """A rotary function that is ours for calls of some threads that fit, and `function` for others."""
+def _make_rotary(function: Callable[..., Any], threads: Collection[int]) -> Callable[..., Any]:
+    """Rotary function that uses our kernel for supported calls of some threads, and `function` otherwise."""
     from sparseflow.adaptive.kernels.rotary.triton import fits, rotate
 
-    def turn(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *given: Any, **named: Any) -> Any:
-        ours = threading.get_ident() in threads and not given and not named
-        turns = rotate if ours and fits(query, key, cosine, sine) else function
-        return turns(query, key, cosine, sine, *given, **named)
+    def turn(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *args: Any, **kwargs: Any) -> Any:
+        use_kernel = threading.get_ident() in threads and not args and not kwargs
+        rotary = rotate if use_kernel and fits(query, key, cosine, sine) else function
+        return rotary(query, key, cosine, sine, *args, **kwargs)
 
     return turn
 
 
 class _RotaryPatch:
-    """Files whose rotary function is replaced now, and the threads that it is ours for; of all engines."""
+    """Files whose rotary function is replaced, with the threads that use the kernel; shared by all
+    engines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[ModuleType, tuple[Any, list[int]]] = {}
 
     def install(self, file: ModuleType) -> None:
-        """Have this thread's calls turned by our kernel."""
+        """Use our kernel in calls of this thread."""
         with self._lock:
             if file not in self._files:
                 threads: list[int] = []
                 self._files[file] = vars(file)[_ROTARY], threads
-                vars(file)[_ROTARY] = _turning(vars(file)[_ROTARY], threads)
+                vars(file)[_ROTARY] = _make_rotary(vars(file)[_ROTARY], threads)
             self._files[file][1].append(threading.get_ident())
 
     def remove(self, file: ModuleType) -> None:
-        """No longer; when no thread is left, the file has its own function again."""
+        """Stop using it; the original function is restored when no thread is left."""
         with self._lock:
             function, threads = self._files[file]
             threads.remove(threading.get_ident())
@@ -304,35 +322,37 @@ class _RotaryPatch:
                 del self._files[file]
 
 
-_TURNS = _RotaryPatch()
+_ROTARY_PATCH = _RotaryPatch()
 
 
-def _many(
+def _experts_many_tokens(
     known: Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Every expert for every token where that pays, else a forward that is known to be right."""
-    from sparseflow.adaptive.kernels.experts.dense import pays
+    """Dense experts if profitable, otherwise a reference forward."""
+    from sparseflow.adaptive.kernels.experts.dense import is_profitable
 
-    enough = pays(len(hidden_states), top_k_index.shape[1], module.get_parameter("gate_up_proj"))
-    return (_all if enough else known)(module, hidden_states, top_k_index, top_k_weights)
+    enough = is_profitable(len(hidden_states), top_k_index.shape[1], module.get_parameter("gate_up_proj"))
+    return (_experts_dense if enough else known)(module, hidden_states, top_k_index, top_k_weights)
 
 
-def _all(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every expert for every token."""
+def _experts_dense(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     from sparseflow.adaptive.kernels.experts.dense import experts
 
     gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
     return experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
 
 
-def _most() -> int:
-    from sparseflow.adaptive.kernels.experts.triton import MOST
+def _max_few_tokens() -> int:
+    from sparseflow.adaptive.kernels.experts.triton import MAX_TOKENS
 
-    return MOST
+    return MAX_TOKENS
 
 
-def _few(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Experts of a few tokens, by our kernels."""
+def _experts_few_tokens(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     from sparseflow.adaptive.kernels.experts.triton import experts
 
     gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")

@@ -1,4 +1,4 @@
-"""What an engine has done and how busy it is, for whoever asks from whichever thread."""
+"""Counters and utilization of an engine, readable from any thread."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 BUSY_S = 2.0
-"""Time constant of the load: what was longer ago than this hardly counts."""
+"""Time constant of the utilization."""
 
-_DOUBT = 2.0
-"""Requests' worth that the share of busy time counts in the load, beside what requests met."""
+_BUSY_TIME_WEIGHT = 2.0
+"""Weight of the busy time fraction in the utilization, in requests."""
 
-_MISSED = 8.0
-"""Requests that would have come by now, had they gone on to come as they did: after so many, those that came
-begin to say little of the load."""
+_MAX_MISSED = 8.0
+"""Expected arrivals without an arrival after which past arrivals lose weight."""
 
 RATE_S = 5.0
-"""Over how long tokens a second are counted."""
+"""Time window of the token rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
-    """An engine at one moment.
+    """State of an engine at one time.
 
     Attributes:
-        queued: Requests that wait.
-        running: Requests that decode.
-        slots: Most requests that may.
-        oldest_wait_ms: How long the oldest of those that wait has waited since its receipt.
-        load: Share of the last seconds' requests that met the engine at work for others, 0 to 1; where few
-            came, share of the time in which it worked. At random arrivals both are the same, but who sends
-            one request after the other is alone however busy that keeps the engine.
-        tokens_per_s: Generated, over the last seconds.
-        submitted: Requests handed in so far.
-        ended: Outcome -> requests, of "finished", "refused", "cancelled", "failed",
-            "stopped".
-        tokens: Generated so far.
-        plans: Id of a plan -> requests that began to decode under it.
-        batches: Id of what of a plan matters in decoding -> requests that decode under it now.
-        cache_bytes: Memory of keys and values.
-        recorded: Steps and prompts that are played as recordings.
-        unrecorded: Why others are not.
+        queued: Waiting requests.
+        running: Decoding requests.
+        slots: Maximum number of decoding requests.
+        oldest_wait_ms: Time since the arrival of the oldest waiting request.
+        load: Utilization: fraction of recent requests that found the engine busy with others, 0 to 1; with
+            few requests,
+            fraction of busy time. Both agree for random arrivals, but a client that sends one request after
+            another
+            does not count as load for itself.
+        tokens_per_s: Recent token rate.
+        submitted: Requests submitted.
+        ended: Outcome -> requests: "finished", "refused", "cancelled", "failed", "stopped".
+        tokens: Tokens generated.
+        plans: Plan id -> requests that started decoding.
+        batches: Decode plan id -> requests that decode now.
+        cache_bytes: Size of the key-value caches.
+        captured: Captured CUDA graphs.
+        uncaptured: Reasons of failed captures.
         healthy: Whether the engine works.
     """
 
@@ -60,8 +60,8 @@ class EngineSnapshot:
     plans: Mapping[str, int]
     batches: Mapping[str, int]
     cache_bytes: int
-    recorded: int
-    unrecorded: tuple[str, ...]
+    captured: int
+    uncaptured: tuple[str, ...]
     healthy: bool
 
 
@@ -70,81 +70,87 @@ class EngineMetrics:
     """Counters of an engine.
 
     Attributes:
-        clock: Seconds.
-        worked_s: Spent working so far.
+        clock: Current time in seconds.
+        busy_s: Total busy time.
     """
 
     clock: Callable[[], float] = time.perf_counter
     submitted: int = 0
     tokens: int = 0
-    worked_s: float = 0.0
+    busy_s: float = 0.0
     ended: Counter[str] = field(default_factory=Counter)
     plans: Counter[str] = field(default_factory=Counter)
-    _load: float = 0.0
-    _seen_s: float | None = None
-    _came: float = 0.0
-    _met: float = 0.0
-    _came_s: float | None = None
-    _first_s: float = math.inf
+    _utilization: float = 0.0
+    _last_time_s: float | None = None
+    _arrivals: float = 0.0
+    _busy_arrivals: float = 0.0
+    _last_arrival_s: float | None = None
+    _first_token_s: float = math.inf
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def spent(self, busy: bool) -> None:
-        """The time since the last call was spent working, or waiting."""
+    def record_time(self, busy: bool) -> None:
+        """Count the time since the last call as busy or idle."""
         with self._lock:
-            now = self.clock()
-            self._load = self._at(now, busy)
-            if busy and self._seen_s is not None:
-                self.worked_s += now - self._seen_s
-            self._seen_s = now
+            time_s = self.clock()
+            self._utilization = self._utilization_at(time_s, busy)
+            if busy and self._last_time_s is not None:
+                self.busy_s += time_s - self._last_time_s
+            self._last_time_s = time_s
 
-    def arrived(self, *, busy: bool) -> None:
-        """A request came, and the engine was at work for others or not."""
+    def record_arrival(self, *, busy: bool) -> None:
+        """Count a request and whether it found the engine busy."""
         with self._lock:
-            now = self.clock()
-            kept = self._kept(now)
-            self._came, self._met, self._came_s = self._came * kept + 1.0, self._met * kept + busy, now
+            time_s = self.clock()
+            decay = self._arrival_decay(time_s)
+            self._arrivals, self._busy_arrivals, self._last_arrival_s = (
+                self._arrivals * decay + 1.0,
+                self._busy_arrivals * decay + busy,
+                time_s,
+            )
 
-    def generated(self, count: int) -> None:
-        """Tokens were generated."""
+    def record_tokens(self, count: int) -> None:
+        """Count generated tokens."""
         with self._lock:
-            now = self.clock()
-            self._first_s = min(self._first_s, now)
+            time_s = self.clock()
+            self._first_token_s = min(self._first_token_s, time_s)
             self.tokens += count
-            self._recent.append((now, count))
-            self._prune(now)
+            self._recent.append((time_s, count))
+            self._prune(time_s)
 
     def load(self, *, busy: bool) -> float:
-        """The load now; `busy` says what has been going on since the last call of `spent`."""
+        """Current utilization; `busy` is the state since the last `record_time`."""
         with self._lock:
-            now = self.clock()
-            kept = self._kept(now)
-            share = self._at(now, busy)
-            return (self._met * kept + _DOUBT * share) / (self._came * kept + _DOUBT)
+            time_s = self.clock()
+            decay = self._arrival_decay(time_s)
+            share = self._utilization_at(time_s, busy)
+            return (self._busy_arrivals * decay + _BUSY_TIME_WEIGHT * share) / (
+                self._arrivals * decay + _BUSY_TIME_WEIGHT
+            )
 
     def tokens_per_s(self) -> float:
-        """Over the last seconds."""
+        """Recent token rate."""
         with self._lock:
-            now = self.clock()
-            self._prune(now)
-            # Soon after the first tokens there are no such many seconds yet.
-            span = min(RATE_S, max(now - self._first_s, 1e-3))
+            time_s = self.clock()
+            self._prune(time_s)
+            # Shortly after the first token the window is shorter.
+            span = min(RATE_S, max(time_s - self._first_token_s, 1e-3))
             return sum(count for _, count in self._recent) / span
 
-    def _kept(self, now: float) -> float:
-        """What those that came still count; soon nothing where they stop coming, as where all are refused."""
-        if self._came_s is None:
+    def _arrival_decay(self, time_s: float) -> float:
+        """Weight of past arrivals; vanishes soon when arrivals stop, for example because all are refused."""
+        if self._last_arrival_s is None:
             return 0.0
-        passed = max(0.0, now - self._came_s) / BUSY_S
-        # So many came within the time constant.
-        missed = max(0.0, passed * self._came - _MISSED) / _MISSED
+        passed = max(0.0, time_s - self._last_arrival_s) / BUSY_S
+        # Expected arrivals within the time constant.
+        missed = max(0.0, passed * self._arrivals - _MAX_MISSED) / _MAX_MISSED
         return math.exp(-passed - missed)
 
-    def _at(self, now: float, busy: bool) -> float:
-        passed = 0.0 if self._seen_s is None else max(0.0, now - self._seen_s)
-        kept = math.exp(-passed / BUSY_S)
-        return self._load * kept + (1.0 - kept) * busy
+    def _utilization_at(self, time_s: float, busy: bool) -> float:
+        elapsed_s = 0.0 if self._last_time_s is None else max(0.0, time_s - self._last_time_s)
+        decay = math.exp(-elapsed_s / BUSY_S)
+        return self._utilization * decay + (1.0 - decay) * busy
 
-    def _prune(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RATE_S:
+    def _prune(self, time_s: float) -> None:
+        while self._recent and self._recent[0][0] < time_s - RATE_S:
             self._recent.popleft()

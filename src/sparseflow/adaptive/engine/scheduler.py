@@ -1,11 +1,13 @@
-"""What an engine does next, and how requests end.
+"""Scheduling of an engine, and the end of requests.
 
-A turn: requests that were called off are freed; one waiting request begins (or several, where one plan and
-one length let them run as one prompt), the earliest deadline first; then one batch decodes one token, again
-the earliest deadline first, unless another has waited for `fairness` steps. A request that began joins its
-plan's batch at the next step, and its slot is free the moment that it ends.
+One step: cancelled requests are removed; one waiting request is prefilled (or several with the same fixed
+plan and
+length), by earliest deadline; then one batch decodes one token, again by earliest deadline unless another has
+waited for
+`fairness` steps. A prefilled request joins its plan's batch at the next step, and its slot is free as soon as
+it ends.
 
-What goes wrong with a request ends that request: it gets a typed error, and the others go on.
+An error of a request ends that request with a typed error; the others continue.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from sparseflow.adaptive.engine.admission import RequestAdmission
 from sparseflow.adaptive.engine.batch import (
     BatchRow,
     DecodeBatch,
-    as_failure,
     free_memory,
     is_fatal,
     is_out_of_memory,
+    make_request_error,
 )
 from sparseflow.adaptive.engine.cache import SlotCache
-from sparseflow.adaptive.engine.decode import DecodeRunner, decode_plan
+from sparseflow.adaptive.engine.decode import DecodeRunner, get_decode_plan
 from sparseflow.adaptive.engine.metrics import EngineMetrics
 from sparseflow.adaptive.engine.prefill.prefill import PrefillRunner
 from sparseflow.adaptive.engine.requests.handle import RequestHandle
@@ -45,19 +47,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Requests that wait, and batches that decode. One thread takes the turns; any may add requests.
+    """Waiting requests and decoding batches. One thread calls `step`; any thread may add requests.
 
     Args:
-        adapter: The model.
+        adapter: Adapter of the model.
         prefill: Runs prompts.
-        steps: Runs steps.
-        plans: Those that deciders may choose.
-        max_batch: Most requests that decode at a time.
-        max_tokens: Most tokens of a request.
-        fairness: After so many steps of other batches it is a batch's turn, and after so many requests that
-            overtook it, that of one that waits.
-        metrics: What is counted.
-        lock: Held where other threads look.
+        steps: Runs decode steps.
+        plans: Plans that may be chosen.
+        max_batch: Maximum number of decoding requests.
+        max_tokens: Maximum number of tokens of a request.
+        fairness: A batch runs after at most this many steps of other batches, and a waiting request is
+            admitted after at
+            most this many requests that overtook it.
+        metrics: Counters.
+        lock: Held while shared state changes.
     """
 
     def __init__(
@@ -86,74 +89,74 @@ class Scheduler:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """As of the engine."""
+        """Padded prompt sizes."""
         return self._prefill.sizes
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """As of the engine."""
+        """Padded context sizes."""
         return self._steps.contexts
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait, decode, or have their prompt run just now."""
+        """Whether requests wait, decode or are being prefilled."""
         return bool(self._queue or self._beginning or self.running)
 
     @property
     def running(self) -> int:
-        """Requests that decode."""
+        """Number of decoding requests."""
         return sum(len(batch.rows) for batch in self.batches)
 
     @property
     def batches(self) -> tuple[DecodeBatch, ...]:
-        """Those that there are, also without requests."""
+        """All batches, including empty ones."""
         with self._lock:
             return tuple(self._batches.values())
 
     def add(self, handle: RequestHandle) -> None:
-        """Have a request wait for its turn."""
+        """Queue a request."""
         with self._lock:
             self._queue.append(handle)
 
     def oldest_s(self) -> float | None:
-        """When the request that waits longest was received."""
+        """Earliest arrival time of the waiting requests."""
         with self._lock:
             return min((handle.request.received_s for handle in self._queue), default=None)
 
-    def turn(self) -> bool:
-        """Do what is next.
+    def step(self) -> bool:
+        """Run one step.
 
         Returns:
-            Whether there was anything to do.
+            Whether there was work.
 
         Raises:
-            RuntimeError: The device is broken.
+            RuntimeError: The device is unusable.
         """
         self._sweep()
-        began = self._admit()
+        admitted = self._admit()
         decoded = self._decode()
-        return began or decoded
+        return admitted or decoded
 
-    def abandon(self, error: EngineStopped) -> None:
-        """End every request."""
+    def abort_all(self, error: EngineStopped) -> None:
+        """End every request with an error."""
         with self._lock:
-            left = list(self._queue)
+            handles = list(self._queue)
             self._queue.clear()
         for batch in self.batches:
-            # The slots are not freed: the device may be broken, and nothing runs any more.
-            left += [row.handle for row in batch.rows]
+            # The slots are not released: the device may be unusable, and no request will run.
+            handles += [row.handle for row in batch.rows]
             batch.rows.clear()
-        for handle in left:
+        for handle in handles:
             self._end(handle, error, "stopped")
 
     def batch(self, plan: Plan) -> DecodeBatch:
-        """Where requests of a plan decode."""
-        key = decode_plan(plan, self._adapter.geometry)
+        """Batch of a plan, created on first use."""
+        key = get_decode_plan(plan, self._adapter.geometry)
         if key not in self._batches:
             cache = SlotCache(
                 key, self._adapter.geometry.depth, slots=self._max_batch, tokens=self._max_tokens,
@@ -163,49 +166,49 @@ class Scheduler:
                 self._batches[key] = DecodeBatch(cache)
         return self._batches[key]
 
-    def warm(self, example: Inputs | None) -> list[Callable[[], None]]:
-        """Work that runs every prompt and every step once; nothing may run or wait."""
-        work: list[Callable[[], None]] = []
+    def warm_up(self, example: Inputs | None) -> list[Callable[[], None]]:
+        """Tasks that run every prompt and step size once; no request may run or wait."""
+        tasks: list[Callable[[], None]] = []
         for plan in self._plans:
-            given = None
+            inputs = None
             if example is not None and plan.tier is not None:
-                given = self._adapter.at_tier(example, plan.tier)
-            work += self._prefill.warm(plan, self.batch(plan).cache, given)
+                inputs = self._adapter.reduce_to_tier(example, plan.tier)
+            tasks += self._prefill.warm_up(plan, self.batch(plan).cache, inputs)
         for batch in self.batches:
-            work += self._steps.warm(batch.cache)
-        return work
+            tasks += self._steps.warm_up(batch.cache)
+        return tasks
 
     def _sweep(self) -> None:
-        """Free what was called off."""
+        """Remove cancelled requests."""
         with self._lock:
-            gone = [handle for handle in self._queue if handle.cancelled]
-            for handle in gone:
+            cancelled = [handle for handle in self._queue if handle.cancelled]
+            for handle in cancelled:
                 self._queue.remove(handle)
         for batch in self.batches:
             for row in [row for row in batch.rows if row.handle.cancelled]:
                 batch.drop(row)
-                gone.append(row.handle)
-        for handle in gone:
-            self._end(handle, RequestCancelled(f"request {handle.request.id} was called off"), "cancelled")
+                cancelled.append(row.handle)
+        for handle in cancelled:
+            self._end(handle, RequestCancelled(f"request {handle.request.id} was cancelled"), "cancelled")
 
     def _admit(self) -> bool:
-        """Begin a waiting request."""
+        """Prefill the next waiting request."""
         free = self._max_batch - self.running
         with self._lock:
             if not free or not self._queue:
                 return False
-            together = self._admission.together(self._next_waiting(), self._queue)[:free]
-            for handle in together:
+            group = self._admission.select_group(self._next_waiting(), self._queue)[:free]
+            for handle in group:
                 self._queue.remove(handle)
-            self._beginning = len(together)
+            self._beginning = len(group)
         try:
-            self._begin(together)
+            self._begin(group)
         finally:
             self._beginning = 0
         return True
 
     def _next_waiting(self) -> RequestHandle:
-        """The earliest deadline; the oldest after it was overtaken so often."""
+        """The request with the earliest deadline, or the oldest after `fairness` overtakings."""
         oldest = self._queue[0]
         first = min(self._queue, key=lambda handle: handle.request.deadline_s)
         self._overtaken = 0 if first is oldest else self._overtaken + 1
@@ -214,28 +217,29 @@ class Scheduler:
             return oldest
         return first
 
-    def _begin(self, handles: Sequence[RequestHandle], *, again: bool = True) -> None:
+    def _begin(self, handles: Sequence[RequestHandle], *, retry: bool = True) -> None:
         try:
-            rows, tokens = self._admission.begin(handles)
+            rows, tokens = self._admission.prefill(handles)
         except Exception as error:
             if is_fatal(error):
                 for handle in handles:
-                    self._end(handle, as_failure(error, handle.request.id), "failed")
+                    self._end(handle, make_request_error(error, handle.request.id), "failed")
                 raise
-            self._recover(handles, error, again=again)
+            self._recover(handles, error, retry=retry)
             return
         for row, token in zip(rows, tokens, strict=True):
             self._metrics.plans[row.plan.id] += 1
             self._deliver(self.batch(row.plan), row, token)
 
-    def _recover(self, handles: Sequence[RequestHandle], error: Exception, *, again: bool) -> None:
-        """Some requests could not begin: each alone; one without memory once more; then it fails."""
-        short = is_out_of_memory(error)
-        if short:
+    def _recover(self, handles: Sequence[RequestHandle], error: Exception, *, retry: bool) -> None:
+        """Retry requests whose prefill failed one by one, and once more if memory was exhausted; then end
+        them."""
+        out_of_memory = is_out_of_memory(error)
+        if out_of_memory:
             free_memory()
-        if len(handles) > 1 or (short and again):
+        if len(handles) > 1 or (out_of_memory and retry):
             for handle in handles:
-                self._begin([handle], again=len(handles) > 1)
+                self._begin([handle], retry=len(handles) > 1)
             return
         (handle,) = handles
         if isinstance(error, RequestRejected):
@@ -246,61 +250,68 @@ class Scheduler:
             self._end(handle, error, "failed")
         else:
             _LOG.warning("request %s failed before its first token", handle.request.id, exc_info=error)
-            self._end(handle, as_failure(error, handle.request.id), "failed")
+            self._end(handle, make_request_error(error, handle.request.id), "failed")
 
     def _decode(self) -> bool:
-        """A step of the batch whose turn it is."""
+        """Run a step of the next batch."""
         active = [batch for batch in self.batches if batch.rows]
         if not active:
             return False
-        chosen = max(active, key=lambda batch: batch.waited)
-        if chosen.waited < self._fairness:
-            chosen = min(active, key=lambda batch: (batch.deadline_s, -batch.waited))
+        batch_to_run = max(active, key=lambda batch: batch.steps_waited)
+        if batch_to_run.steps_waited < self._fairness:
+            batch_to_run = min(active, key=lambda batch: (batch.deadline_s, -batch.steps_waited))
         for batch in active:
-            batch.waited = 0 if batch is chosen else batch.waited + 1
-        for row, outcome in chosen.step(self._steps):
+            batch.steps_waited = 0 if batch is batch_to_run else batch.steps_waited + 1
+        for row, outcome in batch_to_run.step(self._steps):
             if isinstance(outcome, Exception):
-                chosen.drop(row)
+                batch_to_run.drop(row)
                 self._end(row.handle, outcome, "failed")
             else:
-                self._deliver(chosen, row, outcome)
+                self._deliver(batch_to_run, row, outcome)
         return True
 
     def _deliver(self, batch: DecodeBatch, row: BatchRow, token: int) -> None:
-        """A request has a token; it may be its last."""
+        """Add a token to a request, and end the request if it was the last."""
         request = row.handle.request
         if token < 0:
             batch.drop(row)
-            self._end(row.handle, as_failure(ValueError("its logits are NaN"), request.id), "failed")
+            self._end(row.handle, make_request_error(ValueError("its logits are NaN"), request.id), "failed")
             return
         row.tokens.append(token)
-        self._metrics.generated(1)
+        self._metrics.record_tokens(1)
         reason: Reason | None = None
         if token in request.stop:
             reason = "stop"
         elif len(row.tokens) >= row.limit:
             reason = "length" if row.limit == request.max_new_tokens else "truncated"
         if reason is None:
-            row.handle.put(token)
+            row.handle.append_token(token)
             return
         batch.drop(row)
         finished = self._finished(row, reason)
-        row.handle.put(token)
+        row.handle.append_token(token)
         self._end(row.handle, finished, "finished")
 
     def _finished(self, row: BatchRow, reason: Reason) -> RequestOutput:
-        request, times, now = row.handle.request, row.times, self._clock()
-        # Of the time in the decider, the rest fell between the first block and the first token.
-        later = times.decided - times.decided_before
+        request, times, end_s = row.handle.request, row.times, self._clock()
+        # The remaining policy time fell between the first block and the first token.
+        policy_in_prefill_s = times.policy_s - times.policy_before_s
         return RequestOutput(
-            tokens=tuple(row.tokens), plan=row.plan, reason=reason, prompt_tokens=row.prompt_tokens,
-            feasible=row.feasible, predicted_ms=row.predicted_ms, budget_ms=request.budget_ms,
-            queued_ms=(times.began - request.received_s) * 1e3, decide_ms=times.decided * 1e3,
-            vision_ms=(times.entered - times.began - times.decided_before) * 1e3,
-            prefill_ms=(times.first - times.entered - later) * 1e3, decode_ms=(now - times.first) * 1e3,
-            total_ms=(now - request.received_s) * 1e3,
-        )  # fmt: skip
+            tokens=tuple(row.tokens),
+            plan=row.plan,
+            reason=reason,
+            prompt_tokens=row.prompt_tokens,
+            feasible=row.feasible,
+            predicted_ms=row.predicted_ms,
+            budget_ms=request.budget_ms,
+            queued_ms=(times.start_s - request.received_s) * 1e3,
+            decide_ms=times.policy_s * 1e3,
+            vision_ms=(times.first_block_s - times.start_s - times.policy_before_s) * 1e3,
+            prefill_ms=(times.first_token_s - times.first_block_s - policy_in_prefill_s) * 1e3,
+            decode_ms=(end_s - times.first_token_s) * 1e3,
+            total_ms=(end_s - request.received_s) * 1e3,
+        )
 
     def _end(self, handle: RequestHandle, ended: RequestOutput | Exception, outcome: str) -> None:
         self._metrics.ended[outcome] += 1
-        handle.end(ended)
+        handle.finish(ended)

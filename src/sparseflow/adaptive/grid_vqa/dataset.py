@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.adapters.crops import CROPS, nested_crops
+from sparseflow.adaptive.adapters.crops import CROPS, make_nested_crops
 from sparseflow.adaptive.grid_vqa.config import KINDS, Kind, VqaConfig
 from sparseflow.adaptive.grid_vqa.images import ImageBank, Split, bank_of
 from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, QuestionDomain, draw, draw_names
@@ -207,7 +207,7 @@ class VqaDataset:
         model = self.settings.model
         vision = np.full(CROPS["high"] * model.crop_tokens, self.vocabulary.image)
         ids = torch.from_numpy(np.concatenate([[self.vocabulary.bos], vision, prompt]))[None].to(self.device)
-        pixels = nested_crops(canvas.to(self.device), model.crop_px, mean=MEAN, std=STD)
+        pixels = make_nested_crops(canvas.to(self.device), model.crop_px, mean=MEAN, std=STD)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
     def _chunks(
@@ -239,7 +239,7 @@ class VqaDataset:
 
     def _crops(self, looks: SceneAppearance, tier: Tier = "high") -> Tensor:
         canvases = paint(looks, self._images, self.settings.scene)
-        crops = nested_crops(canvases, self.settings.model.crop_px, mean=MEAN, std=STD, tier=tier)
+        crops = make_nested_crops(canvases, self.settings.model.crop_px, mean=MEAN, std=STD, tier=tier)
         return crops.unflatten(0, (len(canvases), -1))
 
     def _cells(self, scenes: SceneBatch) -> Tensor:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.adapters import adapter_of
-from sparseflow.adaptive.controllers.language_features import language_features
+from sparseflow.adaptive.adapters import get_adapter
+from sparseflow.adaptive.controllers.language_features import mean_text_embedding
 from sparseflow.adaptive.grid_vqa.dataset import VqaBatch, VqaDataset
 from sparseflow.adaptive.grid_vqa.stack import ModelStack, Rotary, Step, steps_of
 from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace, Tier
-from sparseflow.adaptive.questions.task import PlanOutcomes, Progress, Split
+from sparseflow.adaptive.questions.task import PlanOutcomes, Split
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 BATCH = 128
@@ -57,7 +58,7 @@ def outcomes(
     plans = space.plans if isinstance(space, PlanSpace) else tuple(space)
     if not plans or count < 1:
         raise InputError(f"there is nothing to judge: {len(plans)} plans and {count} samples")
-    adapter, stack, parts, done = adapter_of(model), ModelStack(model), [], 0
+    adapter, stack, parts, done = get_adapter(model), ModelStack(model), [], 0
     for plan in plans:
         adapter.geometry.check(plan)
         if plan.tier is None:
@@ -70,7 +71,7 @@ def outcomes(
             tokens = torch.stack([_latency_tokens(stack, batch, vision, tier) for tier in TIERS], 1)
             words = torch.nn.functional.pad(batch.text, (1, 0), value=data.vocabulary.bos)
             asked = torch.arange(words.shape[1], device=words.device) <= batch.prompts[:, None]
-            language = language_features(adapter, words, asked)
+            language = mean_text_embedding(adapter, words, asked)
             lengths = (asked.sum(1), batch.lengths - batch.prompts)
             parts.append([each.cpu() for each in (correct, batch.kinds, language, tokens, *lengths)])
             if progress is not None:
@@ -119,7 +120,7 @@ def accuracy(
 
 def importance(model: Any, data: VqaDataset, *, split: Split = "val", count: int) -> tuple[float, ...]:
     """How much accuracy is lost without each block, at the highest tier; 1 for block 0, which always runs."""
-    geometry = adapter_of(model).geometry
+    geometry = get_adapter(model).geometry
     every = range(geometry.depth)
     without = [
         Plan(
@@ -130,7 +131,7 @@ def importance(model: Any, data: VqaDataset, *, split: Split = "val", count: int
         )
         for gone in every[1:]
     ]
-    found = accuracy(model, data, [geometry.full(), *without], split=split, count=count).mean(0)
+    found = accuracy(model, data, [geometry.full_plan(), *without], split=split, count=count).mean(0)
     return (1.0, *(float(found[0] - each) for each in found[1:]))
 
 

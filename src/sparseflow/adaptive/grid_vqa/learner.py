@@ -78,7 +78,7 @@ class VqaLearner:
         self.average = copy.deepcopy(self.model)
         self.stack = ModelStack(self.model, compiled=told.compile and bool(mine.cuda_devices))
         self.geometry = ModelGeometry(depth=settings.model.depth, top_k=settings.model.top_k)
-        self.full = self.geometry.full()
+        self.full = self.geometry.full_plan()
         self.steps, self.step = told.vision_steps + told.steps, 0
         inner: Any = self.model.model
         self._vision = [*inner.vision_tower.parameters(), *self.naming.parameters()]
@@ -283,7 +283,7 @@ class VqaLearner:
     def _least(self, tier: Tier, random: np.random.Generator | None = None) -> Plan:
         """A plan with the fewest blocks and experts; the last blocks are skipped, or some by chance."""
         position = self.geometry.positions[0]
-        total = self.geometry.totals(position)[0]
+        total = self.geometry.block_counts(position)[0]
         after = np.arange(position, self.geometry.depth)
         kept = after[: total - position] if random is None else random.permutation(after)[: total - position]
         return Plan(
@@ -309,7 +309,7 @@ class VqaLearner:
 def draw_plan(geometry: ModelGeometry, tier: Tier, random: np.random.Generator) -> Plan:
     """A plan of a tier by chance: each knob's values are as likely, and of blocks any set of the size."""
     position = int(random.choice(geometry.positions))
-    total = int(random.choice(geometry.totals(position)))
+    total = int(random.choice(geometry.block_counts(position)))
     after = random.permutation(np.arange(position, geometry.depth))[: total - position]
     return Plan(
         tier=tier, insertion_position=position,

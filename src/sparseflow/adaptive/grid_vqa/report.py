@@ -18,8 +18,9 @@ from sparseflow.adaptive.grid_vqa.evaluate import importance, outcomes
 from sparseflow.adaptive.grid_vqa.images import Split
 from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, draw
 from sparseflow.adaptive.plan.space import ModelGeometry, Plan, PlanSpace
-from sparseflow.adaptive.questions.task import PlanOutcomes, Progress
+from sparseflow.adaptive.questions.task import PlanOutcomes
 from sparseflow.core.files import write_atomic
+from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError
 
 _Key = tuple[int, ...]
@@ -99,8 +100,8 @@ def report_of(model: Any, data: VqaDataset, *, progress: Progress | None = None)
     settings = data.settings
     geometry = ModelGeometry(depth=settings.model.depth, top_k=settings.model.top_k)
     lost = importance(model, data, count=settings.train.judge_samples)
-    space = PlanSpace.of(geometry, lost)
-    full = outcomes(model, data, [geometry.full()], count=settings.test_samples)
+    space = PlanSpace.from_importance(geometry, lost)
+    full = outcomes(model, data, [geometry.full_plan()], count=settings.test_samples)
     some = min(settings.plan_samples, settings.test_samples)
     judged = outcomes(model, data, space, count=some, progress=progress)
     text_tokens = round(float(next(data.questions("val", CHUNK)).prompts.mean()))
@@ -110,7 +111,7 @@ def report_of(model: Any, data: VqaDataset, *, progress: Progress | None = None)
         "plan_samples": some,
         "names": list(data.world.asked),
         "accuracy": float(full.correct.mean()),
-        "by_kind": full.by_kind(0, KINDS),
+        "by_kind": full.accuracy_by_kind(0, KINDS),
         "blind": asdict(blindly(data, count=settings.test_samples)),
         "importance": list(lost),
         "text_tokens": text_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.config import KINDS, VqaConfig
 from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, outcomes
@@ -24,12 +24,12 @@ from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
 from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace
 from sparseflow.adaptive.questions.task import (
     PlanOutcomes,
-    Progress,
     SampleCounts,
     SampleRange,
     Split,
     SplitRanges,
 )
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 
@@ -47,8 +47,8 @@ class GridVqaTask:
     data: VqaDataset
     name: str = "Grid-VQA, validation split"
     kinds: Sequence[str] = KINDS
-    chunk: int = CHUNK
-    told: str = (
+    chunk_size: int = CHUNK
+    description: str = (
         "Right is an answer that greedy decoding gives word for word. What was learnt from and matched on "
         "are questions about images that the model had not learnt from; the test has images of its own."
     )
@@ -91,7 +91,7 @@ class GridVqaTask:
         )
         return told | {"names": list(self.data.bank.names), "images_in_all": len(self.data.bank.images)}
 
-    def parts(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
+    def select_samples(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
         """As `StudyTask`; samples are drawn, so there are as many as wanted."""
         return SplitRanges(
             train=SampleRange(split="val", count=counts.train),
@@ -99,16 +99,16 @@ class GridVqaTask:
             test=SampleRange(split="test", count=counts.test),
         )
 
-    def outcomes(
+    def evaluate_plans(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
     ) -> PlanOutcomes:
         """As `StudyTask`; a chunk is quick, so nothing is told within."""
         return outcomes(self.model, self.data, space, split=split, first=first, count=count)
 
-    def scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+    def make_scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
         """What scores sets of blocks, at the highest tier, by the first samples of the validation split."""
         right = VqaScorer(self.model, self.data, split="val", count=count)
-        geometry = adapter_of(self.model).geometry
+        geometry = get_adapter(self.model).geometry
 
         def score(blocks: tuple[int, ...]) -> np.ndarray:
             plan = Plan(tier=TIERS[-1], insertion_position=1, top_k=geometry.top_k, blocks=blocks)

@@ -1,1 +1,1 @@
-"""Kernels of the adaptive wing: for each operation a reference in plain torch, and one for a GPU."""
+"""Kernels: for each operation a reference in plain torch and an implementation for a GPU or CPU."""

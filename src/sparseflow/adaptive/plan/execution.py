@@ -1,4 +1,4 @@
-"""One call's way through a model, and what a cache remembers of it."""
+"""State of one forward pass under a plan, and the plan that a key-value cache belongs to."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from torch import Tensor, nn
 from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import ModelError, PlanError
 
-Route = Callable[[nn.Module, int, Tensor], Any]
-"""In place of a router's forward: the router, how many experts, and what it is given. None where it does not
-take this router."""
+RouteOverride = Callable[[nn.Module, int, Tensor], Any]
+"""Replacement for a router's forward: (router, top-k, hidden states) -> routing; None if it does not handle
+the router.
+"""
 
-Decide = Callable[[Tensor], Plan]
-"""Stage 2: from what leaves the last block before the insertion, [batch, tokens, d], to a plan."""
+DecidePlan = Callable[[Tensor], Plan]
+"""Stage 2: hidden states [batch, tokens, d] after the last block before the insertion -> plan."""
 
 _ON_CACHE = "_sparseflow_begun"
-"""Where a cache keeps how it was begun: on itself, so that a copy of it knows, too."""
+"""Attribute of a cache that holds its `CachePlan`, so that copies keep it."""
 
 
 @dataclass(kw_only=True)
 class PlanExecution:
-    """One call's way through a model.
+    """State of one forward pass under a plan.
 
     Attributes:
-        tier: As in `Plan`.
-        insertion_position: As in `Plan`.
-        plan: The plan; None until the second controller has decided.
-        decide: Called once, at the insertion.
-        ran: Blocks that ran in the last forward, in order.
-        routed: Blocks whose router was asked in it.
-        route: What stands in for routers, if anything does.
+        tier: Tier of the plan.
+        insertion_position: Insertion position of the plan.
+        plan: The plan; None until stage 2 has decided it.
+        decide: Decides the plan; called once, at the insertion.
+        executed_blocks: Blocks that ran in the last forward, in order.
+        executed_routers: Blocks whose router ran in the last forward.
+        route_override: Replacement for routers, if any.
     """
 
     tier: Tier | None
     insertion_position: int
     plan: Plan | None
-    decide: Decide | None = None
-    ran: list[int] = field(default_factory=list)
-    routed: set[int] = field(default_factory=set)
-    route: Route | None = None
+    decide: DecidePlan | None = None
+    executed_blocks: list[int] = field(default_factory=list)
+    executed_routers: set[int] = field(default_factory=set)
+    route_override: RouteOverride | None = None
 
     def runs(self, block: int) -> bool:
         """Whether a block runs."""
@@ -51,80 +52,80 @@ class PlanExecution:
         assert self.plan is not None
         return self.plan.runs(block)
 
-    def decided(self, hidden: Tensor) -> Plan:
-        """What the second controller decides.
+    def decide_plan(self, hidden: Tensor) -> Plan:
+        """Run stage 2.
 
         Raises:
-            PlanError: It is no plan, or decides anew what was decided before.
+            PlanError: The result is not a plan, or differs in tier or insertion position.
         """
         assert self.decide is not None
         plan = self.decide(hidden)
         if not isinstance(plan, Plan):
-            raise PlanError(f"the second controller must give a whole plan, not {plan!r}")
+            raise PlanError(f"stage 2 must return a Plan, not {plan!r}")
         if (plan.tier, plan.insertion_position) != (self.tier, self.insertion_position):
             raise PlanError(
-                f"the second controller chose {plan.id}, but tier {self.tier!r} and position "
-                f"{self.insertion_position} were decided before"
+                f"stage 2 chose {plan.id}, but stage 1 chose tier {self.tier!r} and position "
+                f"{self.insertion_position}"
             )
         return plan
 
 
 @dataclass(kw_only=True)
 class CachePlan:
-    """How a cache was begun.
+    """The plan that a cache was filled with.
 
     Attributes:
-        plan: The plan of its request.
-        state: What the model keeps on itself for the request, as `Adapter.state` names it.
+        plan: Plan of the request.
+        state: Values of `Adapter.state` for the request.
     """
 
     plan: Plan
     state: list[Any] = field(default_factory=list)
 
     @staticmethod
-    def of(cache: Any) -> CachePlan | None:
-        """How a cache was begun; None where there is no cache, or one without a plan."""
+    def read_from(cache: Any) -> CachePlan | None:
+        """Read the plan of a cache; None without a cache or a plan."""
         return getattr(cache, _ON_CACHE, None)
 
-    def mark(self, cache: Any) -> None:
-        """Have a cache remember it.
+    def attach_to(self, cache: Any) -> None:
+        """Store this on a cache.
 
         Raises:
-            ModelError: It cannot, as a tuple.
+            ModelError: The cache does not accept attributes.
         """
         try:
             setattr(cache, _ON_CACHE, self)
         except AttributeError:
             raise ModelError(
-                f"a cache of type {type(cache).__name__} cannot remember its plan; the adapter must have the "
-                "model use one that takes attributes"
+                f"{type(cache).__name__} does not accept attributes; the adapter must make the model "
+                "use a cache that does"
             ) from None
 
     def check(self, running: PlanExecution, lengths: Mapping[int, int]) -> None:
-        """That the cache is gone on with as it was begun.
+        """Check that a forward continues the cache with the plan that filled it.
 
         Raises:
-            PlanError: Another plan runs, or the cache is not whole.
+            PlanError: Another plan runs, or the cache is incomplete.
         """
         if running.plan != self.plan:
-            asked = "one that is still to be decided" if running.plan is None else running.plan.id
+            other_plan = "one that is still to be decided" if running.plan is None else running.plan.id
             raise PlanError(
-                f"a plan is frozen for a request's life: this cache was begun with {self.plan.id}, not with "
-                f"{asked}; begin a new one"
+                f"this cache was filled with plan {self.plan.id}, but the forward runs {other_plan}; "
+                "use a new cache"
             )
         self.check_lengths(lengths)
 
     def check_lengths(self, lengths: Mapping[int, int]) -> None:
-        """That a cache holds as many tokens of each of the plan's blocks, and none of others.
+        """Check that all blocks of the plan hold equally many tokens, and other blocks none.
 
         Args:
-            lengths: Block -> tokens, of those that have any.
+            lengths: Block -> cached tokens, for blocks with any.
 
         Raises:
-            PlanError: It does not.
+            PlanError: They do not.
         """
         if tuple(lengths) != self.plan.blocks or len(set(lengths.values())) > 1:
             raise PlanError(
-                f"a cache of {self.plan.id} must hold as many tokens of each of its blocks, and holds "
-                f"{dict(lengths)}: a forward broke off, or something else wrote to it; begin a new one"
+                f"the cache of {self.plan.id} must hold equally many tokens of each of its blocks, "
+                f"but holds {dict(lengths)}; use a new cache"
             )

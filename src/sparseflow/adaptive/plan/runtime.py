@@ -1,12 +1,5 @@
-"""The knobs of a model: run plans on it, each call its own, without a fork of it and without global state.
-
-Installing puts a forward in front of those of the model, its decoder, its blocks and its routers, on the
-instances only; removing takes them away, and everything is as before. Which plan runs is told by the context
-of the call, so calls of several threads do not meet. A cache remembers the plan that it was begun with.
-
-Nothing of a plan is taken on trust: at a prefill the adapter checks that inputs are of the plan's tier, and
-after each forward the blocks that ran, the routers that were asked and the lengths of the cache are compared
-with the plan.
+"""Run plans on a model by forward hooks, one plan per call, without a fork of the model and without global
+state.
 """
 
 from __future__ import annotations
@@ -23,336 +16,339 @@ import torch
 from torch import nn
 
 from sparseflow.adaptive.plan.adapter import Adapter
-from sparseflow.adaptive.plan.execution import CachePlan, Decide, PlanExecution
+from sparseflow.adaptive.plan.execution import CachePlan, DecidePlan, PlanExecution
 from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import InputError, ModelError, PlanError
 
 
 class ForwardHook:
-    """Stands in front of a module's forward.
+    """Replaces a module's forward on one instance.
 
-    A copy or a pickle of the module has none: it would reach back to the module that it was copied from.
+    Copies and pickles of the module do not have the hook, because it would refer to the original module.
 
     Args:
         module: The module.
-        inside: Called with the front, `args`, and the positional and named arguments of a call.
-        args: What else `inside` is told.
+        handler: Called with the hook, `args`, and the positional and keyword arguments of a call.
+        args: Further arguments of `handler`.
 
     Attributes:
         module: The module.
-        original: The forward that stands behind.
+        original: The replaced forward.
     """
 
-    def __init__(self, module: nn.Module, inside: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, module: nn.Module, handler: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.original: Callable[..., Any] = module.forward
-        # `inspect.signature` sees the signature behind.
+        # Keeps the signature for `inspect.signature`.
         functools.update_wrapper(self, self.original)
         self.module = module
-        self._inside, self._args = inside, args
+        self._handler, self._args = handler, args
         self._replaced: Any = vars(module).get("forward")
 
     @staticmethod
-    def of(module: nn.Module) -> ForwardHook | None:
-        """The front that a module has."""
-        found = vars(module).get("forward")
-        return found if isinstance(found, ForwardHook) else None
+    def find(module: nn.Module) -> ForwardHook | None:
+        """Hook of a module; None if it has none."""
+        hook = vars(module).get("forward")
+        return hook if isinstance(hook, ForwardHook) else None
 
     @staticmethod
     def is_foreign(module: nn.Module) -> bool:
-        """Whether a module has a forward on the instance that is neither a front nor that of its class."""
-        found = vars(module).get("forward")
-        own = isinstance(found, MethodType) and found.__self__ is module
+        """Whether a module has an instance forward that is neither a hook nor its class's."""
+        forward = vars(module).get("forward")
+        bound_to_module = isinstance(forward, MethodType) and forward.__self__ is module
         return not (
-            found is None
-            or isinstance(found, ForwardHook)
-            or (own and found.__func__ is type(module).forward)
+            forward is None
+            or isinstance(forward, ForwardHook)
+            or (bound_to_module and forward.__func__ is type(module).forward)
         )
 
     def install(self) -> None:
-        """Put it in front."""
+        """Replace the module's forward."""
         vars(self.module)["forward"] = self
 
     def remove(self) -> None:
-        """Take it away; whatever stood there stands there again."""
+        """Restore the module's forward."""
         if self._replaced is None:
             del vars(self.module)["forward"]
         else:
             vars(self.module)["forward"] = self._replaced
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._inside(self, *self._args, given, named)
+        return self._handler(self, *self._args, given, named)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _behind, (self.module, self._replaced)
+        return _restore_forward, (self.module, self._replaced)
 
 
-def _behind(module: nn.Module, replaced: Any) -> Any:
+def _restore_forward(module: nn.Module, replaced: Any) -> Any:
     return MethodType(type(module).forward, module) if replaced is None else replaced
 
 
-__all__ = ["Decide", "PlanExecution", "PlanRuntime"]
-
-
 class PlanRuntime:
-    """Knobs installed on a model.
+    """Runs plans on a model.
 
     Args:
-        adapter: Where they are.
+        adapter: Adapter of the model.
 
     Raises:
-        ModelError: The model has knobs already, or a knob would change nothing.
+        ModelError: The model already has a runtime, or a plan parameter would have no effect.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.geometry = adapter.geometry
         self._running: ContextVar[PlanExecution | None] = ContextVar("running", default=None)
-        self._fronts: list[ForwardHook] = []
-        self._narrowed: dict[tuple[int, int], nn.Module] = {}
+        self._hooks: list[ForwardHook] = []
+        self._narrowed_routers: dict[tuple[int, int], nn.Module] = {}
         blocks = list(adapter.blocks)
         if len(blocks) != self.geometry.depth:
-            raise ModelError(f"the model has {len(blocks)} blocks, its geometry says {self.geometry.depth}")
-        found = {at: adapter.router(block) for at, block in enumerate(blocks)}
-        routers = {at: router for at, router in found.items() if router is not None}
-        self._with_experts = frozenset(routers)
-        wanted: list[tuple[nn.Module, Callable[..., Any], tuple[Any, ...]]] = [
-            (adapter.decoder, self._decoder, ()),
-            *((block, self._block, (at, block)) for at, block in enumerate(blocks)),
-            *((router, self._router, (at, router)) for at, router in routers.items()),
+            raise ModelError(
+                f"the model has {len(blocks)} blocks, but its geometry has {self.geometry.depth}"
+            )
+        routers_by_block = {index: adapter.router(block) for index, block in enumerate(blocks)}
+        routers = {index: router for index, router in routers_by_block.items() if router is not None}
+        self._moe_blocks = frozenset(routers)
+        hook_specs: list[tuple[nn.Module, Callable[..., Any], tuple[Any, ...]]] = [
+            (adapter.decoder, self._call_decoder, ()),
+            *((block, self._call_block, (index, block)) for index, block in enumerate(blocks)),
+            *((router, self._call_router, (index, router)) for index, router in routers.items()),
         ]
         if adapter.model is not adapter.decoder:
-            wanted.append((adapter.model, self._model, ()))
-        if any(ForwardHook.of(module) is not None for module, _, _ in wanted):
-            raise ModelError("this model has knobs already; detach them first")
-        self._try(routers)
-        self._fronts = [ForwardHook(module, inside, args) for module, inside, args in wanted]
-        for front in self._fronts:
-            front.install()
+            hook_specs.append((adapter.model, self._call_model, ()))
+        if any(ForwardHook.find(module) is not None for module, _, _ in hook_specs):
+            raise ModelError("this model already has a plan runtime; detach it first")
+        self._check_routers(routers)
+        self._hooks = [ForwardHook(module, handler, args) for module, handler, args in hook_specs]
+        for hook in self._hooks:
+            hook.install()
 
     @property
     def installed(self) -> bool:
-        """Whether they are on the model."""
-        return bool(self._fronts)
+        """Whether the hooks are installed."""
+        return bool(self._hooks)
 
     @contextmanager
-    def running(self, plan: Plan) -> Iterator[PlanExecution]:
-        """Calls of the model in this context, in this thread, run a plan.
+    def use_plan(self, plan: Plan) -> Iterator[PlanExecution]:
+        """Run a plan in calls of the model in this context and thread.
 
         Raises:
-            PlanError: The model cannot run it.
+            PlanError: The model cannot run the plan.
         """
         self.check(plan)
-        whole = PlanExecution(tier=plan.tier, insertion_position=plan.insertion_position, plan=plan)
-        with self._enter(whole) as running:
+        execution = PlanExecution(tier=plan.tier, insertion_position=plan.insertion_position, plan=plan)
+        with self._activate(execution) as running:
             yield running
 
     @contextmanager
-    def deciding(self, tier: Tier | None, insertion_position: int, decide: Decide) -> Iterator[PlanExecution]:
-        """As `running`, but the rest of the plan is decided by the first forward, at the insertion.
+    def use_decided_plan(
+        self, tier: Tier | None, insertion_position: int, decide: DecidePlan
+    ) -> Iterator[PlanExecution]:
+        """Like `use_plan`, but the first forward decides the plan at the insertion.
 
         Args:
-            tier: What was decided before.
-            insertion_position: What was decided before.
-            decide: Gives the whole plan.
+            tier: Tier of the plan.
+            insertion_position: Insertion position of the plan.
+            decide: Returns the complete plan.
 
         Raises:
-            PlanError: There is no such tier or position, or another one is decided later.
+            PlanError: Tier or position do not exist, or `decide` returns others.
         """
         geometry = self.geometry
-        every = tuple(range(geometry.depth))
-        self.check(Plan(tier=tier, insertion_position=insertion_position, top_k=geometry.top_k, blocks=every))
+        all_blocks = tuple(range(geometry.depth))
+        self.check(
+            Plan(tier=tier, insertion_position=insertion_position, top_k=geometry.top_k, blocks=all_blocks)
+        )
         first = PlanExecution(tier=tier, insertion_position=insertion_position, plan=None, decide=decide)
-        with self._enter(first) as running:
+        with self._activate(first) as running:
             yield running
 
     def check(self, plan: Plan) -> None:
-        """That the model can run a plan, and that each of its knobs would change something.
+        """Check that the model can run a plan, and that each of its parameters has an effect.
 
         Raises:
-            PlanError: It cannot, or one would not.
+            PlanError: It cannot, or one has none.
         """
         self.geometry.check(plan)
         after = set(plan.blocks) - set(range(plan.insertion_position))
-        if plan.top_k != self.geometry.top_k and not after & self._with_experts:
+        if plan.top_k != self.geometry.top_k and not after & self._moe_blocks:
             raise PlanError(
-                f"{plan.id}: no block after the insertion has experts, so `top_k` (={plan.top_k}) would "
-                f"change nothing; use {self.geometry.top_k}"
+                f"{plan.id}: no block after the insertion has experts, so `top_k` (={plan.top_k}) has "
+                f"no effect; use {self.geometry.top_k}"
             )
 
     def remove(self) -> None:
-        """Take the knobs away; the model is as it was before. A second time does nothing.
+        """Remove the hooks and restore the model; a second call does nothing.
 
         Raises:
-            ModelError: Another forward was put in front since; nothing is taken away.
+            ModelError: A forward was replaced after installation; nothing is removed.
         """
-        covered = [front.module for front in self._fronts if ForwardHook.of(front.module) is not front]
-        if covered:
+        replaced = [hook.module for hook in self._hooks if ForwardHook.find(hook.module) is not hook]
+        if replaced:
             raise ModelError(
-                f"the forward of {len(covered)} modules, as {type(covered[0]).__name__}, was replaced after "
-                "the knobs were attached; undo that first"
+                f"the forward of {len(replaced)} modules (such as {type(replaced[0]).__name__}) was "
+                "replaced after attaching; undo that first"
             )
-        for front in self._fronts:
-            front.remove()
-        self._fronts.clear()
-        self._narrowed.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._narrowed_routers.clear()
 
     @contextmanager
-    def _enter(self, running: PlanExecution) -> Iterator[PlanExecution]:
+    def _activate(self, running: PlanExecution) -> Iterator[PlanExecution]:
         if not self.installed:
-            raise InputError("these knobs were detached; attach to the model again")
+            raise InputError("the model was detached; attach again")
         token = self._running.set(running)
         try:
             yield running
         finally:
             self._running.reset(token)
 
-    def _try(self, routers: Mapping[int, nn.Module]) -> None:
-        """That each narrowed router really chooses fewer."""
-        most = self.geometry.top_k
-        if not routers and most > 1:
-            raise ModelError(
-                "no block has a router, so knob 2 would change nothing; the adapter must find them"
-            )
-        wanted = (self.geometry.top_ks[0], most)
-        for at, router in routers.items():
-            # That of accelerate only moves to the device, where the block's inputs are already.
+    def _check_routers(self, routers: Mapping[int, nn.Module]) -> None:
+        """Check that each narrowed router selects fewer experts."""
+        max_top_k = self.geometry.top_k
+        if not routers and max_top_k > 1:
+            raise ModelError("no block has a router, so `top_k` has no effect; fix the adapter's `router`")
+        expected = (self.geometry.top_ks[0], max_top_k)
+        for index, router in routers.items():
+            # accelerate's hook only moves inputs to the device, where they already are.
             if ForwardHook.is_foreign(router) and not hasattr(router, "_hf_hook"):
                 raise ModelError(
-                    f"the router of block {at} has a forward of its own on the instance, which fewer experts "
-                    "would bypass; remove it"
+                    f"the router of block {index} has an instance forward, which a narrowed router would "
+                    "bypass; remove it"
                 )
-            view = self._view(router, wanted[0])
-            found = self.adapter.width(view), self.adapter.width(router)
-            if found != wanted:
+            view = self._narrow_router(router, expected[0])
+            actual = self.adapter.measure_top_k(view), self.adapter.measure_top_k(router)
+            if actual != expected:
                 raise ModelError(
-                    f"the router of block {at}, asked for {wanted[0]} and {wanted[1]} experts, chooses "
-                    f"{found[0]} and {found[1]}: knob 2 would do something else than it says"
+                    f"the router of block {index} selects {actual[0]} and {actual[1]} experts instead of "
+                    f"{expected[0]} and {expected[1]}; fix the adapter's `with_top_k`"
                 )
 
-    def _view(self, router: nn.Module, top_k: int) -> nn.Module:
-        view = self.adapter.narrowed(router, top_k)
-        # A copy has the front, too.
+    def _narrow_router(self, router: nn.Module, top_k: int) -> nn.Module:
+        view = self.adapter.with_top_k(router, top_k)
+        # The copy also has the hook.
         vars(view).pop("forward", None)
         return view
 
-    def _lengths(self, cache: Any) -> dict[int, int] | None:
-        """Tokens that a cache holds of each block that has any.
-
-        None where there is no cache, and while a CUDA graph is recorded, in which nothing can be read.
-        """
+    def _get_lengths(self, cache: Any) -> dict[int, int] | None:
+        """Cached tokens per block; None without a cache and during CUDA graph capture, when nothing can be
+        read."""
         if cache is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return None
-        return self.adapter.kv_lengths(cache)
+        return self.adapter.get_kv_lengths(cache)
 
-    def _model(self, front: ForwardHook, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _call_model(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         running = self._running.get()
         if running is None:
-            return front.original(*given, **named)
-        call = dict(named)
-        if given:
-            call |= inspect.signature(front.original).bind_partial(*given).arguments
+            return hook.original(*args, **kwargs)
+        call = dict(kwargs)
+        if args:
+            call |= inspect.signature(hook.original).bind_partial(*args).arguments
         cache = call.get("past_key_values")
-        begun, lengths = CachePlan.of(cache), self._lengths(cache)
-        if lengths and begun is not None:
-            # Another request may have run since.
-            for (module, name), value in zip(self.adapter.state, begun.state, strict=True):
+        cache_plan, lengths = CachePlan.read_from(cache), self._get_lengths(cache)
+        if lengths and cache_plan is not None:
+            # Another request may have run in between.
+            for (module, name), value in zip(self.adapter.state, cache_plan.state, strict=True):
                 setattr(module, name, value)
         tokens = call.get("input_ids")
-        # One token is no prompt, but the next of a request whose cache is not told about.
+        # One token is not a prompt, but the next token of a request whose cache length is unknown.
         if tokens is not None and tokens.shape[-1] > 1 and (cache is None or lengths == {}):
             self.adapter.check_tier(call, running.tier)
-        found = front.original(*given, **named)
-        begun = CachePlan.of(self.adapter.cache(found) if cache is None else cache)
-        if begun is not None:
-            begun.state = [getattr(module, name) for module, name in self.adapter.state]
-        return found
+        output = hook.original(*args, **kwargs)
+        cache_plan = CachePlan.read_from(self.adapter.get_cache(output) if cache is None else cache)
+        if cache_plan is not None:
+            cache_plan.state = [getattr(module, name) for module, name in self.adapter.state]
+        return output
 
-    def _decoder(self, front: ForwardHook, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        running, cache = self._running.get(), named.get("past_key_values")
-        begun, lengths = CachePlan.of(cache), self._lengths(cache)
+    def _call_decoder(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        running, cache = self._running.get(), kwargs.get("past_key_values")
+        cache_plan, lengths = CachePlan.read_from(cache), self._get_lengths(cache)
         if running is None:
-            if lengths and begun is not None:
-                raise PlanError(f"this cache was begun with {begun.plan.id}; go on with it")
-            return front.original(*given, **named)
+            if lengths and cache_plan is not None:
+                raise PlanError(f"this cache was filled with plan {cache_plan.plan.id}; run that plan")
+            return hook.original(*args, **kwargs)
         if lengths:
-            if begun is None:
+            if cache_plan is None:
                 raise PlanError(
-                    "this cache holds tokens of a forward without a plan, or of one that broke off; begin an "
-                    "empty one"
+                    "this cache holds tokens of a forward without a plan or of a failed one; use a new cache"
                 )
-            begun.check(running, lengths)
+            cache_plan.check(running, lengths)
         elif getattr(cache, "offloading", False):
-            raise PlanError(
-                "an offloaded cache fetches blocks in turn, also those that a plan skips; use another cache"
-            )
-        running.ran.clear()
-        running.routed.clear()
-        found = front.original(*given, **named)
-        plan = self._check_ran(running)
-        cache = self.adapter.cache(found) if cache is None else cache
-        after = self._lengths(cache)
+            raise PlanError("an offloaded cache prefetches blocks that a plan skips; use another cache")
+        running.executed_blocks.clear()
+        running.executed_routers.clear()
+        output = hook.original(*args, **kwargs)
+        plan = self._check_executed(running)
+        cache = self.adapter.get_cache(output) if cache is None else cache
+        after = self._get_lengths(cache)
         if after is not None:
-            if not lengths or begun is None:
-                begun = CachePlan(plan=plan)
-                begun.mark(cache)
-            begun.check_lengths(after)
-        return found
+            if not lengths or cache_plan is None:
+                cache_plan = CachePlan(plan=plan)
+                cache_plan.attach_to(cache)
+            cache_plan.check_lengths(after)
+        return output
 
-    def _check_ran(self, running: PlanExecution) -> Plan:
-        """That the forward was the plan's, which is given back."""
+    def _check_executed(self, running: PlanExecution) -> Plan:
+        """Check that the forward ran the plan's blocks and routers; returns the plan."""
         plan = running.plan
-        if plan is None or running.ran != [block for block in plan.blocks if running.runs(block)]:
+        if plan is None or running.executed_blocks != [block for block in plan.blocks if running.runs(block)]:
             raise ModelError(
-                f"blocks {running.ran} ran, not those of {plan.id if plan else 'a plan'}: the adapter's "
-                "blocks are not what the model runs"
+                f"blocks {running.executed_blocks} ran instead of those of "
+                f"{(plan.id if plan else 'a plan')}; fix the adapter's `blocks`"
             )
-        silent = self._with_experts.intersection(running.ran) - running.routed
-        if silent:
+        unused_routers = self._moe_blocks.intersection(running.executed_blocks) - running.executed_routers
+        if unused_routers:
             raise ModelError(
-                f"the routers of blocks {sorted(silent)} were not asked: they are not what the model uses"
+                f"the routers of blocks {sorted(unused_routers)} did not run; fix the adapter's `router`"
             )
         return plan
 
-    def _block(
-        self, front: ForwardHook, at: int, block: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
+    def _call_block(
+        self,
+        hook: ForwardHook,
+        index: int,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         running = self._running.get()
         if running is None:
-            return front.original(*given, **named)
-        if not running.runs(at):
-            return self.adapter.skipped(given[0] if given else named["hidden_states"])
+            return hook.original(*args, **kwargs)
+        if not running.runs(index):
+            return self.adapter.skip_block(args[0] if args else kwargs["hidden_states"])
         if block.training and getattr(block, "gradient_checkpointing", False):
-            raise PlanError(
-                "gradient checkpointing runs blocks again where the plan is not known, so with another one; "
-                "switch it off for this model"
-            )
-        running.ran.append(at)
-        found = front.original(*given, **named)
-        if running.plan is None and at + 1 == running.insertion_position:
-            plan = running.decided(self.adapter.hidden(found))
+            raise PlanError("gradient checkpointing would rerun blocks with another plan; disable it")
+        running.executed_blocks.append(index)
+        output = hook.original(*args, **kwargs)
+        if running.plan is None and index + 1 == running.insertion_position:
+            plan = running.decide_plan(self.adapter.get_hidden_states(output))
             self.check(plan)
             running.plan = plan
-        return found
+        return output
 
-    def _router(
-        self, front: ForwardHook, at: int, router: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
+    def _call_router(
+        self,
+        hook: ForwardHook,
+        index: int,
+        router: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         running = self._running.get()
         if running is None:
-            return front.original(*given, **named)
-        running.routed.add(at)
+            return hook.original(*args, **kwargs)
+        running.executed_routers.add(index)
         top_k = self.geometry.top_k
-        if at >= running.insertion_position:
+        if index >= running.insertion_position:
             assert running.plan is not None
             top_k = running.plan.top_k
-        if running.route is not None and len(given) == 1 and not named:
-            found = running.route(router, top_k, given[0])
-            if found is not None:
-                return found
+        if running.route_override is not None and len(args) == 1 and not kwargs:
+            routing = running.route_override(router, top_k, args[0])
+            if routing is not None:
+                return routing
         if top_k == self.geometry.top_k:
-            return front.original(*given, **named)
-        if (at, top_k) not in self._narrowed:
-            self._narrowed[at, top_k] = self._view(router, top_k)
-        view = self._narrowed[at, top_k]
+            return hook.original(*args, **kwargs)
+        if (index, top_k) not in self._narrowed_routers:
+            self._narrowed_routers[index, top_k] = self._narrow_router(router, top_k)
+        view = self._narrowed_routers[index, top_k]
         view.training = router.training
-        return view.forward(*given, **named)
+        return view.forward(*args, **kwargs)

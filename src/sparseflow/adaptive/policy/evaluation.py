@@ -1,4 +1,4 @@
-"""How good a policy is: right, in time, both, and how far from the oracle; with intervals over images."""
+"""Evaluation of policies: accuracy, attainment, goodput and regret, with bootstrap intervals over images."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.controllers.budget_encoding import checked
+from sparseflow.adaptive.controllers.budget_encoding import check_budgets
 from sparseflow.adaptive.policy.outcomes import OutcomeTable
-from sparseflow.adaptive.policy.policies import MarginPolicy, OraclePolicy, Policy, in_time
+from sparseflow.adaptive.policy.policies import MarginPolicy, OraclePolicy, Policy, fraction_in_time
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
 
 MARGINS = tuple(round(1.2 - 0.05 * step, 2) for step in range(17))
-"""Shares of the budget that a policy may be shown: first these, then hundredths around the best of them."""
+"""Budget fractions that `calibrate_margin` tries first; it then refines the best one in steps of 0.01."""
 
 MEASURES = ("accuracy", "attainment", "goodput", "regret")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapEstimate:
-    """A mean over requests, with a 95 % bootstrap interval over images."""
+    """Mean over requests with a 95 % bootstrap interval over images."""
 
     mean: float
     low: float
     high: float
 
     def to_dict(self) -> dict[str, float]:
-        """As JSON keeps it."""
+        """Convert to JSON data."""
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyEvaluation:
-    """A policy's results on a table of outcomes, each request with each budget.
+    """Results of a policy on a table of outcomes, each sample with each budget.
 
     Attributes:
-        name: The policy's.
-        accuracy: Score of its answers, late or not.
-        attainment: Share of answers in time.
-        goodput: Score of answers in time; those that are late count 0.
-        regret: How much more goodput the oracle has.
+        name: Name of the policy.
+        accuracy: Score of the answers, whether or not in time.
+        attainment: Fraction of answers in time.
+        goodput: Score of the answers, 0 if late.
+        regret: Goodput of the oracle minus goodput.
         latency_ms: Mean latency.
-        curve: For each budget, ascending, its `budget_ms`, `accuracy`, `attainment` and `goodput`.
-        margin: Mean share of the budget that it was shown.
-        met: Whether it attained what was asked for on the validation split; None where nothing was asked.
-        per_request: The four measures of each sample with each budget, ascending: name -> [samples, budgets].
-        images: Of each sample.
+        curve: `budget_ms`, `accuracy`, `attainment` and `goodput` per budget, ascending.
+        margin: Mean fraction of the budget that the policy was given.
+        met: Whether the target attainment was met on the validation split; None without a target.
+        per_request: Measure -> values of each sample and budget, [samples, budgets].
+        images: Image of each sample.
     """
 
     name: str
@@ -65,136 +65,148 @@ class PolicyEvaluation:
     images: Sequence[int]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it, without what each request had."""
+        """Convert to JSON data, without the values per request."""
         estimates = {name: getattr(self, name).to_dict() for name in MEASURES}
-        rest = {"latency_ms": self.latency_ms, "margin": self.margin, "met": self.met}
-        return {"name": self.name, **estimates, **rest, "curve": [dict(row) for row in self.curve]}
+        scalars = {"latency_ms": self.latency_ms, "margin": self.margin, "met": self.met}
+        return {"name": self.name, **estimates, **scalars, "curve": [dict(row) for row in self.curve]}
 
 
-def judge(policy: Policy | Sequence[Policy], outcomes: OutcomeTable, budgets_ms: Tensor) -> PolicyEvaluation:
-    """Try a policy on every sample with every budget.
+def evaluate_policy(
+    policy: Policy | Sequence[Policy], outcomes: OutcomeTable, budgets_ms: Tensor
+) -> PolicyEvaluation:
+    """Evaluate a policy on every sample with every budget.
 
-    A choice is judged by all measured repeats of its latency, which is the mean over draws of them.
+    Each choice is evaluated on all measured repeats of its latency, which equals the mean over random
+    repeats.
 
     Args:
-        policy: The policy; or several of one kind, as trained or drawing by different seeds, whose mean is
-            judged.
-        outcomes: Of a split that the policy was not made from.
-        budgets_ms: [budgets]; `budget_grid` gives some.
+        policy: The policy, or several of the same kind (such as different seeds), whose results are averaged.
+        outcomes: Outcomes of a split that the policy was not derived from.
+        budgets_ms: Budgets, [budgets], for example from `budget_grid`.
 
     Raises:
-        InputError: A budget is NaN, 0 or less, or there is no policy, or several of different kinds.
+        InputError: A budget is NaN or not above 0, or there is no policy, or policies of different kinds.
     """
     policies = list(policy) if isinstance(policy, Sequence) else [policy]
-    if len({each.name for each in policies}) != 1:
+    if len({item.name for item in policies}) != 1:
         raise InputError(
-            "policies judged together must be of one kind, one at least; these are "
-            f"{[each.name for each in policies]}"
+            "policies evaluated together must be of the same kind, at least one; got "
+            f"{[item.name for item in policies]}"
         )
-    budgets = checked(budgets_ms).sort().values
-    ideal = _tried(OraclePolicy(), outcomes, budgets)
-    tried = [_tried(each, outcomes, budgets) for each in policies]
-    found = {name: torch.stack([each[name] for each in tried]).mean(0) for name in ideal}
-    found["regret"] = ideal["goodput"] - found["goodput"]
-    per_request = {name: found[name] for name in MEASURES}
+    budgets = check_budgets(budgets_ms).sort().values
+    oracle_results = _evaluate_samples(OraclePolicy(), outcomes, budgets)
+    results = [_evaluate_samples(item, outcomes, budgets) for item in policies]
+    mean_results = {name: torch.stack([item[name] for item in results]).mean(0) for name in oracle_results}
+    mean_results["regret"] = oracle_results["goodput"] - mean_results["goodput"]
+    per_request = {name: mean_results[name] for name in MEASURES}
     curve = [
-        {"budget_ms": float(budget)} | {name: float(found[name][:, at].mean()) for name in MEASURES[:3]}
-        for at, budget in enumerate(budgets)
+        {"budget_ms": float(budget)}
+        | {name: float(mean_results[name][:, index].mean()) for name in MEASURES[:3]}
+        for index, budget in enumerate(budgets)
     ]
-    margins = [each for each in policies if isinstance(each, MarginPolicy)]
-    estimates = {name: _estimate(each.mean(1), outcomes.groups) for name, each in per_request.items()}
+    margins = [item for item in policies if isinstance(item, MarginPolicy)]
+    estimates = {name: _bootstrap(item.mean(1), outcomes.groups) for name, item in per_request.items()}
     return PolicyEvaluation(
-        name=policies[0].name, latency_ms=float(found["latency_ms"].mean()), curve=curve,
-        margin=sum(each.margin for each in margins) / len(margins) if margins else 1.0,
-        met=all(each.met for each in margins) if margins else None,
-        per_request=per_request, images=outcomes.groups, **estimates,
-    )  # fmt: skip
+        name=policies[0].name,
+        latency_ms=float(mean_results["latency_ms"].mean()),
+        curve=curve,
+        margin=sum(item.margin for item in margins) / len(margins) if margins else 1.0,
+        met=all(item.met for item in margins) if margins else None,
+        per_request=per_request,
+        images=outcomes.groups,
+        **estimates,
+    )
 
 
-def versus(
+def compare_policies(
     one: PolicyEvaluation,
     other: PolicyEvaluation,
     *,
     samples: Tensor | None = None,
     budgets: slice = slice(None),
 ) -> dict[str, BootstrapEstimate]:
-    """How much better `one` is than `other` in accuracy, attainment and goodput, request by request.
+    """Paired gain of `one` over `other` in accuracy, attainment and goodput.
 
     Args:
-        one: A policy's results.
-        other: Another's.
-        samples: Which to look at, [samples] bool; by default all.
-        budgets: Which to look at, in ascending order.
+        one: Results of a policy.
+        other: Results of another policy.
+        samples: Samples to include, [samples] bool; default: all.
+        budgets: Budgets to include, in ascending order.
 
     Raises:
-        InputError: They were judged on different samples or budgets, or there is nothing to look at.
+        InputError: The results belong to different samples or budgets, or nothing is included.
     """
-    asked = [[row["budget_ms"] for row in each.curve] for each in (one, other)]
-    if list(one.images) != list(other.images) or asked[0] != asked[1]:
+    budget_lists = [[row["budget_ms"] for row in evaluation.curve] for evaluation in (one, other)]
+    if list(one.images) != list(other.images) or budget_lists[0] != budget_lists[1]:
         raise InputError(
-            f"{one.name} and {other.name} were judged on different samples or budgets; judge both on one "
-            "table"
+            f"{one.name} and {other.name} were evaluated on different samples or budgets; "
+            "evaluate both on one table"
         )
-    some = torch.ones(len(one.images), dtype=torch.bool) if samples is None else samples
-    if not bool(some.any()) or not asked[0][budgets]:
-        raise InputError("there is no sample or no budget to compare policies by")
-    images = [image for image, is_in in zip(one.images, some.tolist(), strict=True) if is_in]
-    found = {}
+    mask = torch.ones(len(one.images), dtype=torch.bool) if samples is None else samples
+    if not bool(mask.any()) or not budget_lists[0][budgets]:
+        raise InputError("no sample or budget to compare policies on")
+    images = [image for image, is_in in zip(one.images, mask.tolist(), strict=True) if is_in]
+    gains = {}
     for name in MEASURES[:3]:
         gain = one.per_request[name] - other.per_request[name]
-        found[name] = _estimate(gain[some][:, budgets].mean(1), images)
-    return found
+        gains[name] = _bootstrap(gain[mask][:, budgets].mean(1), images)
+    return gains
 
 
-def matched(policy: Policy, validation: OutcomeTable, budgets_ms: Tensor, attainment: float) -> MarginPolicy:
-    """A policy with the safety margin that keeps an attainment on the validation split.
+def calibrate_margin(
+    policy: Policy, validation: OutcomeTable, budgets_ms: Tensor, attainment: float
+) -> MarginPolicy:
+    """Choose the safety margin that reaches an attainment on the validation split.
 
-    Of the margins that keep it, the one of the highest accuracy is taken; so a policy that is more careful
-    than asked becomes bolder. Where none keeps it, the one that comes nearest is taken, and `met` is false.
+    Of the margins that reach it, the one with the highest accuracy is chosen. If none does, the one with the
+    highest
+    attainment is chosen, and `met` is false.
 
     Args:
         policy: The policy.
-        validation: A split that it was not made from, and that it is not judged on.
-        budgets_ms: [budgets].
-        attainment: Share of answers that must be in time.
+        validation: Outcomes of a split used neither for deriving nor for evaluating the policy.
+        budgets_ms: Budgets, [budgets].
+        attainment: Required fraction of answers in time.
 
     Raises:
-        InputError: `attainment` is not from 0 to 1.
+        InputError: `attainment` is not in [0, 1].
     """
     if not 0.0 <= attainment <= 1.0:
-        raise InputError(f"`attainment` (={attainment}) must be a share from 0 to 1")
-    budgets = checked(budgets_ms)
-    tried: dict[float, tuple[float, float]] = {}
+        raise InputError(f"`attainment` (={attainment}) must be from 0 to 1")
+    budgets = check_budgets(budgets_ms)
+    results: dict[float, tuple[float, float]] = {}
 
     def best(margins: Sequence[float]) -> float:
         for margin in margins:
-            found = _tried(MarginPolicy(policy=policy, margin=margin), validation, budgets)
-            tried[margin] = float(found["attainment"].mean()), float(found["accuracy"].mean())
-        asked = min(attainment, max(attained for attained, _ in tried.values()))
-        return max((one for one in tried if tried[one][0] >= asked), key=lambda one: tried[one][1])
+            metrics = _evaluate_samples(MarginPolicy(policy=policy, margin=margin), validation, budgets)
+            results[margin] = float(metrics["attainment"].mean()), float(metrics["accuracy"].mean())
+        target = min(attainment, max(attained for attained, _ in results.values()))
+        return max(
+            (margin_ for margin_ in results if results[margin_][0] >= target), key=lambda one: results[one][1]
+        )
 
     coarse = best(MARGINS)
     margin = best([round(coarse + 0.01 * step, 2) for step in range(-4, 5) if step])
-    return MarginPolicy(policy=policy, margin=margin, met=tried[margin][0] >= attainment)
+    return MarginPolicy(policy=policy, margin=margin, met=results[margin][0] >= attainment)
 
 
-def _tried(policy: Policy, outcomes: OutcomeTable, budgets_ms: Tensor) -> dict[str, Tensor]:
-    """Accuracy, attainment, goodput and latency of each sample at each budget: [samples, budgets]."""
-    count, each = len(outcomes), len(budgets_ms)
-    samples = torch.arange(count).repeat_interleave(each)
+def _evaluate_samples(policy: Policy, outcomes: OutcomeTable, budgets_ms: Tensor) -> dict[str, Tensor]:
+    """Accuracy, attainment, goodput and latency, each [samples, budgets]."""
+    count, num_budgets = len(outcomes), len(budgets_ms)
+    samples = torch.arange(count).repeat_interleave(num_budgets)
     budgets = budgets_ms.repeat(count)
     plans = policy.choose(outcomes, samples, budgets)
     latency_ms = outcomes.latency_ms[samples, plans]
-    right, timely = outcomes.correct[samples, plans], in_time(latency_ms, budgets[:, None])
-    found = {
+    right, timely = outcomes.correct[samples, plans], fraction_in_time(latency_ms, budgets[:, None])
+    metrics = {
         "accuracy": right,
         "attainment": timely,
         "goodput": right * timely,
         "latency_ms": latency_ms.mean(1),
     }
-    return {name: values.view(count, each) for name, values in found.items()}
+    return {name: values.view(count, num_budgets) for name, values in metrics.items()}
 
 
-def _estimate(values: Tensor, images: Sequence[int]) -> BootstrapEstimate:
+def _bootstrap(values: Tensor, images: Sequence[int]) -> BootstrapEstimate:
     low, high = bootstrap_mean(values.double().numpy(), images)
     return BootstrapEstimate(mean=float(values.double().mean()), low=low, high=high)

@@ -1,8 +1,4 @@
-"""What controllers learn from: requests, what plans make of them, and how long that takes.
-
-A table of outcomes holds every plan's score and repeated measured latencies for every request; a live
-environment runs the model instead (`live.py`). Both answer the same calls.
-"""
+"""Tables of outcomes: score and measured latencies of every plan on every sample."""
 
 from __future__ import annotations
 
@@ -24,16 +20,16 @@ from sparseflow.errors import FileFormatError, InputError
 
 _MARK = {"sparseflow": "adaptive-outcomes", "version": "1"}
 _QUANTILE = 0.99
-_BEYOND = 1.1
-"""Budgets are drawn up to so much above the dearest plan: there, everything fits."""
+_BUDGET_HEADROOM = 1.1
+"""Largest budget, relative to the most expensive plan; every plan fits it."""
 
 
 class Environment(Protocol):
-    """Requests that plans can be tried on.
+    """Requests on which plans can be tried.
 
     Attributes:
         space: The plans.
-        width: Of language features and latency tokens.
+        width: Size of language features and latency tokens.
     """
 
     @property
@@ -43,54 +39,55 @@ class Environment(Protocol):
     def width(self) -> int: ...
 
     def __len__(self) -> int:
-        """How many requests there are."""
+        """Number of requests."""
         ...
 
-    def language_of(self, samples: Tensor) -> Tensor:
+    def get_language(self, samples: Tensor) -> Tensor:
         """Language features: [n] int64 -> [n, width] float32."""
         ...
 
-    def tokens_of(self, samples: Tensor, tiers: Tensor, positions: Tensor) -> Tensor:
-        """Latency tokens at tiers and positions, both by index: three [n] int64 -> [n, width] float32."""
+    def get_latency_tokens(self, samples: Tensor, tiers: Tensor, positions: Tensor) -> Tensor:
+        """Latency tokens for samples, tier and position indices, each [n] int64 -> [n, width] float32."""
         ...
 
     def run(self, samples: Tensor, plans: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Try plans on requests.
+        """Run plans on requests.
 
         Args:
             samples: [n] int64.
-            plans: Numbers of plans, [n] int64.
-            uniform: [n] in [0, 1), what jitter is drawn from where it is drawn.
+            plans: Plan numbers, [n] int64.
+            uniform: Uniform numbers in [0, 1) that select the latency repeat, [n].
 
         Returns:
-            Scores from 0 to 1, and milliseconds: [n] float32 each.
+            Scores in [0, 1] and latencies in milliseconds, each [n] float32.
         """
         ...
 
-    def span_ms(self) -> tuple[float, float]:
-        """Budgets worth asking for, from the least feasible to a little above the dearest plan."""
+    def budget_range_ms(self) -> tuple[float, float]:
+        """Range of relevant budgets: from the smallest feasible one to slightly above the most expensive
+        plan."""
         ...
 
     def identity(self) -> dict[str, str | int]:
-        """What tells it from another, as a checkpoint remembers it."""
+        """Data that identifies the environment in a checkpoint."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OutcomeTable:
-    """Every plan's outcome for every request of one split of the data.
+    """Outcome of every plan for every request of one data split.
 
     Attributes:
         space: The plans.
-        correct: Score of each answer, from 0 to 1: [samples, plans] float32.
-        latency_ms: Measured times: [samples, plans, repeats] float32.
-        language: Language features: [samples, d].
-        tokens: Latency tokens: [samples, tiers, positions, d], of any floating type.
-        images: Number of each sample's image, [samples] int64; samples of one image stay together in splits
-            and intervals. By default each has its own.
+        correct: Score of each answer in [0, 1], [samples, plans] float32.
+        latency_ms: Measured latencies, [samples, plans, repeats] float32.
+        language: Language features, [samples, d].
+        tokens: Latency tokens, [samples, tiers, positions, d], floating.
+        images: Image number of each sample, [samples] int64; samples of one image stay together in splits and
+            intervals. Default: one image per sample.
 
     Raises:
-        InputError: Shapes do not fit each other or the plans, or a value is not finite or out of range.
+        InputError: Shapes do not match each other or the plans, or a value is not finite or out of range.
     """
 
     space: PlanSpace
@@ -109,82 +106,80 @@ class OutcomeTable:
         images = torch.arange(count) if self.images is None else torch.as_tensor(self.images)
         object.__setattr__(self, "images", images)
         geometry = self.space.geometry
-        wanted = {
+        expected_shapes = {
             "correct": (count, len(self.space)),
             "latency_ms": (count, len(self.space), max(1, self.latency_ms.shape[-1])),
             "language": (count, self.width),
             "tokens": (count, len(self.space.tiers), len(geometry.positions), self.width),
             "images": (count,),
         }
-        for name, shape in wanted.items():
-            found = tuple(getattr(self, name).shape)
-            if found != shape:
-                raise InputError(
-                    f"`{name}` has the shape {found}; {shape} fits the plans and the other arrays"
-                )
+        for name, shape in expected_shapes.items():
+            actual_shape = tuple(getattr(self, name).shape)
+            if actual_shape != shape:
+                raise InputError(f"`{name}` has shape {actual_shape}; expected {shape}")
         if not count:
             raise InputError("a table of outcomes needs at least one sample")
         if not bool(((self.correct >= 0) & (self.correct <= 1)).all()):
-            raise InputError("`correct` must be scores from 0 to 1")
+            raise InputError("`correct` must be in [0, 1]")
         if not bool((self.latency_ms.isfinite() & (self.latency_ms > 0)).all()):
-            raise InputError("`latency_ms` must be finite and above 0; leave out what was not measured")
-        if not all(bool(each.isfinite().all()) for each in (self.language, self.tokens)):
-            raise InputError("`language` and `tokens` must be finite; a model that gives others is broken")
+            raise InputError("`latency_ms` must be finite and above 0")
+        if not all(bool(features.isfinite().all()) for features in (self.language, self.tokens)):
+            raise InputError("`language` and `tokens` must be finite")
 
     def __len__(self) -> int:
         return len(self.correct)
 
     @property
     def width(self) -> int:
-        """Of language features and latency tokens."""
+        """Size of language features and latency tokens."""
         return self.language.shape[-1]
 
     @property
     def groups(self) -> list[int]:
-        """The image of each sample."""
+        """Image of each sample."""
         assert self.images is not None
         return self.images.tolist()
 
-    def language_of(self, samples: Tensor) -> Tensor:
-        """As `Environment`."""
+    def get_language(self, samples: Tensor) -> Tensor:
+        """Language features: [n] int64 -> [n, width] float32."""
         return self.language[samples].float()
 
-    def tokens_of(self, samples: Tensor, tiers: Tensor, positions: Tensor) -> Tensor:
-        """As `Environment`."""
+    def get_latency_tokens(self, samples: Tensor, tiers: Tensor, positions: Tensor) -> Tensor:
+        """Latency tokens for samples, tier and position indices, each [n] int64 -> [n, width] float32."""
         return self.tokens[samples, tiers, positions].float()
 
     def run(self, samples: Tensor, plans: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Environment`; the latency is one of those measured, drawn anew each time."""
+        """Run plans on requests, with a random measured latency; see `Environment.run`."""
         repeats = self.latency_ms.shape[2]
-        # A number just below 1 in float32 can round up to the count itself.
+        # A float32 just below 1 can round up to the count.
         repeat = (uniform * repeats).long().clamp_max(repeats - 1)
         return self.correct[samples, plans], self.latency_ms[samples, plans, repeat]
 
-    def span_ms(self) -> tuple[float, float]:
-        """As `Environment`, by the 99 % quantiles of each plan's measured times."""
-        costs = self.quantiles_ms(_QUANTILE)
-        return float(costs.min()), float(costs.max()) * _BEYOND
+    def budget_range_ms(self) -> tuple[float, float]:
+        """Range of relevant budgets, from the 99 % latency quantiles of the plans."""
+        costs = self.latency_quantiles_ms(_QUANTILE)
+        return float(costs.min()), float(costs.max()) * _BUDGET_HEADROOM
 
-    def quantiles_ms(self, quantile: float) -> Tensor:
-        """What each plan takes at most, in this share of all samples and repeats: [plans].
+    def latency_quantiles_ms(self, quantile: float) -> Tensor:
+        """Latency quantile of each plan over all samples and repeats, [plans].
 
         Raises:
-            InputError: The quantile is not one.
+            InputError: The quantile is not in [0, 1].
         """
         if not 0.0 <= quantile <= 1.0:
             raise InputError(f"`quantile` (={quantile}) must be from 0 to 1")
-        every = self.latency_ms.transpose(1, 2).flatten(0, 1).numpy()
-        return torch.from_numpy(np.quantile(every, quantile, axis=0, method="higher").astype(np.float32))
+        latencies = self.latency_ms.transpose(1, 2).flatten(0, 1).numpy()
+        return torch.from_numpy(np.quantile(latencies, quantile, axis=0, method="higher").astype(np.float32))
 
     def identity(self) -> dict[str, str | int]:
-        """As `Environment`."""
+        """Data that identifies the table in a checkpoint."""
         digest = hashlib.sha256()
-        for each in (self.correct, self.latency_ms, self.language.float(), self.tokens.float()):
-            digest.update(each.contiguous().numpy().tobytes())
+        for tensor in (self.correct, self.latency_ms, self.language.float(), self.tokens.float()):
+            digest.update(tensor.contiguous().numpy().tobytes())
         return {"samples": len(self), "plans": len(self.space), "digest": digest.hexdigest()[:16]}
 
-    def take(self, samples: Tensor) -> OutcomeTable:
-        """The table of some samples."""
+    def select(self, samples: Tensor) -> OutcomeTable:
+        """Table of a subset of the samples."""
         assert self.images is not None
         return OutcomeTable(
             space=self.space, correct=self.correct[samples], latency_ms=self.latency_ms[samples],
@@ -192,32 +187,32 @@ class OutcomeTable:
         )  # fmt: skip
 
     def split(self, *shares: float, seed: int = 0) -> tuple[OutcomeTable, ...]:
-        """Parts that share no image.
+        """Split into tables that share no image.
 
         Args:
-            shares: Of the images, for each part; they sum to 1.
-            seed: What the order of images is drawn from.
+            shares: Fraction of the images per part; they sum to 1.
+            seed: Random seed.
 
         Raises:
-            InputError: Shares do not sum to 1, or there are too few images for every part to have one.
+            InputError: The fractions do not sum to 1, or a part would be empty.
         """
         if not shares or min(shares) <= 0.0 or not math.isclose(sum(shares), 1.0):
             raise InputError(f"`shares` (={shares}) must be above 0 and sum to 1")
         assert self.images is not None
-        _, of = self.images.unique(return_inverse=True)
-        count = int(of.max()) + 1
-        place = torch.from_numpy(np.random.default_rng(seed).permutation(count))[of]
-        ends = [round(count * sum(shares[: at + 1])) for at in range(len(shares))]
-        begins = [0, *ends[:-1]]
-        if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        _, image_index = self.images.unique(return_inverse=True)
+        count = int(image_index.max()) + 1
+        image_rank = torch.from_numpy(np.random.default_rng(seed).permutation(count))[image_index]
+        ends = [round(count * sum(shares[: part + 1])) for part in range(len(shares))]
+        starts = [0, *ends[:-1]]
+        if any(start >= end for start, end in zip(starts, ends, strict=True)):
             raise InputError(f"{count} images are too few for parts of {shares}; each needs at least one")
         return tuple(
-            self.take(((place >= begin) & (place < end)).nonzero()[:, 0])
-            for begin, end in zip(begins, ends, strict=True)
+            self.select(((image_rank >= start) & (image_rank < end)).nonzero()[:, 0])
+            for start, end in zip(starts, ends, strict=True)
         )
 
     def save(self, path: Path | str) -> None:
-        """Write the table in place of what is there.
+        """Write the table; replaces the file.
 
         Raises:
             OSError: The file cannot be written.
@@ -231,52 +226,52 @@ class OutcomeTable:
 
     @classmethod
     def load(cls, path: Path | str) -> OutcomeTable:
-        """Read a table that `save` wrote.
+        """Read a table.
 
         Raises:
-            InputError: There is no such file.
-            FileFormatError: It is something else, or damaged.
+            InputError: The file is missing.
+            FileFormatError: The file is damaged or has another format.
         """
         metadata, arrays = load_tensors(path, _MARK, "table of outcomes")
         try:
             return cls(space=PlanSpace.from_dict(json.loads(metadata["space"])), **arrays)
         except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"{path} holds no outcomes that can be read: {error}") from error
+            raise FileFormatError(f"{path} does not contain outcomes: {error}") from error
 
 
-def draw_budgets(span_ms: tuple[float, float], uniform: Tensor) -> Tensor:
-    """Budgets that are as likely in each doubling.
+def draw_budgets(budget_range_ms: tuple[float, float], uniform: Tensor) -> Tensor:
+    """Map uniform numbers to log-uniform budgets.
 
     Args:
-        span_ms: From and to.
-        uniform: Numbers of [0, 1), of any shape.
+        span_ms: Smallest and largest budget.
+        uniform: Numbers in [0, 1), of any shape.
 
     Returns:
         Milliseconds, of the same shape.
 
     Raises:
-        InputError: The span is none.
+        InputError: The range is empty or not positive.
     """
-    low, high = span_ms
+    low, high = budget_range_ms
     if not 0.0 < low <= high < math.inf:
-        raise InputError(f"budgets from {low} to {high} ms: both ends must be above 0, finite, and in order")
+        raise InputError(f"budgets from {low} to {high} ms must be above 0, finite and ordered")
     return low * (high / low) ** uniform
 
 
-def budget_grid(span_ms: tuple[float, float], count: int) -> Tensor:
-    """Budgets at equal ratios, the middles of equal parts of what `draw_budgets` draws: [count]."""
+def budget_grid(budget_range_ms: tuple[float, float], count: int) -> Tensor:
+    """Budgets at equal ratios, the midpoints of equal parts of `draw_budgets`, [count]."""
     if count < 1:
         raise InputError(f"`count` (={count}) must be at least 1")
-    return draw_budgets(span_ms, (torch.arange(count) + 0.5) / count)
+    return draw_budgets(budget_range_ms, (torch.arange(count) + 0.5) / count)
 
 
 Costs = Callable[[Environment, Tensor], Tensor]
-"""What each plan takes at most, in milliseconds, for samples of an environment: [n] int64 -> [n, plans]."""
+"""Latency bound in milliseconds of each plan: (environment, samples [n] int64) -> [n, plans]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantileLatencies:
-    """A plan's cost is a quantile of its measured latency, whatever the sample.
+    """Latency bound of a plan as a quantile of its measured latencies, the same for all samples.
 
     Attributes:
         plans_ms: [plans].
@@ -285,23 +280,23 @@ class QuantileLatencies:
     plans_ms: Tensor
 
     @classmethod
-    def of(cls, outcomes: OutcomeTable, quantile: float = 0.99) -> QuantileLatencies:
-        """Over all samples and repeats of a table."""
-        return cls(plans_ms=outcomes.quantiles_ms(quantile))
+    def from_outcomes(cls, outcomes: OutcomeTable, quantile: float = 0.99) -> QuantileLatencies:
+        """Compute quantiles over all samples and repeats of a table."""
+        return cls(plans_ms=outcomes.latency_quantiles_ms(quantile))
 
     def __call__(self, environment: Environment, samples: Tensor) -> Tensor:
         return self.plans_ms.expand(len(samples), -1)
 
 
-def fitting(costs_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """Which plans fit a budget.
+def find_feasible(costs_ms: Tensor, budget_ms: Tensor) -> Tensor:
+    """Plans that fit a budget.
 
     Args:
-        costs_ms: [n, plans].
-        budget_ms: [n].
+        costs_ms: Latency bounds, [n, plans].
+        budget_ms: Budgets, [n].
 
     Returns:
-        [n, plans] bool; where none fits, the cheapest is taken to, so that there is something to choose.
+        [n, plans] bool; if no plan fits, the cheapest is included so that one can be chosen.
     """
     fits = costs_ms <= budget_ms[:, None]
     cheapest = costs_ms == costs_ms.min(1, keepdim=True).values

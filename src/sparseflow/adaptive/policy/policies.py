@@ -1,8 +1,9 @@
-"""Policies: how a plan is chosen for a request and its budget. All of them answer the same call.
+"""Policies that choose a plan for a request and its budget: controllers, baselines and the oracle.
 
-The rivals of controllers need nothing but a table of outcomes: since plans can be listed, so can the best one
-for every budget, which is hard to beat. The oracle looks at what it should not know and tells how far there
-is to go.
+The baselines need only a table of outcomes: plans can be enumerated, so the best plan for every budget can be
+tabulated, which is a strong baseline. The oracle uses information that is unknown at decision time and gives
+an
+upper bound.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.controllers.budget_encoding import checked
+from sparseflow.adaptive.controllers.budget_encoding import check_budgets
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.outcomes import Costs, OutcomeTable, QuantileLatencies, fitting
+from sparseflow.adaptive.policy.outcomes import Costs, OutcomeTable, QuantileLatencies, find_feasible
 from sparseflow.errors import InputError
 
 _BLOCK = 2048
-"""Requests that are looked at together, for memory's sake."""
+"""Requests processed at a time, to bound memory."""
 _TIE = 1e-6
 
 
@@ -28,36 +29,36 @@ class Policy(Protocol):
     """Chooses plans.
 
     Attributes:
-        name: As a table of results calls it.
+        name: Name in tables of results.
     """
 
     @property
     def name(self) -> str: ...
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        """Plans for requests.
+        """Choose plans for requests.
 
         Args:
-            outcomes: Where the requests are from; only the oracle looks at its scores and times.
+            outcomes: Table of the requests; only the oracle reads its scores and latencies.
             samples: [n] int64.
             budgets_ms: [n].
 
         Returns:
-            Numbers of plans: [n] int64.
+            Plan numbers, [n] int64.
 
         Raises:
-            InputError: A budget is NaN, 0 or less.
+            InputError: A budget is NaN or not above 0.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupTablePolicy:
-    """The plan that is right most often of those that fit the budget, whatever is asked.
+    """The plan with the highest mean accuracy that fits the budget.
 
     Attributes:
-        accuracy: Mean score of each plan on what it was made from: [plans].
-        costs: What plans take.
+        accuracy: Mean score of each plan, [plans].
+        costs: Latency bounds.
     """
 
     accuracy: Tensor
@@ -65,55 +66,63 @@ class LookupTablePolicy:
     name: str = "lookup table"
 
     @classmethod
-    def of(cls, outcomes: OutcomeTable, *, quantile: float = 0.99) -> LookupTablePolicy:
-        """From a table, with a plan fitting where this quantile of its measured latency does."""
-        return cls(accuracy=outcomes.correct.mean(0), costs=QuantileLatencies.of(outcomes, quantile))
+    def from_outcomes(cls, outcomes: OutcomeTable, *, quantile: float = 0.99) -> LookupTablePolicy:
+        """Derive the policy from a table, with latency bounds at a quantile."""
+        return cls(
+            accuracy=outcomes.correct.mean(0), costs=QuantileLatencies.from_outcomes(outcomes, quantile)
+        )
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
         costs_ms = self.costs(outcomes, samples)
-        fits = fitting(costs_ms, checked(budgets_ms))
-        return best(self.accuracy.expand(len(samples), -1), fits, -costs_ms)
+        fits = find_feasible(costs_ms, check_budgets(budgets_ms))
+        return argmax_with_ties(self.accuracy.expand(len(samples), -1), fits, -costs_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticPolicy:
-    """One plan for all requests, whatever their budgets.
+    """One plan for all requests and budgets.
 
     Attributes:
-        plan: Its number.
+        plan: Plan number.
     """
 
     plan: int
     name: str = "best static plan"
 
     @classmethod
-    def of(cls, outcomes: OutcomeTable, budgets_ms: Tensor, *, attainment: float = 0.0) -> StaticPolicy:
-        """The plan that is right and in time most often.
+    def from_outcomes(
+        cls, outcomes: OutcomeTable, budgets_ms: Tensor, *, attainment: float = 0.0
+    ) -> StaticPolicy:
+        """Select the plan with the highest goodput.
 
         Args:
-            outcomes: What it is chosen by.
-            budgets_ms: That will be asked for, each as often.
-            attainment: Share of requests that must be in time; where no plan is, the timeliest is taken.
+            outcomes: Table to select by.
+            budgets_ms: Budgets, equally frequent.
+            attainment: Required fraction of requests in time; if no plan reaches it, the one with the highest
+                fraction
+                is selected.
         """
         timely = torch.zeros_like(outcomes.correct)
-        for budget in checked(budgets_ms):
-            timely += in_time(outcomes.latency_ms, budget) / len(budgets_ms)
+        for budget in check_budgets(budgets_ms):
+            timely += fraction_in_time(outcomes.latency_ms, budget) / len(budgets_ms)
         attained, right = timely.mean(0), (timely * outcomes.correct).mean(0)
         enough = attained >= min(attainment, float(attained.max()))
-        return cls(plan=int(best(right[None], enough[None], -outcomes.quantiles_ms(0.5)[None])))
+        return cls(
+            plan=int(argmax_with_ties(right[None], enough[None], -outcomes.latency_quantiles_ms(0.5)[None]))
+        )
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        checked(budgets_ms)
+        check_budgets(budgets_ms)
         return torch.full((len(samples),), self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomPolicy:
-    """Any plan that fits.
+    """A random plan that fits.
 
     Attributes:
-        costs: What plans take.
-        seed: What it draws from; the same requests get the same plans.
+        costs: Latency bounds.
+        seed: Random seed; the same requests get the same plans.
     """
 
     costs: Costs
@@ -121,19 +130,17 @@ class RandomPolicy:
     name: str = "random"
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        fits = fitting(self.costs(outcomes, samples), checked(budgets_ms))
-        drawn = np.random.default_rng(self.seed).random(tuple(fits.shape), np.float32)
-        return torch.from_numpy(drawn).masked_fill(~fits, -1.0).argmax(1)
+        fits = find_feasible(self.costs(outcomes, samples), check_budgets(budgets_ms))
+        random_scores = np.random.default_rng(self.seed).random(tuple(fits.shape), np.float32)
+        return torch.from_numpy(random_scores).masked_fill(~fits, -1.0).argmax(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OraclePolicy:
-    """Knows each request's score and measured times under every plan: no policy is right and in time more
-    often.
+    """The best plan given each request's scores and latencies; an upper bound of goodput.
 
     Attributes:
-        prefer: Worth of each plan, [plans], by which it chooses among equally good ones; by default the
-            faster wins.
+        prefer: Preference among equally good plans, [plans]; default: the faster one.
     """
 
     prefer: Tensor | None = None
@@ -142,34 +149,36 @@ class OraclePolicy:
     def choose(
         self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor, *, allowed: Tensor | None = None
     ) -> Tensor:
-        """As `Policy`.
+        """Choose plans for requests; see `Policy.choose`.
 
         Args:
-            outcomes: As there.
-            samples: As there.
-            budgets_ms: As there.
-            allowed: Plans that it may take, [n, plans] bool; by default all.
+            outcomes: Table of the requests.
+            samples: [n] int64.
+            budgets_ms: [n].
+            allowed: Plans that may be chosen, [n, plans] bool; default: all.
         """
-        checked(budgets_ms)
-        may = torch.ones(len(samples), len(outcomes.space), dtype=torch.bool) if allowed is None else allowed
-        found = []
-        blocks = (samples.split(_BLOCK), budgets_ms.split(_BLOCK), may.split(_BLOCK))
-        for some, budgets, mask in zip(*blocks, strict=True):
-            latency_ms = outcomes.latency_ms[some]
-            timely = in_time(latency_ms, budgets[:, None, None])
-            prefer = () if self.prefer is None else (self.prefer.expand(len(some), -1),)
-            good = outcomes.correct[some] * timely
-            found.append(best(good, mask, timely, *prefer, -latency_ms.mean(2)))
-        return torch.cat(found)
+        check_budgets(budgets_ms)
+        mask_all = (
+            torch.ones(len(samples), len(outcomes.space), dtype=torch.bool) if allowed is None else allowed
+        )
+        plans = []
+        blocks = (samples.split(_BLOCK), budgets_ms.split(_BLOCK), mask_all.split(_BLOCK))
+        for block, budgets, mask in zip(*blocks, strict=True):
+            latency_ms = outcomes.latency_ms[block]
+            timely = fraction_in_time(latency_ms, budgets[:, None, None])
+            prefer = () if self.prefer is None else (self.prefer.expand(len(block), -1),)
+            good = outcomes.correct[block] * timely
+            plans.append(argmax_with_ties(good, mask, timely, *prefer, -latency_ms.mean(2)))
+        return torch.cat(plans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerPolicy:
-    """Controllers choose, the most probable plan each time.
+    """The controllers' most probable plan.
 
     Attributes:
-        controllers: Of the model that the outcomes are of.
-        costs: What plans take: those beyond the budget are masked. None leaves it to the controllers alone.
+        controllers: Controllers of the model that the outcomes belong to.
+        costs: Latency bounds: plans above the budget are masked. None masks nothing.
     """
 
     controllers: Controllers
@@ -179,38 +188,38 @@ class ControllerPolicy:
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
         if outcomes.space != self.controllers.space:
             raise InputError(
-                "these controllers choose among other plans than the outcomes are of; train them anew"
+                "the controllers choose among other plans than the outcomes have; train them again"
             )
-        found = []
+        plans = []
         with torch.no_grad():
-            for some, budgets in zip(samples.split(_BLOCK), budgets_ms.split(_BLOCK), strict=True):
-                allowed = None if self.costs is None else fitting(self.costs(outcomes, some), budgets)
+            for block, budgets in zip(samples.split(_BLOCK), budgets_ms.split(_BLOCK), strict=True):
+                allowed = None if self.costs is None else find_feasible(self.costs(outcomes, block), budgets)
                 choice = self.controllers.choose(
-                    outcomes.language_of(some), budgets,
-                    lambda rows, tiers, positions, some=some: outcomes.tokens_of(
+                    outcomes.get_language(block), budgets,
+                    lambda rows, tiers, positions, some=block: outcomes.get_latency_tokens(
                         some[rows.cpu()], tiers.cpu(), positions.cpu()
                     ),
                     allowed=allowed,
                 )  # fmt: skip
-                found.append(choice.plan.cpu())
-        return torch.cat(found)
+                plans.append(choice.plan.cpu())
+        return torch.cat(plans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImitationPolicy(ControllerPolicy):
-    """Controllers that learnt the oracle's plans by cross-entropy alone: `train` with 0 steps of GRPO."""
+    """Controllers trained only by imitation of the oracle: `train` with 0 GRPO steps."""
 
     name: str = "supervised on oracle"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarginPolicy:
-    """A policy that is shown a share of each budget only, so that it keeps what is left for jitter.
+    """A policy that is given a fraction of each budget, to leave room for jitter.
 
     Attributes:
         policy: The policy.
-        margin: The share; above 1 where the policy alone is more careful than asked.
-        met: Whether the validation split had the attainment that was asked for with it.
+        margin: The fraction; above 1 if the policy alone is more conservative than required.
+        met: Whether it reached the target attainment on the validation split.
     """
 
     policy: Policy
@@ -220,34 +229,33 @@ class MarginPolicy:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.margin < float("inf"):
-            raise InputError(f"`margin` (={self.margin}) must be a share of the budget, above 0")
+            raise InputError(f"`margin` (={self.margin}) must be above 0 and finite")
         object.__setattr__(self, "name", self.name or self.policy.name)
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        return self.policy.choose(outcomes, samples, checked(budgets_ms) * self.margin)
+        return self.policy.choose(outcomes, samples, check_budgets(budgets_ms) * self.margin)
 
 
-def best(values: Tensor, allowed: Tensor, *ties: Tensor) -> Tensor:
-    """The allowed plan of the highest value; of equal ones, that of the highest value in the first of `ties`,
-    and so on.
+def argmax_with_ties(values: Tensor, allowed: Tensor, *ties: Tensor) -> Tensor:
+    """Allowed plan with the highest value; ties are broken by the values in `ties`, in order.
 
     Args:
         values: [n, plans].
-        allowed: [n, plans] bool, at least one a row.
-        ties: [n, plans] each.
+        allowed: [n, plans] bool, at least one per row.
+        ties: Tie breakers, [n, plans] each.
 
     Returns:
-        [n] int64; of plans that are equal in everything, the first.
+        [n] int64; the first of plans that are equal in everything.
     """
-    left = allowed
-    for each in (values, *ties):
-        masked = each.masked_fill(~left, float("-inf"))
+    candidates = allowed
+    for scores in (values, *ties):
+        masked = scores.masked_fill(~candidates, float("-inf"))
         top = masked.max(1, keepdim=True).values
-        # Sums in another order may differ in the last place, and are meant to be equal.
-        left = left & (masked >= top - _TIE * top.abs())
-    return left.float().argmax(1)
+        # Sums in another order may differ by rounding and count as equal.
+        candidates = candidates & (masked >= top - _TIE * top.abs())
+    return candidates.float().argmax(1)
 
 
-def in_time(latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
-    """Share of the measured times that are within a budget: [..., repeats] -> [...] float32."""
+def fraction_in_time(latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
+    """Fraction of measured latencies within a budget: [..., repeats] -> [...] float32."""
     return (latency_ms <= budget_ms).float().mean(-1)

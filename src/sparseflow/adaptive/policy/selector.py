@@ -1,10 +1,13 @@
-"""Which plan keeps a request's budget: the predictor says which fit, the controllers which of them is best.
+"""Plan selection for requests with a latency budget.
 
-A plan fits where what 99 of 100 such requests stay below is no more than what is left of the budget. Before
-the vision encoder, Stage 1 chooses tier and insertion position among those that some fitting plan begins
-with. At the insertion, with what is left by then, Stage 2 chooses among the fitting plans that begin so.
-Without controllers the plan of the highest worth that fits is taken; without anything to tell worth by, the
-one that does most, as calls of experts over all tokens. Without a budget everything runs.
+A plan fits if its predicted p99 latency is at most the remaining budget. Before the vision encoder, stage 1
+chooses
+tier and insertion position among those of fitting plans. At the insertion, stage 2 chooses among the plans
+with that
+tier and position that still fit. Without controllers, the fitting plan of the highest expected accuracy is
+chosen;
+without accuracies, the one with the most expert calls over all tokens. Without a budget, the largest plan
+runs.
 """
 
 from __future__ import annotations
@@ -30,40 +33,43 @@ from sparseflow.adaptive.engine.requests.request import (
 from sparseflow.adaptive.kernels import policy_inference
 from sparseflow.adaptive.plan.adapter import Adapter
 from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
-from sparseflow.adaptive.predictor.features import After
+from sparseflow.adaptive.predictor.features import CompletedStage
 from sparseflow.adaptive.predictor.model import PlanLatencyPredictor
-from sparseflow.adaptive.profile.plan_quality import pareto
+from sparseflow.adaptive.profile.plan_quality import select_pareto_plans
 from sparseflow.errors import InputError
 
 OnInfeasible = Literal["reject", "best_effort", "truncate"]
-"""What becomes of a request that no plan fits."""
+"""What happens to a request that no plan fits."""
 ON_INFEASIBLE: tuple[OnInfeasible, ...] = get_args(OnInfeasible)
 
-FEW = 12
-"""Plans of an engine: enough to trade quality for time, and few enough for requests to meet in a batch."""
+MAX_ENGINE_PLANS = 12
+"""Default number of plans of an engine: enough to trade accuracy for latency, few enough for requests to
+share batches.
+"""
 
-_CROP = 256
-"""Vision tokens of a tier more, where nothing tells."""
+_DEFAULT_TIER_TOKENS = 256
+"""Assumed vision tokens per tier step if the profile does not say."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class PlanSelector:
-    """Chooses plans for the requests of one model.
+    """Selects plans for the requests of one model.
 
     Attributes:
-        adapter: Of the model.
-        predictor: Of the model on its device.
-        controllers: Both stages; None to go by worth alone.
-        plans: Those that may be chosen, of the predictor's space; by default all of it. Of tiers that the
-            profile left out none is.
-        worth: For each plan of the predictor's space, how good it is, as its mean accuracy; used without
-            controllers.
-        most_tokens: Of a prompt and its answer together: plans whose tier makes more of a request are not
-            chosen. By default those of the profile's engine, or that the model has positions for.
-        words: What Stage 1 looks at; made where there are controllers.
+        adapter: Adapter of the model.
+        predictor: Latency predictor of the model on its device.
+        controllers: Trained controllers; None to select by expected accuracy.
+        plans: Plans of the predictor's space that may be selected; default: all. Tiers that the profile did
+            not
+            measure are excluded.
+        worth: Mean accuracy of each plan of the space; used without controllers.
+        max_total_tokens: Maximum number of tokens of prompt and answer together: plans whose tier needs more
+            are
+            not selected. Default: that of the profile's engine, or the model's context length.
+        word_embeddings: Input of stage 1; created if there are controllers.
 
     Raises:
-        InputError: The parts are of different models or plans.
+        InputError: The parts belong to different models or plan spaces.
         MissingExtraError: Numba is missing.
     """
 
@@ -72,69 +78,68 @@ class PlanSelector:
     controllers: Controllers | None = None
     plans: Sequence[Plan] | None = None
     worth: Sequence[float] | None = None
-    most_tokens: int | None = None
-    words: CpuWordEmbeddings | None = field(default=None, repr=False)
-    every: tuple[Plan, ...] = field(init=False, repr=False)
-    """The predictor's plans."""
+    max_total_tokens: int | None = None
+    word_embeddings: CpuWordEmbeddings | None = field(default=None, repr=False)
+    all_plans: tuple[Plan, ...] = field(init=False, repr=False)
+    """Plans of the predictor's space."""
     allowed: np.ndarray = field(init=False, repr=False)
-    """Which of them may be chosen, [plans] bool."""
-    begins: np.ndarray = field(init=False, repr=False)
-    """Their tiers and insertion positions, as indices: [2, plans] int64."""
+    """Plans that may be selected, [plans] bool."""
+    stage1_choices: np.ndarray = field(init=False, repr=False)
+    """Indices of tier and insertion position of each plan, [2, plans] int64."""
     vision: np.ndarray = field(init=False, repr=False)
-    """Vision tokens of an image under each, [plans] float64."""
-    calls: np.ndarray = field(init=False, repr=False)
-    """Experts that a token goes to under each, [plans] int64."""
-    host: CpuControllers | None = field(init=False, repr=False)
-    """The controllers as they were when this was made."""
+    """Vision tokens per image of each plan, [plans] float64."""
+    expert_calls: np.ndarray = field(init=False, repr=False)
+    """Experts that one token visits under each plan, [plans] int64."""
+    cpu_controllers: CpuControllers | None = field(init=False, repr=False)
+    """Copy of the controllers at construction."""
 
     def __post_init__(self) -> None:
         space = self.predictor.space
         if space.geometry != self.adapter.geometry:
-            raise InputError(f"the predictor is of {space.geometry}, the model of {self.adapter.geometry}")
+            raise InputError(f"the predictor has {space.geometry}, but the model {self.adapter.geometry}")
         if self.controllers is not None and self.controllers.space != space:
-            raise InputError("controllers and predictor are of different plans; train or profile anew")
+            raise InputError("controllers and predictor have different plans; train or profile again")
         if self.worth is not None and len(self.worth) != len(space):
-            raise InputError(f"`worth` has {len(self.worth)} values; there are {len(space)} plans")
-        every = space.plans
-        known = {plan: at for at, plan in enumerate(every)}
-        chosen = every if self.plans is None else self.plans
-        unknown = [plan.id for plan in chosen if plan not in known]
-        if unknown or not chosen:
+            raise InputError(f"`worth` has {len(self.worth)} values, but there are {len(space)} plans")
+        all_plans = space.plans
+        known = {plan: index for index, plan in enumerate(all_plans)}
+        selectable = all_plans if self.plans is None else self.plans
+        unknown = [plan.id for plan in selectable if plan not in known]
+        if unknown or not selectable:
             named = f"{', '.join(unknown)} is not" if unknown else "none is given"
             raise InputError(f"`plans` must be some of the predictor's: {named}")
         allowed = np.zeros(len(space), dtype=bool)
-        allowed[[known[plan] for plan in chosen]] = True
+        allowed[[known[plan] for plan in selectable]] = True
         if self.predictor.tiers:
-            allowed &= np.array([plan.tier in self.predictor.tiers for plan in every])
+            allowed &= np.array([plan.tier in self.predictor.tiers for plan in all_plans])
         if not allowed.any():
-            there = ", ".join(self.predictor.tiers)
-            raise InputError(f"`plans` are of tiers that the profile did not measure; it has {there}")
-        actions = [space.action(plan) for plan in every]
-        about, words = self.predictor.about, self.words
-        if words is None and self.controllers is not None:
-            words = CpuWordEmbeddings(self.adapter)
-        if words is not None and words.adapter is not self.adapter:
-            raise InputError("`words` are of another model; leave them out")
-        if words is not None and self.controllers is not None and words.width is not None:
+            measured_tiers = ", ".join(self.predictor.tiers)
+            raise InputError(f"`plans` have tiers that the profile did not measure; it has {measured_tiers}")
+        actions = [space.action(plan) for plan in all_plans]
+        metadata, word_embeddings = self.predictor.metadata, self.word_embeddings
+        if word_embeddings is None and self.controllers is not None:
+            word_embeddings = CpuWordEmbeddings(self.adapter)
+        if word_embeddings is not None and word_embeddings.adapter is not self.adapter:
+            raise InputError("`word_embeddings` belong to another model; omit them")
+        if word_embeddings is not None and self.controllers is not None and word_embeddings.width is not None:
             width = self.controllers.width
-            if words.width != width:
+            if word_embeddings.width != width:
                 raise InputError(
-                    f"the controllers are of a model of width {width}, this one has {words.width}; train anew"
+                    f"the controllers need width {width}, but this model has {word_embeddings.width}; "
+                    "train them again"
                 )
-        most = about.how.get("max_tokens", self.adapter.context)
-        for name, value in (
-            ("most_tokens", most if self.most_tokens is None else self.most_tokens),
-            ("every", every),
-            ("allowed", allowed),
-            ("begins", np.array([(each.tier, each.position) for each in actions]).T),
-            ("vision", np.array([_vision(about.vision_tokens, plan) for plan in every], dtype=float)),
-            ("calls", np.array([space.geometry.expert_calls(plan) for plan in every])),
-            ("host", None if self.controllers is None else CpuControllers(self.controllers)),
-            ("words", words),
-        ):
-            object.__setattr__(self, name, value)
+        if self.max_total_tokens is None:
+            self.max_total_tokens = metadata.config.get("max_tokens", self.adapter.context)
+        self.word_embeddings = word_embeddings
+        self.all_plans, self.allowed = all_plans, allowed
+        self.stage1_choices = np.array([(action.tier, action.position) for action in actions]).T
+        self.vision = np.array(
+            [_tokens_per_image(metadata.vision_tokens, plan) for plan in all_plans], dtype=float
+        )
+        self.expert_calls = np.array([space.geometry.expert_calls(plan) for plan in all_plans])
+        self.cpu_controllers = None if self.controllers is None else CpuControllers(self.controllers)
 
-    def decider(
+    def make_policy(
         self,
         *,
         text_tokens: int,
@@ -145,117 +150,128 @@ class PlanSelector:
         vision: Mapping[Tier, int] | None = None,
         input_ids: Tensor | None = None,
     ) -> RequestPolicy:
-        """Who decides about one request.
+        """Create the policy of one request.
 
         Args:
-            text_tokens: Tokens of its prompt that are not of images.
-            images: How many it has, of the size of the profile's (`ProfileMetadata.images`).
-            on_infeasible: What becomes of it where no plan fits: `"reject"`, `"best_effort"` runs the
-                quickest plan, `"truncate"` runs that for as many tokens as fit.
-            batch: Requests that run when its turn comes, itself included.
-            load: Share of the device that others want, 0 to 1.
-            vision: Tokens of all its images at each tier, where that is known.
-            input_ids: Of its prompt, [1, tokens] int64 on the CPU; by default those of the request, which may
-                have to be fetched from the device.
+            text_tokens: Prompt tokens that do not belong to images.
+            images: Number of images of the profile's size (`ProfileMetadata.images`).
+            on_infeasible: What happens if no plan fits: `"reject"`; `"best_effort"` runs the fastest plan;
+                `"truncate"`
+                runs the fastest plan for as many tokens as fit.
+            batch: Requests that run concurrently, including this one.
+            load: Fraction of the device that other work uses, 0 to 1.
+            vision: Tokens of all its images at each tier, if known.
+            input_ids: Prompt, [1, tokens] int64 on the CPU; default: the request's, which may have to be
+                copied from the
+                device.
 
         Raises:
-            InputError: `on_infeasible` is something else.
+            InputError: `on_infeasible` is invalid.
         """
         if on_infeasible not in ON_INFEASIBLE:
             raise InputError(
                 f"`on_infeasible` (={on_infeasible!r}) must be one of {', '.join(ON_INFEASIBLE)}"
             )
         return RequestPolicy(
-            chooser=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
+            selector=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
             load=load, vision=vision, input_ids=input_ids,
         )  # fmt: skip
 
-    def worths(self, *, text_tokens: int, images: float) -> np.ndarray:
-        """What plans are worth to a prompt, more is better: [plans].
+    def estimate_quality(self, *, text_tokens: int, images: float) -> np.ndarray:
+        """Expected quality of each plan for a prompt, higher is better, [plans].
 
-        Without `worth` it is what they do to the prompt, in calls of experts: a count, so no noise of timing
-        ranks them.
+        Without `worth`, the number of expert calls on the prompt, which is free of measurement noise.
         """
         if self.worth is not None:
             return np.asarray(self.worth)
-        return (text_tokens + images * self.vision) * self.calls
+        return (text_tokens + images * self.vision) * self.expert_calls
 
-    def room(
+    def plans_within_context(
         self, *, text_tokens: int, images: float, new_tokens: int, vision: Mapping[Tier, int] | None = None
     ) -> np.ndarray:
-        """Which plans may be chosen for a request and leave it room for its tokens: [plans] bool.
+        """Plans that may be selected and leave room for a request's tokens, [plans] bool.
 
-        Where none does, those that come nearest: the error that follows tells how many tokens there are.
+        If no plan does, the plans with the fewest vision tokens are returned; the error raised later reports
+        the token
+        count.
 
         Args:
-            text_tokens: As of `decider`, as the others.
-            images: In proportion to which tokens are counted where `vision` does not tell.
-            new_tokens: Of the answer.
-            vision: As of `decider`.
+            text_tokens: Prompt tokens that do not belong to images.
+            images: Number of images of the profile's size, used if `vision` is not given.
+            new_tokens: Tokens of the answer.
+            vision: Tokens of all images at each tier, if known.
         """
-        if self.most_tokens is None:
+        if self.max_total_tokens is None:
             return self.allowed
-        times, seen = float(images), self.vision
+        num_images, tokens_per_image = float(images), self.vision
         if vision:
             of_tier = np.array([float(vision.get(tier, math.inf)) for tier in TIERS])
-            times, seen = 1.0, of_tier[self.begins[0]]
-        most = self.most_tokens - text_tokens - new_tokens + 1
-        return policy_inference.kernels().with_room(seen, times, self.allowed, float(most))
-
-    def fullest(self, among: np.ndarray) -> int:
-        """The number of the plan that does most, of some: [plans] bool."""
-        plans = self.every
-        return max(
-            np.flatnonzero(among).tolist(),
-            key=lambda at: (_tier(plans[at]), len(plans[at].blocks), plans[at].top_k),
+            num_images, tokens_per_image = 1.0, of_tier[self.stage1_choices[0]]
+        capacity = self.max_total_tokens - text_tokens - new_tokens + 1
+        return policy_inference.load_kernels().select_with_capacity(
+            tokens_per_image, num_images, self.allowed, float(capacity)
         )
 
-    def only(self, plans: Sequence[Plan]) -> PlanSelector:
-        """The same, choosing among some plans."""
+    def largest_plan(self, among: np.ndarray) -> int:
+        """Number of the plan with the most computation among some, [plans] bool."""
+        plans = self.all_plans
+        return max(
+            np.flatnonzero(among).tolist(),
+            key=lambda at: (_tier_rank(plans[at]), len(plans[at].blocks), plans[at].top_k),
+        )
+
+    def restrict(self, plans: Sequence[Plan]) -> PlanSelector:
+        """Copy that selects among some plans."""
         return replace(self, plans=plans)
 
-    def few(self, most: int = FEW, *, text_tokens: int = 32, new_tokens: int = 16) -> PlanSelector:
-        """The same, choosing among few of its plans.
+    def select_front(
+        self, most: int = MAX_ENGINE_PLANS, *, text_tokens: int = 32, new_tokens: int = 16
+    ) -> PlanSelector:
+        """Copy that selects among few of the plans.
 
-        With controllers, those that they chose most often where they were trained; else those that no other
-        one beats in time and worth. The quickest plan and the one that does most are always kept.
+        With controllers, these are the plans chosen most often at validation; otherwise the Pareto front of
+        latency and
+        quality. The fastest and the largest plan are always included.
 
         Args:
-            most: How many at most, 2 or more.
-            text_tokens: Of the prompt that times are compared for; it has an image where the profile has.
-            new_tokens: Of its answer.
+            most: Maximum number of plans, at least 2.
+            text_tokens: Text tokens of the prompt for which latencies are compared; it has an image if the
+                profile has.
+            new_tokens: Tokens of its answer.
 
         Raises:
-            InputError: `most` is out of range.
+            InputError: `most` is below 2.
         """
         if most < 2:
-            raise InputError(
-                f"`most` (={most}) must be at least 2: the quickest plan, and the one that does most"
-            )
-        images = int(bool(self.predictor.about.vision_tokens))
+            raise InputError(f"`most` (={most}) must be at least 2: the fastest and the largest plan")
+        images = int(bool(self.predictor.metadata.vision_tokens))
         ms, _ = self.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
-        room = self.room(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
-        among = np.flatnonzero(room)
-        chosen = np.zeros(0) if self.controllers is None else self.controllers.chosen.numpy(force=True)
-        ends = {int(among[ms[among].argmin()]), self.fullest(room)}
+        fitting = self.plans_within_context(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
+        among = np.flatnonzero(fitting)
+        frequency = np.zeros(0) if self.controllers is None else self.controllers.chosen.numpy(force=True)
+        ends = {int(among[ms[among].argmin()]), self.largest_plan(fitting)}
         if most == 2:
-            kept = []
-        elif chosen.size and chosen[among].any():
-            often = among[np.argsort(-chosen[among], kind="stable")]
-            kept = [int(at) for at in often if chosen[at] > 0.0 and at not in ends][: most - len(ends)]
+            selected_plans = []
+        elif frequency.size and frequency[among].any():
+            by_frequency = among[np.argsort(-frequency[among], kind="stable")]
+            selected_plans = [
+                int(index) for index in by_frequency if frequency[index] > 0.0 and index not in ends
+            ][: most - len(ends)]
         else:
-            worths = self.worths(text_tokens=text_tokens, images=images)
-            plans = [self.every[at] for at in among]
-            front = pareto(plans, ms[among].tolist(), worths[among].tolist(), most - 1)
-            kept = [self.every.index(plan) for plan in front]
-        return self.only([self.every[at] for at in sorted({*kept, *ends}, key=lambda at: ms[at])])
+            estimate_quality = self.estimate_quality(text_tokens=text_tokens, images=images)
+            plans = [self.all_plans[index] for index in among]
+            front = select_pareto_plans(plans, ms[among].tolist(), estimate_quality[among].tolist(), most - 1)
+            selected_plans = [self.all_plans.index(plan) for plan in front]
+        return self.restrict(
+            [self.all_plans[index] for index in sorted({*selected_plans, *ends}, key=lambda at: ms[at])]
+        )
 
 
 @dataclass(kw_only=True, eq=False)
 class RequestPolicy:
-    """Decides about one request; a `runtime.requests.PlanDecider`."""
+    """Plan selection for one request; implements `engine.requests.request.PlanDecider`."""
 
-    chooser: PlanSelector
+    selector: PlanSelector
     text_tokens: int
     images: float
     on_infeasible: OnInfeasible
@@ -263,141 +279,158 @@ class RequestPolicy:
     load: float
     vision: Mapping[Tier, int] | None = None
     input_ids: Tensor | None = None
-    _begun: CpuStage1Output | None = None
-    _room: np.ndarray | None = None
-    _settled: int | None = None
+    _stage1_output: CpuStage1Output | None = None
+    _candidates: np.ndarray | None = None
+    _decided_plan: int | None = None
     _new_tokens: int = 0
-    _inserted: tuple[np.ndarray, np.ndarray] | None = None
+    _insertion_prediction: tuple[np.ndarray, np.ndarray] | None = None
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        """Tier and insertion position, or a refusal."""
-        # A request that found no memory is asked about once more.
-        self._begun = self._settled = self._inserted = None
-        p50, p99 = self._predicted(request.max_new_tokens, "receipt")
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+        """Choose tier and insertion position, or reject the request."""
+        # A request that ran out of memory starts over.
+        self._stage1_output = self._decided_plan = self._insertion_prediction = None
+        p50, p99 = self._predict(request.max_new_tokens, "receipt")
         self._new_tokens = request.max_new_tokens
-        self._room = self.chooser.room(
+        self._candidates = self.selector.plans_within_context(
             text_tokens=self.text_tokens, images=self.images, new_tokens=self._new_tokens, vision=self.vision
         )
-        fits = self._room & (p99 <= remaining_ms)
+        fits = self._candidates & (p99 <= remaining_ms)
         if not fits.any():
-            return self._infeasible(request, remaining_ms)
-        host = self.chooser.host
+            return self._handle_infeasible(request, remaining_ms)
+        cpu_controllers = self.selector.cpu_controllers
         if math.isinf(remaining_ms):
-            self._settled = self.chooser.fullest(self._room)
-        elif host is None:
-            self._settled = self._worthiest(fits, p50)
+            self._decided_plan = self.selector.largest_plan(self._candidates)
+        elif cpu_controllers is None:
+            self._decided_plan = self._argmax_quality(fits, p50)
         else:
-            words = self.chooser.words
-            assert words is not None
+            word_embeddings = self.selector.word_embeddings
+            assert word_embeddings is not None
             ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
-            # What is left now is what both stages were trained to be told.
-            self._begun = host.begin(words.feature(ids), remaining_ms, fits)
-            return self._choice(self._begun.plan, p50, request)
-        return self._choice(self._settled, p50, request)
+            # Both stages were trained with the remaining budget at this point.
+            self._stage1_output = cpu_controllers.choose_stage1(
+                word_embeddings.compute_feature(ids), remaining_ms, fits
+            )
+            return self._make_initial_decision(self._stage1_output.plan, p50, request)
+        return self._make_initial_decision(self._decided_plan, p50, request)
 
     def prepare(self, request: GenerationRequest) -> None:
-        """Predict what will be left, and go through `second` once: what it needs is then near."""
-        self._inserted = self._predicted(self._new_tokens, "insertion")
-        host = self.chooser.host
-        nothing = torch.zeros(1 if host is None else host.width, device="cpu")
-        self.second(nothing, request, math.inf)
+        """Predict latencies at the insertion and run `choose_plan` once, so that its data is in the CPU
+        cache."""
+        self._insertion_prediction = self._predict(self._new_tokens, "insertion")
+        cpu_controllers = self.selector.cpu_controllers
+        zero_token = torch.zeros(1 if cpu_controllers is None else cpu_controllers.width, device="cpu")
+        self.choose_plan(zero_token, request, math.inf)
 
-    def second(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> PlanDecision:
-        """The plan, of the tier and position that were chosen."""
-        p50, p99 = self._inserted or self._predicted(self._new_tokens, "insertion")
-        if self._begun is None:
-            assert self._settled is not None
-            return self._decision(self._settled, request, p50, p99, remaining_ms)
-        begun = self._beginning()
-        fits = begun & (p99 <= remaining_ms)
+    def choose_plan(
+        self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
+    ) -> PlanDecision:
+        """Choose the plan, with the tier and position chosen before."""
+        p50, p99 = self._insertion_prediction or self._predict(self._new_tokens, "insertion")
+        if self._stage1_output is None:
+            assert self._decided_plan is not None
+            return self._make_decision(self._decided_plan, request, p50, p99, remaining_ms)
+        candidates = self._matching_plans()
+        fits = candidates & (p99 <= remaining_ms)
         if not fits.any():
-            # Time was lost since: what is quickest of what is left to choose.
-            at = int(np.flatnonzero(begun)[p99[begun].argmin()])
-            return self._decision(at, request, p50, p99, remaining_ms)
-        assert self.chooser.host is not None
-        at = self.chooser.host.finish(latency_token.float().numpy(force=True), self._begun, fits)
-        return self._decision(at, request, p50, p99, remaining_ms)
+            # Time was lost in between: choose the fastest remaining plan.
+            index = int(np.flatnonzero(candidates)[p99[candidates].argmin()])
+            return self._make_decision(index, request, p50, p99, remaining_ms)
+        assert self.selector.cpu_controllers is not None
+        index = self.selector.cpu_controllers.choose_stage2(
+            latency_token.float().numpy(force=True), self._stage1_output, fits
+        )
+        return self._make_decision(index, request, p50, p99, remaining_ms)
 
-    def _beginning(self) -> np.ndarray:
-        """Which plans may be chosen and begin as was chosen."""
-        assert self._begun is not None and self._room is not None
-        tier, position = self.chooser.begins
-        return self._room & (tier == self._begun.tier) & (position == self._begun.position)
+    def _matching_plans(self) -> np.ndarray:
+        """Candidates with the tier and position chosen by stage 1, [plans] bool."""
+        assert self._stage1_output is not None and self._candidates is not None
+        tier, position = self.selector.stage1_choices
+        return (
+            self._candidates & (tier == self._stage1_output.tier) & (position == self._stage1_output.position)
+        )
 
-    def _predicted(self, new_tokens: int, after: After) -> tuple[np.ndarray, np.ndarray]:
-        return self.chooser.predictor.predict_all(
+    def _predict(self, new_tokens: int, after: CompletedStage) -> tuple[np.ndarray, np.ndarray]:
+        return self.selector.predictor.predict_all(
             text_tokens=self.text_tokens, images=self.images, new_tokens=new_tokens, batch=self.batch,
             load=self.load, after=after,
         )  # fmt: skip
 
-    def _worthiest(self, fits: np.ndarray, p50: np.ndarray) -> int:
-        worth = self.chooser.worths(text_tokens=self.text_tokens, images=self.images)
+    def _argmax_quality(self, fits: np.ndarray, p50: np.ndarray) -> int:
+        quality = self.selector.estimate_quality(text_tokens=self.text_tokens, images=self.images)
         among = np.flatnonzero(fits)
-        # Of equal worth, the quicker.
-        return int(among[np.lexsort((p50[among], -worth[among]))[0]])
+        # Ties select the faster plan.
+        return int(among[np.lexsort((p50[among], -quality[among]))[0]])
 
-    def _infeasible(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        p50, p99 = self._predicted(request.max_new_tokens, "receipt")
-        assert self._room is not None
-        among = np.flatnonzero(self._room)
-        at = int(among[p99[among].argmin()])
-        least_ms = _waited_ms(request) + float(p99[at])
-        refusal = Rejection(reason="no plan keeps the budget", least_ms=least_ms)
+    def _handle_infeasible(
+        self, request: GenerationRequest, remaining_ms: float
+    ) -> InitialDecision | Rejection:
+        p50, p99 = self._predict(request.max_new_tokens, "receipt")
+        assert self._candidates is not None
+        among = np.flatnonzero(self._candidates)
+        index = int(among[p99[among].argmin()])
+        min_budget_ms = _get_waited_ms(request) + float(p99[index])
+        rejection = Rejection(reason="no plan keeps the budget", least_ms=min_budget_ms)
         if self.on_infeasible == "reject":
-            return refusal
+            return rejection
         tokens = request.max_new_tokens
         if self.on_infeasible == "truncate":
-            tokens = self._most_tokens(at, tokens, remaining_ms)
+            tokens = self._max_feasible_tokens(index, tokens, remaining_ms)
             if tokens == 0:
-                return replace(refusal, reason="no plan keeps the budget, not even for one token")
+                return replace(rejection, reason="no plan keeps the budget, not even for one token")
             self._new_tokens = tokens
-            p50, _ = self._predicted(tokens, "receipt")
-        self._settled = at
-        choice = self._choice(at, p50, request)
+            p50, _ = self._predict(tokens, "receipt")
+        self._decided_plan = index
+        choice = self._make_initial_decision(index, p50, request)
         truncated = self.on_infeasible == "truncate"
         return replace(choice, feasible=truncated, max_new_tokens=tokens if truncated else None)
 
-    def _most_tokens(self, at: int, most: int, remaining_ms: float) -> int:
-        """How many tokens of a plan fit: 0 to `most`."""
-        low, high = 0, most
+    def _max_feasible_tokens(self, index: int, limit: int, remaining_ms: float) -> int:
+        """Number of tokens of a plan that fit, 0 to `limit`."""
+        low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self._predicted(middle, "receipt")[1][at] <= remaining_ms:
+            if self._predict(middle, "receipt")[1][index] <= remaining_ms:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _choice(self, at: int, p50: np.ndarray, request: GenerationRequest) -> InitialDecision:
-        plan = self._plan(at)
-        predicted_ms = _waited_ms(request) + float(p50[at])
+    def _make_initial_decision(
+        self, index: int, p50: np.ndarray, request: GenerationRequest
+    ) -> InitialDecision:
+        plan = self._get_plan(index)
+        predicted_ms = _get_waited_ms(request) + float(p50[index])
         return InitialDecision(
             tier=plan.tier, insertion_position=plan.insertion_position, predicted_ms=predicted_ms
         )
 
-    def _decision(
-        self, at: int, request: GenerationRequest, p50: np.ndarray, p99: np.ndarray, remaining_ms: float
+    def _make_decision(
+        self, index: int, request: GenerationRequest, p50: np.ndarray, p99: np.ndarray, remaining_ms: float
     ) -> PlanDecision:
         return PlanDecision(
-            plan=self._plan(at),
+            plan=self._get_plan(index),
             max_new_tokens=self._new_tokens,
-            feasible=bool(p99[at] <= remaining_ms),
-            predicted_ms=_waited_ms(request) + float(p50[at]),
+            feasible=bool(p99[index] <= remaining_ms),
+            predicted_ms=_get_waited_ms(request) + float(p50[index]),
         )
 
-    def _plan(self, at: int) -> Plan:
-        plan = self.chooser.every[at]
+    def _get_plan(self, index: int) -> Plan:
+        plan = self.selector.all_plans[index]
         return plan if self.images else replace(plan, tier=None)
 
 
-def _waited_ms(request: GenerationRequest) -> float:
+def _get_waited_ms(request: GenerationRequest) -> float:
     return (time.perf_counter() - request.received_s) * 1e3
 
 
-def _tier(plan: Plan) -> int:
+def _tier_rank(plan: Plan) -> int:
     return -1 if plan.tier is None else TIERS.index(plan.tier)
 
 
-def _vision(of_image: Mapping[Tier, int], plan: Plan) -> int:
-    # Profiles need not say how many tokens a tier has; only the tiers' order is known then.
-    return 0 if plan.tier is None else of_image.get(plan.tier, _CROP * (1 + TIERS.index(plan.tier)))
+def _tokens_per_image(of_image: Mapping[Tier, int], plan: Plan) -> int:
+    # Without token counts in the profile only the order of the tiers is known.
+    return (
+        0
+        if plan.tier is None
+        else of_image.get(plan.tier, _DEFAULT_TIER_TOKENS * (1 + TIERS.index(plan.tier)))
+    )

@@ -1,9 +1,11 @@
-"""From a profile to tables, spreads and scores.
+"""Calibration: latency tables, residual scales and conformal scores of a profile.
 
-Spreads and scores are of requests that the tables they are held against have not seen: plans and lengths are
-divided into folds, and each fold's requests are predicted by tables that were fitted to the others
-(cross-conformal prediction, Vovk 2015). So a margin holds what a new plan or a new length is missed by, and
-not only how times scatter. The tables in the end are fitted to all.
+Residual scales and scores come from cross-conformal prediction (Vovk 2015): plans and prompt lengths are
+divided into folds, and the requests of each fold are predicted by tables that were fitted to the other folds.
+Margins therefore cover the error on new plans and lengths, not only the scatter of repeated measurements. The
+final tables are fitted to all measurements.
+
+A score is the residual of a request divided by its scale: (measured - predicted) / `residual_scale`.
 """
 
 from __future__ import annotations
@@ -15,299 +17,359 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparseflow.adaptive.plan.space import TIERS, Tier
-from sparseflow.adaptive.predictor.features import PaddingBuckets, before, counts, stretches, terms
-from sparseflow.adaptive.predictor.table import LatencyTable, PhaseSamples, filled, fit_table, shares, thinned
+from sparseflow.adaptive.predictor.features import (
+    PaddingBuckets,
+    compute_plan_features,
+    count_step_buckets,
+    count_steps_per_bucket,
+    get_bucket_start,
+)
+from sparseflow.adaptive.predictor.table import (
+    LatencyTable,
+    PhaseSamples,
+    fit_table,
+    interpolation_weights,
+    select_log_spaced_knots,
+    subdivide_knots,
+)
 from sparseflow.adaptive.profile.measurement import Measurement
 from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
-FLOOR = 0.002
-"""Least spread, relative: no request repeats to less."""
-_TAIL = 0.05
-_FEWEST = 10
-"""Scores that a tail is told by, at least."""
-_OUTLIERS = 0.98
-"""Quantile of squared errors that larger ones are cut to: a spread is what is usual, scores tell the rest."""
+NUM_FOLDS = 5
+"""Folds of plans and prompt lengths."""
+MAX_LOADS = 4
+"""Maximum number of measured loads with tables of their own."""
+MAX_LOAD_GAP = 0.2
+"""Largest distance between neighboring loads of a predictor, so that corrections at high load do not change
+predictions of an idle device."""
+MIN_BUSY_LOAD = 0.02
+"""Smallest load of a predictor above 0. At higher loads more than one request in a hundred meets others,
+which is what the upper prediction has to cover."""
+MIN_RELATIVE_SCALE = 0.002
+"""Smallest relative residual scale: no request repeats more closely."""
+_MIN_BUCKET_FRACTION = 0.25
+"""Fraction of measurements that must reach a step bucket."""
+_TAIL_FRACTION = 0.05
+_MIN_TAIL_SCORES = 10
+"""Minimum number of scores from which a tail is extrapolated."""
+_ERROR_QUANTILE = 0.98
+"""Squared errors above this quantile are clipped: the scale describes typical errors, scores the rest."""
 
 
-def scatter(coefficients: np.ndarray, prefill: np.ndarray, step: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Spreads: milliseconds, as `prefill` broadcasts.
+def residual_scale(
+    coefficients: np.ndarray, prefill_ms: np.ndarray, step_ms: np.ndarray, decode_ms: np.ndarray
+) -> np.ndarray:
+    """Typical residual of a prediction.
+
+    The square is a + b prefill^2 + c decode step + (d + `MIN_RELATIVE_SCALE`^2) (prefill + decode)^2: a timer
+    resolution, an error of the prefill, independent errors of the steps, and an error of the request.
 
     Args:
-        coefficients: [..., 4], a to d.
-        prefill: Predicted, milliseconds.
-        step: Predicted, milliseconds.
-        rest: Predicted of all steps together, milliseconds.
+        coefficients: a, b, c and d, shape [..., 4].
+        prefill_ms: Predicted prefill, broadcastable.
+        step_ms: Predicted time of one step of the last bucket.
+        decode_ms: Predicted time of all steps.
+
+    Returns:
+        Milliseconds.
     """
-    a, b, c, d = (coefficients[..., at] for at in range(4))
-    whole = prefill + rest
-    return np.sqrt(a + b * (prefill * prefill) + c * (rest * step) + (d + FLOOR**2) * (whole * whole))
+    a, b, c, d = (coefficients[..., index] for index in range(4))
+    total_ms = prefill_ms + decode_ms
+    return np.sqrt(
+        a
+        + b * (prefill_ms * prefill_ms)
+        + c * (decode_ms * step_ms)
+        + (d + MIN_RELATIVE_SCALE**2) * (total_ms * total_ms)
+    )
 
 
-def fit_scatter(prefill: np.ndarray, step: np.ndarray, rest: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Coefficients [4] from requests: each argument [n], of predictions that were made without the request.
+def fit_residual_scale(
+    prefill_ms: np.ndarray, step_ms: np.ndarray, decode_ms: np.ndarray, measured_ms: np.ndarray
+) -> np.ndarray:
+    """Fit the coefficients [4] of `residual_scale` to held-out predictions, each argument of shape [n].
 
     Raises:
         MissingExtraError: SciPy is missing.
     """
     nnls = require("scipy.optimize", "adaptive").nnls
-    whole = prefill + rest
-    parts = np.stack([np.ones_like(whole), prefill**2, rest * step, whole**2], axis=1) / whole[:, None] ** 2
-    error = ((measured - whole) / whole) ** 2
-    error = np.minimum(error, np.quantile(error, _OUTLIERS))
-    scale = np.maximum(parts.mean(axis=0), 1e-300)
-    return nnls(parts / scale, error)[0] / scale
+    total_ms = prefill_ms + decode_ms
+    features = [np.ones_like(total_ms), prefill_ms**2, decode_ms * step_ms, total_ms**2]
+    design = np.stack(features, axis=1) / total_ms[:, None] ** 2
+    error = ((measured_ms - total_ms) / total_ms) ** 2
+    error = np.minimum(error, np.quantile(error, _ERROR_QUANTILE))
+    scale = np.maximum(design.mean(axis=0), 1e-300)
+    return nnls(design / scale, error)[0] / scale
 
 
-def margin(scores: np.ndarray, miss: float) -> float:
-    """What a share `miss` of scores is expected to be above; not negative.
+def conformal_margin(scores: np.ndarray, miss_rate: float) -> float:
+    """Margin that a new score exceeds with probability `miss_rate`; at least 0.
+
+    The margin is the conformal quantile of the scores. Beyond the largest score the tail is extrapolated as
+    exponential.
 
     Args:
-        scores: [n], at least one, in any order.
-        miss: Between 0 and 1.
+        scores: Scores in any order, shape [n], at least one.
+        miss_rate: Probability between 0 and 1.
     """
     ordered = np.sort(scores)
     count = len(ordered)
-    rank = math.ceil((count + 1) * (1.0 - miss))
+    rank = math.ceil((count + 1) * (1.0 - miss_rate))
     if rank <= count:
         return max(float(ordered[rank - 1]), 0.0)
-    top = min(max(math.ceil(_TAIL * count), _FEWEST), count)
-    slope = float(np.mean(ordered[-top:] - ordered[-top]))
-    beyond = slope * math.log(1.0 / (miss * (count + 1)))
-    return max(float(ordered[-1]) + beyond, 0.0)
+    tail_size = min(max(math.ceil(_TAIL_FRACTION * count), _MIN_TAIL_SCORES), count)
+    slope = float(np.mean(ordered[-tail_size:] - ordered[-tail_size]))
+    excess = slope * math.log(1.0 / (miss_rate * (count + 1)))
+    return max(float(ordered[-1]) + excess, 0.0)
 
 
-def condensed(scores: np.ndarray, most: int) -> np.ndarray:
-    """At most so many scores of the same distribution, ascending."""
+def summarize_scores(scores: np.ndarray, max_scores: int) -> np.ndarray:
+    """Replace scores by at most `max_scores` evenly spaced quantiles, ascending."""
     ordered = np.sort(scores)
-    if len(ordered) <= most:
+    if len(ordered) <= max_scores:
         return ordered
-    return np.quantile(ordered, (np.arange(most) + 0.5) / most)
-
-
-FOLDS = 5
-"""Parts that plans and lengths are divided into."""
-LEVELS = 4
-"""Most loads of a profile that are told apart."""
-NEAR = 0.2
-"""How far loads of a predictor lie apart at most: what is learnt beside some load says nothing of none."""
-_ENOUGH = 0.25
-"""Share of visits that reach a stretch of steps that is told apart."""
-ALONE = 0.02
-"""The least load of a predictor but none: beside more of it, more than one request in a hundred meets others,
-which is what the higher prediction is about."""
+    return np.quantile(ordered, (np.arange(max_scores) + 0.5) / max_scores)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseTables:
-    """What a request goes through.
+    """Latency tables of a request.
 
     Attributes:
-        prefill: Of the prompt.
-        steps: Of one step of each stretch.
+        prefill: Prefill; tokens are those of the padded prompt.
+        steps: One decode step in each step bucket; tokens are those of the padded context.
     """
 
     prefill: LatencyTable
     steps: tuple[LatencyTable, ...]
 
-    def filled(self, loads: np.ndarray) -> PhaseTables:
-        """The same times, given at more loads: [L'], those that there are and some between them."""
-        steps = tuple(table.filled(loads) for table in self.steps)
-        return PhaseTables(prefill=self.prefill.filled(loads), steps=steps)
+    def resample_loads(self, loads: np.ndarray) -> PhaseTables:
+        """The same tables at other loads, [L'], interpolated linearly."""
+        return PhaseTables(
+            prefill=self.prefill.resample_loads(loads),
+            steps=tuple(table.resample_loads(loads) for table in self.steps),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """What a profile tells.
+    """Everything that a predictor learns from a profile, at L loads.
 
     Attributes:
-        tables: Times.
-        spreads: [L, 4], of `margins.scatter`, at each load.
-        scores: Of whole requests, at each load.
-        step_scores: Of single steps, at each load.
-        held_out: Predicted and measured median of each plan, length, batch and load that the tables had not
-            seen, of requests as long as the profile's: [cells, 2].
-        tiers: Those that were measured, ascending.
+        tables: Latency tables.
+        scale_coefficients: Coefficients of `residual_scale` at each load, shape [L, 4].
+        scores: Scores of requests at each load.
+        step_scores: Scores of single decode steps at each load.
+        held_out: Predicted and measured median of each held-out combination of plan, prompt length, batch,
+            load and number of steps, shape [combinations, 2], milliseconds.
+        tiers: Measured tiers, ascending.
     """
 
     tables: PhaseTables
-    spreads: np.ndarray
+    scale_coefficients: np.ndarray
     scores: list[np.ndarray]
     step_scores: list[np.ndarray]
     held_out: np.ndarray
     tiers: tuple[Tier, ...]
 
-    def filled(self) -> Calibration:
-        """The same at more loads: `ALONE`, and others, so that none is farther than `NEAR` from the next.
+    def add_loads(self) -> Calibration:
+        """Add `MIN_BUSY_LOAD` and loads so that neighbors are at most `MAX_LOAD_GAP` apart.
 
-        Between two that were measured nobody knows yet what predictions are missed by: scores are those of
-        both, so the longer tail counts.
+        An added load has the scores of both measured neighbors, so the longer tail determines its margin.
         """
-        known = self.tables.prefill.loads
-        loads = filled(known, NEAR)
-        if known[0] == 0.0 and len(known) > 1 and loads[1] > ALONE:
-            loads = np.insert(loads, 1, ALONE)
-        share = shares(loads, known)
+        measured = self.tables.prefill.loads
+        loads = subdivide_knots(measured, MAX_LOAD_GAP)
+        if measured[0] == 0.0 and len(measured) > 1 and loads[1] > MIN_BUSY_LOAD:
+            loads = np.insert(loads, 1, MIN_BUSY_LOAD)
+        weights = interpolation_weights(loads, measured)
 
-        def of_both(scores: list[np.ndarray]) -> list[np.ndarray]:
-            return [np.concatenate([scores[at] for at in np.flatnonzero(row)]) for row in share]
+        def merge_neighbors(scores: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.concatenate([scores[index] for index in np.flatnonzero(row)]) for row in weights]
 
         return replace(
-            self, tables=self.tables.filled(loads), spreads=share @ self.spreads,
-            scores=of_both(self.scores), step_scores=of_both(self.step_scores),
+            self, tables=self.tables.resample_loads(loads),
+            scale_coefficients=weights @ self.scale_coefficients,
+            scores=merge_neighbors(self.scores), step_scores=merge_neighbors(self.step_scores),
         )  # fmt: skip
 
 
-def calibrate(profile: PlanProfile, *, folds: int, seed: int) -> Calibration:
-    """Fit tables, spreads and scores.
+def calibrate(profile: PlanProfile, *, num_folds: int = NUM_FOLDS, seed: int) -> Calibration:
+    """Fit tables, residual scales and scores to a profile.
 
     Raises:
-        InputError: The profile has too few plans or lengths.
+        InputError: The profile has too few plans or prompt lengths.
         MissingExtraError: SciPy is missing.
     """
-    visits = profile.timed
-    groups = [(visit.plan.id, visit.text_tokens) for visit in visits]
-    if len(set(groups)) < folds or not any(visit.steps_ms for visit in visits):
+    measurements = profile.successful
+    groups = [(measurement.plan.id, measurement.text_tokens) for measurement in measurements]
+    if len(set(groups)) < num_folds or not any(measurement.steps_ms for measurement in measurements):
         raise InputError(
-            f"the profile has {len(set(groups))} plans and lengths that could be run, and a predictor needs "
-            f"at least {folds}, with steps: profile more"
+            f"the profile has {len(set(groups))} combinations of plan and prompt length, and a predictor "
+            f"needs at least {num_folds}, with decode steps; profile more"
         )
-    loads = thinned(np.array([visit.load for visit in visits]), LEVELS)
-    phases = _columns(profile, visits)
-    whole = _fit(phases, np.arange(len(visits)), loads, profile)
-    found = np.empty((len(phases), len(visits)))
-    for learnt, judged in split_group_k_fold(groups, folds, seed):
-        rows = np.array(judged)
-        tables = _fit(phases, np.array(learnt), loads, profile)
-        for times, table, phase in zip(found, (tables.prefill, *tables.steps), phases, strict=True):
-            times[rows] = _times(table, phase[rows])
-    return _scored(whole, visits, loads, found[0], found[1:]).filled()
+    loads = select_log_spaced_knots(np.array([measurement.load for measurement in measurements]), MAX_LOADS)
+    phases = _make_phase_samples(profile, measurements)
+    tables = _fit_tables(phases, np.arange(len(measurements)), loads, profile)
+    held_out_ms = np.empty((len(phases), len(measurements)))
+    for fit_rows, held_out_rows in split_group_k_fold(groups, num_folds, seed):
+        rows = np.array(held_out_rows)
+        fold = _fit_tables(phases, np.array(fit_rows), loads, profile)
+        for times, table, phase in zip(held_out_ms, (fold.prefill, *fold.steps), phases, strict=True):
+            times[rows] = _predict_phase(table, phase[rows])
+    return _score_requests(tables, measurements, loads, held_out_ms[0], held_out_ms[1:]).add_loads()
 
 
-def rest_of(stretches: Sequence[np.ndarray] | np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """What all steps take, milliseconds.
+def sum_decode_steps(bucket_ms: Sequence[np.ndarray] | np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Total time of decode steps.
 
     Args:
-        stretches: One step of each: [S, ...].
-        steps: How many; broadcasts with them.
+        bucket_ms: Time of one step in each bucket, shape [S, ...], milliseconds.
+        steps: Number of steps; broadcasts with a row of `bucket_ms`.
     """
-    many = counts(steps, len(stretches))
-    return np.sum([each * time for each, time in zip(many, stretches, strict=True)], axis=0)
+    counts = count_steps_per_bucket(steps, len(bucket_ms))
+    return np.sum([count * time for count, time in zip(counts, bucket_ms, strict=True)], axis=0)
 
 
-def _columns(profile: PlanProfile, visits: Sequence[Measurement]) -> tuple[PhaseSamples, ...]:
-    """What each visit took until its prefill and each stretch of its steps were over; NaN without such steps.
+def _make_phase_samples(
+    profile: PlanProfile, measurements: Sequence[Measurement]
+) -> tuple[PhaseSamples, ...]:
+    """Samples of the prefill and of each step bucket; `end_ms` is NaN for requests that end earlier.
 
-    What is predicted of the phases before is still to be put in.
+    `start_ms` is filled in once the tables of the earlier phases are known.
     """
-    geometry, vision = profile.space.geometry, profile.about.vision_tokens
-    at = {tier: place for place, tier in enumerate(geometry.tiers)}
+    geometry, vision_tokens = profile.space.geometry, profile.metadata.vision_tokens
+    tier_index = {tier: index for index, tier in enumerate(geometry.tiers)}
     prompt = np.array(
-        [v.text_tokens + (vision[v.plan.tier] if v.plan.tier else 0) for v in visits], dtype=float
+        [m.text_tokens + (vision_tokens[m.plan.tier] if m.plan.tier else 0) for m in measurements],
+        dtype=float,
     )
-    steps = np.array([len(visit.steps_ms) for visit in visits], dtype=float)
-    filling = PaddingBuckets.of(profile.about.how)
+    steps = np.array([len(m.steps_ms) for m in measurements], dtype=float)
+    padding = PaddingBuckets.from_config(profile.metadata.config)
     shared = {
-        "batch": np.array([visit.batch for visit in visits], dtype=float),
-        "load": np.array([visit.load for visit in visits]),
-        "terms": terms([visit.plan for visit in visits], geometry),
-        "tier": np.array([at[v.plan.tier] if v.plan.tier else 0 for v in visits]),
-        "before_ms": np.zeros(len(visits)),
+        "batch": np.array([m.batch for m in measurements], dtype=float),
+        "load": np.array([m.load for m in measurements]),
+        "features": compute_plan_features([m.plan for m in measurements], geometry),
+        "tier": np.array([tier_index[m.plan.tier] if m.plan.tier else 0 for m in measurements]),
+        "start_ms": np.zeros(len(measurements)),
     }
     prefill = PhaseSamples(
-        ms=np.array([visit.prefill_ms for visit in visits], dtype=float),
-        tokens=filling.prompt(prompt),
-        images=np.array([float(visit.plan.tier is not None) for visit in visits]),
-        count=np.ones(len(visits)), **shared,
+        end_ms=np.array([m.prefill_ms for m in measurements], dtype=float),
+        tokens=padding.pad_prompts(prompt),
+        images=np.array([float(m.plan.tier is not None) for m in measurements]),
+        repeats=np.ones(len(measurements)), **shared,
     )  # fmt: skip
-    shared["images"] = np.zeros(len(visits))
-    # A few long visits do not tell how all others would go on.
-    many = stretches(int(np.quantile(steps, 1.0 - _ENOUGH, method="lower")))
-    each, contexts = counts(steps, many), filling.stretches(prompt, steps, many)
+    shared["images"] = np.zeros(len(measurements))
+    # A bucket that few requests reach cannot be extrapolated from.
+    num_buckets = count_step_buckets(int(np.quantile(steps, 1.0 - _MIN_BUCKET_FRACTION, method="lower")))
+    counts = count_steps_per_bucket(steps, num_buckets)
+    contexts = padding.mean_contexts(prompt, steps, num_buckets)
+    ends = [get_bucket_start(bucket + 1) for bucket in range(num_buckets - 1)]
 
-    def until(visit: Measurement, stretch: int) -> float:
-        begun, ended = before(stretch), before(stretch + 1) if stretch + 1 < many else len(visit.steps_ms)
-        return visit.total_ms(1 + min(len(visit.steps_ms), ended)) if len(visit.steps_ms) > begun else np.nan
+    def measure_end_ms(measurement: Measurement, bucket: int) -> float:
+        num_steps = len(measurement.steps_ms)
+        if num_steps <= get_bucket_start(bucket):
+            return np.nan
+        end = ends[bucket] if bucket < len(ends) else num_steps
+        return measurement.total_ms(1 + min(num_steps, end))
 
     return prefill, *(
         PhaseSamples(
-            ms=np.array([until(visit, at) for visit in visits]), tokens=contexts[at], count=each[at], **shared
+            end_ms=np.array([measure_end_ms(measurement, bucket) for measurement in measurements]),
+            tokens=contexts[bucket], repeats=counts[bucket], **shared,
         )
-        for at in range(many)
+        for bucket in range(num_buckets)
     )  # fmt: skip
 
 
-def _fit(
+def _fit_tables(
     phases: tuple[PhaseSamples, ...], rows: np.ndarray, loads: np.ndarray, profile: PlanProfile
 ) -> PhaseTables:
-    tiers = len(profile.space.geometry.tiers) if profile.about.vision_tokens else 0
-    prompts = fit_table(phases[0][rows], loads, tiers)
-    before_ms = _times(prompts, phases[0])
+    num_tiers = len(profile.space.geometry.tiers) if profile.metadata.vision_tokens else 0
+    prefill = fit_table(phases[0][rows], loads, num_tiers)
+    start_ms = _predict_phase(prefill, phases[0])
     steps: list[LatencyTable] = []
     for phase in phases[1:]:
-        went_on = rows[np.isfinite(phase.ms[rows])]
-        if not len(went_on) and not steps:
-            raise InputError("too few of the profile's plans and lengths have steps: profile more")
-        if not len(went_on):
-            # Of these nothing is known but that they are steps.
+        bucket_rows = rows[np.isfinite(phase.end_ms[rows])]
+        if not len(bucket_rows) and not steps:
+            raise InputError(
+                "too few plans and prompt lengths of the profile have decode steps; profile more"
+            )
+        if not len(bucket_rows):
+            # No measurement reaches the bucket: use the bucket before it.
             steps.append(steps[-1])
             continue
-        steps.append(fit_table(replace(phase, before_ms=before_ms)[went_on], loads, 0))
-        before_ms = before_ms + phase.count * _times(steps[-1], phase)
-    return PhaseTables(prefill=prompts, steps=tuple(steps))
+        steps.append(fit_table(replace(phase, start_ms=start_ms)[bucket_rows], loads, 0))
+        start_ms = start_ms + phase.repeats * _predict_phase(steps[-1], phase)
+    return PhaseTables(prefill=prefill, steps=tuple(steps))
 
 
-def _times(table: LatencyTable, phase: PhaseSamples) -> np.ndarray:
-    """What the phase takes by a table, at each row's own load."""
-    at = table.at(phase.tokens, phase.batch, phase.terms, phase.images, phase.tier)
-    return np.array([np.interp(load, table.loads, row) for load, row in zip(phase.load, at, strict=True)])
+def _predict_phase(table: LatencyTable, phase: PhaseSamples) -> np.ndarray:
+    """Predicted time of the phase at each row's own load, [n]."""
+    latency_ms = table.predict(phase.tokens, phase.batch, phase.features, phase.images, phase.tier)
+    return np.array(
+        [np.interp(load, table.loads, row) for load, row in zip(phase.load, latency_ms, strict=True)]
+    )
 
 
-def _scored(
-    whole: PhaseTables, visits: Sequence[Measurement], loads: np.ndarray, P: np.ndarray, S: np.ndarray
+def _score_requests(
+    tables: PhaseTables,
+    measurements: Sequence[Measurement],
+    loads: np.ndarray,
+    prefill_ms: np.ndarray,
+    bucket_ms: np.ndarray,
 ) -> Calibration:
-    """Hold requests against predictions that had not seen them: of prefills and of a step of each stretch."""
-    D = S[-1]
-    nearest = np.abs(np.array([visit.load for visit in visits])[:, None] - loads).argmin(axis=1)
-    there = {visit.plan.tier for visit in visits}
-    spreads, scores, step_scores = [], [], []
-    for level in range(len(loads)):
-        here = np.flatnonzero(nearest == level)
-        # A visit is also each shorter request that it begins with; powers of two weigh short and long alike.
-        cuts = [(at, n) for at in here for n in _lengths(visits[at])]
-        at, n = np.array([cut[0] for cut in cuts]), np.array([cut[1] for cut in cuts], dtype=float)
-        measured = np.array([visits[a].total_ms(count + 1) for a, count in cuts])
-        rest = rest_of(S[:, at], n)
-        spreads.append(fit_scatter(P[at], D[at], rest, measured))
-        scores.append((measured - P[at] - rest) / scatter(spreads[-1], P[at], D[at], rest))
-        times = [(D[a], ms) for a in here for ms in visits[a].steps_ms[1:]] or [(1.0, 1.0)]
-        d, ms = np.array(times).T
-        step_scores.append((ms - d) / scatter(spreads[-1], np.zeros_like(d), d, d))
+    """Compare measurements with their held-out predictions of prefill, [n], and step in each bucket, [S,
+    n]."""
+    step_ms = bucket_ms[-1]
+    nearest_load = np.abs(np.array([m.load for m in measurements])[:, None] - loads).argmin(axis=1)
+    tiers = {measurement.plan.tier for measurement in measurements}
+    coefficients, scores, step_scores = [], [], []
+    for load_index in range(len(loads)):
+        rows = np.flatnonzero(nearest_load == load_index)
+        # A measurement contains shorter requests; powers of two give short and long ones equal weight.
+        prefixes = [(row, steps) for row in rows for steps in _list_prefix_steps(measurements[row])]
+        index = np.array([row for row, _ in prefixes])
+        num_steps = np.array([steps for _, steps in prefixes], dtype=float)
+        measured_ms = np.array([measurements[row].total_ms(steps + 1) for row, steps in prefixes])
+        prefill, step = prefill_ms[index], step_ms[index]
+        decode = sum_decode_steps(bucket_ms[:, index], num_steps)
+        coefficients.append(fit_residual_scale(prefill, step, decode, measured_ms))
+        scale = residual_scale(coefficients[-1], prefill, step, decode)
+        scores.append((measured_ms - prefill - decode) / scale)
+        pairs = [(step_ms[row], ms) for row in rows for ms in measurements[row].steps_ms[1:]] or [(1.0, 1.0)]
+        predicted_step, measured_step = np.array(pairs).T
+        step_scale = residual_scale(
+            coefficients[-1], np.zeros_like(predicted_step), predicted_step, predicted_step
+        )
+        step_scores.append((measured_step - predicted_step) / step_scale)
     return Calibration(
-        tables=whole, spreads=np.array(spreads), scores=scores, step_scores=step_scores,
-        held_out=_held_out(visits, P, S), tiers=tuple(tier for tier in TIERS if tier in there),
+        tables=tables, scale_coefficients=np.array(coefficients), scores=scores, step_scores=step_scores,
+        held_out=_summarize_held_out(measurements, prefill_ms, bucket_ms),
+        tiers=tuple(tier for tier in TIERS if tier in tiers),
     )  # fmt: skip
 
 
-def _lengths(visit: Measurement) -> list[int]:
-    """Steps of the requests that a visit begins with: 0, 1, 2, 4, ... and all."""
-    steps = len(visit.steps_ms)
+def _list_prefix_steps(measurement: Measurement) -> list[int]:
+    """Steps of the shorter requests to score: 0, 1, 2, 4, ... and all."""
+    steps = len(measurement.steps_ms)
     return sorted({0, steps, *(1 << power for power in range(steps.bit_length()) if 1 << power <= steps)})
 
 
-def _held_out(visits: Sequence[Measurement], P: np.ndarray, S: np.ndarray) -> np.ndarray:
-    predicted = P + rest_of(S, np.array([len(visit.steps_ms) for visit in visits], dtype=float))
-    cells: dict[tuple[object, ...], list[int]] = {}
-    for at, visit in enumerate(visits):
-        cells.setdefault((*visit.key[:4], len(visit.steps_ms)), []).append(at)
-    return np.array(
-        [
-            (
-                np.median(predicted[cell]),
-                np.median([visits[at].total_ms(1 + len(visits[at].steps_ms)) for at in cell]),
-            )
-            for cell in cells.values()
-        ]
-    )
+def _summarize_held_out(
+    measurements: Sequence[Measurement], prefill_ms: np.ndarray, bucket_ms: np.ndarray
+) -> np.ndarray:
+    steps = np.array([len(measurement.steps_ms) for measurement in measurements], dtype=float)
+    predicted = prefill_ms + sum_decode_steps(bucket_ms, steps)
+    measured = np.array([measurement.total_ms(1 + len(measurement.steps_ms)) for measurement in measurements])
+    rows = group_repetitions(measurements)
+    return np.array([(np.median(predicted[row]), np.median(measured[row])) for row in rows])
+
+
+def group_repetitions(measurements: Sequence[Measurement]) -> list[list[int]]:
+    """Indices of measurements with the same plan, prompt length, batch, load and number of steps."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, measurement in enumerate(measurements):
+        groups.setdefault((*measurement.key[:4], len(measurement.steps_ms)), []).append(index)
+    return list(groups.values())

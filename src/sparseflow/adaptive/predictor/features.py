@@ -1,4 +1,8 @@
-"""Requests as columns of numbers, which is what tables are looked up with."""
+"""Features of a request under a plan: plan features, padding buckets and decode step buckets.
+
+Decode steps are grouped into buckets of 1, 2, 4, 8, ... steps, because a step's latency depends on how far
+the answer has grown. Bucket b starts after 2^b - 1 steps; the last bucket is unbounded.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,29 @@ import numpy as np
 from sparseflow.adaptive.plan.space import ModelGeometry, Plan, Tier
 from sparseflow.errors import InputError
 
-After = Literal["receipt", "vision", "insertion"]
-"""How far a request has come: nothing has run, its image was seen, or the blocks before the insertion ran."""
-AFTERS: tuple[After, ...] = get_args(After)
+CompletedStage = Literal["receipt", "vision", "insertion"]
+"""Last completed stage of a request: received, image encoded, or blocks before the insertion position run."""
+COMPLETED_STAGES: tuple[CompletedStage, ...] = get_args(CompletedStage)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyQuery:
-    """A request, and how it would be run.
+    """A request and the conditions under which it runs.
 
     Attributes:
-        plan: Without a tier for a request without image.
-        text_tokens: Of the prompt, those that are not of images.
-        images: How many, counted in images of the profile's size (`ProfileMetadata.images`): one with a
-            quarter of the tokens is 0.25. They become tokens in proportion. Smaller ones than the profile's
-            take as long to
-            be seen as that one: how far below it a vision tower's time falls was not measured.
-        new_tokens: To be generated, at least 1; the first comes from the prefill.
-        batch: Requests that run when its turn comes, itself included.
-        load: Share of the device that others want, 0 to 1; of an engine, `Engine.load`.
-        queued_ms: What it waited, or will.
-        after: How far it has come; what is predicted is what remains from there, and what it waited.
+        plan: Plan; its tier is None for a request without images.
+        text_tokens: Prompt tokens that do not belong to images.
+        images: Number of images, in images of the profile's size (`ProfileMetadata.count_images`): an image
+            with a quarter of the tokens counts as 0.25. Tokens are proportional to it. Encoding time is not:
+            smaller images were not measured, so they cost as much as one of the profile's size.
+        new_tokens: Tokens to generate, at least 1; the first one comes from the prefill.
+        batch: Concurrent requests when this one starts to run, including itself.
+        load: Share of the device that other requests use, 0 to 1; for an engine, `Engine.load`.
+        queued_ms: Queueing time, past or expected.
+        after: Last completed stage. The prediction is the remaining time after it, plus `queued_ms`.
 
     Raises:
-        InputError: A figure is NaN, negative or otherwise out of range.
+        InputError: A value is NaN, negative or out of range.
     """
 
     plan: Plan
@@ -47,170 +50,197 @@ class LatencyQuery:
     batch: int = 1
     load: float = 0.0
     queued_ms: float = 0.0
-    after: After = "receipt"
+    after: CompletedStage = "receipt"
 
     def __post_init__(self) -> None:
-        check_sizes(self.text_tokens, self.images, self.new_tokens, self.batch, self.load, self.queued_ms)
+        check_request_size(
+            self.text_tokens, self.images, self.new_tokens, self.batch, self.load, self.queued_ms
+        )
         if (self.plan.tier is None) != (self.images == 0):
             raise InputError(
-                f"`images` (={self.images}) and the plan's tier (={self.plan.tier!r}) do not fit: a request "
-                "without image has no tier, one with images has"
+                f"`images` (={self.images}) contradicts the plan's tier (={self.plan.tier!r}): the tier is "
+                "None exactly if there are no images"
             )
-        if self.after not in AFTERS:
-            raise InputError(f"`after` (={self.after!r}) must be one of {', '.join(AFTERS)}")
+        check_completed_stage(self.after)
 
 
-def check_sizes(
+def check_request_size(
     text_tokens: int, images: float, new_tokens: int, batch: int, load: float, queued_ms: float
 ) -> None:
-    """That a request can be of this size.
-
-    Raises:
-        InputError: It cannot.
-    """
-    for name, value, least in (
+    """Raise InputError if a value is NaN, negative or out of range."""
+    for name, value, minimum in (
         ("text_tokens", text_tokens, 0), ("new_tokens", new_tokens, 1), ("batch", batch, 1),
     ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {least}")
-    number = isinstance(images, int | float) and not isinstance(images, bool)
-    if not (number and math.isfinite(images) and images >= 0.0):
-        raise InputError(
-            f"`images` (={images!r}) must be a finite number, not negative: how many of the profile's images"
-        )
+        if type(value) is not int or value < minimum:
+            raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
+    is_number = isinstance(images, int | float) and not isinstance(images, bool)
+    if not (is_number and math.isfinite(images) and images >= 0.0):
+        raise InputError(f"`images` (={images!r}) must be a finite, non-negative number of images")
     if not 0.0 <= load <= 1.0:
-        raise InputError(f"`load` (={load}) must be a share of the device, in [0, 1]")
+        raise InputError(f"`load` (={load}) must be a share of the device between 0 and 1")
     if not (math.isfinite(queued_ms) and queued_ms >= 0.0):
-        raise InputError(f"`queued_ms` (={queued_ms}) must be a finite number of milliseconds, not negative")
+        raise InputError(f"`queued_ms` (={queued_ms}) must be a finite, non-negative time in milliseconds")
 
 
-def stretches(steps: int) -> int:
-    """How many can be told apart where the longest request has so many steps.
+def check_completed_stage(after: CompletedStage) -> None:
+    """Raise InputError if `after` is not a stage."""
+    if after not in COMPLETED_STAGES:
+        raise InputError(f"`after` (={after!r}) must be one of {', '.join(COMPLETED_STAGES)}")
 
-    The last of them has at least half as many as come before it: it is what longer requests are told by.
+
+def count_step_buckets(max_steps: int) -> int:
+    """Number of decode step buckets for requests of up to `max_steps` steps.
+
+    The last bucket has at least half as many steps as all buckets before it, because predictions for longer
+    requests extrapolate from it.
     """
     count = 1
-    while 3 * before(count) <= 2 * steps:
+    while 3 * get_bucket_start(count) <= 2 * max_steps:
         count += 1
     return count
 
 
-def before(stretch: int) -> int:
-    """How many steps come before a stretch."""
-    return (1 << stretch) - 1
+def get_bucket_start(bucket: int) -> int:
+    """Number of decode steps before a bucket."""
+    return (1 << bucket) - 1
 
 
-def counts(steps: np.ndarray, count: int) -> np.ndarray:
-    """How many steps of requests are in each of `count` stretches: [...] -> [count, ...] float64."""
-    shape = (count, *[1] * np.ndim(steps))
-    begins, lengths = (each.reshape(shape) for each in _bounds(count))
-    return np.minimum(np.maximum(steps - begins, 0.0), lengths)
+def count_steps_per_bucket(steps: np.ndarray, num_buckets: int) -> np.ndarray:
+    """Distribute decode steps of requests over buckets.
+
+    Args:
+        steps: Number of steps of each request, any shape.
+        num_buckets: Number of buckets.
+
+    Returns:
+        Steps in each bucket, shape [num_buckets, *steps.shape], float64.
+    """
+    shape = (num_buckets, *[1] * np.ndim(steps))
+    starts, lengths = (bounds.reshape(shape) for bounds in _get_bucket_bounds(num_buckets))
+    return np.minimum(np.maximum(steps - starts, 0.0), lengths)
 
 
 @cache
-def _bounds(count: int) -> tuple[np.ndarray, np.ndarray]:
-    begins = np.array([float(before(stretch)) for stretch in range(count)])
-    return begins, np.diff(begins, append=np.inf)
+def _get_bucket_bounds(num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.array([float(get_bucket_start(bucket)) for bucket in range(num_buckets)])
+    return starts, np.diff(starts, append=np.inf)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaddingBuckets:
-    """The sizes of an engine.
+    """Lengths to which an engine pads prompts and attention contexts; none if it does not pad.
 
     Attributes:
-        prompts: That prompts are filled up to, ascending: [P]; longer ones run as long as they are.
-        contexts: That attention of steps is rounded up to, ascending: [C].
+        prompts: Padded prompt lengths, ascending, shape [P]; longer prompts are not padded.
+        contexts: Padded context lengths of decode steps, ascending, shape [C].
     """
 
     prompts: np.ndarray = field(default_factory=lambda: np.empty(0))
     contexts: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @classmethod
-    def of(cls, how: Mapping[str, Any]) -> PaddingBuckets:
-        """Those of a profile, by its circumstances."""
-        return cls(**{name: np.array(how.get(name, ()), dtype=float) for name in ("prompts", "contexts")})
+    def from_config(cls, config: Mapping[str, Any]) -> PaddingBuckets:
+        """Build from `ProfileMetadata.config`."""
+        return cls(**{name: np.array(config.get(name, ()), dtype=float) for name in ("prompts", "contexts")})
 
-    def prompt(self, tokens: np.ndarray) -> np.ndarray:
-        """What prompts of so many tokens run as: [n] -> [n]."""
+    def pad_prompts(self, tokens: np.ndarray) -> np.ndarray:
+        """Padded lengths of prompts: [n] -> [n]."""
         if not len(self.prompts):
             return tokens
-        at = np.searchsorted(self.prompts, tokens)
-        return np.maximum(self.prompts[np.minimum(at, len(self.prompts) - 1)], tokens)
+        index = np.searchsorted(self.prompts, tokens)
+        return np.maximum(self.prompts[np.minimum(index, len(self.prompts) - 1)], tokens)
 
-    def stretches(self, tokens: np.ndarray, steps: np.ndarray, count: int) -> np.ndarray:
-        """The mean of what steps of each stretch look at: [n] and [n] -> [count, n]; without any, what one
-        would.
+    def mean_contexts(self, tokens: np.ndarray, steps: np.ndarray, num_buckets: int) -> np.ndarray:
+        """Mean padded context length of the decode steps of each bucket.
 
         Args:
-            tokens: Of the prompts.
-            steps: Tokens after the first.
-            count: Of stretches.
-        """
-        many = counts(steps, count)
-        return np.stack([self.context(tokens + before(at), each) for at, each in enumerate(many)])
+            tokens: Prompt lengths, shape [n].
+            steps: Decode steps, shape [n].
+            num_buckets: Number of step buckets.
 
-    def context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The mean of what `steps` steps look at that begin after so many tokens: [n] and [n] -> [n]; without
-        steps, what one would."""
+        Returns:
+            Shape [num_buckets, n]; a bucket without steps has the context of its first step.
+        """
+        counts = count_steps_per_bucket(steps, num_buckets)
+        return np.stack(
+            [
+                self.mean_context(tokens + get_bucket_start(bucket), count)
+                for bucket, count in enumerate(counts)
+            ]
+        )
+
+    def mean_context(self, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Mean padded context length of `steps` decode steps after `tokens` tokens: [n] and [n] -> [n].
+
+        Without steps it is the context of one step.
+        """
         if not len(self.contexts):
             return tokens + (np.maximum(steps, 0.0) + 1.0) / 2.0
         count = np.maximum(steps, 1.0)
-        return (self._until(tokens + count) - self._until(tokens)) / count
+        return (self._sum_contexts(tokens + count) - self._sum_contexts(tokens)) / count
 
-    def _until(self, last: np.ndarray) -> np.ndarray:
-        """Sum of what steps with 1, 2, ... `last` tokens look at."""
-        below = np.concatenate([[0.0], self.contexts[:-1]])
-        width = self.contexts - below
-        # Nothing is longer than the largest.
+    def _sum_contexts(self, last: np.ndarray) -> np.ndarray:
+        """Sum of the padded lengths of contexts of 1, 2, ..., `last` tokens."""
+        lower = np.concatenate([[0.0], self.contexts[:-1]])
+        width = self.contexts - lower
+        # The largest bucket also serves longer contexts.
         width[-1] = np.inf
-        return np.minimum(np.maximum(last[:, None] - below, 0.0), width) @ self.contexts
+        return np.minimum(np.maximum(last[:, None] - lower, 0.0), width) @ self.contexts
 
 
-def width(geometry: ModelGeometry) -> int:
-    """How many terms a plan has."""
+def count_plan_features(geometry: ModelGeometry) -> int:
+    """Number of features of a plan."""
     return 1 + len(geometry.top_ks)
 
 
-def terms(plans: Sequence[Plan], geometry: ModelGeometry, *, inserted: bool = False) -> np.ndarray:
-    """The terms of plans: float64, [plans, `width`].
+def compute_plan_features(
+    plans: Sequence[Plan], geometry: ModelGeometry, *, inserted: bool = False
+) -> np.ndarray:
+    """Features of plans: latency is linear in them.
+
+    The features are a constant 1, the number of blocks, and for each top-k above the smallest one the number
+    of blocks that run with at least that top-k.
 
     Args:
-        plans: What to describe.
-        geometry: The model's.
-        inserted: Leave out the blocks before the insertion: they have run.
+        plans: Plans.
+        geometry: Geometry of the model.
+        inserted: Whether to leave out the blocks before the insertion position.
+
+    Returns:
+        Shape [plans, K] with K = `count_plan_features(geometry)`, float64.
 
     Raises:
         PlanError: The model cannot run a plan.
     """
-    found = np.empty((len(plans), width(geometry)))
-    for row, plan in zip(found, plans, strict=True):
+    features = np.empty((len(plans), count_plan_features(geometry)))
+    for row, plan in zip(features, plans, strict=True):
         geometry.check(plan)
-        first = 0 if inserted else plan.insertion_position
-        after = len(plan.blocks) - plan.insertion_position
-        row[0], row[1] = 1.0, first + after
-        row[2:] = [first + after * (plan.top_k >= top_k) for top_k in geometry.top_ks[1:]]
-    return found
+        num_first = 0 if inserted else plan.insertion_position
+        num_later = len(plan.blocks) - plan.insertion_position
+        row[0], row[1] = 1.0, num_first + num_later
+        row[2:] = [num_first + num_later * (plan.top_k >= top_k) for top_k in geometry.top_ks[1:]]
+    return features
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestFeatures:
-    """n requests; every array is float64 [n] unless it says otherwise.
+    """Features of n requests, float64 [n] unless stated otherwise.
 
     Attributes:
-        prefill_terms: [n, K], of the blocks that the prefill has before it.
-        step_terms: [n, K], of all blocks.
-        prompt: Tokens that the prompt runs as, those of images among them.
-        contexts: Mean number of tokens that a step of each stretch looks at: [S, n].
-        steps: Tokens after the first.
-        images: To be seen; see `seen`.
-        tier: [n] int, index into the model's tiers; 0 without image.
-        batch: As in `LatencyQuery`.
-        load: As in `LatencyQuery`.
-        queued_ms: As in `LatencyQuery`.
+        prefill_features: Plan features of the blocks that the prefill still has to run, shape [n, K].
+        step_features: Plan features of all blocks, shape [n, K].
+        prompt: Padded prompt length, including tokens of images.
+        contexts: Mean padded context length of each step bucket, shape [S, n].
+        steps: Decode steps: tokens after the first one.
+        images: Images to encode; see `count_encoded_images`.
+        tier: Index into the model's tiers, int; 0 without images.
+        batch: Concurrent requests.
+        load: Share of the device that other requests use.
+        queued_ms: Queueing time.
     """
 
-    prefill_terms: np.ndarray
-    step_terms: np.ndarray
+    prefill_features: np.ndarray
+    step_features: np.ndarray
     prompt: np.ndarray
     contexts: np.ndarray
     steps: np.ndarray
@@ -225,14 +255,14 @@ class RequestFeatures:
 
 
 class FeatureBuilder:
-    """Turns asks into columns, for one model.
+    """Converts queries about one model to `RequestFeatures`.
 
     Args:
-        geometry: The model's.
-        vision_tokens: Of one image, at each tier.
-        plans: Those that are asked about most.
-        filling: What prompts and contexts are rounded up to.
-        stretches: Of steps, that times are told of.
+        geometry: Geometry of the model.
+        vision_tokens: Tokens of one image at each tier.
+        plans: Plans whose features are computed in advance.
+        padding: Padding of prompts and contexts.
+        num_buckets: Number of decode step buckets.
     """
 
     def __init__(
@@ -240,73 +270,77 @@ class FeatureBuilder:
         geometry: ModelGeometry,
         vision_tokens: Mapping[Tier, int],
         plans: Sequence[Plan],
-        filling: PaddingBuckets,
-        stretches: int,
+        padding: PaddingBuckets,
+        num_buckets: int,
     ) -> None:
-        self._geometry, self._vision, self._filling = geometry, dict(vision_tokens), filling
-        self._stretches = stretches
-        self._known: dict[Plan, int] = {}
-        self._whole = self._rest = np.empty((0, width(geometry)))
-        self._tokens = self._tier = np.empty(0, dtype=int)
-        self._learn(plans)
-        self._learn({replace(plan, tier=None): None for plan in plans})
+        self._geometry, self._vision_tokens, self._padding = geometry, dict(vision_tokens), padding
+        self._num_buckets = num_buckets
+        self._plan_index: dict[Plan, int] = {}
+        self._all_blocks = self._later_blocks = np.empty((0, count_plan_features(geometry)))
+        self._image_tokens = self._tier = np.empty(0, dtype=int)
+        self._add_plans(plans)
+        self._add_plans({replace(plan, tier=None): None for plan in plans})
 
-    def of(self, asks: Sequence[LatencyQuery]) -> RequestFeatures:
-        """One row an ask.
+    def build(self, queries: Sequence[LatencyQuery]) -> RequestFeatures:
+        """Compute the features of each query.
 
         Raises:
             PlanError: The model cannot run a plan.
-            InputError: Nothing is asked, or images of a model whose profile saw none.
+            InputError: There are no queries, or a query has images and the profile has none.
         """
-        if not asks:
-            raise InputError("`asks` is empty; ask about at least one request")
-        if not self._vision and any(ask.images for ask in asks):
-            raise InputError("the profile measured no images, so nothing is known of images")
-        known = self._known
+        if not queries:
+            raise InputError("`queries` is empty; pass at least one request")
+        if not self._vision_tokens and any(query.images for query in queries):
+            raise InputError("the profile contains no images, so requests with images cannot be predicted")
+        plan_index = self._plan_index
         try:
-            at = [known[ask.plan] for ask in asks]
+            rows = [plan_index[query.plan] for query in queries]
         except KeyError:
-            return self._with(asks).of(asks)
+            return self._extend(queries).build(queries)
         columns = zip(
             *(
-                (ask.text_tokens, ask.images, ask.new_tokens, ask.batch, ask.load, ask.queued_ms)
-                for ask in asks
+                (query.text_tokens, query.images, query.new_tokens, query.batch, query.load, query.queued_ms)
+                for query in queries
             ),
             strict=True,
         )
         text, images, new, batch, load, queued = (np.array(column, dtype=float) for column in columns)
-        # A prompt has whole tokens, and sizes that prompts are filled up to are of whole ones.
-        prompt = text + np.rint(images * self._tokens[at])
-        first, to_see = self._whole[at], seen(images)
-        if any(ask.after != "receipt" for ask in asks):
-            inserted = np.array([ask.after == "insertion" for ask in asks])
-            first = np.where(inserted[:, None], self._rest[at], first)
-            to_see = to_see * [ask.after == "receipt" for ask in asks]
+        # Prompt lengths are integers, and so are padded lengths.
+        prompt = text + np.rint(images * self._image_tokens[rows])
+        prefill_features, to_encode = self._all_blocks[rows], count_encoded_images(images)
+        if any(query.after != "receipt" for query in queries):
+            inserted = np.array([query.after == "insertion" for query in queries])
+            prefill_features = np.where(inserted[:, None], self._later_blocks[rows], prefill_features)
+            to_encode = to_encode * [query.after == "receipt" for query in queries]
         return RequestFeatures(
-            prefill_terms=first, step_terms=self._whole[at], prompt=self._filling.prompt(prompt),
-            contexts=self._filling.stretches(prompt, new - 1.0, self._stretches),
-            steps=new - 1.0, images=to_see, tier=self._tier[at], batch=batch, load=load, queued_ms=queued,
+            prefill_features=prefill_features, step_features=self._all_blocks[rows],
+            prompt=self._padding.pad_prompts(prompt),
+            contexts=self._padding.mean_contexts(prompt, new - 1.0, self._num_buckets),
+            steps=new - 1.0, images=to_encode, tier=self._tier[rows], batch=batch, load=load,
+            queued_ms=queued,
         )  # fmt: skip
 
-    def _with(self, asks: Sequence[LatencyQuery]) -> FeatureBuilder:
-        """One that knows the plans of asks, too; this one may be in use by another thread."""
-        made = copy(self)
-        made._known = dict(self._known)
-        made._learn({ask.plan: None for ask in asks if ask.plan not in self._known})
-        return made
+    def _extend(self, queries: Sequence[LatencyQuery]) -> FeatureBuilder:
+        """Copy with the plans of queries added; other threads may be using this builder."""
+        extended = copy(self)
+        extended._plan_index = dict(self._plan_index)
+        extended._add_plans({query.plan: None for query in queries if query.plan not in self._plan_index})
+        return extended
 
-    def _learn(self, plans: Collection[Plan]) -> None:
-        geometry, fresh = self._geometry, [plan for plan in plans if plan not in self._known]
-        self._known |= {plan: len(self._known) + at for at, plan in enumerate(fresh)}
-        self._whole = np.concatenate([self._whole, terms(fresh, geometry)])
-        self._rest = np.concatenate([self._rest, terms(fresh, geometry, inserted=True)])
-        place = {tier: at for at, tier in enumerate(geometry.tiers)}
-        tokens = [self._vision.get(plan.tier, 0) if plan.tier else 0 for plan in fresh]
-        tiers = [place[plan.tier] if plan.tier else 0 for plan in fresh]
-        self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=int)])
+    def _add_plans(self, plans: Collection[Plan]) -> None:
+        geometry, new_plans = self._geometry, [plan for plan in plans if plan not in self._plan_index]
+        self._plan_index |= {plan: len(self._plan_index) + index for index, plan in enumerate(new_plans)}
+        self._all_blocks = np.concatenate([self._all_blocks, compute_plan_features(new_plans, geometry)])
+        self._later_blocks = np.concatenate(
+            [self._later_blocks, compute_plan_features(new_plans, geometry, inserted=True)]
+        )
+        tier_index = {tier: index for index, tier in enumerate(geometry.tiers)}
+        tokens = [self._vision_tokens.get(plan.tier, 0) if plan.tier else 0 for plan in new_plans]
+        tiers = [tier_index[plan.tier] if plan.tier else 0 for plan in new_plans]
+        self._image_tokens = np.concatenate([self._image_tokens, np.array(tokens, dtype=int)])
         self._tier = np.concatenate([self._tier, np.array(tiers, dtype=int)])
 
 
-def seen(images: np.ndarray | float) -> np.ndarray:
-    """How many images' time it takes to see some, of `LatencyQuery.images`: less than one counts as one."""
+def count_encoded_images(images: np.ndarray | float) -> np.ndarray:
+    """Images to charge for encoding; less than one image costs as much as one."""
     return np.where(np.greater(images, 0.0), np.maximum(images, 1.0), 0.0)

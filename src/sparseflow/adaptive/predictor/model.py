@@ -1,183 +1,204 @@
-"""How long a request will take: its median, and what 99 in 100 stay below.
+"""Prediction of request latency: the median and an upper quantile, usually p99.
 
-A request takes what it waited, its prefill, and a step for each token after the first. The prefill and a step
-of each stretch (`stretches.py`) are tables (`table.py`) that were fitted to a profile; the margin between the
-median and the 99th percentile is of whole requests (`margins.py`). As requests end, `observe` moves both
-(`online.py`).
+The latency of a request is its queueing time, the prefill, and one decode step per token after the first. The
+prefill and a step of each step bucket are tables that are fitted to a profile (`table`). The margin between
+median and upper quantile is conformal, over full requests (`calibration`). `observe` corrects both with
+finished requests (`online`).
 
-Why no boosted trees: with the same monotone constraints they err more on lengths and plans that were not
-profiled, as `benchmarks/adaptive/predictor.py` shows, since a tree knows no straight line.
+Boosted trees with the same monotone constraints have larger errors on lengths and plans that were not
+profiled, because trees extrapolate poorly (`benchmarks/adaptive/predictor.py`).
 
-Nothing predicted falls when text, images, new tokens, blocks, top-k, the batch or the load grow. Loads beyond
-the highest of the profile count as that one.
+Predictions do not decrease with text tokens, images, new tokens, blocks, top-k, batch or load. Loads above
+the highest load of the profile are treated as that load.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from sparseflow.adaptive.kernels import policy_inference
 from sparseflow.adaptive.plan.space import PlanSpace, Tier
 from sparseflow.adaptive.predictor.cache import CorrectionState, PlanLatencyCache
 from sparseflow.adaptive.predictor.calibration import (
-    FLOOR,
-    FOLDS,
+    MIN_RELATIVE_SCALE,
     Calibration,
     PhaseTables,
     calibrate,
-    condensed,
-    margin,
-    rest_of,
-    scatter,
+    conformal_margin,
+    residual_scale,
+    sum_decode_steps,
+    summarize_scores,
 )
 from sparseflow.adaptive.predictor.features import (
-    AFTERS,
-    After,
+    CompletedStage,
     FeatureBuilder,
     LatencyQuery,
     PaddingBuckets,
     RequestFeatures,
-    check_sizes,
-    width,
+    check_completed_stage,
+    check_request_size,
+    count_plan_features,
 )
-from sparseflow.adaptive.predictor.online import WINDOW, ConformalMargin, DriftCorrection
-from sparseflow.adaptive.predictor.table import LatencyTable, shares
+from sparseflow.adaptive.predictor.online import (
+    WINDOW_SIZE,
+    ConformalMargin,
+    DriftCorrection,
+    DriftState,
+    MarginState,
+)
+from sparseflow.adaptive.predictor.table import interpolation_weights
 from sparseflow.adaptive.profile.metadata import ProfileMetadata
 from sparseflow.adaptive.profile.storage import PlanProfile
-from sparseflow.core.files import write_atomic
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.artifact import ArrayField, Artifact, DictField
+from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-LEVEL = 0.99
-"""Share of requests that shall take no longer than the higher prediction."""
-Times = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Prefill, one step of the last stretch, and all steps together, at each load: each [n, L], milliseconds."""
-_FORMAT = "sparseflow-adaptive-predictor-3"
+DEFAULT_LEVEL = 0.99
+"""Default quantile of the upper prediction."""
+PhaseTimes = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Prefill, one step of the last bucket, and all steps, at each load: each [n, L], milliseconds."""
 
 
 class PlanLatencyPredictor:
-    """Predicts latencies. Make one with `fit` or `load`; it may be used by several threads.
+    """Predicts the latency of requests under plans. Create it with `fit` or `load`. Thread-safe.
 
     Attributes:
-        about: Of which model, and on which device.
-        space: The plans that `predict_all` is about.
-        level: Share of requests that shall take no longer than the higher prediction.
-        held_out: How far off medians were for plans and lengths that a fit had not seen: mean of relative
-            errors, a share.
-        tiers: Those that were measured; what is predicted for others is a guess.
+        metadata: Model and device of the profile.
+        space: Plans of `predict_all`.
+        level: Quantile of the upper prediction, such as 0.99.
+        held_out_error: Mean relative error of medians on held-out plans and prompt lengths.
+        tiers: Measured tiers; predictions for other tiers are extrapolated.
     """
 
     def __init__(
         self,
         *,
-        about: ProfileMetadata,
+        metadata: ProfileMetadata,
         space: PlanSpace,
         tables: PhaseTables,
-        spreads: np.ndarray,
+        scale_coefficients: np.ndarray,
         step_margins: np.ndarray,
         margins: Sequence[ConformalMargin],
-        factors: tuple[DriftCorrection, DriftCorrection],
-        level: float = LEVEL,
-        held_out: float,
+        corrections: tuple[DriftCorrection, DriftCorrection],
+        level: float = DEFAULT_LEVEL,
+        held_out_error: float,
         tiers: Sequence[Tier],
     ) -> None:
-        self.tiers = tuple(tiers)
-        self.about, self.space, self.level, self.held_out = about, space, level, held_out
-        self._tables, self._spreads, self._step_margins = tables, spreads, step_margins
-        self._margins, self._factors = list(margins), factors
+        self.metadata, self.space, self.level = metadata, space, level
+        self.held_out_error, self.tiers = held_out_error, tuple(tiers)
+        self._tables, self._scale_coefficients = tables, scale_coefficients
+        self._step_margins, self._margins, self._corrections = step_margins, list(margins), corrections
         self._loads = tables.prefill.loads
-        filling, plans = PaddingBuckets.of(about.how), space.plans
-        self._describe = FeatureBuilder(
-            space.geometry, about.vision_tokens, plans, filling, len(tables.steps)
-        )
-        self._sheets = PlanLatencyCache(tables, space.geometry, plans, about.vision_tokens, filling)
-        self._places = {plan: at for at, plan in enumerate(plans)}
-        self._expected = policy_inference.kernels().expected
+        padding, plans = PaddingBuckets.from_config(metadata.config), space.plans
+        vision_tokens = metadata.vision_tokens
+        self._features = FeatureBuilder(space.geometry, vision_tokens, plans, padding, len(tables.steps))
+        self._cache = PlanLatencyCache(tables, space.geometry, plans, vision_tokens, padding)
+        self._plan_index = {plan: index for index, plan in enumerate(plans)}
+        self._predict_quantiles = policy_inference.load_kernels().predict_quantiles
         self._lock = threading.Lock()
-        self._now = self._settled()
+        self._correction_state = self._snapshot_corrections()
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Those that times are told at, ascending: those of the profile, and some between them."""
+        """Loads of the tables, ascending: those of the profile, and some between them."""
         return tuple(self._loads.tolist())
 
     @classmethod
     def fit(
-        cls, profile: PlanProfile, space: PlanSpace | None = None, *, level: float = LEVEL, seed: int = 0
+        cls,
+        profile: PlanProfile,
+        space: PlanSpace | None = None,
+        *,
+        level: float = DEFAULT_LEVEL,
+        seed: int = 0,
     ) -> PlanLatencyPredictor:
-        """Learn from a profile.
+        """Fit a predictor to a profile.
 
         Args:
-            profile: At least five plans or lengths.
-            space: Plans to predict; by default those of the profile. Others of the same geometry will do.
-            level: Share of requests that shall take no longer than the higher prediction.
-            seed: What plans and lengths are held out is drawn from.
+            profile: Profile with at least five combinations of plan and prompt length.
+            space: Plans to predict, of the profile's geometry; by default those of the profile.
+            level: Quantile of the upper prediction.
+            seed: Seed of the split into folds.
 
         Raises:
-            InputError: The profile has too little, or is of another geometry.
+            InputError: The profile is too small or of another geometry, or `level` is out of range.
             MissingExtraError: SciPy or Numba is missing.
         """
         space = space or profile.space
         if space.geometry != profile.space.geometry:
-            raise InputError(f"`space` is of {space.geometry}, the profile of {profile.space.geometry}")
-        return cls.of(calibrate(profile, folds=FOLDS, seed=seed), profile.about, space, level=level)
+            raise InputError(
+                f"`space` has the geometry {space.geometry}, and the profile {profile.space.geometry}"
+            )
+        return cls.from_calibration(calibrate(profile, seed=seed), profile.metadata, space, level=level)
 
     @classmethod
-    def of(
-        cls, found: Calibration, about: ProfileMetadata, space: PlanSpace, *, level: float = LEVEL
+    def from_calibration(
+        cls,
+        calibration: Calibration,
+        metadata: ProfileMetadata,
+        space: PlanSpace,
+        *,
+        level: float = DEFAULT_LEVEL,
     ) -> PlanLatencyPredictor:
-        """From what a profile told; see `fit`.
+        """Build a predictor from the calibration of a profile; see `fit`.
 
         Raises:
             InputError: `level` is out of range.
         """
         if not 0.5 < level < 1.0:
             raise InputError(f"`level` (={level}) must lie between 0.5 and 1")
-        predicted, measured = found.held_out.T
+        predicted, measured = calibration.held_out.T
+        num_loads = len(calibration.scores)
         return cls(
-            about=about,
+            metadata=metadata,
             space=space,
-            tables=found.tables,
-            spreads=found.spreads,
-            step_margins=np.array([margin(scores, 1.0 - level) for scores in found.step_scores]),
+            tables=calibration.tables,
+            scale_coefficients=calibration.scale_coefficients,
+            step_margins=np.array(
+                [conformal_margin(scores, 1.0 - level) for scores in calibration.step_scores]
+            ),
             margins=[
-                ConformalMargin(1.0 - level, _mixed(condensed(scores, WINDOW))) for scores in found.scores
+                ConformalMargin(1.0 - level, _shuffle(summarize_scores(scores, WINDOW_SIZE)))
+                for scores in calibration.scores
             ],
-            factors=(DriftCorrection(len(found.scores)), DriftCorrection(len(found.scores))),
+            corrections=(DriftCorrection(num_loads), DriftCorrection(num_loads)),
             level=level,
-            held_out=float(np.mean(np.abs(predicted / measured - 1.0))),
-            tiers=found.tiers,
+            held_out_error=float(np.mean(np.abs(predicted / measured - 1.0))),
+            tiers=calibration.tiers,
         )
 
     def check(self, model_id: str, device: torch.device | str) -> None:
-        """That it was made for this model on this device.
+        """Check that the profile is of this model on this device.
 
         Raises:
-            InputError: It was not.
+            InputError: It is of another model or device.
         """
-        self.about.check(model_id, device)
+        self.metadata.check(model_id, device)
 
-    def predict(self, asks: Sequence[LatencyQuery]) -> tuple[np.ndarray, np.ndarray]:
-        """Median and higher prediction of each: milliseconds, float64 [n].
+    def predict(self, queries: Sequence[LatencyQuery]) -> tuple[np.ndarray, np.ndarray]:
+        """Predict the median and the upper quantile of each query.
+
+        Returns:
+            Two arrays of shape [n], float64, milliseconds.
 
         Raises:
             PlanError: The model cannot run a plan.
-            InputError: Nothing is asked, or images of a model that was profiled without.
+            InputError: There are no queries, or a query has images and the profile has none.
         """
-        requests = self._describe.of(asks)
-        weights = shares(requests.load, self._loads)
-        p50, p99 = self._predicted(self._times(requests), weights, self._now)
-        return p50 + requests.queued_ms, p99 + requests.queued_ms
+        requests = self._features.build(queries)
+        weights = interpolation_weights(requests.load, self._loads)
+        median, upper = self._combine(self._predict_phases(requests), weights, self._correction_state)
+        return median + requests.queued_ms, upper + requests.queued_ms
 
     def predict_all(
         self,
@@ -188,242 +209,271 @@ class PlanLatencyPredictor:
         batch: int = 1,
         load: float = 0.0,
         queued_ms: float = 0.0,
-        after: After = "receipt",
+        after: CompletedStage = "receipt",
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `predict`, for one request by every plan of the space, in its order.
+        """Predict one request under every plan of the space, in the order of `space.plans`.
 
-        Arguments are those of `LatencyQuery`. Without images the tiers of plans do not matter.
+        The arguments are those of `LatencyQuery`. Without images the tiers of plans are ignored.
+
+        Returns:
+            Median and upper quantile, each of shape [plans], milliseconds.
 
         Raises:
-            InputError: A figure is out of range.
+            InputError: A value is out of range.
         """
-        check_sizes(text_tokens, images, new_tokens, batch, load, queued_ms)
-        if after not in AFTERS:
-            raise InputError(f"`after` (={after!r}) must be one of {', '.join(AFTERS)}")
-        sheet = self._sheets.of((text_tokens, images, new_tokens, batch, after))
-        low, way = self._sheets.between(load)
-        now = self._now
-        p50, p99 = self._expected(
-            sheet.prefill, sheet.step, sheet.rest, now.prefill, now.step, now.margins, self._spreads, FLOOR,
-            low, float(way), float(queued_ms),
+        check_request_size(text_tokens, images, new_tokens, batch, load, queued_ms)
+        check_completed_stage(after)
+        latencies = self._cache.lookup((text_tokens, images, new_tokens, batch, after))
+        low, fraction = self._cache.locate_load(load)
+        state = self._correction_state
+        median, upper = self._predict_quantiles(
+            latencies.prefill_ms, latencies.step_ms, latencies.decode_ms, state.prefill, state.step,
+            state.margins, self._scale_coefficients, MIN_RELATIVE_SCALE, low, float(fraction),
+            float(queued_ms),
         )  # fmt: skip
-        return p50, p99
+        return median, upper
 
-    def phases(self, asks: Sequence[LatencyQuery]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """As `predict`, for `"prefill"` and one `"decode"` step, as far on as any was measured; what was
-        waited is not in it."""
-        now, requests = self._now, self._describe.of(asks)
-        prefill, step, _ = self._times(requests)
-        none, weights = np.zeros_like(prefill), shares(requests.load, self._loads)
-        found = {}
-        for name, times, margins in (
-            ("prefill", (prefill, none, none), now.margins),
-            ("decode", (none, step, step), self._step_margins),
-        ):  # fmt: skip
-            found[name] = self._predicted(times, weights, replace(now, margins=margins))
-        return found
+    def predict_phases(self, queries: Sequence[LatencyQuery]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Predict the `"prefill"` and one `"decode"` step of the last bucket, without queueing time.
 
-    def observe(self, ask: LatencyQuery, measured_ms: float, *, prefill_ms: float | None = None) -> None:
-        """Learn from a request that ended.
+        Returns:
+            Median and upper quantile of each phase, each of shape [n], milliseconds.
+        """
+        state, requests = self._correction_state, self._features.build(queries)
+        prefill, step, _ = self._predict_phases(requests)
+        zeros, weights = np.zeros_like(prefill), interpolation_weights(requests.load, self._loads)
+        step_state = replace(state, margins=self._step_margins)
+        return {
+            "prefill": self._combine((prefill, zeros, zeros), weights, state),
+            "decode": self._combine((zeros, step, step), weights, step_state),
+        }
+
+    def observe(self, query: LatencyQuery, measured_ms: float, *, prefill_ms: float | None = None) -> None:
+        """Learn from a finished request.
 
         Args:
-            ask: What was asked of it, with what it really waited and how many tokens it really made; `after`
-                is `"receipt"`.
-            measured_ms: From receipt to the last token.
-            prefill_ms: From the end of its wait to the first token, where that is known: the phases are then
-                corrected each by its own error.
+            query: The request with its actual queueing time and number of new tokens; `after` is `"receipt"`.
+            measured_ms: Time from receipt to the last token.
+            prefill_ms: Time from the end of queueing to the first token, if known; each phase is then
+                corrected by its own error.
 
         Raises:
             InputError: A time is NaN, negative or contradicts another.
         """
-        worked = measured_ms - ask.queued_ms
-        if not (math.isfinite(measured_ms) and worked > 0.0):
+        service_ms = measured_ms - query.queued_ms
+        if not (math.isfinite(measured_ms) and service_ms > 0.0):
             raise InputError(
-                f"`measured_ms` (={measured_ms}) must be a finite time above the {ask.queued_ms} ms that the "
-                "request waited"
+                f"`measured_ms` (={measured_ms}) must be finite and above `queued_ms` (={query.queued_ms})"
             )
-        if prefill_ms is not None and not 0.0 < prefill_ms <= worked:
+        if prefill_ms is not None and not 0.0 < prefill_ms <= service_ms:
             raise InputError(
-                f"`prefill_ms` (={prefill_ms}) must be above 0 and at most {worked} ms, the whole request"
+                f"`prefill_ms` (={prefill_ms}) must be above 0 and at most the service time, {service_ms} ms"
             )
-        if ask.after != "receipt":
-            raise InputError(f"`after` (={ask.after!r}) must be 'receipt': a measured request is a whole one")
-        times, weights = self._times_of(ask), shares(np.array([ask.load]), self._loads)
+        if query.after != "receipt":
+            raise InputError(f"`after` (={query.after!r}) must be 'receipt' for a finished request")
+        times = self._predict_query(query)
+        weights = interpolation_weights(np.array([query.load]), self._loads)
         with self._lock:
-            now = self._now
-            (p50,), (p99,) = self._predicted(times, weights, now)
-            (prefill, step, rest), (here,) = (weights[0] @ each[0] for each in times), weights
-            factor = here @ now.step
-            scale = scatter(
-                here @ self._spreads, prefill * (here @ now.prefill), step * factor, rest * factor
-            )
-            nearest = int(here.argmax())
-            self._margins[nearest].add(float((worked - p50) / scale), missed=worked > p99)
-            for other in (*self._margins[:nearest], *self._margins[nearest + 1 :]):
-                other.elsewhere()
-            self._correct(here, float(prefill), float(rest), worked, prefill_ms)
-            self._now = self._settled()
+            state = self._correction_state
+            (median,), (upper,) = self._combine(times, weights, state)
+            (load_weights,) = weights
+            prefill, step, decode = (load_weights @ phase[0] for phase in times)
+            factor = load_weights @ state.step
+            scale = residual_scale(
+                load_weights @ self._scale_coefficients, prefill * (load_weights @ state.prefill),
+                step * factor, decode * factor,
+            )  # fmt: skip
+            nearest = int(load_weights.argmax())
+            self._margins[nearest].add(float((service_ms - median) / scale), missed=service_ms > upper)
+            for margin in (*self._margins[:nearest], *self._margins[nearest + 1 :]):
+                margin.skip()
+            self._correct(load_weights, float(prefill), float(decode), service_ms, prefill_ms)
+            self._correction_state = self._snapshot_corrections()
 
-    def forget(self, share: float) -> None:
-        """Go back towards what was known before any observation.
+    def forget(self, fraction: float) -> None:
+        """Move back towards the calibrated state.
 
-        For whoever refuses requests by these predictions and sees none end any more: nothing else would show
-        that they have become too high.
+        A server that refuses requests because of high predictions observes no corrections to them.
 
         Args:
-            share: Of what was learnt, from 0 to 1.
+            fraction: Fraction of the learned corrections to remove, 0 to 1.
 
         Raises:
-            InputError: It is out of range.
+            InputError: `fraction` is out of range.
         """
-        if not 0.0 <= share <= 1.0:
-            raise InputError(f"`share` (={share}) must lie between 0 and 1")
+        if not 0.0 <= fraction <= 1.0:
+            raise InputError(f"`fraction` (={fraction}) must lie between 0 and 1")
         with self._lock:
-            for each in (*self._margins, *self._factors):
-                each.forget(share)
-            self._now = self._settled()
+            for component in (*self._margins, *self._corrections):
+                component.forget(fraction)
+            self._correction_state = self._snapshot_corrections()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it, with what was learnt from observations."""
-        with self._lock:
-            return {
-                "format": _FORMAT,
-                "about": self.about.to_dict(),
-                "space": self.space.to_dict(),
-                "level": self.level,
-                "tiers": list(self.tiers),
-                "held_out": self.held_out,
-                "prefill": self._tables.prefill.to_dict(),
-                "steps": [table.to_dict() for table in self._tables.steps],
-                "spreads": self._spreads.tolist(),
-                "step_margins": self._step_margins.tolist(),
-                "margins": [each.to_dict() for each in self._margins],
-                "factors": [phase.to_dict() for phase in self._factors],
-            }
+        """Convert to JSON types, including everything learned from observations."""
+        return self._make_file().to_dict()
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> PlanLatencyPredictor:
-        """What `to_dict` gave.
+    def from_dict(cls, record: object, source: Path | str = "predictor") -> PlanLatencyPredictor:
+        """Build a predictor from the result of `to_dict`; `source` is its name in error messages.
 
         Raises:
-            FileFormatError: It is something else, or a figure of it is NaN, negative or out of range.
+            FileFormatError: The record is of another format or version, or its content is invalid.
         """
-        if not isinstance(record, Mapping) or record.get("format") != _FORMAT:
-            raise FileFormatError(
-                "this is no predictor of this version of SparseFlow; `sparseflow adaptive profile` into the "
-                "same profile fits one again"
-            )
-        try:
-            about, space = ProfileMetadata.from_dict(record["about"]), PlanSpace.from_dict(record["space"])
-            columns, tiers, level = width(space.geometry), len(space.geometry.tiers), float(record["level"])
-            prompts, *steps = (
-                LatencyTable.from_dict(each, columns, tiers) for each in (record["prefill"], *record["steps"])
-            )
-            tables = PhaseTables(prefill=prompts, steps=tuple(steps))
-            spreads = np.asarray(record["spreads"], dtype=np.float64)
-            step_margins = np.asarray(record["step_margins"], dtype=np.float64)
-            held_out = float(record["held_out"])
-            measured: list[Tier] = [tier for tier in space.geometry.tiers if tier in record["tiers"]]
-            margins = [ConformalMargin.from_dict(each, 1.0 - level) for each in record["margins"]]
-            first, later = map(DriftCorrection.from_dict, record["factors"])
-        except FileFormatError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"a predictor cannot be read: {error!r}") from error
-        loads = tables.prefill.loads.tolist()
-        parts = [len(spreads), len(step_margins), len(margins), len(first.values), len(later.values)]
-        alike = all(each.loads.tolist() == loads for each in steps)
-        if not (steps and alike) or set(parts) != {len(loads)} or spreads.shape[1:] != (4,):
-            raise FileFormatError(
-                f"a predictor has tables for {len(loads)} loads, and other parts for others"
-            )
-        figures = np.concatenate([spreads.ravel(), step_margins, [held_out]])
-        if not (np.isfinite(figures).all() and (figures >= 0.0).all() and 0.5 < level < 1.0):
-            raise FileFormatError("a predictor's figures must be finite and not negative")
-        if space.geometry != about.space.geometry:
-            raise FileFormatError("a predictor's plans are of another geometry than its model")
-        return cls(
-            about=about, space=space, tables=tables, spreads=spreads, step_margins=step_margins,
-            margins=margins, factors=(first, later), level=level, held_out=held_out, tiers=measured,
-        )  # fmt: skip
+        return cls._from_file(_PredictorFile.from_dict(record, source))
 
     def save(self, path: Path | str) -> None:
-        """Write it as JSON, in place of what is there.
+        """Write the predictor as JSON, including everything learned from observations.
 
         Raises:
             OSError: The file cannot be written.
         """
-        write_atomic(Path(path), json.dumps(self.to_dict(), allow_nan=False) + "\n")
+        self._make_file().save(path)
 
     @classmethod
     def load(cls, path: Path | str) -> PlanLatencyPredictor:
-        """What `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
-            InputError: There is no such file.
-            FileFormatError: It holds something else.
+            InputError: The file does not exist.
+            FileFormatError: The file is foreign, damaged, or of another version.
         """
-        file = Path(path)
-        if not file.is_file():
-            raise InputError(f"there is no predictor {file}")
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise FileFormatError(f"{file} is not JSON: {error}") from error
-        return cls.from_dict(record)
+        return cls._from_file(_PredictorFile.load(path))
 
-    def _times(self, requests: RequestFeatures) -> Times:
-        """By the tables."""
-        prefill = self._tables.prefill.at(
-            requests.prompt, requests.batch, requests.prefill_terms, requests.images, requests.tier
+    def _make_file(self) -> _PredictorFile:
+        with self._lock:
+            prefill, step = self._corrections
+            return _PredictorFile(
+                metadata=self.metadata, space=self.space, level=self.level, tiers=self.tiers,
+                held_out_error=self.held_out_error, tables=self._tables,
+                scale_coefficients=self._scale_coefficients, step_margins=self._step_margins,
+                margins=tuple(margin.state for margin in self._margins),
+                prefill_correction=prefill.state, step_correction=step.state,
+            )  # fmt: skip
+
+    @classmethod
+    def _from_file(cls, file: _PredictorFile) -> PlanLatencyPredictor:
+        return cls(
+            metadata=file.metadata, space=file.space, tables=file.tables,
+            scale_coefficients=file.scale_coefficients, step_margins=file.step_margins,
+            margins=[ConformalMargin.from_state(state, 1.0 - file.level) for state in file.margins],
+            corrections=(
+                DriftCorrection.from_state(file.prefill_correction),
+                DriftCorrection.from_state(file.step_correction),
+            ),
+            level=file.level, held_out_error=file.held_out_error,
+            tiers=[tier for tier in file.space.geometry.tiers if tier in file.tiers],
+        )  # fmt: skip
+
+    def _predict_phases(self, requests: RequestFeatures) -> PhaseTimes:
+        """Uncorrected times from the tables."""
+        prefill_ms = self._tables.prefill.predict(
+            requests.prompt, requests.batch, requests.prefill_features, requests.images, requests.tier
         )
-        steps = [
-            table.at(context, requests.batch, requests.step_terms, requests.images, requests.tier)
+        bucket_ms = [
+            table.predict(context, requests.batch, requests.step_features, requests.images, requests.tier)
             for table, context in zip(self._tables.steps, requests.contexts, strict=True)
         ]
-        return prefill, steps[-1], rest_of(steps, requests.steps[:, None])
+        return prefill_ms, bucket_ms[-1], sum_decode_steps(bucket_ms, requests.steps[:, None])
 
-    def _times_of(self, ask: LatencyQuery) -> Times:
-        """The same of one, from a sheet where there may be one."""
-        at = self._places.get(ask.plan)
-        if at is None:
-            return self._times(self._describe.of([ask]))
-        sheet = self._sheets.of((ask.text_tokens, ask.images, ask.new_tokens, ask.batch, ask.after))
-        return sheet.prefill[None, :, at], sheet.step[None, :, at], sheet.rest[None, :, at]
+    def _predict_query(self, query: LatencyQuery) -> PhaseTimes:
+        """`_predict_phases` of one query, from the cache if its plan is in the space."""
+        index = self._plan_index.get(query.plan)
+        if index is None:
+            return self._predict_phases(self._features.build([query]))
+        latencies = self._cache.lookup(
+            (query.text_tokens, query.images, query.new_tokens, query.batch, query.after)
+        )
+        return (
+            latencies.prefill_ms[None, :, index],
+            latencies.step_ms[None, :, index],
+            latencies.decode_ms[None, :, index],
+        )
 
-    def _predicted(
-        self, times: Times, weights: np.ndarray, now: CorrectionState
+    def _combine(
+        self, times: PhaseTimes, weights: np.ndarray, state: CorrectionState
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Median and higher prediction, [n], at loads that lie between those of the tables by `weights`,
-        [n, L]; more load is never less."""
-        prefill, step, rest = times[0] * now.prefill, times[1] * now.step, times[2] * now.step
-        middle = prefill + rest
-        high = middle + now.margins * scatter(self._spreads, prefill, step, rest)
-        middle, high = np.maximum.accumulate(middle, axis=1), np.maximum.accumulate(high, axis=1)
-        return (middle * weights).sum(axis=1), (high * weights).sum(axis=1)
+        """Corrected median and upper quantile, each [n], not decreasing with the load.
+
+        `weights`, [n, L], interpolate between the loads of the tables.
+        """
+        prefill, step, decode = times[0] * state.prefill, times[1] * state.step, times[2] * state.step
+        median = prefill + decode
+        upper = median + state.margins * residual_scale(self._scale_coefficients, prefill, step, decode)
+        median, upper = np.maximum.accumulate(median, axis=1), np.maximum.accumulate(upper, axis=1)
+        return (median * weights).sum(axis=1), (upper * weights).sum(axis=1)
 
     def _correct(
-        self, weights: np.ndarray, prefill: float, rest: float, worked: float, prefill_ms: float | None
+        self,
+        weights: np.ndarray,
+        prefill: float,
+        decode: float,
+        service_ms: float,
+        prefill_ms: float | None,
     ) -> None:
-        """Move the factors by what the tables were off; `weights` says at which loads, [L]."""
-        first, later = self._factors
+        """Update the drift corrections; `weights` is the weight of the observation at each load, [L]."""
+        prefill_correction, step_correction = self._corrections
         if prefill_ms is None:
-            # Nobody knows which phase it was: each is told in the share of it.
-            whole = prefill + rest
-            first.add(worked / whole, weights * (prefill / whole))
-            if rest:
-                later.add(worked / whole, weights * (rest / whole))
+            # The error is attributed to each phase in proportion to its time.
+            total = prefill + decode
+            prefill_correction.add(service_ms / total, weights * (prefill / total))
+            if decode:
+                step_correction.add(service_ms / total, weights * (decode / total))
             return
-        first.add(prefill_ms / prefill, weights)
-        if rest and worked > prefill_ms:
-            later.add((worked - prefill_ms) / rest, weights)
+        prefill_correction.add(prefill_ms / prefill, weights)
+        if decode and service_ms > prefill_ms:
+            step_correction.add((service_ms - prefill_ms) / decode, weights)
 
-    def _settled(self) -> CorrectionState:
-        first, later = self._factors
-        margins = np.array([each.value for each in self._margins])
-        return CorrectionState(prefill=first.values, step=later.values, margins=margins)
+    def _snapshot_corrections(self) -> CorrectionState:
+        prefill, step = self._corrections
+        margins = np.array([margin.value for margin in self._margins])
+        return CorrectionState(prefill=prefill.factors, step=step.factors, margins=margins)
 
 
-def _mixed(ordered: np.ndarray) -> np.ndarray:
-    """In an order that tells nothing, lest the first to be replaced be the lowest."""
-    return np.random.default_rng(0).permutation(ordered)
+def _shuffle(scores: np.ndarray) -> np.ndarray:
+    """Shuffle ascending scores, because the first ones are replaced first."""
+    return np.random.default_rng(0).permutation(scores)
+
+
+class _PredictorFile(Artifact):
+    """File of a predictor at L loads; the fields are those of `PlanLatencyPredictor`."""
+
+    FORMAT: ClassVar[str] = "sparseflow.adaptive.latency-predictor"
+    VERSION: ClassVar[int] = 4
+    HINT: ClassVar[str] = "fit it again with `sparseflow adaptive profile` into the same profile"
+
+    metadata: ProfileMetadata
+    space: Annotated[PlanSpace, DictField()]
+    level: Annotated[float, Field(gt=0.5, lt=1.0)]
+    tiers: tuple[Tier, ...]
+    held_out_error: Annotated[float, Field(ge=0.0)]
+    tables: PhaseTables
+    scale_coefficients: Annotated[np.ndarray, ArrayField(np.float64, ndim=2, ge=0.0)]
+    step_margins: Annotated[np.ndarray, ArrayField(np.float64, ndim=1, ge=0.0)]
+    margins: tuple[MarginState, ...]
+    prefill_correction: DriftState
+    step_correction: DriftState
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        geometry, tables = self.space.geometry, (self.tables.prefill, *self.tables.steps)
+        loads = tables[0].loads.tolist()
+        if not self.tables.steps or any(table.loads.tolist() != loads for table in tables):
+            raise ValueError("`tables` must have at least one step table, all with the loads of the prefill")
+        sizes = {
+            len(self.scale_coefficients), len(self.step_margins), len(self.margins),
+            len(self.prefill_correction.per_load), len(self.step_correction.per_load),
+        }  # fmt: skip
+        if sizes != {len(loads)} or self.scale_coefficients.shape[1] != 4:
+            raise ValueError(f"expected margins, scales and corrections at {len(loads)} loads")
+        num_features = count_plan_features(geometry)
+        for table in tables:
+            if table.coefficients.shape[3] != num_features or table.vision.shape[1] not in (
+                0, len(geometry.tiers),
+            ):  # fmt: skip
+                raise ValueError(
+                    f"expected {num_features} plan features and {len(geometry.tiers)} tiers, got "
+                    f"{table.coefficients.shape[3]} and {table.vision.shape[1]}"
+                )
+        if geometry != self.metadata.space.geometry:
+            raise ValueError("`space` has another geometry than `metadata`")
+        return self

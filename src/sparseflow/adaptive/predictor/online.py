@@ -1,214 +1,249 @@
-"""Learning from requests as they end: factors for a machine that drifts, margins that keep their promise.
+"""Online learning from finished requests: drift correction and adaptive conformal margins.
 
-Factors: of each phase, at each load, the exponentially weighted median of measured over table. A median,
-since what comes now and then must move margins and not the middle. A load of which little was seen, or
-nothing for long, follows all others.
+Drift correction: for each phase and load, the exponentially weighted median of measured over predicted time.
+The median ignores outliers, which belong in the margin. Loads with few or old observations follow the median
+over all loads.
 
-Margins: adaptive conformal inference (Gibbs & Candès 2021). With m the asked share of misses, the share asked
-for next, m_t, moves by ::
+Margins: adaptive conformal inference (Gibbs & Candès 2021). With the target miss rate m, the effective miss
+rate m_t follows ::
 
-    m_{t+1} = m_t + g (m - [request t missed])
+    m_{t+1} = m_t + step (m - [request t missed])
 
-and the margin is the quantile 1 - m_t of the latest scores. Whatever the scores do, the share of misses comes
-to m. m_t is kept between m / 20 and 5 m: at the lower end the margin is far beyond every score seen, and what
-a machine once did shall not be paid for hours later. For the same reason the margin of a load that none of
-many requests had, such as that of an idle machine once a crowd has come, is again the profile's.
+and the margin is the conformal quantile 1 - m_t of the latest scores. The observed miss rate converges to m
+for any sequence of scores. m_t stays between m / 20 and 5 m: at the lower end the margin is far above all
+scores, and one bad period must not inflate margins for hours. For the same reason the margin of a load that
+none of many requests had returns to its calibrated value.
 
-Who refuses requests by what is predicted sees none of them end, so a prediction that has grown too high would
-stay so. `forget` goes back towards what was known at the beginning, as far as asked.
+A server that refuses requests because of high predictions observes no corrections to them. `forget` moves
+back towards the calibrated state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from sparseflow.adaptive.predictor.calibration import margin
-from sparseflow.errors import FileFormatError
+from sparseflow.adaptive.predictor.calibration import conformal_margin
+from sparseflow.core.artifact import ArrayField
+from sparseflow.errors import InputError
 
-WINDOW = 600
-"""Latest scores at one load that a margin is from."""
-_STALE = 200
-"""Requests at other loads after which a margin is what it was at the beginning."""
-_AWAY = 0.005
-"""What observations weigh less with each request at other loads: half of the weight is gone after 140."""
-_MEMORY = 64
-_FADE = 0.95
-"""What an observation weighs less with each later one: half of the weight is in the last 14."""
-_DOUBT = 2.0
-"""Weight, in observations, of what is assumed before there are any."""
-_LARGEST = math.log(20.0)
-_STEP = 0.005
-_LEAST, _MOST = 1.0 / 20.0, 5.0
+WINDOW_SIZE = 600
+"""Latest scores at one load that determine its margin."""
+_STALE_AFTER = 200
+"""Requests at other loads after which a margin returns to its calibrated value."""
+_IDLE_DECAY = 0.005
+"""Relative loss of weight per request at other loads: the half-life is 140 requests."""
+_MEMORY_SIZE = 64
+_DECAY = 0.95
+"""Factor on the weight of an observation per later one: the last 14 have half of the weight."""
+_PRIOR_WEIGHT = 2.0
+"""Weight of the prior, in observations."""
+_MAX_LOG = math.log(20.0)
+_STEP_SIZE = 0.005
+_MIN_RATE_FACTOR, _MAX_RATE_FACTOR = 1.0 / 20.0, 5.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MedianState:
+    """Observations of a `RunningMedian`, oldest first.
+
+    Attributes:
+        logs: Logarithms, shape [n].
+        weights: Weights, shape [n].
+    """
+
+    logs: Annotated[np.ndarray, ArrayField(np.float64, ndim=1)]
+    weights: Annotated[np.ndarray, ArrayField(np.float64, ndim=1, ge=0.0)]
+
+    def __post_init__(self) -> None:
+        if len(self.logs) != len(self.weights):
+            raise InputError(f"expected one weight per log, got {len(self.weights)} and {len(self.logs)}")
 
 
 class RunningMedian:
-    """An exponentially weighted median of logarithms."""
+    """Exponentially weighted median of logarithms."""
 
-    def __init__(self) -> None:
-        # The first place is for what is assumed.
-        self._logs, self._weights = np.zeros((2, 1))
+    def __init__(self, state: MedianState | None = None) -> None:
+        logs, weights = (np.empty(0), np.empty(0)) if state is None else (state.logs, state.weights)
+        # Index 0 is reserved for the prior.
+        self._logs = np.concatenate([[0.0], logs[-_MEMORY_SIZE:]])
+        self._weights = np.concatenate([[0.0], weights[-_MEMORY_SIZE:]])
+
+    @property
+    def state(self) -> MedianState:
+        """State to store."""
+        return MedianState(logs=self._logs[1:], weights=self._weights[1:])
 
     def add(self, log: float, weight: float) -> None:
-        """Take in one, with a weight in (0, 1]; older ones fade by as much."""
-        first = 2 if len(self._logs) > _MEMORY else 1
-        log = min(max(log, -_LARGEST), _LARGEST)
+        """Add an observation with a weight in (0, 1]; older weights decay accordingly."""
+        first = 2 if len(self._logs) > _MEMORY_SIZE else 1
+        log = min(max(log, -_MAX_LOG), _MAX_LOG)
         self._logs = np.concatenate([[0.0], self._logs[first:], [log]])
-        self._weights = np.concatenate([[0.0], self._weights[first:] * _FADE**weight, [weight]])
+        self._weights = np.concatenate([[0.0], self._weights[first:] * _DECAY**weight, [weight]])
 
-    def forget(self, share: float) -> None:
-        """Take so much weight from all of them."""
-        self._weights *= 1.0 - share
+    def forget(self, fraction: float) -> None:
+        """Reduce all weights by `fraction`."""
+        self._weights *= 1.0 - fraction
 
-    def value(self, assumed: float) -> float:
-        """The median, where `assumed` counts as some observations."""
-        self._logs[0], self._weights[0] = assumed, _DOUBT
+    def compute(self, prior: float) -> float:
+        """Compute the median, with `prior` as an additional observation."""
+        self._logs[0], self._weights[0] = prior, _PRIOR_WEIGHT
         order = self._logs.argsort()
         logs, weights = self._logs[order], self._weights[order]
-        # Each stands at the middle of its weight.
-        at = weights.cumsum() - 0.5 * weights
+        # Each observation is at the center of its weight.
+        centers = weights.cumsum() - 0.5 * weights
         half = 0.5 * weights.sum()
-        after = int(at.searchsorted(half))
-        if after in (0, len(at)):
-            return float(logs[min(after, len(at) - 1)])
-        way = (half - at[after - 1]) / (at[after] - at[after - 1])
-        return float(logs[after - 1] + way * (logs[after] - logs[after - 1]))
+        upper = int(centers.searchsorted(half))
+        if upper in (0, len(centers)):
+            return float(logs[min(upper, len(centers) - 1)])
+        fraction = (half - centers[upper - 1]) / (centers[upper] - centers[upper - 1])
+        return float(logs[upper - 1] + fraction * (logs[upper] - logs[upper - 1]))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        return {"logs": self._logs[1:].tolist(), "weights": self._weights[1:].tolist()}
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> RunningMedian:
-        """What `to_dict` gave. Raises FileFormatError where it is something else."""
-        made = cls()
-        try:
-            made._logs, made._weights = (
-                np.array([0.0, *[float(each) for each in record[name]][-_MEMORY:]])
-                for name in ("logs", "weights")
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"not what was observed: {error!r}") from error
-        finite = np.isfinite(made._logs).all() and np.isfinite(made._weights).all()
-        if not finite or (made._weights < 0.0).any() or len(made._logs) != len(made._weights):
-            raise FileFormatError("what was observed must be finite, each with a weight that is not negative")
-        return made
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DriftState:
+    """Stored state of a `DriftCorrection`.
+
+    Attributes:
+        overall: Observations at all loads.
+        per_load: Observations at each load.
+    """
+
+    overall: MedianState
+    per_load: tuple[MedianState, ...]
 
 
 class DriftCorrection:
-    """Factors of one phase, at each load.
+    """Correction factors of one phase at each load.
 
     Args:
-        loads: How many.
+        num_loads: Number of loads L.
 
     Attributes:
-        values: Multiply times of the table by them: [L].
+        factors: Factors on the predicted times, shape [L].
     """
 
-    def __init__(self, loads: int) -> None:
-        self._everywhere, self._at = RunningMedian(), [RunningMedian() for _ in range(loads)]
-        self.values = np.ones(loads)
-
-    def add(self, ratio: float, weights: np.ndarray) -> None:
-        """Take in measured over table, above 0, with a weight at each load: [L], in [0, 1]."""
-        self._everywhere.add(math.log(ratio), float(weights.sum()))
-        for middle, weight in zip(self._at, weights.tolist(), strict=True):
-            if weight > 0.0:
-                middle.add(math.log(ratio), weight)
-            else:
-                middle.forget(_AWAY)
-        self._settle()
-
-    def forget(self, share: float) -> None:
-        """Weigh what was seen less, by so much; what is assumed counts the more."""
-        for middle in (self._everywhere, *self._at):
-            middle.forget(share)
-        self._settle()
-
-    def _settle(self) -> None:
-        all_over = self._everywhere.value(0.0)
-        self.values = np.exp([middle.value(all_over) for middle in self._at])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        return {"everywhere": self._everywhere.to_dict(), "at": [middle.to_dict() for middle in self._at]}
+    def __init__(self, num_loads: int) -> None:
+        self._overall, self._per_load = RunningMedian(), [RunningMedian() for _ in range(num_loads)]
+        self.factors = np.ones(num_loads)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> DriftCorrection:
-        """What `to_dict` gave. Raises FileFormatError where it is something else."""
-        try:
-            made = cls(len(record["at"]))
-            made._everywhere = RunningMedian.from_dict(record["everywhere"])
-            made._at = [RunningMedian.from_dict(each) for each in record["at"]]
-        except (KeyError, TypeError) as error:
-            raise FileFormatError(f"not factors: {error!r}") from error
-        made._settle()
-        return made
+    def from_state(cls, state: DriftState) -> DriftCorrection:
+        """Restore a correction."""
+        correction = cls(len(state.per_load))
+        correction._overall = RunningMedian(state.overall)
+        correction._per_load = [RunningMedian(median) for median in state.per_load]
+        correction._update_factors()
+        return correction
+
+    @property
+    def state(self) -> DriftState:
+        """State to store."""
+        per_load = tuple(median.state for median in self._per_load)
+        return DriftState(overall=self._overall.state, per_load=per_load)
+
+    def add(self, ratio: float, weights: np.ndarray) -> None:
+        """Add an observation.
+
+        Args:
+            ratio: Measured over predicted time, above 0.
+            weights: Weight of the observation at each load, shape [L], in [0, 1].
+        """
+        self._overall.add(math.log(ratio), float(weights.sum()))
+        for median, weight in zip(self._per_load, weights.tolist(), strict=True):
+            if weight > 0.0:
+                median.add(math.log(ratio), weight)
+            else:
+                median.forget(_IDLE_DECAY)
+        self._update_factors()
+
+    def forget(self, fraction: float) -> None:
+        """Reduce the weight of all observations by `fraction`."""
+        for median in (self._overall, *self._per_load):
+            median.forget(fraction)
+        self._update_factors()
+
+    def _update_factors(self) -> None:
+        overall = self._overall.compute(0.0)
+        self.factors = np.exp([median.compute(overall) for median in self._per_load])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MarginState:
+    """Stored state of a `ConformalMargin`.
+
+    Attributes:
+        miss_rate: Effective miss rate.
+        scores: Latest scores, oldest first, at least one.
+    """
+
+    miss_rate: Annotated[float, Field(gt=0.0, lt=1.0)]
+    scores: Annotated[np.ndarray, ArrayField(np.float64, ndim=1)]
+
+    def __post_init__(self) -> None:
+        if not len(self.scores):
+            raise InputError("`scores` is empty; a margin needs at least one score")
 
 
 class ConformalMargin:
-    """The margin at one load.
+    """Adaptive conformal margin at one load.
 
     Args:
-        miss: Share of requests that may be above it.
-        scores: To begin with, at least one; the first ones are the first to go.
+        miss_rate: Target fraction of requests above the margin.
+        scores: Initial scores, at least one; the first ones are replaced first.
 
     Attributes:
-        value: Spreads to add.
+        value: Margin, in units of the residual scale.
     """
 
-    def __init__(self, miss: float, scores: np.ndarray) -> None:
-        self._miss = self._now = miss
-        self._scores = self._given = np.array(scores, dtype=np.float64)[-WINDOW:]
-        self._seen = self._away = 0
-        self.value = margin(self._scores, miss)
-
-    def add(self, score: float, *, missed: bool) -> None:
-        """Take in a request that ended.
-
-        Args:
-            score: (measured - predicted) / spread.
-            missed: Whether it took longer than was promised.
-        """
-        moved = self._now + _STEP * (self._miss - missed)
-        self._now = min(max(moved, self._miss * _LEAST), self._miss * _MOST)
-        self._scores = np.append(self._scores[-(WINDOW - 1) :], score)
-        self._seen, self._away = min(self._seen + 1, WINDOW), 0
-        self.value = margin(self._scores, self._now)
-
-    def elsewhere(self) -> None:
-        """A request ended that was at another load."""
-        self._away += 1
-        if self._away == _STALE:
-            self.forget(1.0)
-
-    def forget(self, share: float) -> None:
-        """Let so much of what was added go, the oldest first, and what it did to the share of misses."""
-        self._now += share * (self._miss - self._now)
-        self._seen = int((1.0 - share) * self._seen)
-        latest = self._scores[len(self._scores) - self._seen :]
-        self._scores = np.concatenate([self._given, latest])[-WINDOW:]
-        self.value = margin(self._scores, self._now)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        return {"now": self._now, "scores": self._scores.tolist()}
+    def __init__(self, miss_rate: float, scores: np.ndarray) -> None:
+        self._target_rate = self._miss_rate = miss_rate
+        self._scores = self._initial_scores = np.array(scores, dtype=np.float64)[-WINDOW_SIZE:]
+        self._num_observed = self._num_skipped = 0
+        self.value = conformal_margin(self._scores, miss_rate)
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any], miss: float) -> ConformalMargin:
-        """What `to_dict` gave. Raises FileFormatError where it is something else."""
-        try:
-            scores, now = np.array(record["scores"], dtype=np.float64), float(record["now"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"not a margin: {error!r}") from error
-        if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all() or not 0.0 < now < 1.0:
-            raise FileFormatError(
-                "a margin needs at least one score, all finite, and a share between 0 and 1"
-            )
-        made = cls(miss, scores)
-        made._now = now
-        made.value = margin(scores, now)
-        return made
+    def from_state(cls, state: MarginState, target_rate: float) -> ConformalMargin:
+        """Restore a margin with the target miss rate."""
+        restored = cls(target_rate, state.scores)
+        restored._miss_rate = state.miss_rate
+        restored.value = conformal_margin(state.scores, state.miss_rate)
+        return restored
+
+    @property
+    def state(self) -> MarginState:
+        """State to store."""
+        return MarginState(miss_rate=self._miss_rate, scores=self._scores)
+
+    def add(self, score: float, *, missed: bool) -> None:
+        """Add a finished request.
+
+        Args:
+            score: (measured - predicted) / residual scale.
+            missed: Whether it took longer than the upper prediction.
+        """
+        rate = self._miss_rate + _STEP_SIZE * (self._target_rate - missed)
+        self._miss_rate = min(
+            max(rate, self._target_rate * _MIN_RATE_FACTOR), self._target_rate * _MAX_RATE_FACTOR
+        )
+        self._scores = np.append(self._scores[-(WINDOW_SIZE - 1) :], score)
+        self._num_observed, self._num_skipped = min(self._num_observed + 1, WINDOW_SIZE), 0
+        self.value = conformal_margin(self._scores, self._miss_rate)
+
+    def skip(self) -> None:
+        """Note that a request at another load finished."""
+        self._num_skipped += 1
+        if self._num_skipped == _STALE_AFTER:
+            self.forget(1.0)
+
+    def forget(self, fraction: float) -> None:
+        """Remove a fraction of the observed scores, oldest first, and of the change of the miss rate."""
+        self._miss_rate += fraction * (self._target_rate - self._miss_rate)
+        self._num_observed = int((1.0 - fraction) * self._num_observed)
+        latest = self._scores[len(self._scores) - self._num_observed :]
+        self._scores = np.concatenate([self._initial_scores, latest])[-WINDOW_SIZE:]
+        self.value = conformal_margin(self._scores, self._miss_rate)

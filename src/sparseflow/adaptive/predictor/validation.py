@@ -1,7 +1,7 @@
-"""Whether a predictor keeps its promises: held against requests of a profile that it had not seen.
+"""Coverage and error of a predictor on held-out plans and prompt lengths.
 
-Plans and lengths are divided into parts, and each part's requests are predicted by a predictor that was
-fitted to the others, margins and all. What a fit is judged by has told it nothing.
+Plans and prompt lengths are divided into folds. The requests of each fold are predicted by a predictor whose
+tables, scales and margins were fitted to the other folds only.
 """
 
 from __future__ import annotations
@@ -12,135 +12,137 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.predictor.calibration import FOLDS, calibrate
+from sparseflow.adaptive.predictor.calibration import NUM_FOLDS, calibrate, group_repetitions
 from sparseflow.adaptive.predictor.features import LatencyQuery
-from sparseflow.adaptive.predictor.model import LEVEL, PlanLatencyPredictor
+from sparseflow.adaptive.predictor.model import DEFAULT_LEVEL, PlanLatencyPredictor
 from sparseflow.adaptive.profile.measurement import Measurement
 from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.core.metrics import bootstrap_mean, mape
 
 QUANTILES = (0.75, 0.9, 0.95, 0.98, 0.99)
-"""Those that are promised, beside the median."""
+"""Validated quantiles besides the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantileCoverage:
-    """A promised quantile, and the share of requests that were within it.
+    """Coverage of a predicted quantile.
 
     Attributes:
-        promised: The quantile; 0.5 is the median.
-        share: Of requests.
-        low: Lower end of its 95 % interval, over plans and lengths.
+        quantile: Quantile; 0.5 is the median.
+        coverage: Fraction of requests at most as slow as predicted.
+        low: Lower end of the 95 % bootstrap interval of the coverage, over plans and prompt lengths.
         high: Upper end.
     """
 
-    promised: float
-    share: float
+    quantile: float
+    coverage: float
     low: float
     high: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """What a check found.
+    """Result of `validate`.
 
     Attributes:
-        observed: For each promised quantile, ascending.
-        p50_error: Mean relative error of medians, of each plan, length, batch and load.
-        cells: Load, measured and predicted median of each of these, milliseconds.
-        requests: How many were predicted.
+        quantiles: Coverage of each quantile, ascending.
+        p50_error: Mean relative error of the medians of `cells`.
+        cells: Load, measured median and predicted median of each combination of plan, prompt length, batch,
+            load and number of steps, milliseconds.
+        requests: Number of predicted requests.
     """
 
-    observed: tuple[QuantileCoverage, ...]
+    quantiles: tuple[QuantileCoverage, ...]
     p50_error: float
     cells: tuple[tuple[float, float, float], ...]
     requests: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """Convert to JSON types."""
         return {
-            "observed": [dict(vars(each)) for each in self.observed],
+            "quantiles": [dict(vars(row)) for row in self.quantiles],
             "p50_error": self.p50_error,
             "cells": [list(cell) for cell in self.cells],
             "requests": self.requests,
         }
 
 
-def enough(profile: PlanProfile) -> bool:
-    """Whether a profile has plans and lengths enough to be divided so that each part can be left out."""
-    groups = {_group(visit) for visit in profile.timed}
-    return len(groups) - -(-len(groups) // FOLDS) >= FOLDS
+def can_validate(profile: PlanProfile) -> bool:
+    """Whether a profile has enough plans and prompt lengths to leave each fold out."""
+    groups = {_get_group(measurement) for measurement in profile.successful}
+    return len(groups) - -(-len(groups) // NUM_FOLDS) >= NUM_FOLDS
 
 
-def unseen(
-    profile: PlanProfile, *, levels: Sequence[float] = (LEVEL,), seed: int = 0
+def fit_folds(
+    profile: PlanProfile, *, levels: Sequence[float] = (DEFAULT_LEVEL,), seed: int = 0
 ) -> Iterator[tuple[list[int], dict[float, PlanLatencyPredictor]]]:
-    """For each part: places of its visits in `profile.timed`, and predictors by level that saw the others.
+    """Fit predictors with one fold left out at a time.
+
+    Yields:
+        Indices of the held-out measurements in `profile.successful`, and a predictor for each level.
 
     Raises:
-        InputError: The profile has too few plans or lengths; see `enough`.
+        InputError: The profile has too few plans or prompt lengths; see `can_validate`.
     """
-    visits = profile.timed
-    for learnt, judged in split_group_k_fold([_group(visit) for visit in visits], FOLDS, seed):
-        found = calibrate(replace(profile, visits=tuple(visits[at] for at in learnt)), folds=FOLDS, seed=seed)
+    measurements = profile.successful
+    groups = [_get_group(measurement) for measurement in measurements]
+    for fit_rows, held_out_rows in split_group_k_fold(groups, NUM_FOLDS, seed):
+        part = replace(profile, measurements=tuple(measurements[row] for row in fit_rows))
+        calibration = calibrate(part, seed=seed)
         yield (
-            judged,
+            held_out_rows,
             {
-                level: PlanLatencyPredictor.of(found, profile.about, profile.space, level=level)
+                level: PlanLatencyPredictor.from_calibration(
+                    calibration, profile.metadata, profile.space, level=level
+                )
                 for level in levels
             },
         )
 
 
-def check(profile: PlanProfile, *, seed: int = 0) -> ValidationResult:
-    """Predict every request of a profile by what was fitted to others.
+def validate(profile: PlanProfile, *, seed: int = 0) -> ValidationResult:
+    """Predict every request of a profile with predictors that have not seen its plan and prompt length.
 
     Raises:
-        InputError: The profile has too few plans or lengths; see `enough`.
+        InputError: The profile has too few plans or prompt lengths; see `can_validate`.
     """
-    visits = profile.timed
-    measured = np.array([visit.total_ms(1 + len(visit.steps_ms)) for visit in visits])
-    medians = np.empty(len(visits))
-    within = {level: np.empty(len(visits), dtype=bool) for level in QUANTILES}
-    for judged, predictors in unseen(profile, levels=QUANTILES, seed=seed):
-        asks = [ask_of(visits[at]) for at in judged]
+    measurements = profile.successful
+    measured_ms = np.array([m.total_ms(1 + len(m.steps_ms)) for m in measurements])
+    median_ms = np.empty(len(measurements))
+    is_covered = {level: np.empty(len(measurements), dtype=bool) for level in QUANTILES}
+    for rows, predictors in fit_folds(profile, levels=QUANTILES, seed=seed):
+        queries = [make_query(measurements[row]) for row in rows]
         for level, predictor in predictors.items():
-            middle, high = predictor.predict(asks)
-            medians[judged], within[level][judged] = middle, measured[judged] <= high
-    within = {0.5: measured <= medians, **within}
-    groups = [_group(visit) for visit in visits]
-    observed = []
-    for promised, met in within.items():
-        low, high = bootstrap_mean(met, groups)
-        observed.append(QuantileCoverage(promised=promised, share=float(met.mean()), low=low, high=high))
-    cells = _cells(visits, measured, medians)
+            median, upper = predictor.predict(queries)
+            median_ms[rows], is_covered[level][rows] = median, measured_ms[rows] <= upper
+    is_covered = {0.5: measured_ms <= median_ms, **is_covered}
+    groups = [_get_group(measurement) for measurement in measurements]
+    quantiles = []
+    for quantile, covered in is_covered.items():
+        low, high = bootstrap_mean(covered, groups)
+        quantiles.append(
+            QuantileCoverage(quantile=quantile, coverage=float(covered.mean()), low=low, high=high)
+        )
+    cells = tuple(
+        (measurements[rows[0]].load, float(np.median(measured_ms[rows])), float(np.median(median_ms[rows])))
+        for rows in group_repetitions(measurements)
+    )
+    p50_error = mape([predicted for *_, predicted in cells], [measured for _, measured, _ in cells])
     return ValidationResult(
-        observed=tuple(observed), p50_error=mape([each[2] for each in cells], [each[1] for each in cells]),
-        cells=cells, requests=len(visits),
-    )  # fmt: skip
-
-
-def ask_of(visit: Measurement, new_tokens: int | None = None) -> LatencyQuery:
-    """What a predictor is asked about a visit, or about one of fewer new tokens that it begins with."""
-    return LatencyQuery(
-        plan=visit.plan, text_tokens=visit.text_tokens, images=int(visit.plan.tier is not None),
-        new_tokens=1 + len(visit.steps_ms) if new_tokens is None else new_tokens, batch=visit.batch,
-        load=visit.load,
-    )  # fmt: skip
-
-
-def _cells(
-    visits: Sequence[Measurement], measured: np.ndarray, medians: np.ndarray
-) -> tuple[tuple[float, float, float], ...]:
-    found: dict[tuple[object, ...], list[int]] = {}
-    for at, visit in enumerate(visits):
-        found.setdefault((*visit.key[:4], len(visit.steps_ms)), []).append(at)
-    return tuple(
-        (visits[cell[0]].load, float(np.median(measured[cell])), float(np.median(medians[cell])))
-        for cell in found.values()
+        quantiles=tuple(quantiles), p50_error=p50_error, cells=cells, requests=len(measurements)
     )
 
 
-def _group(visit: Measurement) -> tuple[str, int]:
-    return visit.plan.id, visit.text_tokens
+def make_query(measurement: Measurement, new_tokens: int | None = None) -> LatencyQuery:
+    """Query for a measured request, or for its first `new_tokens` tokens."""
+    return LatencyQuery(
+        plan=measurement.plan, text_tokens=measurement.text_tokens,
+        images=int(measurement.plan.tier is not None),
+        new_tokens=1 + len(measurement.steps_ms) if new_tokens is None else new_tokens,
+        batch=measurement.batch, load=measurement.load,
+    )  # fmt: skip
+
+
+def _get_group(measurement: Measurement) -> tuple[str, int]:
+    return measurement.plan.id, measurement.text_tokens

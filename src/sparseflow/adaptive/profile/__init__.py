@@ -1,12 +1,25 @@
-"""Profiles: what plans take on this device, measured, with every sample kept."""
+"""Profiles: measured latencies of plans on a device, with all samples.
+
+- `measurement`, `metadata`, `storage`: a profile in memory and on disk
+- `runner`: protocol of runners; `engine_runner` (as served) and `eager_runner` (the model's own forward)
+- `random_prompts`, `background_traffic`: requests to measure, and requests next to them
+- `collect`: the order of measurements
+- `identity`, `memory`: digests of models, and what fits into memory
+- `importance`: blocks that a model can skip; `plan_quality`: accuracy of plans
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseflow.adaptive.profile.collect import Background, Progress, background, collect_profile, spread
+from sparseflow.adaptive.profile.collect import (
+    BackgroundLoad,
+    collect_profile,
+    make_background_load,
+    select_representative_plans,
+)
 from sparseflow.adaptive.profile.eager_runner import EagerRunner
-from sparseflow.adaptive.profile.identity import model_id, weights_id
+from sparseflow.adaptive.profile.identity import compute_model_id, compute_weights_id
 from sparseflow.adaptive.profile.measurement import Measurement
 from sparseflow.adaptive.profile.metadata import ProfileMetadata
 from sparseflow.adaptive.profile.runner import ProfileRunner, RequestTimes
@@ -15,32 +28,31 @@ from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.profile.background_traffic import RequestMix
-    from sparseflow.adaptive.profile.engine_runner import EngineRunner, by_group
+    from sparseflow.adaptive.profile.engine_runner import EngineRunner, collect_profile_by_group
 
 __all__ = [
-    "Background",
+    "BackgroundLoad",
     "EagerRunner",
     "EngineRunner",
     "Measurement",
     "PlanProfile",
     "ProfileMetadata",
     "ProfileRunner",
-    "Progress",
     "RequestMix",
     "RequestTimes",
-    "background",
-    "by_group",
     "collect_profile",
-    "model_id",
-    "spread",
-    "weights_id",
+    "collect_profile_by_group",
+    "compute_model_id",
+    "compute_weights_id",
+    "make_background_load",
+    "select_representative_plans",
 ]
 
-# These modules import the runtime, and with it transformers, which reading a profile does not need.
+# These modules import the engine, and with it transformers, which reading a profile does not need.
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "engine_runner": ["EngineRunner", "by_group"],
+        "engine_runner": ["EngineRunner", "collect_profile_by_group"],
         "background_traffic": ["RequestMix"],
     },
 )

@@ -1,4 +1,4 @@
-"""Other requests in the engine while one is measured: some run when it comes, and some come later."""
+"""Background traffic for profiling: a Poisson load generator and a fixed number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,44 +20,46 @@ from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.errors import InputError, RunError
 
-MOST_LOAD = 0.9
-"""Above it the line would grow without end while something is measured."""
-_ALONE = 24
-"""Requests that tell what one takes alone."""
-_RATES = 4
-"""Rates that are measured for a load at most."""
-_NEAR = 0.03
-"""Relative error of a load at which no other rate is tried."""
-_FAR = 0.2
-"""Relative error that no measured rate may exceed, beside the chance of few requests."""
-_MANY = 20
-"""Requests of which at least one comes for sure while so many do on average."""
-_STAND_S = 300.0
-"""Far longer than a line takes that grew by chance."""
-_LOOK_S = 0.0005
+MAX_LOAD = 0.9
+"""Largest load: above it the queue grows without bound during a measurement."""
+_IDLE_REQUESTS = 24
+"""Requests on an idle engine that estimate the service time."""
+_MAX_RATES = 4
+"""Maximum number of arrival rates to try for a load."""
+_TARGET_ERROR = 0.03
+"""Relative error of the load at which the search for a rate stops."""
+_MAX_ERROR = 0.2
+"""Largest accepted relative error of the load, plus the sampling error of few requests."""
+_CERTAIN_ARRIVALS = 20
+"""Expected arrivals after which at least one has certainly arrived."""
+_CONCURRENCY_TIMEOUT_S = 300.0
+"""Far longer than it takes to drain a queue that grew by chance."""
+_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FixedPlanPolicy:
-    """A decider that gives one plan. Unlike those of `FixedPlan`, its requests run their prompts one by one,
-    as those do that are decided about."""
+    """Request policy that always selects one plan.
+
+    Unlike requests of `FixedPlan`, those of a policy run their prompts one by one, as in production.
+    """
 
     plan: Plan
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
         return InitialDecision(tier=self.plan.tier, insertion_position=self.plan.insertion_position)
 
-    def second(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> Plan:
+    def choose_plan(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> Plan:
         return self.plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMix:
-    """What other requests ask for; each is drawn anew.
+    """Distribution of background requests.
 
     Attributes:
-        lengths: Text tokens of their prompts.
-        new_tokens: Most new tokens; from 2 on each number is as frequent.
+        lengths: Text tokens of prompts, all equally likely.
+        new_tokens: Maximum number of new tokens; uniform from 2.
 
     Raises:
         InputError: There is no length, or a number is out of range.
@@ -69,21 +71,21 @@ class RequestMix:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or self.new_tokens < 2:
             raise InputError(
-                f"`lengths` (={list(self.lengths)}) must be 1 or more, some, and `new_tokens` "
-                f"(={self.new_tokens}) at least 2"
+                f"`lengths` (={list(self.lengths)}) must contain at least one number, all at least 1, and "
+                f"`new_tokens` (={self.new_tokens}) must be at least 2"
             )
 
 
 class BackgroundTraffic:
-    """Other requests of one engine. One thread uses it.
+    """Background requests of one engine. Not thread-safe.
 
     Args:
-        engine: With its thread.
-        plans: What they run.
-        prompts: Makes their prompts.
-        mix: What they ask for.
-        settle_s: How long a stream runs before its load is believed.
-        seed: What they are drawn from.
+        engine: Running engine.
+        plans: Plans of the requests, all equally likely.
+        prompts: Generator of prompts.
+        mix: Distribution of requests.
+        settle_s: How long the load of an arrival rate is measured.
+        seed: Random seed.
     """
 
     def __init__(
@@ -97,171 +99,177 @@ class BackgroundTraffic:
         seed: int = 0,
     ) -> None:
         self._engine, self._plans, self._prompts, self._mix = engine, tuple(plans), prompts, mix
-        self._settle_s, self._random = settle_s, np.random.default_rng(seed)
-        self._inside: list[RequestHandle] = []
+        self._settle_s, self._generator = settle_s, np.random.default_rng(seed)
+        self._handles: list[RequestHandle] = []
         self._lock = threading.Lock()
         self._rates: dict[float, float] = {}
-        self._failed: Exception | None = None
+        self._stream_error: Exception | None = None
 
     @property
-    def inside(self) -> int:
-        """How many there are now."""
+    def num_running(self) -> int:
+        """Number of unfinished background requests."""
         with self._lock:
-            self._inside = [handle for handle in self._inside if not handle.done]
-            return len(self._inside)
+            self._handles = [handle for handle in self._handles if not handle.done]
+            return len(self._handles)
 
-    def stand(self, count: int) -> None:
-        """Have so many that have begun to decode, and nobody else: some may have to leave, or to be started.
+    def hold_concurrency(self, count: int) -> None:
+        """Wait until exactly `count` background requests are running and all of them decode.
 
-        Others that leave while the last of them begin are replaced.
+        Missing requests are submitted, also for those that finish while the others start.
 
         Raises:
-            RunError: They were not so many for minutes, or a stream of them ended.
+            RunError: The count was not reached within minutes, or the stream failed.
         """
-        until_s = time.perf_counter() + _STAND_S
-        started: list[RequestHandle] = []
+        deadline_s = time.perf_counter() + _CONCURRENCY_TIMEOUT_S
+        submitted: list[RequestHandle] = []
         while True:
             self._check_stream()
-            beginning = not all(handle.done or handle.tokens for handle in started)
-            inside = self.inside
-            if inside == count and not beginning:
+            prefilling = not all(handle.done or handle.tokens for handle in submitted)
+            running = self.num_running
+            if running == count and not prefilling:
                 return
-            if time.perf_counter() > until_s:
+            if time.perf_counter() > deadline_s:
                 raise RunError(
-                    f"{count} other requests were to be in the engine, and after {_STAND_S:g} s there are "
-                    f"{inside}; ask for a lower load or batch, or for more tokens of a slot"
+                    f"timed out after {_CONCURRENCY_TIMEOUT_S:g} s: expected {count} background requests, "
+                    f"{running} are running; lower the load or the batch size, or raise `max_tokens`"
                 )
-            if inside < count and not beginning:
-                # While they begin, one a turn, the first of them decode already.
-                started = [self._submit(more=count) for _ in range(count - inside)]
+            if running < count and not prefilling:
+                # Prefills run one per engine turn, and the first requests decode during the others' prefill.
+                submitted = [self._submit(extra_tokens=count) for _ in range(count - running)]
             else:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
-    def clear(self) -> None:
-        """Call all of them off."""
+    def cancel_all(self) -> None:
+        """Cancel all background requests and wait until they are gone."""
         with self._lock:
-            for handle in self._inside:
+            for handle in self._handles:
                 handle.cancel()
-        while self.inside:
-            time.sleep(_LOOK_S)
+        while self.num_running:
+            time.sleep(_POLL_S)
 
     @contextmanager
-    def stream(self, load: float) -> Iterator[None]:
-        """Within, they come at random times (Poisson), so many that they alone keep the engine busy for a
-        share `load` of the time, by the engine's own count.
+    def run_stream(self, load: float) -> Iterator[None]:
+        """Submit requests as a Poisson process that keeps the engine busy for a fraction `load` of the time.
+
+        The load is that of the background requests alone, as measured by the engine.
 
         Raises:
-            InputError: The load is too high.
-            RunError: It could not be made, or they stopped coming.
+            InputError: The load is out of range.
+            RunError: No arrival rate reached the load, or the stream failed.
         """
         if load == 0.0:
             yield
             return
-        if not 0.0 < load <= MOST_LOAD:
+        if not 0.0 < load <= MAX_LOAD:
             raise InputError(
-                f"a load of {load:g} is not 0 to {MOST_LOAD}: requests would come faster than they end"
+                f"`load` (={load:g}) must be between 0 and {MAX_LOAD}, so that requests finish faster "
+                "than they arrive"
             )
         if load not in self._rates:
-            self._rates[load] = self._rate(load)
+            self._rates[load] = self._find_rate(load)
         try:
-            with self._coming(self._rates[load]):
+            with self._submit_at_rate(self._rates[load]):
                 yield
         finally:
-            self._failed = None
-            self.clear()
+            self._stream_error = None
+            self.cancel_all()
 
-    def _rate(self, load: float) -> float:
-        """Requests a second that make a load."""
-        alone = [self._submit().result().total_ms for _ in range(_ALONE)]
-        rate = load / (float(np.mean(alone)) / 1e3)
-        tried: list[tuple[float, float, float]] = []
-        for _ in range(_RATES):
-            share = self._share(rate)
-            error = abs(share / load - 1.0)
-            tried.append((error, rate, share))
-            if error < _NEAR:
+    def _find_rate(self, load: float) -> float:
+        """Find the arrival rate, in requests per second, that produces a load."""
+        idle_ms = [self._submit().result().total_ms for _ in range(_IDLE_REQUESTS)]
+        rate = load / (float(np.mean(idle_ms)) / 1e3)
+        trials: list[tuple[float, float, float]] = []
+        for _ in range(_MAX_RATES):
+            measured_load = self._measure_load(rate)
+            error = abs(measured_load / load - 1.0)
+            trials.append((error, rate, measured_load))
+            if error < _TARGET_ERROR:
                 break
-            # Requests that share steps ask for less; a line that grew says little.
-            rate *= min(max(load / share, 0.5), 2.0)
-        error, rate, share = min(tried)
-        # So far off is a share of this many requests, whose lengths scatter as much as their arrivals, by
-        # chance alone.
-        chance = math.sqrt(2.0 / max(rate * self._settle_s, 1.0))
-        if error > _FAR + chance:
+            # Requests that share decode steps need less time each; a growing queue says little.
+            rate *= min(max(load / measured_load, 0.5), 2.0)
+        error, rate, measured_load = min(trials)
+        # Relative sampling error of this many requests, whose lengths vary as much as their arrivals.
+        sampling_error = math.sqrt(2.0 / max(rate * self._settle_s, 1.0))
+        if error > _MAX_ERROR + sampling_error:
             raise RunError(
-                f"a load of {load:g} was wanted, and the nearest of {len(tried)} rates, {rate:.1f} requests "
-                f"a second, made {share:.2f}; let it settle longer, or ask for another load"
+                f"expected a load of {load:g}; the nearest of {len(trials)} arrival rates, {rate:.1f} "
+                f"requests per second, gave {measured_load:.2f}; raise `settle_s` or choose another load"
             )
         return rate
 
-    def _share(self, rate: float) -> float:
-        """Share of time that the engine works while so many come a second."""
+    def _measure_load(self, rate: float) -> float:
+        """Fraction of time that the engine is busy at an arrival rate."""
         try:
-            with self._coming(rate):
+            with self._submit_at_rate(rate):
                 time.sleep(self._settle_s / 4.0)
-                worked, began = self._engine.worked_s, time.perf_counter()
+                busy_s, start_s = self._engine.busy_s, time.perf_counter()
                 time.sleep(self._settle_s)
-                # None came by chance, or this process was held up: so long, some must have.
-                while self._engine.worked_s == worked and time.perf_counter() - began < _MANY / rate:
-                    time.sleep(_LOOK_S)
-                share = (self._engine.worked_s - worked) / (time.perf_counter() - began)
+                # No request may have arrived by chance, or this process was suspended.
+                while (
+                    self._engine.busy_s == busy_s and time.perf_counter() - start_s < _CERTAIN_ARRIVALS / rate
+                ):
+                    time.sleep(_POLL_S)
+                load = (self._engine.busy_s - busy_s) / (time.perf_counter() - start_s)
         finally:
-            self.clear()
-        if not share > 0.0:
-            raise RunError(f"{rate:.1f} requests a second did not keep the engine busy at all")
-        return share
+            self.cancel_all()
+        if not load > 0.0:
+            raise RunError(f"{rate:.1f} requests per second did not keep the engine busy at all")
+        return load
 
     @contextmanager
-    def _coming(self, rate: float) -> Iterator[None]:
-        over = threading.Event()
-        self._failed = None
+    def _submit_at_rate(self, rate: float) -> Iterator[None]:
+        stop = threading.Event()
+        self._stream_error = None
 
-        def come() -> None:
-            due = time.perf_counter()
+        def submit_requests() -> None:
+            arrival_s = time.perf_counter()
             try:
                 while True:
-                    due += float(self._random.exponential(1.0 / rate))
-                    if over.wait(max(due - time.perf_counter(), 0.0)):
+                    arrival_s += float(self._generator.exponential(1.0 / rate))
+                    if stop.wait(max(arrival_s - time.perf_counter(), 0.0)):
                         return
                     self._submit()
-            except Exception as error:  # told by the thread that measures
-                self._failed = error
+            except Exception as error:  # raised again by the measuring thread
+                self._stream_error = error
 
-        thread = threading.Thread(target=come, name="sparseflow-others", daemon=True)
+        thread = threading.Thread(target=submit_requests, name="sparseflow-background", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            stop.set()
             thread.join()
         self._check_stream()
 
     def _check_stream(self) -> None:
-        """What is measured when others no longer come is not what was asked for."""
-        if self._failed is not None:
-            raise RunError(f"other requests stopped coming: {self._failed}") from self._failed
+        """Raise RunError if the stream failed: measurements would have less load than requested."""
+        if self._stream_error is not None:
+            raise RunError(f"the background stream failed: {self._stream_error}") from self._stream_error
 
-    def _submit(self, more: int = 0) -> RequestHandle:
-        """Start one, with `more` tokens than are drawn if they fit."""
+    def _submit(self, extra_tokens: int = 0) -> RequestHandle:
+        """Submit a random request with `extra_tokens` more new tokens, if they fit."""
         with self._lock:
-            plan = self._plans[self._random.integers(len(self._plans))]
-            length = int(self._random.choice(list(self._mix.lengths)))
-            new_tokens = int(self._random.integers(2, self._mix.new_tokens + 1)) + more
-            inputs = whole(self._prompts, plan, length)
-        vision = self._prompts.vision[plan.tier] if plan.tier else 0
-        room = self._engine.max_tokens - length - vision + 1
+            plan = self._plans[self._generator.integers(len(self._plans))]
+            length = int(self._generator.choice(list(self._mix.lengths)))
+            new_tokens = int(self._generator.integers(2, self._mix.new_tokens + 1)) + extra_tokens
+            inputs = make_full_prompt(self._prompts, plan, length)
+        vision_tokens = self._prompts.vision_tokens[plan.tier] if plan.tier else 0
+        max_new_tokens = self._engine.max_tokens - length - vision_tokens + 1
         handle = self._engine.submit(
             GenerationRequest(
-                inputs=inputs, decide=FixedPlanPolicy(plan=plan), max_new_tokens=max(min(new_tokens, room), 1)
+                inputs=inputs,
+                decide=FixedPlanPolicy(plan=plan),
+                max_new_tokens=max(min(new_tokens, max_new_tokens), 1),
             )
         )
         with self._lock:
-            self._inside.append(handle)
+            self._handles.append(handle)
         return handle
 
 
-def whole(prompts: RandomPrompts, plan: Plan, text_tokens: int) -> dict[str, Any]:
-    """A prompt for a plan, of the highest tier where it has an image, as a server gets it."""
+def make_full_prompt(prompts: RandomPrompts, plan: Plan, text_tokens: int) -> dict[str, Any]:
+    """Make a prompt as a server receives it: an image, if the plan has one, is at the highest tier."""
     if plan.tier is None:
-        return prompts.prompt(None, text_tokens)
-    return prompts.prompt(list(prompts.vision)[-1] if prompts.vision else plan.tier, text_tokens)
+        return prompts.make_prompt(None, text_tokens)
+    tier = list(prompts.vision_tokens)[-1] if prompts.vision_tokens else plan.tier
+    return prompts.make_prompt(tier, text_tokens)

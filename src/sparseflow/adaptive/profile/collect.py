@@ -1,12 +1,12 @@
-"""Measuring plans: every round runs every cell once, in an order drawn anew.
+"""Collection of a profile: every round measures every cell once, in a new random order.
 
-A cell is a plan, a number of text tokens, a batch and a load. Rounds and random orders spread a machine's
-drift over all cells alike. A cell's first run in a process is thrown away, as often as `warmup` says: caches,
-clocks and kernels are then what they are in the middle of a busy day.
+A cell is a plan, a number of text tokens, a batch size and a load. Rounds and random orders spread the drift
+of a machine evenly over the cells. The first runs of a cell in a process are discarded, so that caches,
+clocks and kernels are warm.
 
-Samples go to a file as they come in, and what is there is not measured again: after a kill, the same call
-goes on; a call that asks for more plans, lengths, loads or rounds adds to the file. Where it asks for more
-steps, requests are measured again and those with fewer stay.
+Measurements are stored as they arrive and are not repeated: the same call resumes an interrupted collection,
+and a call with more plans, lengths, loads or rounds extends the file. With more decode steps, requests are
+measured again and the shorter ones stay.
 """
 
 from __future__ import annotations
@@ -21,259 +21,274 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
-from sparseflow.adaptive.profile.measurement import Measurement, Turn
-from sparseflow.adaptive.profile.metadata import ProfileMetadata, device_facts
+from sparseflow.adaptive.profile.measurement import CaseKey, Measurement
+from sparseflow.adaptive.profile.metadata import ProfileMetadata, get_device_facts
 from sparseflow.adaptive.profile.runner import ProfileRunner
-from sparseflow.adaptive.profile.storage import PlanProfile, ProfileAppender
+from sparseflow.adaptive.profile.storage import PlanProfile, ProfileWriter
 from sparseflow.core.load import Stressor
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError, SparseFlowError
 
-Background = Callable[[float], AbstractContextManager[object]]
-"""A level between 0 and 1 -> what keeps the device so busy while it is entered."""
+BackgroundLoad = Callable[[float], AbstractContextManager[object]]
+"""Maps a load from 0 to 1 to a context manager that keeps the device busy at that load."""
+
+_WARMUP_STEPS = 2
+_MAX_CONSECUTIVE_FAILURES = 20
+"""Failed requests in a row after which the collection stops, for example because the GPU is lost."""
+_TIME_DIGITS = 6
+"""Stored digits of a millisecond: finer than any timer, and compact in a file."""
+
+_Cell = tuple[Plan, int, int]
+"""Plan, text tokens, batch size."""
 
 
-def background(device: torch.device | str) -> Background:
-    """Products of matrices by other processes, on all CPUs that this one may use, or on the GPU.
+def make_background_load(device: torch.device | str) -> BackgroundLoad:
+    """Make a load of matrix products by other processes, on all available CPUs or on the GPU.
 
-    Level 0 is no process at all. Otherwise the level is reached while nothing else runs, and then held.
+    Load 0 starts no process. Other loads are calibrated on the idle device and then held.
     """
     target = torch.device(device)
     kind = "cpu-fma" if target.type == "cpu" else "gpu-matmul"
 
     @contextmanager
-    def busy(level: float) -> Iterator[None]:
-        with Stressor(kind, level, device=str(target)) as stressor:
+    def run_stressor(load: float) -> Iterator[None]:
+        with Stressor(kind, load, device=str(target)) as stressor:
             stressor.wait_until_steady()
             with stressor.hold_duty():
                 yield
 
-    return lambda level: nullcontext() if level == 0.0 else busy(level)
+    return lambda load: nullcontext() if load == 0.0 else run_stressor(load)
 
 
-def spread(
+def select_representative_plans(
     space: PlanSpace,
     count: int,
     *,
     seed: int = 0,
-    text_only: int = 0,
+    num_text_plans: int = 0,
     tiers: Sequence[Tier | None] | None = None,
 ) -> tuple[Plan, ...]:
-    """Some plans that tell about the others: of each tier the dearest, the cheapest, and random ones.
+    """Select plans to measure: the largest, the smallest and random plans of each tier.
 
     Args:
-        space: The plans.
-        count: How many, at least two a tier; all of them where there are fewer.
-        seed: What they are drawn from.
-        text_only: How many more to choose for requests without image, of a model that takes them.
-        tiers: Those to choose plans of; by default all of the space.
+        space: Plans.
+        count: Number of plans, at least two per tier; all plans if the space has fewer.
+        seed: Random seed.
+        num_text_plans: Additional plans for requests without images, if the model takes images.
+        tiers: Tiers to select from; by default all tiers of the space.
 
     Raises:
         InputError: A count is too small.
     """
     tiers = space.tiers if tiers is None else tiers
-    if count < 2 * len(tiers) or text_only < 0:
+    if count < 2 * len(tiers) or num_text_plans < 0:
         raise InputError(
-            f"`count` (={count}) must be at least {2 * len(tiers)}, two a tier; `text_only` not negative"
+            f"`count` (={count}) must be at least {2 * len(tiers)}, two per tier, and `num_text_plans` "
+            f"(={num_text_plans}) must not be negative"
         )
     generator = np.random.default_rng(seed)
-    found: list[Plan] = []
-    for at, tier in enumerate(tiers):
-        mine = [plan for plan in space.plans if plan.tier == tier]
-        share = count // len(tiers) + (at < count % len(tiers))
-        found += _extremes(mine, share, generator)
-    if text_only and space.geometry.tiers:
-        bare = {_without_image(plan): None for plan in space.plans}
-        found += _extremes(list(bare), text_only, generator)
-    return tuple(found)
+    selected: list[Plan] = []
+    for index, tier in enumerate(tiers):
+        candidates = [plan for plan in space.plans if plan.tier == tier]
+        tier_count = count // len(tiers) + (index < count % len(tiers))
+        selected += _select_extremes(candidates, tier_count, generator)
+    if num_text_plans and space.geometry.tiers:
+        text_plans = {_remove_image(plan): None for plan in space.plans}
+        selected += _select_extremes(list(text_plans), num_text_plans, generator)
+    return tuple(selected)
 
 
-def _extremes(plans: list[Plan], count: int, generator: np.random.Generator) -> list[Plan]:
-    """The dearest, the cheapest, and random ones of the rest."""
+def _select_extremes(plans: list[Plan], count: int, generator: np.random.Generator) -> list[Plan]:
+    """Select the largest, the smallest and random plans."""
     ranked = sorted(plans, key=lambda plan: (len(plan.blocks), plan.top_k, plan.insertion_position))
     if count >= len(ranked):
         return ranked
     ends = [ranked[-1], ranked[0]][:count]
-    rest = ranked[1:-1]
-    drawn = generator.choice(len(rest), size=max(min(count - 2, len(rest)), 0), replace=False)
-    return ends + [rest[at] for at in sorted(drawn)]
+    inner = ranked[1:-1]
+    indices = generator.choice(len(inner), size=max(min(count - 2, len(inner)), 0), replace=False)
+    return ends + [inner[index] for index in sorted(indices)]
 
 
-def _without_image(plan: Plan) -> Plan:
+def _remove_image(plan: Plan) -> Plan:
     return Plan(tier=None, insertion_position=plan.insertion_position, top_k=plan.top_k, blocks=plan.blocks)
-
-
-Progress = Callable[[str, float], None]
-"""Called with (what is measured, fraction done)."""
-
-_WARM_STEPS = 2
-_IN_A_ROW = 20
-"""Requests that fail one after the other before no more are tried: a GPU that is lost fails them all."""
-
-_NANO = 6
-"""Decimals of a millisecond that are kept: finer than any timer, and shorter in a file."""
-
-_Cell = tuple[Plan, int, int]
-"""Plan, text tokens, batch."""
 
 
 def collect_profile(
     runner: ProfileRunner,
     space: PlanSpace,
-    out: Path | str,
+    out_path: Path | str,
     *,
-    buckets: Sequence[int],
+    text_tokens: Sequence[int],
     plans: Sequence[Plan] | None = None,
-    batches: Sequence[int] = (1,),
+    batch_sizes: Sequence[int] = (1,),
     loads: Sequence[float] = (0.0,),
-    repeats: int = 5,
-    warmup: int = 1,
-    steps: int = 16,
-    load: Background | None = None,
+    rounds: int = 5,
+    warmup_runs: int = 1,
+    decode_steps: int = 16,
+    background: BackgroundLoad | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PlanProfile:
-    """Measure plans, or what is missing of them.
+    """Measure the latency of plans; measurements that the file already contains are skipped.
 
     Args:
         runner: Runs requests.
-        space: The model's plans.
-        out: Parquet file; made, or gone on with. Its folder is made.
-        buckets: Text tokens of prompts.
-        plans: Those to measure; by default all of the space. See `spread`. Plans without a tier are measured
-            without image.
-        batches: Requests that run at a time; see `ProfileRunner.run`.
-        loads: Shares of the device that others want, 0 to 1; see `load`.
-        repeats: Rounds.
-        warmup: Runs of each cell that are thrown away first, with few steps.
-        steps: Tokens after the first, in each request.
-        load: Makes the load; by default `background(runner.device)`, other processes. An `EngineRunner` makes
-            its own by other requests: `runner.busy`.
-        seed: What orders are drawn from.
-        progress: Called with (what is measured, fraction done).
+        space: Plans of the model.
+        out_path: Parquet file, created or extended; its directory is created.
+        text_tokens: Text tokens of prompts.
+        plans: Plans to measure, by default all of the space; see `select_representative_plans`. Plans without
+            a tier are measured without an image.
+        batch_sizes: Concurrent requests; see `ProfileRunner.run`.
+        loads: Shares of the device that other requests or processes use, 0 to 1; see `background`.
+        rounds: Rounds.
+        warmup_runs: Discarded first runs of each cell, with few steps.
+        decode_steps: Tokens after the first in each request.
+        background: Produces the load; by default other processes (`make_background_load`). An `EngineRunner`
+            produces it by other requests: `runner.apply_load`.
+        seed: Seed of the orders.
+        progress: Called with (current cell, fraction done).
 
     Returns:
-        All that the file holds.
+        Everything that the file contains.
 
     Raises:
         InputError: An argument is out of range, or the file is of another model, device, space or runner.
-        FileFormatError: The file holds something else.
-        RunError: No plan could be run, the load missed its level, another process writes into the folder, or
-            the disk is full.
+        FileFormatError: The file is foreign, damaged, or of another version.
+        RunError: No plan could be run, the load was not reached, another process writes into the directory,
+            or the disk is full.
     """
-    levels = tuple(dict.fromkeys(map(float, loads)))
-    _check(buckets, batches, levels, repeats, warmup, steps, seed)
-    chosen = tuple(dict.fromkeys(space.plans if plans is None else plans))
-    for plan in chosen:
+    loads = tuple(dict.fromkeys(map(float, loads)))
+    _check_arguments(text_tokens, batch_sizes, loads, rounds, warmup_runs, decode_steps, seed)
+    plans = tuple(dict.fromkeys(space.plans if plans is None else plans))
+    for plan in plans:
         space.geometry.check(plan)
         if plan.tier is not None and plan.tier not in runner.vision_tokens:
-            raise InputError(f"{plan.id} has an image, and the runner takes none; give the runner an example")
-    if not chosen:
-        raise InputError("`plans` must hold at least one")
-    about = ProfileMetadata(
-        model_id=runner.model_id, device=device_facts(runner.device), space=space,
-        vision_tokens=dict(runner.vision_tokens), how=dict(runner.how),
+            raise InputError(f"{plan.id} has an image; create the runner with an `example` that has one")
+    if not plans:
+        raise InputError("`plans` is empty; pass at least one plan")
+    metadata = ProfileMetadata(
+        model_id=runner.model_id, device=get_device_facts(runner.device), space=space,
+        vision_tokens=dict(runner.vision_tokens), config=dict(runner.config),
     )  # fmt: skip
-    work = _MeasurementPlan(
-        runner=runner, levels=levels, repeats=repeats, warmup=warmup, steps=steps, seed=seed,
-        cells=[(plan, tokens, batch) for plan in chosen for tokens in buckets for batch in batches],
+    schedule = _MeasurementSchedule(
+        runner=runner, loads=loads, rounds=rounds, warmup_runs=warmup_runs, decode_steps=decode_steps,
+        seed=seed,
+        cells=[(plan, tokens, batch) for plan in plans for tokens in text_tokens for batch in batch_sizes],
     )  # fmt: skip
-    file = Path(out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with ProfileAppender(file, about, runner.device, seed) as appending:
-        failed = work.run(appending, load or background(runner.device), progress)
-    found = PlanProfile.read(file)
-    if not found.timed:
-        raise RunError(f"none of {len(found.visits)} requests could be run: {failed}")
-    return found
+    path = Path(out_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ProfileWriter(path, metadata, runner.device, seed) as writer:
+        last_error = schedule.run(writer, background or make_background_load(runner.device), progress)
+    profile = PlanProfile.load(path)
+    if not profile.successful:
+        raise RunError(f"none of {len(profile.measurements)} requests could be run: {last_error}")
+    return profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MeasurementPlan:
-    """What one call measures."""
+class _MeasurementSchedule:
+    """Measurements of one call of `collect_profile`."""
 
     runner: ProfileRunner
     cells: list[_Cell]
-    levels: tuple[float, ...]
-    repeats: int
-    warmup: int
-    steps: int
+    loads: tuple[float, ...]
+    rounds: int
+    warmup_runs: int
+    decode_steps: int
     seed: int
-    warm: set[_Cell] = field(default_factory=set)
+    warm_cells: set[_Cell] = field(default_factory=set)
 
-    def run(self, appending: ProfileAppender, load: Background, progress: Progress | None) -> str | None:
-        """Make the visits that are missing; gives the last error."""
-        there = {visit.turn for visit in appending.held.timed if len(visit.steps_ms) >= self.steps}
-        total = len(self.cells) * len(self.levels) * self.repeats
-        missing = {
-            block: [cell for cell in cells if _turn(cell, *block) not in there]
-            for block, cells in self.blocks()
+    def run(self, writer: ProfileWriter, background: BackgroundLoad, progress: Progress | None) -> str | None:
+        """Make the missing measurements and return the last error."""
+        measured = {
+            measurement.case
+            for measurement in writer.profile.successful
+            if len(measurement.steps_ms) >= self.decode_steps
         }
-        done, failing, error = total - sum(map(len, missing.values())), 0, None
-        for (number, level), cells in missing.items():
+        total = len(self.cells) * len(self.loads) * self.rounds
+        missing = {
+            block: [cell for cell in cells if _make_case(cell, *block) not in measured]
+            for block, cells in self.iterate_blocks()
+        }
+        num_done, num_failures, error = total - sum(map(len, missing.values())), 0, None
+        for (round_index, load), cells in missing.items():
             if not cells:
                 continue
-            with load(level):
+            with background(load):
                 for cell in cells:
-                    visit = self._visit(cell, number, level, appending.session)
-                    appending.add(visit)
-                    error, done = visit.error or error, done + 1
-                    failing = failing + 1 if visit.error else 0
-                    if failing == _IN_A_ROW:
-                        raise RunError(f"{failing} requests in a row could not be run: {error}")
+                    measurement = self._measure(cell, round_index, load, writer.session)
+                    writer.append(measurement)
+                    error, num_done = measurement.error or error, num_done + 1
+                    num_failures = num_failures + 1 if measurement.error else 0
+                    if num_failures == _MAX_CONSECUTIVE_FAILURES:
+                        raise RunError(f"{num_failures} requests in a row failed: {error}")
                     if progress is not None:
-                        where = f"round {number + 1}/{self.repeats}, load {level:g}"
-                        progress(f"{where}: {cell[0].id}, {cell[1]} tokens", done / total)
+                        condition = f"round {round_index + 1}/{self.rounds}, load {load:g}"
+                        progress(f"{condition}: {cell[0].id}, {cell[1]} tokens", num_done / total)
         return error
 
-    def blocks(self) -> Iterator[tuple[tuple[int, float], list[_Cell]]]:
-        """(Round, load) and the cells in the order that they are run."""
-        for number in range(self.repeats):
-            for level in self.levels:
-                generator = np.random.default_rng((self.seed, number, round(level * 1e6)))
-                yield (number, level), [self.cells[at] for at in generator.permutation(len(self.cells))]
+    def iterate_blocks(self) -> Iterator[tuple[tuple[int, float], list[_Cell]]]:
+        """Yield (round, load) and the cells in the order of measurement."""
+        for round_index in range(self.rounds):
+            for load in self.loads:
+                generator = np.random.default_rng((self.seed, round_index, round(load * 1e6)))
+                order = generator.permutation(len(self.cells))
+                yield (round_index, load), [self.cells[index] for index in order]
 
-    def _visit(self, cell: _Cell, number: int, level: float, session: int) -> Measurement:
+    def _measure(self, cell: _Cell, round_index: int, load: float, session: int) -> Measurement:
         plan, tokens, batch = cell
-        found: dict[str, Any]
+        result: dict[str, Any]
         try:
-            if cell not in self.warm:
-                for _ in range(self.warmup):
-                    self.runner.run(plan, tokens, steps=min(_WARM_STEPS, self.steps), batch=batch)
-                self.warm.add(cell)
-            timed = self.runner.run(plan, tokens, steps=self.steps, batch=batch)
-            found = {
-                "prefill_ms": round(timed.prefill_ms, _NANO),
-                "steps_ms": tuple(round(step, _NANO) for step in timed.steps_ms),
+            if cell not in self.warm_cells:
+                warmup_steps = min(_WARMUP_STEPS, self.decode_steps)
+                for _ in range(self.warmup_runs):
+                    self.runner.run(plan, tokens, steps=warmup_steps, batch=batch)
+                self.warm_cells.add(cell)
+            times = self.runner.run(plan, tokens, steps=self.decode_steps, batch=batch)
+            result = {
+                "prefill_ms": round(times.prefill_ms, _TIME_DIGITS),
+                "steps_ms": tuple(round(step, _TIME_DIGITS) for step in times.steps_ms),
             }
         except SparseFlowError:
             raise
-        except RuntimeError as error:  # of torch: memory, mostly
-            found = {"error": str(error).partition("\n")[0] or type(error).__name__}
+        except RuntimeError as error:  # from torch, mostly out of memory
+            result = {"error": str(error).partition("\n")[0] or type(error).__name__}
         return Measurement(
-            plan=plan, text_tokens=tokens, batch=batch, load=level, round=number, session=session, **found
+            plan=plan,
+            text_tokens=tokens,
+            batch=batch,
+            load=load,
+            round=round_index,
+            session=session,
+            **result,
         )
 
 
-def _turn(cell: _Cell, number: int, level: float) -> Turn:
+def _make_case(cell: _Cell, round_index: int, load: float) -> CaseKey:
     plan, tokens, batch = cell
-    return (plan.id, tokens, batch, level, number)
+    return (plan.id, tokens, batch, load, round_index)
 
 
-def _check(
-    buckets: Sequence[int], batches: Sequence[int], levels: Sequence[float], repeats: int, warmup: int,
-    steps: int, seed: int,
-) -> None:  # fmt: skip
+def _check_arguments(
+    text_tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    loads: Sequence[float],
+    rounds: int,
+    warmup_runs: int,
+    decode_steps: int,
+    seed: int,
+) -> None:
     for name, values in (
-        ("buckets", buckets),
-        ("batches", batches),
-        ("repeats", [repeats]),
-        ("steps", [steps]),
+        ("text_tokens", text_tokens),
+        ("batch_sizes", batch_sizes),
+        ("rounds", [rounds]),
+        ("decode_steps", [decode_steps]),
     ):
         if not values or any(type(value) is not int or value < 1 for value in values):
-            raise InputError(f"`{name}` (={values}) must be whole numbers of at least 1")
+            raise InputError(f"`{name}` (={values}) must be integers of at least 1")
         if len(set(values)) < len(values):
-            raise InputError(f"`{name}` (={values}) names one twice")
-    if warmup < 0 or seed < 0:
-        raise InputError(f"`warmup` (={warmup}) and `seed` (={seed}) must not be negative")
-    if not levels or not all(0.0 <= level <= 1.0 for level in levels):
-        raise InputError(f"`loads` (={levels}) must be shares of the device in [0, 1], at least one")
+            raise InputError(f"`{name}` contains duplicates: {values}")
+    if warmup_runs < 0 or seed < 0:
+        raise InputError(f"`warmup_runs` (={warmup_runs}) and `seed` (={seed}) must not be negative")
+    if not loads or not all(0.0 <= load <= 1.0 for load in loads):
+        raise InputError(f"`loads` (={loads}) must be one or more numbers between 0 and 1")

@@ -1,7 +1,7 @@
-"""Running requests of any model of transformers as it is, call by call, and timing them.
+"""Profile runner that calls a model's own forward.
 
-Steps are timed one by one, each from an idle device to an idle device: a reader waits for every token. On a
-GPU this is not what is served: `EngineRunner` measures that.
+Each decode step is timed from an idle device to an idle device. On a GPU, serving does not work like this;
+`EngineRunner` measures what is served.
 """
 
 from __future__ import annotations
@@ -15,54 +15,57 @@ import torch
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
-from sparseflow.adaptive.profile.identity import model_id
+from sparseflow.adaptive.profile.identity import compute_model_id
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
-from sparseflow.adaptive.profile.runner import RequestTimes, computed
+from sparseflow.adaptive.profile.runner import RequestTimes, describe_computation
 from sparseflow.core.timing import measure
 from sparseflow.errors import InputError
 
 
 class EagerRunner:
-    """Runs plans on a model by its own forward. It is a `ProfileRunner`.
+    """Runs plans by the model's own forward. Implements `ProfileRunner`.
 
     Args:
-        knobs: On the model, which is in evaluation mode.
-        device: Where the model is, as torch names it.
-        example: Inputs of a request with one image at the highest tier, batch 1, as the model's processor
-            makes them; None measures requests without image only.
-        max_tokens: Most tokens of a request, prompt and answer together: longer ones are refused, here and by
-            who goes by the profile. None is no limit.
-        seed: What words are drawn from.
+        runtime: Runtime of the model, which is in evaluation mode.
+        device: Device of the model.
+        example: Inputs of a request with one image at the highest tier, batch size 1, as the model's
+            processor makes them; None measures requests without images only.
+        max_tokens: Maximum tokens of a request, prompt and answer together; longer requests are refused here
+            and by servers that use the profile. None is no limit.
+        seed: Seed of the prompts.
 
     Raises:
-        InputError: The model trains or is elsewhere, or the example is not one request with an image.
+        InputError: The model is in training mode or on another device, or the example is not one request with
+            an image.
     """
 
     def __init__(
         self,
-        knobs: PlanRuntime,
+        runtime: PlanRuntime,
         *,
         device: torch.device | str,
         example: Inputs | None = None,
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        self._knobs, self._adapter, self._max_tokens = knobs, knobs.adapter, max_tokens
+        self._runtime, self._adapter, self._max_tokens = runtime, runtime.adapter, max_tokens
         model = self._adapter.model
-        here = next(model.parameters())
-        self._device = here.device
-        asked = torch.device(device)
-        if asked.type != here.device.type or (asked.index is not None and asked.index != here.device.index):
-            raise InputError(f"`device` (={device}) must be where the model is: {here.device}")
+        weight = next(model.parameters())
+        self._device = weight.device
+        requested = torch.device(device)
+        if requested.type != self._device.type or requested.index not in (None, self._device.index):
+            raise InputError(f"`device` (={device}) must be the model's: {self._device}")
         if model.training:
             raise InputError("the model is in training mode; call `model.eval()` first")
-        self._few = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._prompts = RandomPrompts(self._adapter, example, device=here.device, dtype=here.dtype, seed=seed)
-        self._id = model_id(model)
+        self._keeps_last_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._prompts = RandomPrompts(
+            self._adapter, example, device=self._device, dtype=weight.dtype, seed=seed
+        )
+        self._model_id = compute_model_id(model)
 
     @property
     def model_id(self) -> str:
-        return self._id
+        return self._model_id
 
     @property
     def device(self) -> str:
@@ -70,51 +73,54 @@ class EagerRunner:
 
     @property
     def vision_tokens(self) -> Mapping[Tier, int]:
-        return self._prompts.vision
+        return self._prompts.vision_tokens
 
     @property
-    def how(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, Any]:
         limit = {} if self._max_tokens is None else {"max_tokens": self._max_tokens}
-        return {"runner": "eager", **computed(self._adapter.model), **limit}
+        return {"runner": "eager", **describe_computation(self._adapter.model), **limit}
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
         """Run a request; see `ProfileRunner.run`.
 
         Raises:
-            InputError: Too few text tokens, too many in all, or a plan with a tier and no example.
+            InputError: A number is out of range, or the plan has a tier and there is no example.
         """
         if text_tokens < 1 or steps < 0 or batch < 1:
             raise InputError(
                 f"`text_tokens` (={text_tokens}) and `batch` (={batch}) must be at least 1, `steps` "
-                f"(={steps}) not negative"
+                f"(={steps}) must not be negative"
             )
-        inputs, model, found = self._prompts.prompt(plan.tier, text_tokens), self._adapter.model, {}
-        tokens = inputs["input_ids"].shape[1] + steps
-        if self._max_tokens is not None and tokens > self._max_tokens:
+        inputs, model = self._prompts.make_prompt(plan.tier, text_tokens), self._adapter.model
+        num_tokens = inputs["input_ids"].shape[1] + steps
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise InputError(
-                f"a prompt and {steps} steps are {tokens} tokens, more than the {self._max_tokens} of "
-                "`max_tokens`; ask for fewer, or for a lower tier"
+                f"a prompt and {steps} steps have {num_tokens} tokens, more than `max_tokens` "
+                f"(={self._max_tokens}); use fewer steps or text tokens, or a lower tier"
             )
-        named = {"use_cache": True, **({"logits_to_keep": 1} if self._few else {})}
+        options: dict[str, Any] = {"use_cache": True}
+        if self._keeps_last_logits:
+            options["logits_to_keep"] = 1
+        state: dict[str, Any] = {}
 
-        def first() -> None:
-            out = model(**inputs, **named)
-            found["cache"] = out.past_key_values
-            found["token"] = out.logits[:, -1].argmax(-1)
+        def run_prefill() -> None:
+            output = model(**inputs, **options)
+            state["cache"] = output.past_key_values
+            state["token"] = output.logits[:, -1].argmax(-1)
 
-        # A step's tokens are drawn and not the model's own: those of a random model soon repeat themselves,
-        # and a batch of equal tokens would go to the same experts.
-        drawn = iter(self._prompts.draw(batch * steps).view(steps, batch, 1).to(self._device))
+        # Step tokens are random: a random model soon repeats itself, and equal tokens in a batch would be
+        # routed to the same experts.
+        tokens = iter(self._prompts.sample_tokens(batch * steps).view(steps, batch, 1).to(self._device))
 
-        def step() -> None:
-            out = model(input_ids=next(drawn), past_key_values=found["cache"], **named)
-            found["token"] = out.logits[:, -1].argmax(-1)
+        def run_step() -> None:
+            output = model(input_ids=next(tokens), past_key_values=state["cache"], **options)
+            state["token"] = output.logits[:, -1].argmax(-1)
 
-        with torch.inference_mode(), self._knobs.running(plan):
-            prefill = measure(first, warmup=0, repeats=1, device=self._device).times_ms[0]
+        with torch.inference_mode(), self._runtime.use_plan(plan):
+            prefill_ms = measure(run_prefill, warmup=0, repeats=1, device=self._device).times_ms[0]
             if not steps:
-                return RequestTimes(prefill_ms=prefill)
+                return RequestTimes(prefill_ms=prefill_ms)
             if batch > 1:
-                found["cache"].batch_repeat_interleave(batch)
-            taken = measure(step, warmup=0, repeats=steps, device=self._device)
-        return RequestTimes(prefill_ms=prefill, steps_ms=taken.times_ms)
+                state["cache"].batch_repeat_interleave(batch)
+            decode = measure(run_step, warmup=0, repeats=steps, device=self._device)
+        return RequestTimes(prefill_ms=prefill_ms, steps_ms=decode.times_ms)

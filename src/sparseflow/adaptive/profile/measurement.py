@@ -1,39 +1,39 @@
-"""One request of a profile, and how long each part of it took."""
+"""One measured request of a profile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.artifact import DictField
+from sparseflow.errors import InputError
 
-Turn = tuple[str, int, int, float, int]
-"""What is measured once: plan, text tokens, batch, load, round."""
+CaseKey = tuple[str, int, int, float, int]
+"""Plan id, text tokens, batch size, load and round: what is measured once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One request that was run.
+    """One measured request.
 
     Attributes:
-        plan: With a tier, it had one image.
-        text_tokens: Of the prompt, those that are not of the image.
-        batch: Requests that ran when its turn came, itself included.
-        load: Share of the device that others wanted, 0 to 1: in an engine those who come later.
-        round: How often this had been run before.
-        session: Index into the circumstances.
-        prefill_ms: To the first token; None where it could not be run.
-        steps_ms: Each further token, in order.
-        error: Why it could not be run, else None.
+        plan: Plan; the request had one image if the plan has a tier.
+        text_tokens: Prompt tokens that do not belong to the image.
+        batch: Concurrent requests when it started to run, including itself.
+        load: Share of the device that others used, 0 to 1; for an engine, by requests that arrive later.
+        round: Round of the collection.
+        session: Index into `PlanProfile.environments`.
+        prefill_ms: Time to the first token; None if the request failed.
+        steps_ms: Time of each further token, in order.
+        error: Why the request failed, else None.
 
     Raises:
-        InputError: A figure is out of range.
+        InputError: A value is out of range.
     """
 
-    plan: Plan
+    plan: Annotated[Plan, DictField()]
     text_tokens: int
     batch: int = 1
     load: float = 0.0
@@ -51,52 +51,34 @@ class Measurement:
             )
         if (self.prefill_ms is None) != (self.error is not None):
             raise InputError(
-                f"{self.plan.id}, {self.text_tokens} tokens: a visit has either a time or an error"
+                f"{self.plan.id}, {self.text_tokens} tokens: expected either a time or an error, got "
+                f"`prefill_ms` (={self.prefill_ms}) and `error` (={self.error!r})"
             )
         if self.text_tokens < 1 or self.batch < 1 or not 0.0 <= self.load <= 1.0 or self.round < 0:
             raise InputError(
                 f"{self.plan.id}: `text_tokens` (={self.text_tokens}) and `batch` (={self.batch}) must be at "
-                f"least 1, `load` (={self.load}) in [0, 1], `round` (={self.round}) not negative"
+                f"least 1, `load` (={self.load}) between 0 and 1, `round` (={self.round}) not negative"
             )
 
     @property
-    def turn(self) -> Turn:
-        """What it measured; again, where more steps are asked for than there are, or it has an error."""
+    def case(self) -> CaseKey:
+        """Measured case; it is repeated if it failed, or if more steps are requested."""
         return (self.plan.id, self.text_tokens, self.batch, self.load, self.round)
 
     @property
     def key(self) -> tuple[str, int, int, float, int, int]:
-        """A profile has one of each: its turn, and how many steps it has."""
-        return (*self.turn, len(self.steps_ms))
+        """Unique key in a profile: the case and the number of steps."""
+        return (*self.case, len(self.steps_ms))
 
     def total_ms(self, new_tokens: int) -> float:
-        """What a request of so many new tokens took; the first comes from the prefill.
+        """Time of the request up to its `new_tokens`-th token.
 
         Raises:
-            InputError: It has not so many.
+            InputError: The request has fewer tokens.
         """
         if self.prefill_ms is None or not 1 <= new_tokens <= 1 + len(self.steps_ms):
             raise InputError(
-                f"`new_tokens` (={new_tokens}) must be 1 to {1 + len(self.steps_ms)}, of a visit with times"
+                f"`new_tokens` (={new_tokens}) must be from 1 to {1 + len(self.steps_ms)}, and the request "
+                "must not have failed"
             )
         return self.prefill_ms + sum(self.steps_ms[: new_tokens - 1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a line of the journal."""
-        return {**vars(self), "plan": self.plan.to_dict(), "steps_ms": list(self.steps_ms)}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Measurement:
-        """What `to_dict` gave.
-
-        Raises:
-            FileFormatError: It is no visit.
-        """
-        try:
-            own = {name: record[name] for name in cls.__dataclass_fields__}
-            own |= {"plan": Plan.from_dict(record["plan"]), "steps_ms": tuple(record["steps_ms"])}
-            return cls(**own)
-        except FileFormatError:
-            raise
-        except (KeyError, TypeError, InputError) as error:
-            raise FileFormatError(f"not a visit of a profile: {error!r}") from error

@@ -1,4 +1,4 @@
-"""What there is room for: requests in a slot, and the slots of a plan on a device."""
+"""Capacity checks: which tiers fit into a slot, and whether a KV cache fits into memory."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ if TYPE_CHECKING:
 _GB = 1e9
 
 
-def fitting(
+def select_fitting_tiers(
     vision_tokens: Mapping[Tier, int], *, text_tokens: int, new_tokens: int, max_tokens: int
 ) -> tuple[Tier, ...]:
-    """Tiers at which a request with one image fits.
+    """Select the tiers at which a request with one image fits into a slot.
 
     Args:
-        vision_tokens: Of the image, at each.
-        text_tokens: Of the prompt, those that are not of the image.
-        new_tokens: Of its answer; the last of them is never run, so it needs no place.
-        max_tokens: Of a slot.
+        vision_tokens: Tokens of the image at each tier.
+        text_tokens: Prompt tokens that do not belong to the image.
+        new_tokens: Tokens of the answer; the last one is never run, so it needs no entry.
+        max_tokens: Tokens of a slot.
     """
-    rest = max_tokens - text_tokens - new_tokens + 1
-    return tuple(tier for tier, seen in vision_tokens.items() if seen <= rest)
+    max_vision_tokens = max_tokens - text_tokens - new_tokens + 1
+    return tuple(tier for tier, tokens in vision_tokens.items() if tokens <= max_vision_tokens)
 
 
-def cache_bytes(adapter: Adapter, plan: Plan, *, slots: int, tokens: int) -> int:
-    """What the keys and values of a plan take in an engine."""
+def compute_cache_bytes(adapter: Adapter, plan: Plan, *, slots: int, tokens: int) -> int:
+    """Size of the KV cache of a plan in an engine."""
     config: Any = adapter.model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = next(adapter.decoder.parameters()).element_size()
-    return 2 * len(plan.blocks) * slots * tokens * heads * width * size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element_size = next(adapter.decoder.parameters()).element_size()
+    return 2 * len(plan.blocks) * slots * tokens * heads * head_dim * element_size
 
 
-def check_memory(adapter: Adapter, plan: Plan, *, slots: int, tokens: int, free: int) -> None:
-    """That the keys and values of a plan can be had at all.
+def check_cache_memory(adapter: Adapter, plan: Plan, *, slots: int, tokens: int, free_bytes: int) -> None:
+    """Check that the KV cache of a plan fits into memory.
 
     Args:
-        adapter: The model.
-        plan: The dearest plan.
-        slots: Of its cache.
-        tokens: Of each slot.
-        free: Bytes that the device has left.
+        adapter: Model.
+        plan: Largest plan.
+        slots: Slots of the cache.
+        tokens: Tokens of each slot.
+        free_bytes: Free memory of the device.
 
     Raises:
-        InputError: They cannot.
+        InputError: It does not fit.
     """
-    needed = cache_bytes(adapter, plan, slots=slots, tokens=tokens)
-    if needed > free:
+    required_bytes = compute_cache_bytes(adapter, plan, slots=slots, tokens=tokens)
+    if required_bytes > free_bytes:
         raise InputError(
-            f"keys and values of one plan take {needed / _GB:.3g} GB at `max_batch` {slots} and `max_tokens` "
-            f"{tokens}, and the device has {free / _GB:.3g} GB left: lower `max_tokens` or `max_batch`"
+            f"the KV cache of one plan takes {required_bytes / _GB:.3g} GB at `max_batch` {slots} and "
+            f"`max_tokens` {tokens}, and the device has {free_bytes / _GB:.3g} GB free; lower "
+            "`max_tokens` or `max_batch`"
         )

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.task import GridVqaTask
-from sparseflow.adaptive.profile import weights_id
+from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import BlockImportance, measure_importance
 from sparseflow.adaptive.questions.file_task import QuestionTask
 from sparseflow.core.progress import Progress
@@ -46,22 +46,22 @@ def measure_model_importance(
     journal = out_path.with_suffix(".jsonl")
     if questions is None:
         task = GridVqaTask.open(model, device=device, archives=archives)
-        scorer: Any = task.scorer(max_samples)
+        scorer: Any = task.make_scorer(max_samples)
     elif archives:
         raise InputError("--archive is for Grid-VQA's questions and excludes --questions")
     else:
         task = QuestionTask.open(model, questions, device=device)
-        scorer = task.scorer(max_samples)
+        scorer = task.make_scorer(max_samples)
         # Scores on other questions are not comparable, so each file of questions has its own journal.
         journal = out_path.with_name(f"{out_path.stem}-{scorer.digest[:8]}.jsonl")
     out_path.parent.mkdir(parents=True, exist_ok=True)
     importance = measure_importance(
         scorer,
-        adapter_of(task.model).geometry,
+        get_adapter(task.model).geometry,
         beam=beam,
-        journal=journal,
-        model_id=weights_id(task.model),
+        journal_path=journal,
+        model_id=compute_weights_id(task.model),
         progress=progress,
     )
-    importance.write(out_path)
+    importance.save(out_path)
     return importance

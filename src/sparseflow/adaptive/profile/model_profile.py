@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
 from sparseflow.adaptive.predictor import PlanLatencyPredictor
@@ -20,14 +20,14 @@ from sparseflow.adaptive.profile import (
     EngineRunner,
     PlanProfile,
     RequestMix,
-    by_group,
     collect_profile,
-    model_id,
-    spread,
+    collect_profile_by_group,
+    compute_model_id,
+    select_representative_plans,
 )
-from sparseflow.adaptive.profile.importance import space_of
-from sparseflow.adaptive.profile.memory import fitting
-from sparseflow.adaptive.profile.metadata import device_facts
+from sparseflow.adaptive.profile.importance import load_plan_space
+from sparseflow.adaptive.profile.memory import select_fitting_tiers
+from sparseflow.adaptive.profile.metadata import get_device_facts
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.messages import Message
@@ -138,24 +138,24 @@ def profile_model(
     max_tokens = config.max_tokens or min(folder.context, MAX_TOKENS)
     if max_tokens > folder.context:
         raise InputError(f"--max-tokens {max_tokens} exceeds the model's context of {folder.context} tokens")
-    adapter = adapter_of(folder.model)
-    space = space_of(folder.model, adapter.geometry, config.importance)
+    adapter = get_adapter(folder.model)
+    space = load_plan_space(folder.model, adapter.geometry, config.importance)
     if config.importance is None:
         _LOG.warning(
             "without --importance, plans skip blocks by a heuristic; run `adaptive importance` first"
         )
     example = None if folder.sight is None else make_example_prompt(folder).inputs
-    vision = {} if example is None else RandomPrompts(adapter, example, device="cpu").vision
+    vision = {} if example is None else RandomPrompts(adapter, example, device="cpu").vision_tokens
     lengths = list(config.text_tokens or _default_lengths(vision, max_tokens - config.decode_steps))
     tiers = _select_tiers(vision, max(lengths), config.decode_steps + 1, max_tokens)
     tiers_left_out = [tier for tier in space.geometry.tiers if tier not in tiers]
     if not tiers:
         example = None  # No tier is measured, so requests with images are refused.
-    plans = spread(
+    plans = select_representative_plans(
         space,
         min(config.num_plans or len(space), len(space)),
         seed=config.seed,
-        text_only=config.num_text_plans,
+        num_text_plans=config.num_text_plans,
         tiers=tiers if tiers_left_out else None,
     )
     if not plans:
@@ -171,9 +171,9 @@ def profile_model(
     return ModelProfileResult(
         profile=out_path,
         predictor=predictor_path,
-        requests=len(profile.timed),
-        failed=len(profile.visits) - len(profile.timed),
-        held_out_error=predictor.held_out,
+        requests=len(profile.successful),
+        failed=len(profile.measurements) - len(profile.successful),
+        held_out_error=predictor.held_out_error,
         tiers_left_out=tiers_left_out,
     )
 
@@ -201,10 +201,10 @@ def _measure(
 ) -> PlanProfile:
     runner_options: dict[str, Any] = {"example": example, "max_tokens": max_tokens, "seed": config.seed}
     settings: dict[str, Any] = {
-        "buckets": lengths,
+        "text_tokens": lengths,
         "loads": config.loads or _LOADS[config.runner],
-        "repeats": config.rounds,
-        "steps": config.decode_steps,
+        "rounds": config.rounds,
+        "decode_steps": config.decode_steps,
         "seed": config.seed,
     }
     if config.runner == "eager":
@@ -214,7 +214,7 @@ def _measure(
             space,
             out_path,
             plans=plans,
-            batches=config.batch_sizes or [1],
+            batch_sizes=config.batch_sizes or [1],
             progress=progress,
             **settings,
         )
@@ -229,13 +229,15 @@ def _measure(
         runtime,
         plans,
         max_batch=config.max_batch_size,
-        group=config.plans_per_group,
+        plans_per_group=config.plans_per_group,
         mix=RequestMix(lengths=lengths, new_tokens=config.decode_steps + 1),
-        progress=lambda done, total: progress(f"recorded {done} of {total}", fraction_done),
+        progress=lambda message, _: progress(message, fraction_done),
         **runner_options,
     ) as runner:
         batch_sizes = config.batch_sizes or sorted({1, config.max_batch_size})
-        return by_group(runner, space, out_path, batches=batch_sizes, progress=report_measurement, **settings)
+        return collect_profile_by_group(
+            runner, space, out_path, batch_sizes=batch_sizes, progress=report_measurement, **settings
+        )
 
 
 def _check_predictor_path(out_path: Path, model: Any, device: torch.device) -> Path:
@@ -246,12 +248,12 @@ def _check_predictor_path(out_path: Path, model: Any, device: torch.device) -> P
         return path
     advice = "move it away, or change --out"
     try:
-        metadata = PlanLatencyPredictor.load(path).about
+        metadata = PlanLatencyPredictor.load(path).metadata
     except FileFormatError as error:
         raise InputError(f"{path} would be overwritten: {error}; {advice}") from error
     for field, existing, current in (
-        ("model", metadata.model_id, model_id(model)),
-        ("device", dict(metadata.device), device_facts(device)),
+        ("model", metadata.model_id, compute_model_id(model)),
+        ("device", dict(metadata.device), get_device_facts(device)),
     ):
         if existing != current:
             raise InputError(
@@ -278,7 +280,9 @@ def _select_tiers(
             f"{request} exceed --max-tokens {max_tokens}; lower --text-tokens or --decode-steps, or raise "
             "--max-tokens"
         )
-    tiers = fitting(vision, text_tokens=text_tokens, new_tokens=new_tokens, max_tokens=max_tokens)
+    tiers = select_fitting_tiers(
+        vision, text_tokens=text_tokens, new_tokens=new_tokens, max_tokens=max_tokens
+    )
     for tier in vision:
         if tier not in tiers:
             _LOG.warning(

@@ -1,5 +1,4 @@
-"""What a profile measures with: something that runs a request of a given size and says how long each part
-took."""
+"""Protocol of profile runners: run a request of a given size and return the time of each part."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimes:
-    """One request's times.
+    """Times of one request.
 
     Attributes:
-        prefill_ms: From its inputs to its first token.
-        steps_ms: Each further token, in order.
+        prefill_ms: Time to the first token.
+        steps_ms: Time of each further token, in order.
 
     Raises:
         InputError: A time is not a finite number above 0.
@@ -35,58 +34,59 @@ class RequestTimes:
         for name, value in [("prefill_ms", self.prefill_ms), *(("steps_ms", step) for step in self.steps_ms)]:
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0.0):
                 raise InputError(
-                    f"`{name}` (={value!r}) must be a finite time above 0 ms; the runner's timer is wrong"
+                    f"`{name}` (={value!r}) must be finite and above 0 ms; fix the runner's timer"
                 )
 
 
-def computed(model: PreTrainedModel) -> dict[str, Any]:
-    """How a model computes, as far as its times depend on it: number format, attention and experts."""
+def describe_computation(model: PreTrainedModel) -> dict[str, Any]:
+    """Number format and implementations of attention and experts, which latency depends on."""
     config: Any = model.config
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return {
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "attention": getattr(inner, "_attn_implementation", None),
-        "experts": getattr(inner, "_experts_implementation", None),
+        "attention": getattr(text_config, "_attn_implementation", None),
+        "experts": getattr(text_config, "_experts_implementation", None),
     }
 
 
 class ProfileRunner(Protocol):
-    """Runs requests of given sizes on one device: `EngineRunner` as they are served, `EagerRunner` by the
-    model's own forward."""
+    """Runs requests of given sizes on one device.
+
+    `EngineRunner` serves them by an engine, `EagerRunner` calls the model's own forward.
+    """
 
     @property
     def model_id(self) -> str:
-        """Of the model; see `identity.model_id`."""
+        """Digest of the model; see `identity.compute_model_id`."""
         ...
 
     @property
     def device(self) -> str:
-        """Where it runs, as torch names it."""
+        """Device, as torch names it."""
         ...
 
     @property
     def vision_tokens(self) -> Mapping[Tier, int]:
-        """Tokens that one image becomes at each tier; empty where the model takes none."""
+        """Tokens of one image at each tier; empty if the model takes no images."""
         ...
 
     @property
-    def how(self) -> Mapping[str, Any]:
-        """What else times depend on, such as the implementation of attention; in JSON's types. Known before
-        anything is made ready to run."""
+    def config(self) -> Mapping[str, Any]:
+        """Further settings that latency depends on, in JSON types; available before the first run."""
         ...
 
     def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
-        """Run a prompt, and then some steps of a batch of requests like it.
+        """Run a prompt, then decode steps of a batch of such requests.
 
         Args:
-            plan: With a tier, the prompt has one image.
-            text_tokens: Those of the prompt that are not of the image; at least 1.
-            steps: Tokens after the first; 0 or more.
-            batch: Requests that run when this one's turn comes, itself included: in an engine of any plans,
-                elsewhere rows of each step.
+            plan: Plan; the prompt has one image if it has a tier.
+            text_tokens: Prompt tokens that do not belong to the image, at least 1.
+            steps: Tokens after the first, 0 or more.
+            batch: Concurrent requests when this one starts to run, including itself. They have any plans in
+                an engine and are rows of each step elsewhere.
 
         Raises:
-            RuntimeError: It cannot be run, as for want of memory. The profile notes it and goes on.
-            RunError: Nothing can be measured as things are. It ends the profile.
+            RuntimeError: The request failed, for example out of memory. The profile records it and continues.
+            RunError: Nothing can be measured. It ends the collection.
         """
         ...

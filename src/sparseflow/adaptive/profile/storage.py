@@ -1,29 +1,30 @@
-"""Profiles on disk: Parquet, and a journal beside it while visits come in.
+"""Profiles on disk: a Parquet file, and a journal next to it during the collection.
 
 ::
 
-    profile.parquet    a row a visit; model, device, plans and circumstances in the metadata of its schema
-    profile.jsonl      what came in since, a line each; gone once it is in the other file
+    profile.parquet    one row per measurement; model, device, plans and environments in the metadata
+    profile.jsonl      measurements since then, one per line; deleted once they are in the Parquet file
 
-A visit is one request: its prefill and its steps. Whatever kills the writer, the visits that it made are
-there when the file is read or gone on with.
+If the writer is killed, its measurements are read from the journal when the file is loaded or extended.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparseflow.adaptive.plan.space import PlanSpace
+from pydantic import TypeAdapter
+
+from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
 from sparseflow.adaptive.profile.measurement import Measurement
 from sparseflow.adaptive.profile.metadata import ProfileMetadata
+from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.config import StrictModel
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_atomic
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.journal import Journal, read_journal
 from sparseflow.errors import FileFormatError, InputError, RunError
 
 if TYPE_CHECKING:
@@ -31,205 +32,240 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode"]
 
-_FORMAT = "sparseflow-adaptive-profile-1"
+
+class ProfileHeader(Artifact):
+    """Header of both files; the fields are those of `ProfileMetadata`, and `PlanProfile.environments`."""
+
+    FORMAT: ClassVar[str] = "sparseflow.adaptive.plan-profile"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "make one with `sparseflow adaptive profile`"
+
+    model_id: str
+    device: dict[str, Any]
+    space: Annotated[PlanSpace, DictField()]
+    vision_tokens: dict[Tier, int]
+    config: dict[str, Any]
+    environments: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def from_metadata(
+        cls, metadata: ProfileMetadata, environments: tuple[Mapping[str, Any], ...] = ()
+    ) -> ProfileHeader:
+        """Build the header of a profile."""
+        return cls(**vars(metadata), environments=tuple(map(dict, environments)))
+
+    @property
+    def metadata(self) -> ProfileMetadata:
+        """Model, device and settings."""
+        return ProfileMetadata(
+            model_id=self.model_id, device=self.device, space=self.space, vision_tokens=self.vision_tokens,
+            config=self.config,
+        )  # fmt: skip
+
+
+class _EnvironmentRow(StrictModel):
+    """Environment of a session, written before its first measurement."""
+
+    environment: dict[str, Any]
+    session: int
+
+
+class _MeasurementRow(StrictModel):
+    measurement: Measurement
+
+
+_ROWS: TypeAdapter[_EnvironmentRow | _MeasurementRow] = TypeAdapter(_EnvironmentRow | _MeasurementRow)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProfile:
-    """What plans take on a device.
+    """Measured latencies of plans on a device.
 
     Attributes:
-        about: Of which model, and on which device.
-        environments: Circumstances of each session.
-        visits: Every request that was run, in the order that they were.
+        metadata: Model, device and settings.
+        environments: Environment of each session.
+        measurements: All requests, in the order of measurement.
     """
 
-    about: ProfileMetadata
+    metadata: ProfileMetadata
     environments: tuple[Mapping[str, Any], ...] = ()
-    visits: tuple[Measurement, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
 
     @property
     def space(self) -> PlanSpace:
-        """The model's plans."""
-        return self.about.space
+        """Plans of the model."""
+        return self.metadata.space
 
     @property
-    def timed(self) -> tuple[Measurement, ...]:
-        """Visits that could be run."""
-        return tuple(visit for visit in self.visits if visit.error is None)
+    def successful(self) -> tuple[Measurement, ...]:
+        """Measurements of requests that did not fail."""
+        return tuple(measurement for measurement in self.measurements if measurement.error is None)
 
     def check(self, model_id: str, device: torch.device | str) -> None:
-        """That it is of this model and this device.
+        """Check that the profile is of this model on this device.
 
         Raises:
-            InputError: It is not.
+            InputError: It is of another model or device.
         """
-        self.about.check(model_id, device)
+        self.metadata.check(model_id, device)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Samples by phase: `phase`, `plan` (its id), `tokens` (of text), `batch`, `load`, `samples_ms`."""
-        found: dict[tuple[Phase, str, int, int, float], list[float]] = {}
-        for visit in self.timed:
-            assert visit.prefill_ms is not None
-            where = visit.key[:4]
-            found.setdefault(("prefill", *where), []).append(visit.prefill_ms)
-            if visit.steps_ms:
-                found.setdefault(("decode", *where), []).extend(visit.steps_ms)
-        for (phase, plan, tokens, batch, load), samples in found.items():
+    def iterate_samples(self) -> Iterator[dict[str, Any]]:
+        """Yield rows of `phase`, `plan` (id), `tokens` (of text), `batch`, `load` and `samples_ms`."""
+        groups: dict[tuple[Phase, str, int, int, float], list[float]] = {}
+        for measurement in self.successful:
+            assert measurement.prefill_ms is not None
+            key = measurement.key[:4]
+            groups.setdefault(("prefill", *key), []).append(measurement.prefill_ms)
+            if measurement.steps_ms:
+                groups.setdefault(("decode", *key), []).extend(measurement.steps_ms)
+        for (phase, plan, tokens, batch, load), samples in groups.items():
             yield {
                 "phase": phase, "plan": plan, "tokens": tokens, "batch": batch, "load": load,
                 "samples_ms": samples,
             }  # fmt: skip
 
     @classmethod
-    def read(cls, path: Path | str) -> PlanProfile:
-        """Read a profile, and what its journal holds if its writer died.
+    def load(cls, path: Path | str) -> PlanProfile:
+        """Read a profile, including the journal of a writer that was killed.
 
         Raises:
-            InputError: There is no such file.
-            FileFormatError: It holds something else.
+            InputError: The file does not exist.
+            FileFormatError: The file is foreign, damaged, or of another version.
         """
         file = Path(path)
-        found = _read_parquet(file) if file.is_file() else None
-        lines = read_json_lines(journal_path(file))
-        if found is None and not lines:
-            raise InputError(f"there is no profile {file}; make one with `sparseflow adaptive profile`")
-        about, environments = (None, []) if found is None else (found.about, list(found.environments))
-        visits = {} if found is None else {visit.key: visit for visit in found.visits}
-        try:
-            for line in lines:
-                if "about" in line:
-                    about = ProfileMetadata.from_dict(line["about"])
-                elif "environment" in line:
-                    # A kill between two steps of closing leaves it in both files.
-                    environments[line["session"] :] = [line["environment"]]
-                else:
-                    visit = Measurement.from_dict(line["visit"])
-                    # What could not be run before, and then could.
-                    if visit.error is None and (failed := visits.get((*visit.turn, 0))) and failed.error:
-                        del visits[failed.key]
-                    visits[visit.key] = visit
-            if about is None:
-                raise KeyError("about")
-        except (KeyError, TypeError) as error:
-            raise FileFormatError(f"{journal_path(file)} is no profile's journal: {error!r}") from error
-        return cls(about=about, environments=tuple(environments), visits=tuple(visits.values()))
+        stored = _load_table(file) if file.is_file() else None
+        header, rows = read_journal(get_journal_path(file), _ROWS, header_type=ProfileHeader)
+        if stored is None and header is None:
+            raise InputError(f"{file} does not exist; {ProfileHeader.HINT}")
+        if stored is None:
+            assert header is not None
+            stored = cls(metadata=_get_metadata(header, get_journal_path(file)))
+        environments = list(stored.environments)
+        measurements = {measurement.key: measurement for measurement in stored.measurements}
+        for row in rows:
+            if isinstance(row, _EnvironmentRow):
+                # If the writer was killed while it closed the profile, both files contain the session.
+                environments[row.session :] = [row.environment]
+                continue
+            measurement = row.measurement
+            # A repeated measurement replaces a failed one.
+            failed = measurements.get((*measurement.case, 0))
+            if measurement.error is None and failed is not None and failed.error:
+                del measurements[failed.key]
+            measurements[measurement.key] = measurement
+        return cls(
+            metadata=stored.metadata,
+            environments=tuple(environments),
+            measurements=tuple(measurements.values()),
+        )
 
-    def write(self, path: Path | str) -> None:
-        """Write it as Parquet, in place of what is there.
+    def save(self, path: Path | str) -> None:
+        """Write the profile as Parquet, atomically.
 
         Raises:
-            OSError: The file cannot be written; the one before is still there.
+            OSError: The file cannot be written; the previous file is unchanged.
         """
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        rows = [visit.to_dict() | visit.plan.to_dict() for visit in self.visits]
-        table = pa.table(
-            {name: pa.array([row[name] for row in rows], type=kind) for name, kind in _columns(pa)}
-        )
-        told = {
-            "format": _FORMAT,
-            "about": self.about.to_dict(),
-            "environments": [dict(e) for e in self.environments],
-        }
-        leaves = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in table.schema]
-        # No two times are the same, but their highest bytes are.
-        packed: dict[str, Any] = {
-            "compression": "zstd",
-            "column_encoding": {name: "BYTE_STREAM_SPLIT" for name in _TIMES},
-            "use_dictionary": [name for name in leaves if name not in _TIMES],
-        }
-        sink = pa.BufferOutputStream()
-        pq.write_table(table.replace_schema_metadata({"sparseflow": json.dumps(told)}), sink, **packed)
-        write_atomic(Path(path), sink.getvalue().to_pybytes())
+        rows = [{**vars(m), **m.plan.to_dict()} for m in self.measurements]
+        types = {
+            "tier": pa.string(), "insertion_position": pa.int32(), "top_k": pa.int32(),
+            "blocks": pa.list_(pa.int32()), "text_tokens": pa.int32(), "batch": pa.int32(),
+            "load": pa.float64(), "round": pa.int32(), "session": pa.int32(), "prefill_ms": pa.float64(),
+            "steps_ms": pa.list_(pa.float64()), "error": pa.string(),
+        }  # fmt: skip
+        table = pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in types.items()})
+        # Times are all different, but their high bytes are equal: split bytes compress, dictionaries do not.
+        leaves = [f"{name}.list.element" if pa.types.is_list(kind) else name for name, kind in types.items()]
+        ProfileHeader.from_metadata(self.metadata, self.environments).save_table(
+            path, table,
+            use_dictionary=[name for name in leaves if name not in _TIME_COLUMNS],
+            column_encoding={name: "BYTE_STREAM_SPLIT" for name in _TIME_COLUMNS},
+        )  # fmt: skip
 
 
-def journal_path(path: Path) -> Path:
-    """The journal beside a profile."""
+_TIME_COLUMNS = ("prefill_ms", "steps_ms.list.element")
+
+
+def get_journal_path(path: Path) -> Path:
+    """Path of the journal of a profile."""
     return path.with_suffix(".jsonl")
 
 
-_TIMES = ("prefill_ms", "steps_ms.list.element")
-
-
-def _columns(pa: Any) -> Sequence[tuple[str, Any]]:
-    return (
-        ("tier", pa.string()), ("insertion_position", pa.int32()), ("top_k", pa.int32()),
-        ("blocks", pa.list_(pa.int32())), ("text_tokens", pa.int32()), ("batch", pa.int32()),
-        ("load", pa.float64()), ("round", pa.int32()), ("session", pa.int32()), ("prefill_ms", pa.float64()),
-        ("steps_ms", pa.list_(pa.float64())), ("error", pa.string()),
-    )  # fmt: skip
-
-
-def _read_parquet(file: Path) -> PlanProfile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _load_table(file: Path) -> PlanProfile:
+    header, table = ProfileHeader.load_table(file)
     try:
-        table = pq.read_table(file)
-        told = json.loads((table.schema.metadata or {}).get(b"sparseflow", b"null"))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise FileFormatError(f"{file} is not a Parquet file that can be read: {error}") from error
-    if not isinstance(told, dict) or told.get("format") != _FORMAT:
-        raise FileFormatError(f"{file} holds no profile of this version of SparseFlow")
+        measurements = []
+        for row in table.to_pylist():
+            plan = Plan.from_dict(row)
+            values = {name: row[name] for name in Measurement.__dataclass_fields__ if name != "plan"}
+            values["steps_ms"] = tuple(row["steps_ms"])
+            measurements.append(Measurement(plan=plan, **values))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(f"{file}: invalid measurement: {error}; {ProfileHeader.HINT}") from error
+    return PlanProfile(
+        metadata=_get_metadata(header, file),
+        environments=header.environments,
+        measurements=tuple(measurements),
+    )
+
+
+def _get_metadata(header: ProfileHeader, path: Path) -> ProfileMetadata:
     try:
-        return PlanProfile(
-            about=ProfileMetadata.from_dict(told["about"]),
-            environments=tuple(told["environments"]),
-            visits=tuple(Measurement.from_dict({**row, "plan": row}) for row in table.to_pylist()),
-        )
-    except (KeyError, TypeError, ValueError, FileFormatError) as error:
-        raise FileFormatError(f"{file} holds a damaged profile: {error}") from error
+        return header.metadata
+    except InputError as error:
+        raise FileFormatError(f"{path}: {error}; {ProfileHeader.HINT}") from error
 
 
-class ProfileAppender:
-    """A profile's file, open for more. Use it as a context manager.
+class ProfileWriter:
+    """Appends measurements to a profile. A context manager.
 
-    Opening it takes up what an earlier writer left. Its folder is locked meanwhile: one writer at a time.
-    Only when it is left without an error does the journal become Parquet.
+    The profile's directory is locked until the exit. On an exit without an error, the journal becomes
+    Parquet.
 
     Args:
-        path: The Parquet file. Its folder must exist.
-        about: What is going to be measured.
-        device: Where, as torch names it.
-        seed: What randomness is drawn from, for the record.
+        path: Parquet file. Its directory must exist.
+        metadata: Model, device and settings.
+        device: Device, as torch names it.
+        seed: Random seed, recorded in the environment.
+
+    Attributes:
+        profile: Contents of the file when it was opened.
+        session: Index of this session.
 
     Raises:
-        InputError: The file is of something else.
-        FileFormatError: It holds no profile.
-        RunError: Another process writes into its folder.
+        InputError: The file is of another model, device, space or runner.
+        FileFormatError: The file is foreign, damaged, or of another version.
+        RunError: Another process writes into the directory.
     """
 
-    def __init__(self, path: Path, about: ProfileMetadata, device: str, seed: int) -> None:
+    def __init__(self, path: Path, metadata: ProfileMetadata, device: str, seed: int) -> None:
         self._path, self._device, self._seed = path, device, seed
-        self._lines = JsonLinesWriter(journal_path(path))
-        self._begun = False
+        header = ProfileHeader.from_metadata(metadata)
+        if path.exists():
+            _check_same_metadata(path, ProfileHeader.load_table(path)[0], header)
+        self._journal = Journal(get_journal_path(path), _ROWS, header=header)
         try:
-            if path.exists() or journal_path(path).stat().st_size:
-                self.held = PlanProfile.read(path)
-                _check_same(path, self.held.about, about)
-            else:
-                self._lines.write({"about": about.to_dict()})
-                self.held = PlanProfile(about=about)
+            self.profile = PlanProfile.load(path)
         except BaseException:
-            self._lines.close()
+            self._journal.close()
             raise
-        self.session = len(self.held.environments)
+        self.session = len(self.profile.environments)
+        self._has_environment = False
 
-    def add(self, visit: Measurement) -> None:
-        """Append a visit of this session; it survives the death of this process.
+    def append(self, measurement: Measurement) -> None:
+        """Append a measurement of this session; it survives the death of this process.
 
         Raises:
-            RunError: The disk takes no more.
+            RunError: The disk is full.
         """
-        if not self._begun:
-            here = collect_environment(self._device, seed=self._seed)
-            self._lines.write({"environment": here, "session": self.session})
-            self._begun = True
-        self._lines.write({"visit": visit.to_dict()})
+        if not self._has_environment:
+            environment = collect_environment(self._device, seed=self._seed)
+            self._journal.append(_EnvironmentRow(environment=environment, session=self.session))
+            self._has_environment = True
+        self._journal.append(_MeasurementRow(measurement=measurement))
 
-    def __enter__(self) -> ProfileAppender:
+    def __enter__(self) -> ProfileWriter:
         return self
 
     def __exit__(
@@ -237,33 +273,32 @@ class ProfileAppender:
     ) -> None:
         try:
             if kind is None:
-                self._lines.sync()
-                self._write()
-                # Last, so that the visits are always in one of the two files.
-                journal_path(self._path).unlink()
+                self._journal.sync()
+                self._save()
+                # Last, so that one of the two files always contains the measurements.
+                self._journal.close(delete=True)
         finally:
-            self._lines.close()
+            self._journal.close()
 
-    def _write(self) -> None:
+    def _save(self) -> None:
         try:
-            PlanProfile.read(self._path).write(self._path)
+            PlanProfile.load(self._path).save(self._path)
         except OSError as error:
             raise RunError(
-                f"{self._path} could not be written: {error.strerror}; what was measured is in "
-                f"{journal_path(self._path).name}: free some space and give the same command again"
+                f"cannot write {self._path}: {error.strerror}; the measurements are in "
+                f"{get_journal_path(self._path).name}: free disk space and repeat the command"
             ) from error
 
 
-def _check_same(path: Path, held: ProfileMetadata, asked: ProfileMetadata) -> None:
-    there, here = (json.loads(json.dumps(about.to_dict())) for about in (held, asked))
-    for name in here:
-        if here[name] != there[name]:
+def _check_same_metadata(path: Path, existing: ProfileHeader, requested: ProfileHeader) -> None:
+    for name in ProfileMetadata.__dataclass_fields__:
+        old, new = existing.to_dict()[name], requested.to_dict()[name]
+        if old != new:
             raise InputError(
-                f"{path} has another `{name}`: {_short(there[name])}, and yours is {_short(here[name])}; "
-                "name another file"
+                f"{path} has another `{name}`: {_shorten(old)}, requested: {_shorten(new)}; use another file"
             )
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

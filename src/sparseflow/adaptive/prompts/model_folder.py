@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseflow.adaptive.adapters import adapter_of
+from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
-from sparseflow.adaptive.plan.adapter import plug_in
+from sparseflow.adaptive.plan.adapter import load_plugin
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError, ModelError
 
@@ -84,7 +84,7 @@ def open_folder(
     try:
         # A package that brings the adapter may tell transformers of the model's classes, too.
         told = json.loads((root / "config.json").read_text("utf-8"))
-        plug_in(str(told.get("model_type") if isinstance(told, dict) else None))
+        load_plugin(str(told.get("model_type") if isinstance(told, dict) else None))
         config = transformers.AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
         seeing = getattr(config, "vision_config", None) is not None
         kind = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
@@ -111,7 +111,7 @@ def _sight(root: Path, model: Any, tokenizer: Any, transformers: Any) -> Any:
     # Of the server, but what makes prompts needs no server.
     from sparseflow.adaptive.prompts.processors import CropProcessor, PatchProcessor
 
-    adapter, config = adapter_of(model), model.config
+    adapter, config = get_adapter(model), model.config
     if isinstance(adapter, LlavaAdapter):
         told = json.loads((root / _PROCESSOR).read_text("utf-8"))
         return CropProcessor(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.adapters.crops import CROPS, expanded, nested_crops
+from sparseflow.adaptive.adapters.crops import CROPS, expand_placeholders, make_nested_crops
 from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import InputError
 
@@ -91,9 +91,9 @@ class CropProcessor:
     def inputs(self, text: str, images: Sequence[Tensor]) -> dict[str, Any]:
         """As in `ImagePromptProcessor`."""
         ids = _encoded(self._tokenizer, text, self._image_token, len(images))
-        long = expanded(ids, self._image_token, CROPS[TIERS[-1]] * self._tokens_per_crop)[None]
+        long = expand_placeholders(ids, self._image_token, CROPS[TIERS[-1]] * self._tokens_per_crop)[None]
         # One by one: images differ in size.
-        crops = [nested_crops(image, self._size, mean=self._mean, std=self._std) for image in images]
+        crops = [make_nested_crops(image, self._size, mean=self._mean, std=self._std) for image in images]
         return {"input_ids": long, "attention_mask": torch.ones_like(long), "pixel_values": torch.cat(crops)}
 
     def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
@@ -140,12 +140,12 @@ class PatchProcessor:
     def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
         """As in `ImagePromptProcessor`."""
         # It needs transformers, which whoever has an image processor has.
-        from sparseflow.adaptive.adapters.qwen3_vl import SCALES, scaled
+        from sparseflow.adaptive.adapters.qwen3_vl import SCALES, scale_grid
 
         grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]
         found: dict[Tier, int] = {}
         for tier, scale in SCALES.items():
-            smaller = [scaled(grid, scale, self._merge) for grid in grids]
+            smaller = [scale_grid(grid, scale, self._merge) for grid in grids]
             found[tier] = sum(rows * columns // self._merge**2 for rows, columns in smaller)
         return found
 

@@ -1,5 +1,7 @@
 """Questions with known answers as the task of a study.
 
-`task` defines what a study needs of a task; `file` reads questions from JSON lines; `runner` answers them
-under a plan; `file_task` makes a task of them.
+- `task`: `StudyTask`, what a study needs of a task
+- `file`: questions in JSON lines
+- `runner`: answers questions under a plan
+- `file_task`: `StudyTask` of a file of questions
 """

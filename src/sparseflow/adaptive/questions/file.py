@@ -1,14 +1,14 @@
-"""Questions with their right answers, in a file of JSON lines.
+"""Questions with correct answers in a file of JSON lines.
 
 ::
 
     {"prompt": "What is in the picture?", "answer": "a cat", "images": ["pictures/1.png"]}
     {"prompt": "2 + 2 =", "answer": "4", "max_new_tokens": 4, "split": "test", "kind": "sum"}
 
-Images are named relative to the file. A line without `split` falls into one by what its first image holds, or
-without any by its content: questions about one image stay together, and stay there when others come or go.
-60 % fall into train, 20 % into val, 20 % into test. Where there are more than are asked for, the first are
-taken, so kinds of questions should be mixed.
+Image paths are relative to the file. A question without `split` is assigned by the content of its first
+image, or by its own content without images: questions about one image stay together, and assignments do not
+change when other questions are added or removed. 60 % are assigned to train, 20 % to val and 20 % to test. If
+there are more questions than requested, the first ones are used, so kinds of questions should be mixed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from sparseflow.adaptive.prompts.messages import RequestLimits
 from sparseflow.adaptive.questions.task import Split
-from sparseflow.core.config import describe_validation_error
+from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.errors import FileFormatError, InputError
 
 LIMITS = RequestLimits()
-"""Those of a server's requests: what is asked here is to be asked there."""
+"""Limits of a server, so that every question could be sent to one."""
 
-_TRAIN, _VAL = 0.6, 0.2
-"""Shares of the questions that do not say where they belong; the rest is for the test."""
+_TRAIN_FRACTION, _VAL_FRACTION = 0.6, 0.2
+"""Fractions of questions without `split`; the rest is for the test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class Question:
     """A question with its answer.
 
     Attributes:
-        prompt: What a user says.
-        answer: What is right.
-        images: Files, which stand before the text.
-        max_new_tokens: Most tokens of an answer.
-        split: What it serves for.
-        kind: A name for questions of its kind; empty for none.
-        digest: Of all of it, what the images hold included.
-        where: File and line, for errors.
+        prompt: Text of the user.
+        answer: Correct answer.
+        images: Image files, placed before the text.
+        max_new_tokens: Maximum tokens of an answer.
+        split: Split.
+        kind: Kind of question; empty for none.
+        digest: Digest of all of it, including the content of images.
+        location: File and line, for error messages.
     """
 
     prompt: str
@@ -55,13 +55,11 @@ class Question:
     split: Split
     kind: str
     digest: str
-    where: str
+    location: str
 
 
-class _QuestionRecord(BaseModel):
-    """A line, as it is written."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class _QuestionRecord(StrictModel, strict=True):
+    """A line of the file."""
 
     prompt: str
     answer: str
@@ -72,89 +70,86 @@ class _QuestionRecord(BaseModel):
 
     @field_validator("prompt", "answer")
     @classmethod
-    def _says_something(cls, text: str) -> str:
+    def _check_not_empty(cls, text: str) -> str:
         if not text.strip():
             raise ValueError("must not be empty")
         return text
 
 
-def read(path: Path | str) -> tuple[Question, ...]:
-    """Read a file of questions; empty lines are let pass.
+def read_questions(path: Path | str) -> tuple[Question, ...]:
+    """Read a file of questions; empty lines are ignored.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: A line is no question, or an image is missing or too large; the message names file
-            and line.
+        InputError: The file does not exist.
+        FileFormatError: A line is not a question, or an image is missing or too large; the message names the
+            line.
     """
     file = Path(path)
     try:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; give a file of questions") from error
-    found = []
+        raise InputError(f"cannot read {file}: {error.strerror}; pass a file of questions") from error
+    questions = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"{file}, line {number}"
-            found.append(_question(_line(line, where), file.parent, where))
-    if not found:
+            location = f"{file}, line {number}"
+            questions.append(_make_question(_parse_line(line, location), file.parent, location))
+    if not questions:
         raise FileFormatError(
-            f'{file} holds no questions; write one a line, as {{"prompt": "2 + 2 =", "answer": "4"}}'
+            f'{file} contains no questions; write one per line, as {{"prompt": "2 + 2 =", "answer": "4"}}'
         )
-    return tuple(found)
+    return tuple(questions)
 
 
-def _line(line: bytes, where: str) -> _QuestionRecord:
+def _parse_line(line: bytes, location: str) -> _QuestionRecord:
     try:
         content: Any = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(
-            f"{where} is not JSON: {error}; write one object a line, as from `json.dumps`"
-        ) from error
+        raise FileFormatError(f"{location} is not JSON: {error}; write one object per line") from error
     if not isinstance(content, dict):
         raise FileFormatError(
-            f"{where} must be an object with `prompt` and `answer`, not {type(content).__name__}"
+            f"{location} must be an object with `prompt` and `answer`, got {type(content).__name__}"
         )
     try:
         return _QuestionRecord.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise FileFormatError(
-            f"{where} is no question: {describe_validation_error(error)}; "
-            f"it may have {', '.join(_QuestionRecord.model_fields)}"
+            f"{location} is not a question: {describe_validation_error(error)}; fields are "
+            f"{', '.join(_QuestionRecord.model_fields)}"
         ) from error
 
 
-def _question(line: _QuestionRecord, folder: Path, where: str) -> Question:
-    images = tuple(folder / name for name in line.images)
-    text = json.dumps([line.prompt, line.answer, line.images, line.max_new_tokens, line.kind])
-    seen = [hashlib.sha256(_content_of(image, where)).digest() for image in images]
-    digest = hashlib.sha256(text.encode() + b"".join(seen))
-    split = line.split or _split(seen[0] if seen else digest.digest())
+def _make_question(record: _QuestionRecord, directory: Path, location: str) -> Question:
+    images = tuple(directory / name for name in record.images)
+    text = json.dumps([record.prompt, record.answer, record.images, record.max_new_tokens, record.kind])
+    image_digests = [hashlib.sha256(_read_image(image, location)).digest() for image in images]
+    digest = hashlib.sha256(text.encode() + b"".join(image_digests))
+    split = record.split or _assign_split(image_digests[0] if image_digests else digest.digest())
     return Question(
-        prompt=line.prompt, answer=line.answer, images=images, max_new_tokens=line.max_new_tokens,
-        split=split, kind=line.kind, digest=digest.hexdigest(), where=where,
+        prompt=record.prompt, answer=record.answer, images=images, max_new_tokens=record.max_new_tokens,
+        split=split, kind=record.kind, digest=digest.hexdigest(), location=location,
     )  # fmt: skip
 
 
-def _content_of(image: Path, where: str) -> bytes:
-    """The bytes of an image's file.
-
-    Raises:
-        FileFormatError: It is missing or too large; the message begins with `where`.
-    """
-    most = LIMITS.image_bytes
+def _read_image(path: Path, location: str) -> bytes:
+    max_bytes = LIMITS.image_bytes
     try:
-        with image.open("rb") as opened:
-            content = opened.read(most + 1)
+        with path.open("rb") as stream:
+            content = stream.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileFormatError(
-            f"{where}: the image {image} cannot be read: {reason}; name it relative to the questions' file"
+            f"{location}: cannot read the image {path}: {reason}; paths are relative to the file of questions"
         ) from error
-    if len(content) > most:
-        raise FileFormatError(f"{where}: the image {image} has more than {most} bytes; make it smaller")
+    if len(content) > max_bytes:
+        raise FileFormatError(
+            f"{location}: the image {path} has more than {max_bytes} bytes; make it smaller"
+        )
     return content
 
 
-def _split(digest: bytes) -> Split:
-    at = int.from_bytes(digest[:8], "big") / 2**64
-    return "train" if at < _TRAIN else "val" if at < _TRAIN + _VAL else "test"
+def _assign_split(digest: bytes) -> Split:
+    position = int.from_bytes(digest[:8], "big") / 2**64
+    if position < _TRAIN_FRACTION:
+        return "train"
+    return "val" if position < _TRAIN_FRACTION + _VAL_FRACTION else "test"

@@ -1,4 +1,4 @@
-"""A file of questions as the task of a study, and as what scores a model without some of its blocks."""
+"""A file of questions as the task of a study and as the score function of block importance."""
 
 from __future__ import annotations
 
@@ -16,242 +16,242 @@ import torch
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
 from sparseflow.adaptive.prompts.model_folder import open_folder
-from sparseflow.adaptive.questions.file import Question, read
-from sparseflow.adaptive.questions.runner import PreparedQuestion, QuestionRunner, batches, first_of_each
-from sparseflow.adaptive.questions.task import (
-    PlanOutcomes,
-    Progress,
-    SampleCounts,
-    SampleRange,
-    Split,
-    SplitRanges,
+from sparseflow.adaptive.questions.file import Question, read_questions
+from sparseflow.adaptive.questions.runner import (
+    PreparedQuestion,
+    QuestionRunner,
+    first_with_and_without_image,
+    group_into_batches,
 )
+from sparseflow.adaptive.questions.task import PlanOutcomes, SampleCounts, SampleRange, Split, SplitRanges
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
-LEAST = 8
-"""Questions of each part, at least. That is enough to run, and far too few to tell plans apart."""
+MIN_QUESTIONS = 8
+"""Minimum questions of each part: enough to run, but far too few to distinguish plans."""
 
-_MOST_KINDS = 64
-_OTHER = "other"
-"""The kind of questions that have none, where others have."""
+_MAX_KINDS = 64
+_OTHER_KIND = "other"
+"""Kind of questions without one, if others have one."""
 
 
 class QuestionTask:
-    """Questions of a file to a model; a `StudyTask`.
+    """Questions of a file to a model. Implements `StudyTask`.
 
     Args:
-        asker: Who is asked.
-        questions: What.
-        name: The file's.
+        runner: Answers the questions.
+        questions: Questions.
+        file_name: Name of the file.
 
     Raises:
         InputError: There are too many kinds.
     """
 
-    chunk = 64
-    told = (
-        "Right is an answer whose text greedy decoding gives, but for blanks and case. What was learnt from, "
-        "matched on and judged by are different questions of the file."
+    chunk_size = 64
+    description = (
+        "An answer is correct if greedy decoding gives its text, except for whitespace and case. Training, "
+        "validation and test use different questions of the file."
     )
 
-    def __init__(self, asker: QuestionRunner, questions: Sequence[Question], name: str) -> None:
-        self._asker, self._file = asker, name
-        kinds = sorted({each.kind or _OTHER for each in questions})
-        if len(kinds) > _MOST_KINDS:
-            raise InputError(f"{name} has {len(kinds)} kinds of questions; name at most {_MOST_KINDS}")
+    def __init__(self, runner: QuestionRunner, questions: Sequence[Question], file_name: str) -> None:
+        self._runner, self._file_name = runner, file_name
+        kinds = sorted({question.kind or _OTHER_KIND for question in questions})
+        if len(kinds) > _MAX_KINDS:
+            raise InputError(f"{file_name} has {len(kinds)} kinds of questions; use at most {_MAX_KINDS}")
         self.kinds: tuple[str, ...] = tuple(kinds) if len(kinds) > 1 else ()
         self.splits: Mapping[Split, tuple[Question, ...]] = {
-            split: tuple(each for each in questions if each.split == split)
+            split: tuple(question for question in questions if question.split == split)
             for split in ("train", "val", "test")
         }
 
     @classmethod
     def open(
         cls,
-        folder: Path,
-        file: Path,
+        model_dir: Path,
+        path: Path,
         *,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        most_tokens: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> QuestionTask:
-        """Questions of a file to the model of a folder.
+        """Open a model and a file of questions.
 
         Args:
-            folder: As of `open_folder`, as the others.
-            file: As of `read`.
-            device: Where to compute.
-            dtype: Of the weights.
-            most_tokens: Of a prompt and its answer together, where they are served: no more than the model's
-                context, which is the default.
+            model_dir: Directory of the model.
+            path: File of questions.
+            device: Device.
+            dtype: Number format of the weights; by default that of the directory.
+            max_total_tokens: Maximum tokens of a prompt and its answer; by default the model's context.
 
         Raises:
-            InputError: There is no such folder or file, or the tokenizer has no chat template.
-            FileFormatError: One of them holds something else.
+            InputError: The directory or file does not exist, or the tokenizer has no chat template.
+            FileFormatError: One of them is damaged.
             ModelError: The model's architecture has no adapter.
         """
-        questions = read(file)
-        there = open_folder(folder, device=device, dtype=dtype)
-        return cls(QuestionRunner(there, most_tokens), questions, file.name)
+        questions = read_questions(path)
+        folder = open_folder(model_dir, device=device, dtype=dtype)
+        return cls(QuestionRunner(folder, max_total_tokens), questions, path.name)
 
     @property
     def model(self) -> Any:
-        """As `StudyTask`."""
-        return self._asker.model
+        return self._runner.model
 
     @property
     def name(self) -> str:
-        """As `StudyTask`."""
-        return f"questions of {self._file}"
+        return f"questions of {self._file_name}"
 
     def identity(self) -> Mapping[str, Any]:
-        """As `StudyTask`."""
         digest = hashlib.sha256()
         for split, questions in self.splits.items():
-            for each in questions:
-                digest.update(f"{split} {each.digest}\n".encode())
-        first = first_of_each(chain(*self.splits.values()), lambda each: bool(each.images))
-        ready = [self._asker.ready(each) for each in first]
-        return {"questions": digest.hexdigest(), **self._asker.identity(ready)}
+            for question in questions:
+                digest.update(f"{split} {question.digest}\n".encode())
+        examples = first_with_and_without_image(
+            chain(*self.splits.values()), lambda question: bool(question.images)
+        )
+        prepared = [self._runner.prepare(question) for question in examples]
+        return {"questions": digest.hexdigest(), **self._runner.identity(prepared)}
 
-    def parts(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
-        """As `StudyTask`: as many as are wanted, or as there are.
+    def select_samples(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
+        """Select the samples of each part: as many as requested or as exist.
 
-        Each is tried as a prompt, so that no error waits for hours.
+        Each is prepared as a prompt, so that no error is found after hours.
         """
-        wanted: dict[Split, int] = {"train": counts.train, "val": counts.validation, "test": counts.test}
-        for split in wanted:
-            self._check_enough(len(self.splits[split]), f"`{split}`")
-        found: dict[Split, SampleRange] = {}
-        for split, count in wanted.items():
-            some = self.splits[split][:count]
-            for number, question in enumerate(some, start=1):
-                self._asker.ready(question)
+        requested: dict[Split, int] = {"train": counts.train, "val": counts.validation, "test": counts.test}
+        for split in requested:
+            self._check_count(len(self.splits[split]), f"`{split}`")
+        selected = {split: self.splits[split][:count] for split, count in requested.items()}
+        for split, questions in selected.items():
+            for number, question in enumerate(questions, start=1):
+                self._runner.prepare(question)
                 if progress is not None:
-                    progress(f"{number} of {len(some)} {split} questions can be asked", 0.0)
-            found[split] = SampleRange(split=split, count=len(some))
-        images = any(each.images for split, count in wanted.items() for each in self.splits[split][:count])
-        return SplitRanges(train=found["train"], validation=found["val"], test=found["test"], images=images)
+                    progress(f"{number} of {len(questions)} {split} questions checked", 0.0)
+        ranges = {
+            split: SampleRange(split=split, count=len(questions)) for split, questions in selected.items()
+        }
+        images = any(question.images for questions in selected.values() for question in questions)
+        return SplitRanges(
+            train=ranges["train"], validation=ranges["val"], test=ranges["test"], images=images
+        )
 
-    def outcomes(
+    def evaluate_plans(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
     ) -> PlanOutcomes:
-        """As `StudyTask`."""
         questions = self.splits[split][first : first + count]
         if len(questions) < count or count < 1:
             raise InputError(
-                f"`{split}` has {len(self.splits[split])} questions; {count} after the first {first} are not "
-                "there"
+                f"`{split}` has {len(self.splits[split])} questions; {count} from index {first} do not exist"
             )
-        ready = [self._asker.ready(each) for each in questions]
-        answers, place = (
-            _PlanScores(ready, space, self._asker),
-            {kind: at for at, kind in enumerate(self.kinds)},
-        )
-        for done, of, what in answers.fill():
+        prepared = [self._runner.prepare(question) for question in questions]
+        evaluation = _PlanEvaluation(prepared, space, self._runner)
+        for num_done, total, plan_id in evaluation.run():
             if progress is not None:
-                progress(f"{what} on {split} questions from {first + 1} on", done / of)
+                progress(f"{plan_id} on {split} questions from {first + 1}", num_done / total)
+        kind_index = {kind: index for index, kind in enumerate(self.kinds)}
         return PlanOutcomes(
-            plans=space.plans, correct=answers.correct, language=answers.language, tokens=answers.tokens,
-            kinds=torch.tensor([place.get(each.kind or _OTHER, 0) for each in questions]),
-            text_tokens=torch.tensor([each.prompt.text_tokens for each in ready]),
-            new_tokens=torch.tensor([each.new_tokens for each in ready]),
-            vision_tokens=torch.tensor([each.prompt.vision_tokens for each in ready]),
+            plans=space.plans, correct=evaluation.correct, language=evaluation.language,
+            tokens=evaluation.tokens,
+            kinds=torch.tensor([kind_index.get(q.kind or _OTHER_KIND, 0) for q in questions]),
+            text_tokens=torch.tensor([question.prompt.text_tokens for question in prepared]),
+            new_tokens=torch.tensor([question.new_tokens for question in prepared]),
+            vision_tokens=torch.tensor([question.prompt.vision_tokens for question in prepared]),
         )  # fmt: skip
 
-    def scorer(self, count: int) -> QuestionScorer:
-        """What scores sets of blocks by the first questions that are not of the test.
+    def make_scorer(self, max_samples: int) -> QuestionScorer:
+        """Make the score function of block importance, from the first questions outside the test.
 
         Args:
-            count: How many of them, at most.
+            max_samples: Maximum number of questions.
 
         Raises:
-            InputError: There are too few, or one cannot be asked.
+            InputError: There are too few questions, or one is invalid.
         """
-        found = [*self.splits["train"], *self.splits["val"]][:count]
-        self._check_enough(len(found), "`train` and `val` together")
-        return QuestionScorer(self._asker, found)
+        questions = [*self.splits["train"], *self.splits["val"]][:max_samples]
+        self._check_count(len(questions), "`train` and `val` together")
+        return QuestionScorer(self._runner, questions)
 
-    def _check_enough(self, count: int, what: str) -> None:
-        if count < LEAST:
-            there = Counter({split: len(each) for split, each in self.splits.items()})
-            told = ", ".join(f"{number} of `{split}`" for split, number in there.items())
+    def _check_count(self, count: int, part: str) -> None:
+        if count < MIN_QUESTIONS:
+            counts = Counter({split: len(questions) for split, questions in self.splits.items()})
+            summary = ", ".join(f"{number} of `{split}`" for split, number in counts.items())
             raise InputError(
-                f"{self._file}: {count} questions for {what} are too few, {LEAST} are the least (there are "
-                f"{told}); add some, or say in each line's `split` what it serves for"
+                f"{self._file_name}: {count} questions for {part} are too few, expected at least "
+                f"{MIN_QUESTIONS} (the file has {summary}); add questions, or set `split` of each line"
             )
 
 
-class _PlanScores:
-    """What becomes of some questions under all plans.
+class _PlanEvaluation:
+    """Outcomes of some questions under all plans, filled in by `run`.
 
-    A plan of a tier that leaves no room for a question has no right answer to it, and latency tokens there
-    are those of the highest tier that does. Without image all tiers are alike.
+    If a question does not fit at a tier, plans of that tier answer it incorrectly, and their latency tokens
+    are those of the highest tier at which it fits. Without images all tiers are equal.
 
     Attributes:
-        correct: As in `Judged`, as the next two; there once `fill` has run.
-        language: Language features.
-        tokens: Latency tokens.
+        correct: As in `PlanOutcomes`.
+        language: As in `PlanOutcomes`.
+        tokens: As in `PlanOutcomes`.
     """
 
-    def __init__(self, ready: Sequence[PreparedQuestion], space: PlanSpace, asker: QuestionRunner) -> None:
-        self._ready, self._asker, self._tiers = ready, asker, space.tiers
-        self._runs: dict[Tier | None, dict[Plan, list[int]]] = {tier: {} for tier in (None, *space.tiers)}
-        for at, plan in enumerate(space.plans):
-            for run in {plan, replace(plan, tier=None)}:
-                self._runs[run.tier].setdefault(run, []).append(at)
-        width = asker.model.get_input_embeddings().embedding_dim
-        self.correct = torch.zeros(len(ready), len(space))
-        self.language = torch.zeros(len(ready), width)
-        self.tokens = torch.zeros(len(ready), len(space.tiers), len(space.geometry.positions), width)
+    def __init__(
+        self, questions: Sequence[PreparedQuestion], space: PlanSpace, runner: QuestionRunner
+    ) -> None:
+        self._questions, self._runner, self._tiers = questions, runner, space.tiers
+        self._columns: dict[Tier | None, dict[Plan, list[int]]] = {tier: {} for tier in (None, *space.tiers)}
+        for column, plan in enumerate(space.plans):
+            for executed in {plan, replace(plan, tier=None)}:
+                self._columns[executed.tier].setdefault(executed, []).append(column)
+        width = runner.model.get_input_embeddings().embedding_dim
+        self.correct = torch.zeros(len(questions), len(space))
+        self.language = torch.zeros(len(questions), width)
+        self.tokens = torch.zeros(len(questions), len(space.tiers), len(space.geometry.positions), width)
 
-    def fill(self) -> Iterator[tuple[int, int, str]]:
-        """Ask; after each run yields how many are done, of how many, and what ran."""
-        work: list[tuple[Tier | None, list[int]]] = [
-            (tier, places) for tier in self._runs for places in batches(self._ready, tier)
+    def run(self) -> Iterator[tuple[int, int, str]]:
+        """Run all plans; yields the number of finished runs, of all runs, and the plan after each run."""
+        batches: list[tuple[Tier | None, list[int]]] = [
+            (tier, indices) for tier in self._columns for indices in group_into_batches(self._questions, tier)
         ]
-        of, done = sum(len(self._runs[tier]) for tier, _ in work), 0
-        for tier, places in work:
-            rows, at = [self._ready[place] for place in places], torch.tensor(places)
-            if tier == rows[0].tiers[0]:
-                self.language[at] = self._asker.language(rows)
-            # Of what has no room at higher tiers, these stay there.
-            first = 0 if tier is None else self._tiers.index(tier)
-            self.tokens[at, first:] = self._asker.latency_tokens(rows, tier)[:, None]
-            for plan, columns in self._runs[tier].items():
-                right = torch.tensor(self._asker.right(rows, plan), dtype=torch.float32)
-                self.correct[at[:, None], torch.tensor(columns)] = right[:, None]
-                done += 1
-                yield done, of, plan.id
+        total, num_done = sum(len(self._columns[tier]) for tier, _ in batches), 0
+        for tier, indices in batches:
+            batch, rows = [self._questions[index] for index in indices], torch.tensor(indices)
+            if tier == batch[0].tiers[0]:
+                self.language[rows] = self._runner.compute_language(batch)
+            # Higher tiers overwrite these later, unless the questions do not fit there.
+            first_tier = 0 if tier is None else self._tiers.index(tier)
+            self.tokens[rows, first_tier:] = self._runner.compute_latency_tokens(batch, tier)[:, None]
+            for plan, columns in self._columns[tier].items():
+                correct = torch.tensor(self._runner.check_answers(batch, plan), dtype=torch.float32)
+                self.correct[rows[:, None], torch.tensor(columns)] = correct[:, None]
+                num_done += 1
+                yield num_done, total, plan.id
 
 
 class QuestionScorer:
-    """Questions that are held ready, to score any number of sets of blocks.
+    """Score function of block importance on prepared questions.
 
     Args:
-        asker: Who is asked.
-        questions: What; their images stay in memory, as the model takes them.
+        runner: Answers the questions.
+        questions: Questions; their prepared images are kept in memory.
 
     Attributes:
-        digest: Of the questions, and of what else scores depend on beside the weights.
+        digest: Digest of the questions and of everything else that scores depend on besides the weights.
     """
 
-    def __init__(self, asker: QuestionRunner, questions: Sequence[Question]) -> None:
-        self._asker, self._ready = asker, [asker.ready(each) for each in questions]
-        # The highest tier that leaves room for all of them.
-        seen = [each.tiers for each in self._ready if each.prompt.vision_tokens]
-        tiers: set[Tier | None] = {None, min(seen, key=len)[-1]} if seen else {None}
+    def __init__(self, runner: QuestionRunner, questions: Sequence[Question]) -> None:
+        self._runner, self._questions = runner, [runner.prepare(question) for question in questions]
+        # The highest tier at which all of them fit.
+        fitting = [question.tiers for question in self._questions if question.prompt.vision_tokens]
+        tiers: set[Tier | None] = {None, min(fitting, key=len)[-1]} if fitting else {None}
         self._batches: list[tuple[Tier | None, list[int]]] = [
-            (tier, places) for tier in tiers for places in batches(self._ready, tier)
+            (tier, indices) for tier in tiers for indices in group_into_batches(self._questions, tier)
         ]
-        told = {"dtype": str(asker.model.dtype), **asker.identity(self._ready)}
-        text = json.dumps([told, *(each.digest for each in questions)], sort_keys=True)
+        config = {"dtype": str(runner.model.dtype), **runner.identity(self._questions)}
+        text = json.dumps([config, *(question.digest for question in questions)], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, blocks: tuple[int, ...]) -> np.ndarray:
-        """Which answers are right with some blocks alone, at the highest tier: [questions] float64."""
-        found, top_k = np.zeros(len(self._ready)), self._asker.adapter.geometry.top_k
-        for tier, places in self._batches:
+        """Whether each answer is correct with these blocks only, at the highest tier: [questions] float64."""
+        correct, top_k = np.zeros(len(self._questions)), self._runner.adapter.geometry.top_k
+        for tier, indices in self._batches:
             plan = Plan(tier=tier, insertion_position=1, top_k=top_k, blocks=blocks)
-            found[places] = self._asker.right([self._ready[at] for at in places], plan)
-        return found
+            batch = [self._questions[index] for index in indices]
+            correct[indices] = self._runner.check_answers(batch, plan)
+        return correct

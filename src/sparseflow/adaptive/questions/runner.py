@@ -1,7 +1,7 @@
-"""Asking a model: questions become prompts as in serving, and run in batches under a plan.
+"""Runs questions on a model: prompts are built as in serving and run in batches under a plan.
 
-An answer is right if greedy decoding gives its text, but for blanks and case. Once all answers of a batch can
-no longer become right, or are over, it ends.
+An answer is correct if greedy decoding gives its text, except for whitespace and case. A batch ends as soon
+as the correctness of all its answers is known.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import torch
 from torch import Tensor
 
 from sparseflow.adaptive.api import attach
-from sparseflow.adaptive.controllers.language_features import language_features
+from sparseflow.adaptive.controllers.language_features import mean_text_embedding
 from sparseflow.adaptive.engine.batch import free_memory, is_out_of_memory
-from sparseflow.adaptive.engine.decode import last_logits
+from sparseflow.adaptive.engine.decode import last_logits_args
 from sparseflow.adaptive.engine.generate import generate
 from sparseflow.adaptive.plan.space import Plan, Tier
-from sparseflow.adaptive.profile.memory import fitting
+from sparseflow.adaptive.profile.memory import select_fitting_tiers
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.messages import Prompt
 from sparseflow.adaptive.prompts.model_folder import ModelFolder
 from sparseflow.adaptive.questions.file import Question
 from sparseflow.errors import InputError
 
-ROWS, TOKENS = 32, 16384
-"""Most questions of a batch, and most tokens of their prompts, padding included."""
+MAX_BATCH_SIZE, MAX_BATCH_TOKENS = 32, 16384
+"""Maximum questions of a batch, and maximum tokens of their prompts including padding."""
 
 T = TypeVar("T")
 
-_BROKEN = "\ufffd"
-"""What the part of a character that is there so far is decoded to."""
+_INCOMPLETE_CHARACTER = "\ufffd"
+"""Decoded text of the first bytes of a character."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedQuestion:
-    """A question that can be asked.
+    """A question that is ready to run.
 
     Attributes:
-        prompt: On the CPU, in the model's number format.
-        answer: As `plain` gives it.
-        max_new_tokens: Most tokens of an answer.
-        new_tokens: Of the right answer, its end included.
-        tiers: Those at which the model has room for it and its answer, ascending; None without image.
+        prompt: Prompt on the CPU, in the model's number format.
+        answer: Answer, as returned by `normalize_text`.
+        max_new_tokens: Maximum tokens of an answer.
+        new_tokens: Tokens of the correct answer, including its end.
+        tiers: Tiers at which it and its answer fit, ascending; (None,) without images.
     """
 
     prompt: Prompt
@@ -57,44 +57,43 @@ class PreparedQuestion:
 
 
 class QuestionRunner:
-    """A model with knobs that is asked.
+    """Runs questions on a model.
 
     Args:
-        there: The model, as a server has it; its knobs are put on.
-        most_tokens: Of a prompt and its answer together, where they are served; by default as many as the
-            model's context has.
+        folder: Model; a `PlanRuntime` is attached to it.
+        max_total_tokens: Maximum tokens of a prompt and its answer; by default the model's context.
 
     Attributes:
-        adapter: The model.
-        knobs: Those on it.
+        adapter: Adapter of the model.
+        runtime: Attached runtime.
         stop: Tokens that end an answer.
 
     Raises:
         InputError: The tokenizer has no chat template.
-        ModelError: The model cannot have knobs.
+        ModelError: The model is not supported.
     """
 
-    def __init__(self, there: ModelFolder, most_tokens: int | None = None) -> None:
-        attached = attach(there.model)
-        self.adapter, self.knobs, self.stop = attached.adapter, attached.knobs, attached.stop
-        self.model, self._tokenizer = there.model, there.tokenizer
-        context = there.context if most_tokens is None else min(there.context, most_tokens)
-        self._prompts = PromptBuilder(there.tokenizer, context=context, sight=there.sight, stop=self.stop)
+    def __init__(self, folder: ModelFolder, max_total_tokens: int | None = None) -> None:
+        attached = attach(folder.model)
+        self.adapter, self.runtime, self.stop = attached.adapter, attached.runtime, attached.stop
+        self.model, self._tokenizer = folder.model, folder.tokenizer
+        context = folder.context if max_total_tokens is None else min(folder.context, max_total_tokens)
+        self._prompts = PromptBuilder(folder.tokenizer, context=context, sight=folder.sight, stop=self.stop)
 
     def close(self) -> None:
-        """Take the knobs off."""
-        self.knobs.remove()
+        """Detach the runtime."""
+        self.runtime.remove()
 
-    def identity(self, some: Sequence[PreparedQuestion]) -> dict[str, Any]:
-        """What answers depend on beside weights and questions, as JSON keeps it.
+    def identity(self, questions: Sequence[PreparedQuestion]) -> dict[str, Any]:
+        """Everything that answers depend on besides weights and questions, in JSON types.
 
         Args:
-            some: Questions. By the inputs of the first with an image, and of the first without, a change of
-                tokenizer or of the images' preparation shows.
+            questions: Questions. The inputs of the first one with and without images reveal changes of the
+                tokenizer or of the image processor.
         """
         inputs = hashlib.sha256()
-        for each in first_of_each(some, lambda one: bool(one.prompt.vision_tokens)):
-            for name, value in sorted(each.prompt.inputs.items()):
+        for question in first_with_and_without_image(questions, lambda q: bool(q.prompt.vision_tokens)):
+            for name, value in sorted(question.prompt.inputs.items()):
                 inputs.update(f"{name} {list(value.shape)}".encode())
                 inputs.update(value.float().numpy().tobytes())
         return {
@@ -102,162 +101,168 @@ class QuestionRunner:
             "template": hashlib.sha256(str(self._tokenizer.chat_template).encode()).hexdigest(),
         }  # fmt: skip
 
-    def ready(self, question: Question) -> PreparedQuestion:
-        """A question as a prompt.
+    def prepare(self, question: Question) -> PreparedQuestion:
+        """Build the prompt of a question.
 
         Raises:
-            InputError: An image is damaged, the model takes none, or the prompt (at the lowest tier) or the
-                answer is too long; the message names file and line.
+            InputError: An image is damaged, the model takes no images, or the prompt (at the lowest tier) or
+                the answer is too long; the message names the line.
         """
         answer = len(self._tokenizer.encode(question.answer.strip(), add_special_tokens=False)) + 1
         if answer > question.max_new_tokens + 1:
             raise InputError(
-                f"{question.where}: the answer as it is written has {answer - 1} tokens, and "
-                f"`max_new_tokens` is {question.max_new_tokens}; allow more"
+                f"{question.location}: the answer has {answer - 1} tokens, more than `max_new_tokens` "
+                f"(={question.max_new_tokens}); raise it"
             )
         try:
             prompt = self._prompts.of_user(question.prompt, question.images, question.max_new_tokens)
         except InputError as error:
-            raise InputError(f"{question.where}: {error}") from error
-        tiers = fitting(
+            raise InputError(f"{question.location}: {error}") from error
+        tiers = select_fitting_tiers(
             prompt.vision, text_tokens=prompt.text_tokens, new_tokens=question.max_new_tokens,
             max_tokens=self._prompts.context,
         )  # fmt: skip
         dtype = self.adapter.model.dtype
         inputs = {
-            name: each.to(dtype) if each.is_floating_point() else each for name, each in prompt.inputs.items()
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in prompt.inputs.items()
         }
         return PreparedQuestion(
-            prompt=replace(prompt, inputs=inputs), answer=plain(question.answer),
+            prompt=replace(prompt, inputs=inputs), answer=normalize_text(question.answer),
             max_new_tokens=question.max_new_tokens, new_tokens=min(answer, question.max_new_tokens),
             tiers=tiers or (None,),
         )  # fmt: skip
 
-    def right(self, questions: Sequence[PreparedQuestion], plan: Plan) -> list[bool]:
-        """Which questions of a batch are answered right under a plan.
+    def check_answers(self, questions: Sequence[PreparedQuestion], plan: Plan) -> list[bool]:
+        """Check which questions of a batch are answered correctly under a plan.
 
-        Where memory is too small for all of them, they are asked by halves.
+        The batch is halved if memory is too small for it.
 
         Args:
-            questions: As `batches` puts them together.
-            plan: Of a tier that they have room at.
+            questions: A batch of `group_into_batches`.
+            plan: Plan of a tier at which they fit.
 
         Raises:
-            PlanError: The model cannot run it.
-            RunError: The model gives NaN.
+            PlanError: The model cannot run the plan.
+            RunError: The model returns NaN.
         """
-        return [one for part in _by_halves(lambda some: self._right(some, plan), questions) for one in part]
+        parts = _run_with_halving(lambda batch: self._check_answers(batch, plan), questions)
+        return [is_correct for part in parts for is_correct in part]
 
-    def language(self, questions: Sequence[PreparedQuestion]) -> Tensor:
-        """What Stage 1 looks at, of a batch: [questions, d] float32, on the CPU."""
-        return torch.cat(_by_halves(self._language, questions))
+    def compute_language(self, questions: Sequence[PreparedQuestion]) -> Tensor:
+        """Inputs of the first controller: [questions, d] float32, on the CPU."""
+        return torch.cat(_run_with_halving(self._compute_language, questions))
 
-    def latency_tokens(self, questions: Sequence[PreparedQuestion], tier: Tier | None) -> Tensor:
-        """What Stage 2 looks at.
+    def compute_latency_tokens(self, questions: Sequence[PreparedQuestion], tier: Tier | None) -> Tensor:
+        """Inputs of the second controller.
 
         Args:
-            questions: As `batches` puts them together.
-            tier: One that they have room at.
+            questions: A batch of `group_into_batches`.
+            tier: Tier at which they fit.
 
         Returns:
-            The last prompt token as it leaves the block before each insertion position: [questions,
-            positions, d] float32, on the CPU.
+            Hidden state of the last prompt token after the block before each insertion position, shape
+            [questions, positions, d], float32, on the CPU.
         """
-        return torch.cat(_by_halves(lambda some: self._latency_tokens(some, tier), questions))
+        return torch.cat(
+            _run_with_halving(lambda batch: self._compute_latency_tokens(batch, tier), questions)
+        )
 
-    def _language(self, questions: Sequence[PreparedQuestion]) -> Tensor:
-        inputs = self._joined(questions)
-        return language_features(self.adapter, inputs["input_ids"], inputs["attention_mask"]).cpu()
+    def _compute_language(self, questions: Sequence[PreparedQuestion]) -> Tensor:
+        inputs = self._collate(questions)
+        return mean_text_embedding(self.adapter, inputs["input_ids"], inputs["attention_mask"]).cpu()
 
     @torch.no_grad()
-    def _latency_tokens(self, questions: Sequence[PreparedQuestion], tier: Tier | None) -> Tensor:
-        adapter, found = self.adapter, []
-        inputs = adapter.at_tier(self._joined(questions), tier)
-        places, _ = adapter.positions(inputs)
-        full = replace(adapter.geometry.full(images=False), tier=tier)
+    def _compute_latency_tokens(self, questions: Sequence[PreparedQuestion], tier: Tier | None) -> Tensor:
+        adapter, hidden_states = self.adapter, []
+        inputs = adapter.reduce_to_tier(self._collate(questions), tier)
+        position_ids, _ = adapter.compute_positions(inputs)
+        full = replace(adapter.geometry.full_plan(images=False), tier=tier)
         hooks = [
             adapter.blocks[position - 1].register_forward_hook(
-                lambda block, given, output: found.append(adapter.hidden(output)[:, -1])
+                lambda block, args, output: hidden_states.append(adapter.get_hidden_states(output)[:, -1])
             )
             for position in adapter.geometry.positions
         ]
         try:
-            with self.knobs.running(full):
+            with self.runtime.use_plan(full):
                 adapter.model(
-                    **{**inputs, "position_ids": places}, use_cache=False, **last_logits(adapter.model)
-                )
+                    **{**inputs, "position_ids": position_ids}, use_cache=False,
+                    **last_logits_args(adapter.model),
+                )  # fmt: skip
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.stack(found, 1).float().cpu()
+        return torch.stack(hidden_states, 1).float().cpu()
 
-    def _right(self, questions: Sequence[PreparedQuestion], plan: Plan) -> list[bool]:
-        rows = [_AnswerMatcher(each, self._tokenizer, self.stop) for each in questions]
+    def _check_answers(self, questions: Sequence[PreparedQuestion], plan: Plan) -> list[bool]:
+        matchers = [_AnswerMatcher(question, self._tokenizer, self.stop) for question in questions]
 
-        def hear(tokens: list[int]) -> None:
-            for row, token in zip(rows, tokens, strict=True):
-                row.hear(token)
-            if all(row.right is not None for row in rows):
+        def append_tokens(tokens: list[int]) -> None:
+            for matcher, token in zip(matchers, tokens, strict=True):
+                matcher.append(token)
+            if all(matcher.is_correct is not None for matcher in matchers):
                 raise _AllAnswersKnown
 
         with suppress(_AllAnswersKnown):
             generate(
-                self.adapter, self.knobs, self._joined(questions), plan,
-                max_new_tokens=questions[0].max_new_tokens, stop=self.stop, on_tokens=hear,
+                self.adapter, self.runtime, self._collate(questions), plan,
+                max_new_tokens=questions[0].max_new_tokens, stop=self.stop, on_tokens=append_tokens,
             )  # fmt: skip
-        return [bool(row.right) for row in rows]
+        return [bool(matcher.is_correct) for matcher in matchers]
 
-    def _joined(self, questions: Sequence[PreparedQuestion]) -> dict[str, Tensor]:
-        """Questions as one batch, padded on their left, where the model is."""
-        longest = max(each.prompt.tokens for each in questions)
-        found = {}
+    def _collate(self, questions: Sequence[PreparedQuestion]) -> dict[str, Tensor]:
+        """Batch of questions, padded on the left, on the model's device."""
+        longest = max(question.prompt.tokens for question in questions)
+        inputs = {}
         for name, first in questions[0].prompt.inputs.items():
-            values = [each.prompt.inputs[name] for each in questions]
-            if _of_tokens(first, questions[0]):
-                values = [torch.nn.functional.pad(each, (longest - each.shape[1], 0)) for each in values]
-            found[name] = torch.cat(values).to(self.adapter.model.device)
-        return found
+            values = [question.prompt.inputs[name] for question in questions]
+            if _has_token_axis(first, questions[0]):
+                values = [torch.nn.functional.pad(value, (longest - value.shape[1], 0)) for value in values]
+            inputs[name] = torch.cat(values).to(self.adapter.model.device)
+        return inputs
 
 
-def batches(questions: Sequence[PreparedQuestion], tier: Tier | None) -> list[list[int]]:
-    """Places of questions that can run together at a tier, or of those without image where it is None.
+def group_into_batches(questions: Sequence[PreparedQuestion], tier: Tier | None) -> list[list[int]]:
+    """Indices of questions that can run together at a tier; None selects those without images.
 
-    They have as many tokens for an answer, and images of like sizes. Those that have no room at the tier are
-    left out.
+    A batch has one `max_new_tokens` and equal image sizes. Questions that do not fit at the tier are left
+    out.
     """
-    alike: dict[Any, list[int]] = {}
-    for at, each in enumerate(questions):
-        if tier in each.tiers:
-            alike.setdefault(_likeness(each), []).append(at)
-    found = []
-    for places in alike.values():
+    groups: dict[Any, list[int]] = {}
+    for index, question in enumerate(questions):
+        if tier in question.tiers:
+            groups.setdefault(_get_batch_key(question), []).append(index)
+    batches = []
+    for indices in groups.values():
         batch: list[int] = []
-        for at in sorted(places, key=lambda at: (questions[at].prompt.tokens, at)):
-            if batch and (len(batch) == ROWS or (len(batch) + 1) * questions[at].prompt.at(tier) > TOKENS):
-                found.append(batch)
+        for index in sorted(indices, key=lambda index: (questions[index].prompt.tokens, index)):
+            padded_tokens = (len(batch) + 1) * questions[index].prompt.at(tier)
+            if batch and (len(batch) == MAX_BATCH_SIZE or padded_tokens > MAX_BATCH_TOKENS):
+                batches.append(batch)
                 batch = []
-            batch.append(at)
-        found.append(batch)
-    return found
+            batch.append(index)
+        batches.append(batch)
+    return batches
 
 
-def first_of_each(some: Iterable[T], sees: Callable[[T], bool]) -> list[T]:
-    """The first without an image and the first with one, as far as there are any."""
-    found: dict[bool, T] = {}
-    for each in some:
-        found.setdefault(sees(each), each)
-    return [found[key] for key in sorted(found)]
+def first_with_and_without_image(items: Iterable[T], has_image: Callable[[T], bool]) -> list[T]:
+    """The first item without an image and the first one with an image, as far as they exist."""
+    first: dict[bool, T] = {}
+    for item in items:
+        first.setdefault(has_image(item), item)
+    return [first[key] for key in sorted(first)]
 
 
-def plain(text: str) -> str:
-    """A text without case, and with blanks only between words, one each."""
+def normalize_text(text: str) -> str:
+    """Fold case and reduce whitespace to single spaces between words."""
     return " ".join(text.casefold().split())
 
 
-def _by_halves(
+def _run_with_halving(
     call: Callable[[Sequence[PreparedQuestion]], T], questions: Sequence[PreparedQuestion]
 ) -> list[T]:
-    """What a call gives of a batch, or of its parts where memory is too small for all of it."""
+    """Results of a batch, or of its halves if memory is too small for the full batch."""
     try:
         return [call(questions)]
     except (RuntimeError, MemoryError) as error:
@@ -265,54 +270,56 @@ def _by_halves(
             raise
     free_memory()
     half = len(questions) // 2
-    return [*_by_halves(call, questions[:half]), *_by_halves(call, questions[half:])]
+    return [*_run_with_halving(call, questions[:half]), *_run_with_halving(call, questions[half:])]
 
 
 class _AllAnswersKnown(Exception):
-    """Whether each answer of a batch is right is known."""
+    """Raised to stop the generation of a batch."""
 
 
 class _AnswerMatcher:
-    """An answer while its tokens come in.
+    """Compares an answer with the correct one while it is generated.
 
     Attributes:
-        right: Whether it is; None while that is open.
+        is_correct: Whether the answer is correct; None while unknown.
     """
 
     def __init__(self, question: PreparedQuestion, tokenizer: Any, stop: Collection[int]) -> None:
-        self.right: bool | None = None
+        self.is_correct: bool | None = None
         self._question, self._tokenizer, self._stop = question, tokenizer, frozenset(stop)
         self._ids: list[int] = []
 
-    def hear(self, token: int) -> None:
-        """Take the next token."""
-        if self.right is not None:
+    def append(self, token: int) -> None:
+        """Append the next token."""
+        if self.is_correct is not None:
             return
-        over = token in self._stop
-        if not over:
+        is_finished = token in self._stop
+        if not is_finished:
             self._ids.append(token)
-            over = len(self._ids) == self._question.max_new_tokens
+            is_finished = len(self._ids) == self._question.max_new_tokens
         text, answer = self._tokenizer.decode(self._ids, skip_special_tokens=True), self._question.answer
-        if over:
-            self.right = plain(text) == answer
-        elif not _solid(answer).startswith(_solid(text.rstrip(_BROKEN))):
-            self.right = False
+        if is_finished:
+            self.is_correct = normalize_text(text) == answer
+        elif not _remove_whitespace(answer).startswith(
+            _remove_whitespace(text.rstrip(_INCOMPLETE_CHARACTER))
+        ):
+            self.is_correct = False
 
 
-def _solid(text: str) -> str:
-    """Without blanks: tokenizers may take some back when more tokens come."""
+def _remove_whitespace(text: str) -> str:
+    """Fold case and remove whitespace, which tokenizers may change when more tokens follow."""
     return "".join(text.casefold().split())
 
 
-def _of_tokens(value: Tensor, question: PreparedQuestion) -> bool:
-    """Whether a value has an entry for each token."""
+def _has_token_axis(value: Tensor, question: PreparedQuestion) -> bool:
+    """Whether a value has one entry per token."""
     return value.shape == question.prompt.inputs["input_ids"].shape
 
 
-def _likeness(question: PreparedQuestion) -> tuple[Any, ...]:
-    others = (
+def _get_batch_key(question: PreparedQuestion) -> tuple[Any, ...]:
+    image_inputs = (
         (name, tuple(value.shape), () if value.is_floating_point() else tuple(value.flatten().tolist()))
         for name, value in question.prompt.inputs.items()
-        if not _of_tokens(value, question)
+        if not _has_token_axis(value, question)
     )
-    return (question.max_new_tokens, question.prompt.vision_tokens, *others)
+    return (question.max_new_tokens, question.prompt.vision_tokens, *image_inputs)

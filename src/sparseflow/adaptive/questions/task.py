@@ -1,44 +1,41 @@
-"""What a model is asked, and what its plans make of it: between a study and where questions are from.
+"""Interface between a study and its questions: samples, their splits, and outcomes of plans.
 
-A study wants a `StudyTask`: Grid-VQA is one (`grid_vqa/task.py`), a file of a user's own questions another
-(`questions/`).
+Implementations of `StudyTask` are Grid-VQA (`grid_vqa/task.py`) and a file of questions (`file_task.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Progress = Callable[[str, float], None]
-"""Called with (what was done, fraction done)."""
-
 Split = Literal["train", "val", "test"]
-"""A part of a task's questions that shares none with the others."""
+"""Disjoint parts of a task's questions."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanOutcomes:
-    """What plans make of samples; everything on the CPU.
+    """Outcomes of plans on samples, and the inputs of controllers; all tensors are on the CPU.
 
     Attributes:
-        plans: Those that were tried.
-        correct: [samples, plans] float32, 0 or 1.
-        kinds: Index into the task's kinds, [samples] int64.
-        language: Language features, [samples, d] float32.
-        tokens: Latency tokens: the last prompt token's hidden state as it leaves the block before each
-            insertion position, by tier: [samples, tiers, positions, d] float32. Without tiers there is one.
-        text_tokens: Of the prompt, those that are not of images, [samples] int64.
-        new_tokens: Of the right answer, its end included, [samples] int64. A wrong answer may be longer or
-            shorter.
-        vision_tokens: Of all images of the prompt, at the highest tier, [samples] int64; None where every
-            sample has one image like that of a profile, or the model takes none.
+        plans: Plans.
+        correct: Whether each answer is correct, shape [samples, plans], float32, 0 or 1.
+        kinds: Index into the task's kinds of questions, shape [samples], int64.
+        language: Mean text embeddings, shape [samples, d], float32.
+        tokens: Latency tokens: hidden state of the last prompt token after the block before each insertion
+            position, shape [samples, tiers, positions, d], float32; one tier for models without tiers.
+        text_tokens: Prompt tokens that do not belong to images, shape [samples], int64.
+        new_tokens: Tokens of the correct answer including its end, shape [samples], int64. Wrong answers may
+            differ in length.
+        vision_tokens: Tokens of all images of the prompt at the highest tier, shape [samples], int64; None if
+            every sample has one image of the profile's size, or the model takes no images.
     """
 
     plans: tuple[Plan, ...]
@@ -50,25 +47,25 @@ class PlanOutcomes:
     new_tokens: Tensor
     vision_tokens: Tensor | None = None
 
-    def by_kind(self, plan: int, kinds: Sequence[str]) -> dict[str, float]:
-        """A plan's accuracy for each kind of question that there is.
+    def accuracy_by_kind(self, plan: int, kinds: Sequence[str]) -> dict[str, float]:
+        """Accuracy of a plan for each kind of question with samples.
 
         Args:
-            plan: Its place in `plans`.
-            kinds: The task's.
+            plan: Index into `plans`.
+            kinds: Kinds of the task.
         """
-        there = {kind: self.kinds == at for at, kind in enumerate(kinds)}
+        masks = {kind: self.kinds == index for index, kind in enumerate(kinds)}
         return {
-            kind: float(self.correct[mine, plan].mean()) for kind, mine in there.items() if bool(mine.any())
+            kind: float(self.correct[mask, plan].mean()) for kind, mask in masks.items() if bool(mask.any())
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """How many samples there are to learn from, to validate with, and to be judged on.
+    """Number of samples of each part of a study.
 
     Raises:
-        InputError: One is below 1.
+        InputError: A number is below 1.
     """
 
     train: int = 2048
@@ -78,17 +75,17 @@ class SampleCounts:
     def __post_init__(self) -> None:
         for name, count in vars(self).items():
             if type(count) is not int or count < 1:
-                raise InputError(f"`{name}` (={count!r}) must be a whole number of samples, at least 1")
+                raise InputError(f"`{name}` (={count!r}) must be an integer of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRange:
-    """Samples of a split that follow each other.
+    """Consecutive samples of a split.
 
     Attributes:
-        split: Which.
-        first: How many come before them.
-        count: How many they are.
+        split: Split.
+        first: Index of the first sample.
+        count: Number of samples.
     """
 
     split: Split
@@ -98,31 +95,37 @@ class SampleRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRanges:
-    """Which samples controllers learn from, which margins are chosen by, and which judge."""
+    """Samples of each part of a study.
+
+    Attributes:
+        train: Samples that controllers are trained on.
+        validation: Samples that margins are calibrated on.
+        test: Samples of the evaluation.
+        images: Whether any sample may have an image.
+    """
 
     train: SampleRange
     validation: SampleRange
     test: SampleRange
     images: bool = True
-    """Whether one of them may have an image."""
 
     def counts(self) -> dict[Split, int]:
-        """How many first samples of each split are needed."""
-        found: dict[Split, int] = {}
-        for each in (self.train, self.validation, self.test):
-            found[each.split] = max(found.get(each.split, 0), each.first + each.count)
-        return found
+        """Number of first samples of each split that the parts need."""
+        counts: dict[Split, int] = {}
+        for samples in (self.train, self.validation, self.test):
+            counts[samples.split] = max(counts.get(samples.split, 0), samples.first + samples.count)
+        return counts
 
 
 class StudyTask(Protocol):
-    """Questions to one model, with their right answers.
+    """Questions to one model, with their correct answers.
 
     Attributes:
-        model: Who is asked.
-        name: What is asked, as a worth of plans names it.
-        kinds: Of questions; `Judged.kinds` counts in them.
-        chunk: Samples that are asked together, and kept in one file.
-        told: What a right answer is and how parts differ, in sentences for a page.
+        model: Model.
+        name: Name of the task.
+        kinds: Kinds of questions; `PlanOutcomes.kinds` contains indices into them.
+        chunk_size: Samples that are evaluated together and stored in one file.
+        description: When an answer is correct and how the parts differ, in sentences.
     """
 
     @property
@@ -135,40 +138,40 @@ class StudyTask(Protocol):
     def kinds(self) -> Sequence[str]: ...
 
     @property
-    def chunk(self) -> int: ...
+    def chunk_size(self) -> int: ...
 
     @property
-    def told(self) -> str: ...
+    def description(self) -> str: ...
 
     def identity(self) -> Mapping[str, Any]:
-        """What answers depend on beside weights, number format and plans, as JSON keeps it."""
+        """Everything that answers depend on besides weights, number format and plans, in JSON types."""
         ...
 
-    def parts(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
-        """Which samples serve for what.
+    def select_samples(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
+        """Select the samples of each part.
 
         Args:
-            counts: How many are wanted of each.
-            progress: Told while it takes long.
+            counts: Requested number of samples.
+            progress: Called with (message, fraction done).
 
         Raises:
-            InputError: There are too few.
+            InputError: There are too few samples.
         """
         ...
 
-    def outcomes(
+    def evaluate_plans(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
     ) -> PlanOutcomes:
-        """Try all plans on some samples of a split.
+        """Evaluate all plans on samples of a split.
 
         Args:
-            space: The plans.
-            split: Which.
-            first: How many samples to leave out before: a multiple of `chunk`.
-            count: How many to try.
-            progress: Told of what happens within.
+            space: Plans.
+            split: Split.
+            first: Index of the first sample, a multiple of `chunk_size`.
+            count: Number of samples.
+            progress: Called with (message, fraction done).
 
         Raises:
-            InputError: The model cannot run a plan, or there are no such samples.
+            InputError: The model cannot run a plan, or the samples do not exist.
         """
         ...

@@ -1,14 +1,14 @@
-"""Studies: controllers of a model, trained and judged against their rivals by a task and a profile of plans.
+"""Studies: train controllers of a model and compare them with baselines, on a task and a profile of plans.
 
 ::
 
-    folder/outcomes/                     what every plan made of every sample; latencies of their sizes
-    folder/controllers/seed-0/ …         trainings by GRPO, and in supervised/ by imitating the oracle
-    folder/controllers.safetensors       those of the seed that did best on the validation split
-    folder/worth.json                    accuracy of plans, for choosing without controllers
-    folder/judged.json, report.html      what was found, and its page
+    out_dir/outcomes/                     correctness of every plan on every sample; latencies of their sizes
+    out_dir/controllers/seed-0/ …         trainings by GRPO; in supervised/ by imitating the oracle
+    out_dir/controllers.safetensors       controllers of the seed with the best validation score
+    out_dir/plan_quality.json             accuracy of plans, for selection without controllers
+    out_dir/results.json, report.html     results, and their page
 
-A study that was stopped goes on where it was when the same call is made again.
+An interrupted study is resumed by the same call.
 """
 
 from __future__ import annotations

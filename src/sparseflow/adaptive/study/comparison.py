@@ -1,19 +1,26 @@
-"""Controllers against their rivals: all as late as each other on the validation split, judged on the test.
+"""Comparison of controllers with baseline policies at equal attainment.
 
-A policy is shown a share of each budget, chosen on the validation split so that it keeps the attainment that
-is asked for (`judging.matched`). The oracle is not held back: it is what regret is measured to.
+Each policy is given a fraction of every budget, calibrated on the validation split so that it reaches the
+requested attainment (`policy.evaluation.calibrate_margin`), and evaluated on the test split. The oracle is
+not calibrated: regret is measured against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.evaluation import BootstrapEstimate, PolicyEvaluation, judge, matched, versus
+from sparseflow.adaptive.policy.evaluation import (
+    BootstrapEstimate,
+    PolicyEvaluation,
+    calibrate_margin,
+    compare_policies,
+    evaluate_policy,
+)
 from sparseflow.adaptive.policy.outcomes import QuantileLatencies, budget_grid
 from sparseflow.adaptive.policy.policies import (
     ControllerPolicy,
@@ -25,165 +32,172 @@ from sparseflow.adaptive.policy.policies import (
     StaticPolicy,
 )
 from sparseflow.adaptive.study.outcome_tables import StudyTables
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
-Progress = Callable[[str, float], None]
-
-ALL = "all requests"
-_RANDOM_SEEDS = 5
-_PARTS = ("tight", "middle", "loose")
-"""Thirds of the budgets."""
-_LEAST = 30
-"""Samples of a kind of question that a comparison is made by."""
+ALL_REQUESTS = "all requests"
+_NUM_RANDOM_SEEDS = 5
+_BUDGET_THIRDS = ("tight", "middle", "loose")
+_MIN_SAMPLES = 30
+"""Minimum samples of a kind of question for a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedGain:
-    """What one policy has over another, on some of the requests.
+    """Gain of a policy over a baseline on a subset of the requests.
 
     Attributes:
-        one: Its name.
-        other: The other's.
-        where: Which requests: `ALL`, a third of the budgets, or a kind of question.
-        gains: `"accuracy"`, `"attainment"` and `"goodput"` of `one` less those of `other`.
+        policy: Name of the policy.
+        baseline: Name of the baseline.
+        subset: `ALL_REQUESTS`, a third of the budgets, or a kind of question.
+        gains: Difference of `"accuracy"`, `"attainment"` and `"goodput"`.
     """
 
-    one: str
-    other: str
-    where: str
+    policy: str
+    baseline: str
+    subset: str
     gains: Mapping[str, BootstrapEstimate]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        gains = {name: each.to_dict() for name, each in self.gains.items()}
-        return {"one": self.one, "other": self.other, "where": self.where, **gains}
+        """Convert to JSON types."""
+        gains = {name: gain.to_dict() for name, gain in self.gains.items()}
+        return {"policy": self.policy, "baseline": self.baseline, "subset": self.subset, **gains}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyComparison:
-    """What a contest gave.
+    """Result of `compare_with_baselines`.
 
     Attributes:
-        judged: Each policy's results.
-        compared: The first policy against each other one but the oracle, everywhere.
-        attainment: Share of answers in time that was asked for.
-        budgets_ms: [budgets], ascending.
+        evaluations: Evaluation of each policy.
+        gains: Gains of the first policy over each other one but the oracle, on each subset.
+        attainment: Requested fraction of answers in time.
+        budgets_ms: Budgets, ascending, shape [budgets].
     """
 
-    judged: tuple[PolicyEvaluation, ...]
-    compared: tuple[PairedGain, ...]
+    evaluations: tuple[PolicyEvaluation, ...]
+    gains: tuple[PairedGain, ...]
     attainment: float
     budgets_ms: Tensor
 
 
-def contest(
+def compare_with_baselines(
     tables: StudyTables,
     *,
     controllers: Sequence[Controllers] = (),
     supervised: Sequence[Controllers] = (),
     attainment: float = 0.99,
-    budgets: int = 24,
-    span_ms: tuple[float, float] | None = None,
+    num_budgets: int = 24,
+    budget_range_ms: tuple[float, float] | None = None,
     progress: Progress | None = None,
 ) -> PolicyComparison:
-    """Judge policies.
+    """Evaluate controllers and baselines.
 
     Args:
         tables: Outcomes.
-        controllers: Of each seed; judged together, as their mean. Without any, the rivals are judged alone.
-        supervised: Those that imitate the oracle.
-        attainment: Share of answers that must be in time.
-        budgets: How many to judge at, at equal ratios.
-        span_ms: From and to; by default from the least that a plan keeps to a little above the dearest.
-        progress: Called with (what was done, fraction done).
+        controllers: Controllers of each seed, evaluated together as their mean; without any, only the
+            baselines are evaluated.
+        supervised: Controllers that imitate the oracle.
+        attainment: Requested fraction of answers in time.
+        num_budgets: Number of budgets, at equal ratios.
+        budget_range_ms: Smallest and largest budget; by default from the fastest plan to slightly above the
+            slowest.
+        progress: Called with (message, fraction done).
 
     Raises:
         InputError: Controllers are of other plans, or a number is out of range.
     """
     if not 0.0 < attainment <= 1.0:
-        raise InputError(f"`attainment` (={attainment}) must be a share of answers, above 0")
-    grid = budget_grid(span_ms or tables.train.span_ms(), budgets)
-    costs = QuantileLatencies.of(tables.train)
-    kinds: list[list[Policy]] = [
-        [ControllerPolicy(controllers=each, costs=costs) for each in controllers],
+        raise InputError(f"`attainment` (={attainment}) must be above 0 and at most 1")
+    grid = budget_grid(budget_range_ms or tables.train.budget_range_ms(), num_budgets)
+    costs = QuantileLatencies.from_outcomes(tables.train)
+    groups: list[list[Policy]] = [
+        [ControllerPolicy(controllers=seed_controllers, costs=costs) for seed_controllers in controllers],
         [LookupTablePolicy(accuracy=tables.train.correct.mean(0), costs=costs)],
-        [ImitationPolicy(controllers=each, costs=costs) for each in supervised],
-        [StaticPolicy.of(tables.train, grid, attainment=attainment)],
-        [RandomPolicy(costs=costs, seed=seed) for seed in range(_RANDOM_SEEDS)],
+        [ImitationPolicy(controllers=seed_controllers, costs=costs) for seed_controllers in supervised],
+        [StaticPolicy.from_outcomes(tables.train, grid, attainment=attainment)],
+        [RandomPolicy(costs=costs, seed=seed) for seed in range(_NUM_RANDOM_SEEDS)],
         [OraclePolicy()],
     ]
-    kinds = [policies for policies in kinds if policies]
-    judged = []
-    for at, policies in enumerate(kinds):
-        name = policies[0].name
+    groups = [policies for policies in groups if policies]
+    evaluations = []
+    for index, policies in enumerate(groups):
         if progress is not None:
-            progress(f"judging: {name}", at / len(kinds))
-        # Of several, each by itself: so would each be used.
-        ready: list[Policy] = [
+            progress(f"evaluating: {policies[0].name}", index / len(groups))
+        # Each seed is calibrated separately, as it would be used.
+        calibrated: list[Policy] = [
             policy
             if isinstance(policy, OraclePolicy)
-            else matched(policy, tables.validation, grid, attainment)
+            else calibrate_margin(policy, tables.validation, grid, attainment)
             for policy in policies
         ]
-        judged.append(judge(ready, tables.test, grid))
-    first, *others = judged
-    compared = [
-        PairedGain(one=first.name, other=other.name, where=where, gains=versus(first, other, **which))
-        for other in others[:-1]
-        for where, which in _places(grid, tables.kinds)
-    ]
+        evaluations.append(evaluate_policy(calibrated, tables.test, grid))
+    first, *baselines = evaluations
+    gains = [
+        PairedGain(
+            policy=first.name, baseline=baseline.name, subset=name,
+            gains=compare_policies(first, baseline, **selection),
+        )
+        for baseline in baselines[:-1]
+        for name, selection in _list_subsets(grid, tables.kinds)
+    ]  # fmt: skip
     return PolicyComparison(
-        judged=tuple(judged), compared=tuple(compared), attainment=attainment, budgets_ms=grid
-    )  # fmt: skip
+        evaluations=tuple(evaluations), gains=tuple(gains), attainment=attainment, budgets_ms=grid
+    )
 
 
-def _places(budgets_ms: Tensor, kinds: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """What comparisons are made on."""
-    found: list[tuple[str, dict[str, Any]]] = [(ALL, {})]
+def _list_subsets(budgets_ms: Tensor, kinds: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """Name of each subset and its arguments of `compare_policies`."""
+    subsets: list[tuple[str, dict[str, Any]]] = [(ALL_REQUESTS, {})]
     count = len(budgets_ms)
-    for at, name in enumerate(_PARTS):
-        part = slice(at * count // len(_PARTS), (at + 1) * count // len(_PARTS))
-        mine = budgets_ms[part].tolist()
-        if mine:
-            found.append((f"{name} budgets ({mine[0]:.3g} to {mine[-1]:.3g} ms)", {"budgets": part}))
-    found += [
-        (f"questions of the kind {kind!r}", {"samples": which})
-        for kind, which in kinds.items()
-        if int(which.sum()) >= _LEAST
+    for index, name in enumerate(_BUDGET_THIRDS):
+        third = slice(index * count // len(_BUDGET_THIRDS), (index + 1) * count // len(_BUDGET_THIRDS))
+        budgets = budgets_ms[third].tolist()
+        if budgets:
+            subsets.append((f"{name} budgets ({budgets[0]:.3g} to {budgets[-1]:.3g} ms)", {"budgets": third}))
+    subsets += [
+        (f"questions of the kind {kind!r}", {"samples": samples})
+        for kind, samples in kinds.items()
+        if int(samples.sum()) >= _MIN_SAMPLES
     ]
-    return found
+    return subsets
 
 
-def verdict(compared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who wins and where, in sentences, by goodput.
+def summarize_gains(gains: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Summarize in sentences where the first policy is better or worse, by goodput.
 
     Args:
-        compared: What `PairedGain.to_dict` gave.
+        gains: Results of `PairedGain.to_dict`.
     """
-    found = []
-    for one, other in dict.fromkeys((row["one"], row["other"]) for row in compared):
-        mine = {
-            row["where"]: row["goodput"] for row in compared if (row["one"], row["other"]) == (one, other)
+    sentences = []
+    for policy, baseline in dict.fromkeys((row["policy"], row["baseline"]) for row in gains):
+        by_subset = {
+            row["subset"]: row["goodput"]
+            for row in gains
+            if (row["policy"], row["baseline"]) == (policy, baseline)
         }
-        found.append(f"{one[0].upper()}{one[1:]} against {other}: {_told(mine.pop(ALL))}.")
+        overall = by_subset.pop(ALL_REQUESTS)
+        outcome = {1: "better", -1: "worse", 0: "no significant difference"}[_get_sign(overall)]
+        sentences.append(
+            f"{policy[0].upper()}{policy[1:]} against {baseline}: {outcome}, goodput {_format_gain(overall)}."
+        )
         for word, sign in (("Worse", -1), ("Better", 1)):
-            there = [f"{where} ({_points(gain)})" for where, gain in mine.items() if _sign(gain) == sign]
-            if there:
-                found.append(f"{word} than {other}: {'; '.join(there)}.")
-    return found
+            subsets = [
+                f"{subset} ({_format_gain(gain)})"
+                for subset, gain in by_subset.items()
+                if _get_sign(gain) == sign
+            ]
+            if subsets:
+                sentences.append(f"{word} than {baseline}: {'; '.join(subsets)}.")
+    return sentences
 
 
-def _told(gain: Mapping[str, float]) -> str:
-    words = {1: "better", -1: "worse", 0: "no difference that could be told"}
-    return f"{words[_sign(gain)]}, goodput {_points(gain)}"
-
-
-def _sign(gain: Mapping[str, float]) -> int:
-    """1 where it is surely more, -1 where it is surely less."""
+def _get_sign(gain: Mapping[str, float]) -> int:
+    """1 if the gain is significantly positive, -1 if significantly negative, else 0."""
     return int(gain["low"] > 0.0) - int(gain["high"] < 0.0)
 
 
-def _points(gain: Mapping[str, float]) -> str:
-    # Not -0.0.
+def _format_gain(gain: Mapping[str, float]) -> str:
+    # Adding 0.0 turns -0.0 into 0.0.
     mean, low, high = (round(100.0 * gain[name], 1) + 0.0 for name in ("mean", "low", "high"))
     return f"{mean:+.1f} points, {low:+.1f} to {high:+.1f}"

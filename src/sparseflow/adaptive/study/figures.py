@@ -1,4 +1,4 @@
-"""The pictures of a study: plans by latency and accuracy, what policies keep, and what predictions keep."""
+"""Figures of a study: plans by latency and accuracy, policies by budget, and coverage of predictions."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from sparseflow.core.report.svg import AFTER, BEFORE, GRID, INK, MUTED, PAPER
 
 Row = Mapping[str, Any]
 
-_LABELLED = 24
-"""Most plans of the front whose numbers are written beside them."""
+_MAX_LABELS = 24
+"""Maximum number of plans with a label."""
 
 
-def front_of(plans: Sequence[Row]) -> list[Row]:
-    """Plans that no other one beats, the quickest first."""
+def select_front(plans: Sequence[Row]) -> list[Row]:
+    """Plans on the Pareto front, fastest first."""
     return sorted((row for row in plans if row["front"]), key=lambda row: row["p50_ms"])
 
 
-def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
-    """Every plan by what it takes and how often it is right; those that none beats, with all their samples.
+def plot_plans(plans: Sequence[Row], *, size: Row) -> Figure:
+    """Plot accuracy over latency of every plan, with all samples of plans on the Pareto front.
 
     Args:
-        plans: As `judged.json` has them.
-        size: Of the request that times are of.
+        plans: Plans, as in `results.json`.
+        size: Request size.
     """
     from matplotlib.ticker import PercentFormatter
 
-    front = front_of(plans)
-    others = [row for row in plans if not row["front"]]
+    front = select_front(plans)
+    dominated = [row for row in plans if not row["front"]]
     with open_axes(rows=1, row_in=4.8) as (figure, axes):
-        for there, face, name in ((True, BEFORE, "other plans"), (False, "none", "other plans, predicted")):
-            mine = [row for row in others if row["measured"] == there]
-            if mine:
+        for measured, face, name in (
+            (True, BEFORE, "other plans"),
+            (False, "none", "other plans, predicted"),
+        ):
+            rows = [row for row in dominated if row["measured"] == measured]
+            if rows:
                 axes.plot(
-                    [row["p50_ms"] for row in mine], [row["accuracy"] for row in mine], "o", markersize=4.5,
-                    markerfacecolor=face, markeredgecolor=BEFORE, markeredgewidth=0.0 if there else 0.8,
+                    [row["p50_ms"] for row in rows], [row["accuracy"] for row in rows], "o", markersize=4.5,
+                    markerfacecolor=face, markeredgecolor=BEFORE, markeredgewidth=0.0 if measured else 0.8,
                     alpha=0.7, label=name,
                 )  # fmt: skip
         axes.plot(
@@ -51,9 +54,9 @@ def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
             drawstyle="steps-post", alpha=0.5,
         )  # fmt: skip
         for number, row in enumerate(front, start=1):
-            every = row["samples_ms"]
+            samples_ms = row["samples_ms"]
             axes.plot(
-                every, [row["accuracy"]] * len(every), "|", color=AFTER, markersize=7, alpha=0.6,
+                samples_ms, [row["accuracy"]] * len(samples_ms), "|", color=AFTER, markersize=7, alpha=0.6,
                 label="each measured request" if number == 1 else None,
             )  # fmt: skip
             if "low" in row:
@@ -62,9 +65,9 @@ def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
                 )
             axes.plot(
                 [row["p50_ms"]], [row["accuracy"]], "o", color=AFTER, markersize=7, markeredgecolor=PAPER,
-                label="plans that none beats" if number == 1 else None,
+                label="Pareto front" if number == 1 else None,
             )  # fmt: skip
-            if len(front) <= _LABELLED:
+            if len(front) <= _MAX_LABELS:
                 axes.annotate(
                     str(number), (row["p50_ms"], row["accuracy"]), xytext=(0, 9), textcoords="offset points",
                     ha="center", fontsize=8.5, color=INK,
@@ -77,89 +80,90 @@ def plans_picture(plans: Sequence[Row], *, size: Row) -> Figure:
         axes.set_xlabel(
             f"ms, one request of {size['text_tokens']} text tokens with {size['new_tokens']} new ones"
         )
-        axes.set_ylabel("right answers")
+        axes.set_ylabel("correct answers")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0, handlelength=1.1)
         first, last = front[0], front[-1]
         return from_matplotlib(
-            figure, title="Plans by latency and accuracy",
-            alt=f"{len(plans)} plans, {len(front)} of them beaten by none: from {first['p50_ms']:.3g} ms "
+            figure,
+            title="Plans by latency and accuracy",
+            alt=f"{len(plans)} plans, {len(front)} of them on the Pareto front: from {first['p50_ms']:.3g} ms "
             f"at {first['accuracy']:.1%} to {last['p50_ms']:.3g} ms at {last['accuracy']:.1%}.",
-            caption="Places are medians. Vertical bars, where there are some, are 95 % intervals of the "
-            "accuracy; short strokes are single requests. Numbers are those of the table below.",
-        )  # fmt: skip
+            caption="Points are medians, vertical bars 95 % intervals of the accuracy, short strokes single "
+            "requests. Numbers are those of the table below.",
+        )
 
 
-def budget_pictures(policies: Sequence[Row], attainment: float) -> list[Figure]:
-    """Attainment and goodput of each policy over budgets."""
-    places = [row["budget_ms"] for row in policies[0]["curve"]]
+def plot_budget_curves(policies: Sequence[Row], attainment: float) -> list[Figure]:
+    """Plot attainment and goodput of each policy over budgets."""
+    budgets_ms = [row["budget_ms"] for row in policies[0]["curve"]]
 
-    def over(measure: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-        return {each["name"]: (places, [row[measure] for row in each["curve"]]) for each in policies}
+    def make_curves(metric: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+        return {policy["name"]: (budgets_ms, [row[metric] for row in policy["curve"]]) for policy in policies}
 
-    asked = {"asked for, over all budgets": ([places[0], places[-1]], [attainment, attainment])}
+    target = {"requested, over all budgets": ([budgets_ms[0], budgets_ms[-1]], [attainment, attainment])}
     return [
         plot_curves(
-            "Attainment", over("attainment") | asked, x="budget, ms", y="answers in time", log_x=True
+            "Attainment", make_curves("attainment") | target, x="budget, ms", y="answers in time", log_x=True
         ),
-        plot_curves("Goodput", over("goodput"), x="budget, ms", y="right and in time", log_x=True),
+        plot_curves("Goodput", make_curves("goodput"), x="budget, ms", y="correct and in time", log_x=True),
     ]
 
 
-def regret_picture(policies: Sequence[Row]) -> Figure:
-    """How much more goodput the oracle has than each policy."""
-    mine = [each for each in policies if each["name"] != "oracle"]
-    figures = [[100.0 * each["regret"][end] for each in mine] for end in ("mean", "low", "high")]
+def plot_regret(policies: Sequence[Row]) -> Figure:
+    """Plot the goodput that each policy loses to the oracle."""
+    rows = [policy for policy in policies if policy["name"] != "oracle"]
+    intervals = [[100.0 * row["regret"][end] for row in rows] for end in ("mean", "low", "high")]
     return plot_intervals(
-        "Regret", [each["name"] for each in mine], *figures, unit="points of goodput less than the oracle's",
+        "Regret", [row["name"] for row in rows], *intervals, unit="points of goodput below the oracle",
         caption="Means over requests with 95 % bootstrap intervals over images. The oracle sees each "
-        "request's outcome under every plan beforehand: no policy can have what it has.",
+        "request's outcome under every plan beforehand, which no policy can.",
     )  # fmt: skip
 
 
-def gains_picture(compared: Sequence[Row], other: str) -> Figure:
-    """What the first policy has over another, everywhere that they were compared."""
-    mine = [row for row in compared if row["other"] == other]
-    figures = [[100.0 * row["goodput"][end] for row in mine] for end in ("mean", "low", "high")]
+def plot_gains(gains: Sequence[Row], baseline: str) -> Figure:
+    """Plot the gain of the first policy over a baseline on each subset."""
+    rows = [row for row in gains if row["baseline"] == baseline]
+    intervals = [[100.0 * row["goodput"][end] for row in rows] for end in ("mean", "low", "high")]
     return plot_intervals(
-        f"{mine[0]['one'].capitalize()} against {other}", [row["where"] for row in mine], *figures,
+        f"{rows[0]['policy'].capitalize()} against {baseline}", [row["subset"] for row in rows], *intervals,
         unit="points of goodput", reference=0.0,
     )  # fmt: skip
 
 
-def promises_picture(predictor: Row) -> Figure:
-    """Quantiles that were promised, against the share of requests that were within them."""
-    observed = predictor["observed"]
+def plot_quantile_coverage(predictor: Row) -> Figure:
+    """Plot predicted quantiles and the fraction of requests below them."""
+    rows = predictor["quantiles"]
     with open_axes(rows=1, row_in=3.4) as (figure, axes):
-        places = range(len(observed))
-        for place, row in zip(places, observed, strict=True):
-            axes.plot([place - 0.16, place + 0.16], [100 * row["promised"]] * 2, color=MUTED, linewidth=1.4,
-                      label="promised" if place == 0 else None)  # fmt: skip
-            axes.plot([place] * 2, [100 * row["low"], 100 * row["high"]], color=AFTER, linewidth=2.2)
-            axes.plot([place], [100 * row["share"]], "o", color=AFTER, markersize=6.5, markeredgecolor=PAPER,
-                      label="observed" if place == 0 else None)  # fmt: skip
-            axes.annotate(f"{row['share']:.1%}", (place, 100 * row["share"]), xytext=(16, 0),
+        positions = range(len(rows))
+        for x, row in zip(positions, rows, strict=True):
+            axes.plot([x - 0.16, x + 0.16], [100 * row["quantile"]] * 2, color=MUTED, linewidth=1.4,
+                      label="predicted quantile" if x == 0 else None)  # fmt: skip
+            axes.plot([x] * 2, [100 * row["low"], 100 * row["high"]], color=AFTER, linewidth=2.2)
+            axes.plot([x], [100 * row["coverage"]], "o", color=AFTER, markersize=6.5, markeredgecolor=PAPER,
+                      label="observed" if x == 0 else None)  # fmt: skip
+            axes.annotate(f"{row['coverage']:.1%}", (x, 100 * row["coverage"]), xytext=(16, 0),
                           textcoords="offset points", va="center", fontsize=8, color=INK)  # fmt: skip
-        axes.set_xticks(list(places), [f"{100 * row['promised']:g} %" for row in observed])
-        axes.set_xlim(-0.6, len(observed) - 0.2)
+        axes.set_xticks(list(positions), [f"{100 * row['quantile']:g} %" for row in rows])
+        axes.set_xlim(-0.6, len(rows) - 0.2)
         axes.grid(False, axis="x")
         axes.grid(True, axis="y", color=GRID)
-        axes.set_xlabel("promised: so many requests take no longer than predicted")
-        axes.set_ylabel("observed, %")
+        axes.set_xlabel("predicted quantile")
+        axes.set_ylabel("requests below it, %")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0, handlelength=1.1)
-        words = "; ".join(f"{row['promised']:.0%} promised, {row['share']:.1%} observed" for row in observed)
+        text = "; ".join(f"{row['quantile']:.0%}: {row['coverage']:.1%} observed" for row in rows)
         return from_matplotlib(
-            figure, title="What the predictor promises", alt=f"{words}.",
-            caption=f"{predictor['requests']} requests of the profile, each predicted by what was fitted to "
-            "other plans and lengths; 95 % intervals over plans and lengths.",
+            figure, title="Coverage of predicted quantiles", alt=f"{text}.",
+            caption=f"{predictor['requests']} requests of the profile, predicted from other plans and "
+            "lengths; 95 % intervals over plans and lengths.",
         )  # fmt: skip
 
 
-def medians_picture(predictor: Row) -> Figure:
-    """Predicted and measured medians of plans and lengths that a fit had not seen."""
+def plot_medians(predictor: Row) -> Figure:
+    """Plot predicted and measured medians of held-out plans and lengths."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for load, measured, predicted in sorted(predictor["cells"]):
         groups.setdefault(f"load {load:.0%}", []).append((measured, predicted))
     return plot_predicted_vs_measured(
         "Medians, predicted and measured", groups,
-        caption=f"Each plan and length once; {predictor['p50_error']:.1%} off on average.",
+        caption=f"One point per plan and length; the mean error is {predictor['p50_error']:.1%}.",
     )  # fmt: skip

@@ -1,15 +1,15 @@
-"""What requests of given sizes take under every plan, from requests that a profile measured.
+"""Latency of requests of given sizes under every plan, from the measurements of a profile.
 
-A plan that was measured takes what it took: each of its requests at the nearest measured length, times the
-predicted median of the size that is asked for over that of the size that was measured. So the scatter is that
-of real requests, each in its place, and the predictor only says how lengths differ.
+A measured plan takes the time of each of its requests at the nearest measured prompt length, scaled by the
+ratio of the predicted medians of the requested and the measured size. The scatter is that of measured
+requests; the predictor only transfers between lengths.
 
-A plan that was not measured takes its predicted median, times what the requests of another plan (of its
-tier, where the profile has any) took over *their* predicted median, by a predictor that had not seen that
-plan at that length. So it scatters as measured plans do, and is as far off as predictions of unseen plans
-are. Which other plan is drawn once for each.
+A plan that was not measured takes its predicted median, scaled by the ratio of measured to predicted time of
+the requests of a random stand-in plan, of the same tier if possible. These predictions are held out: the
+predictor has not seen the stand-in plan at that length. The result scatters like measured plans and is as
+inaccurate as predictions of unseen plans.
 
-Requests are alone on the device: the batch is 1, the load the least that was measured.
+Requests run alone: the batch size is 1, and the load is the smallest measured load.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import numpy as np
 
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.predictor import PlanLatencyPredictor
-from sparseflow.adaptive.predictor.validation import ask_of, unseen
+from sparseflow.adaptive.predictor.validation import fit_folds, make_query
 from sparseflow.adaptive.profile import Measurement, PlanProfile
 from sparseflow.errors import InputError
 
 
 class RequestSize(NamedTuple):
-    """Of a request.
+    """Size of a request.
 
     Attributes:
-        text_tokens: Of its prompt, those that are not of images.
-        new_tokens: Of its answer.
-        images: How many of the profile's images its own amount to; by default one where plans have tiers.
+        text_tokens: Prompt tokens that do not belong to images.
+        new_tokens: Tokens of its answer.
+        images: Number of images, in images of the profile's size; by default one if plans have tiers.
     """
 
     text_tokens: int
@@ -43,13 +43,13 @@ class RequestSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatencySamples:
-    """Milliseconds of requests.
+    """Latency samples of requests.
 
     Attributes:
-        ms: [sizes, plans, repeats] float32. A plan that was measured less often than another has its
-            requests several times.
-        measured: Whether a plan was, [plans] bool.
-        load: Share of the device that others wanted.
+        ms: Milliseconds, shape [sizes, plans, repeats], float32. Requests of plans with fewer measurements
+            are repeated.
+        measured: Whether each plan was measured, shape [plans], bool.
+        load: Share of the device that other requests used.
     """
 
     ms: np.ndarray
@@ -57,116 +57,125 @@ class LatencySamples:
     load: float
 
 
-def latencies(profile: PlanProfile, sizes: Sequence[RequestSize], *, seed: int = 0) -> LatencySamples:
-    """What requests of some sizes take.
+def sample_latencies(profile: PlanProfile, sizes: Sequence[RequestSize], *, seed: int = 0) -> LatencySamples:
+    """Compute latency samples of requests of some sizes under every plan.
 
     Args:
-        profile: Of the plans of its space.
-        sizes: At least one.
-        seed: What stand-ins for plans that were not measured are drawn from.
+        profile: Profile of the plans of its space.
+        sizes: Request sizes, at least one.
+        seed: Seed of the choice of stand-ins.
 
     Raises:
-        InputError: There is no size, one is below 1, or the profile has too little for a predictor, or no
-            request without a batch.
+        InputError: There is no size, a size is below 1, or the profile is too small for a predictor or has no
+            request with batch size 1.
         MissingExtraError: SciPy is missing.
     """
     if not sizes or min(min(size.text_tokens, size.new_tokens) for size in sizes) < 1:
-        raise InputError(
-            f"`sizes` (={[*map(tuple, sizes[:4])]}) must be numbers of at least 1, for one request or more"
-        )
+        raise InputError(f"`sizes` (={[*map(tuple, sizes[:4])]}) must not be empty, all numbers at least 1")
     plans = profile.space.plans
-    known = set(plans)
-    visits = [visit for visit in profile.timed if visit.batch == 1 and visit.plan in known]
-    if not visits:
+    space_plans = set(plans)
+    unbatched = [m for m in profile.successful if m.batch == 1 and m.plan in space_plans]
+    if not unbatched:
         raise InputError(
-            f"the profile measured none of its {len(plans)} plans alone, with batch 1; profile some of each "
-            "tier"
+            f"the profile measured none of its {len(plans)} plans with batch size 1; profile some "
+            "of each tier"
         )
-    load = min(visit.load for visit in visits)
-    own: dict[Plan, list[Measurement]] = {}
-    for visit in visits:
-        if visit.load == load:
-            own.setdefault(visit.plan, []).append(visit)
+    load = min(measurement.load for measurement in unbatched)
+    by_plan: dict[Plan, list[Measurement]] = {}
+    for measurement in unbatched:
+        if measurement.load == load:
+            by_plan.setdefault(measurement.plan, []).append(measurement)
     predictor = PlanLatencyPredictor.fit(profile, seed=seed)
-    stand_ins = _stand_ins(plans, own, np.random.default_rng(seed))
+    stand_ins = _choose_stand_ins(plans, by_plan, np.random.default_rng(seed))
     medians = _PredictedMedians(predictor)
-    foreign = _unseen_medians(profile, sizes, seed) if stand_ins else {}
-    repeats = max(_most(mine) for mine in own.values())
-    found = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
-    for row, (text_tokens, new_tokens, images) in zip(found, sizes, strict=True):
+    held_out_medians = _predict_held_out_medians(profile, sizes, seed) if stand_ins else {}
+    repeats = max(_count_repeats(measurements) for measurements in by_plan.values())
+    samples_ms = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
+    for row, (text_tokens, new_tokens, images) in zip(samples_ms, sizes, strict=True):
         if images is None:
             images = float(bool(profile.space.geometry.tiers))
-        wanted, _ = predictor.predict_all(
+        target_ms, _ = predictor.predict_all(
             text_tokens=text_tokens, images=images, new_tokens=new_tokens, load=load
         )
-        for at, plan in enumerate(plans):
-            near = nearest(own[stand_ins.get(plan, plan)], text_tokens)
+        for index, plan in enumerate(plans):
             ratios = []
-            for visit in near:
-                count = within(visit, new_tokens)
-                median = foreign[visit.key, count] if plan in stand_ins else medians(visit, count)
-                ratios.append(visit.total_ms(count) / median)
-            row[at] = wanted[at] * np.resize(ratios, repeats)
-    return LatencySamples(ms=found, measured=np.array([plan in own for plan in plans]), load=load)
+            for measurement in select_nearest_length(by_plan[stand_ins.get(plan, plan)], text_tokens):
+                count = limit_new_tokens(measurement, new_tokens)
+                if plan in stand_ins:
+                    median = held_out_medians[measurement.key, count]
+                else:
+                    median = medians(measurement, count)
+                ratios.append(measurement.total_ms(count) / median)
+            row[index] = target_ms[index] * np.resize(ratios, repeats)
+    measured = np.array([plan in by_plan for plan in plans])
+    return LatencySamples(ms=samples_ms, measured=measured, load=load)
 
 
 class _PredictedMedians:
-    """Predicted medians of visits, each looked up once."""
+    """Cached predicted medians of measurements."""
 
     def __init__(self, predictor: PlanLatencyPredictor) -> None:
         self._predictor = predictor
-        self._known: dict[tuple[str, int, int], float] = {}
+        self._medians: dict[tuple[str, int, int], float] = {}
 
-    def __call__(self, visit: Measurement, new_tokens: int) -> float:
-        key = (visit.plan.id, visit.text_tokens, new_tokens)
-        if key not in self._known:
-            self._known[key] = float(self._predictor.predict([ask_of(visit, new_tokens)])[0][0])
-        return self._known[key]
+    def __call__(self, measurement: Measurement, new_tokens: int) -> float:
+        key = (measurement.plan.id, measurement.text_tokens, new_tokens)
+        if key not in self._medians:
+            (median,), _ = self._predictor.predict([make_query(measurement, new_tokens)])
+            self._medians[key] = float(median)
+        return self._medians[key]
 
 
-def _unseen_medians(
+def _predict_held_out_medians(
     profile: PlanProfile, sizes: Iterable[RequestSize], seed: int
 ) -> dict[tuple[tuple[object, ...], int], float]:
-    """Predicted median of each visit, by what had not seen it, for every number of new tokens asked for."""
-    visits, asked = profile.timed, {size.new_tokens for size in sizes}
-    found = {}
-    for places, predictors in unseen(profile, seed=seed):
+    """Held-out median of each measurement, for each requested number of new tokens."""
+    measurements, new_tokens = profile.successful, {size.new_tokens for size in sizes}
+    medians = {}
+    for rows, predictors in fit_folds(profile, seed=seed):
         (predictor,) = predictors.values()
-        asks = [
-            (visits[at], count) for at in places for count in {within(visits[at], most) for most in asked}
+        cases = [
+            (measurements[row], count)
+            for row in rows
+            for count in {limit_new_tokens(measurements[row], requested) for requested in new_tokens}
         ]
-        medians, _ = predictor.predict([ask_of(visit, count) for visit, count in asks])
-        found |= {
-            (visit.key, count): float(median) for (visit, count), median in zip(asks, medians, strict=True)
+        predicted, _ = predictor.predict([make_query(measurement, count) for measurement, count in cases])
+        medians |= {
+            (measurement.key, count): float(median)
+            for (measurement, count), median in zip(cases, predicted, strict=True)
         }
-    return found
+    return medians
 
 
-def _stand_ins(
-    plans: Sequence[Plan], own: Mapping[Plan, Sequence[Measurement]], random: np.random.Generator
+def _choose_stand_ins(
+    plans: Sequence[Plan], by_plan: Mapping[Plan, Sequence[Measurement]], generator: np.random.Generator
 ) -> dict[Plan, Plan]:
-    """For each plan that was not measured, one that was: of its tier, unless the profile left that out."""
-    found = {}
+    """A measured plan for each plan that was not: of its tier, unless the profile has none."""
+    stand_ins = {}
     for plan in plans:
-        if plan in own:
+        if plan in by_plan:
             continue
-        among = [each for each in plans if each in own and each.tier == plan.tier] or list(own)
-        found[plan] = among[random.integers(len(among))]
-    return found
+        same_tier = [measured for measured in plans if measured in by_plan and measured.tier == plan.tier]
+        candidates = same_tier or list(by_plan)
+        stand_ins[plan] = candidates[generator.integers(len(candidates))]
+    return stand_ins
 
 
-def nearest(visits: Sequence[Measurement], text_tokens: int) -> list[Measurement]:
-    """Those of the measured length that is nearest; of two, the longer."""
-    length = min({visit.text_tokens for visit in visits}, key=lambda each: (abs(each - text_tokens), -each))
-    return [visit for visit in visits if visit.text_tokens == length]
+def select_nearest_length(measurements: Sequence[Measurement], text_tokens: int) -> list[Measurement]:
+    """Measurements of the nearest prompt length; of two, the longer."""
+    length = min(
+        {measurement.text_tokens for measurement in measurements},
+        key=lambda tokens: (abs(tokens - text_tokens), -tokens),
+    )
+    return [measurement for measurement in measurements if measurement.text_tokens == length]
 
 
-def _most(visits: Sequence[Measurement]) -> int:
-    """Requests at the length that was measured most often."""
-    lengths = [visit.text_tokens for visit in visits]
+def _count_repeats(measurements: Sequence[Measurement]) -> int:
+    """Requests at the prompt length with most measurements."""
+    lengths = [measurement.text_tokens for measurement in measurements]
     return max(map(lengths.count, set(lengths)))
 
 
-def within(visit: Measurement, new_tokens: int) -> int:
-    """As many new tokens as asked for, or as the visit has."""
-    return min(new_tokens, 1 + len(visit.steps_ms))
+def limit_new_tokens(measurement: Measurement, new_tokens: int) -> int:
+    """Requested number of new tokens, at most those of the measurement."""
+    return min(new_tokens, 1 + len(measurement.steps_ms))

@@ -1,8 +1,8 @@
-"""A study from beginning to end: tables, training, judging, files and the page."""
+"""A study from start to end: outcome tables, training, evaluation, files and the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,47 +12,47 @@ import torch
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.grid_vqa.images import ImageBank
 from sparseflow.adaptive.grid_vqa.task import GridVqaTask
-from sparseflow.adaptive.profile import PlanProfile, weights_id
+from sparseflow.adaptive.profile import PlanProfile, compute_weights_id
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.adaptive.questions.file_task import QuestionTask
-from sparseflow.adaptive.questions.task import Progress, SampleCounts, StudyTask
-from sparseflow.adaptive.study import results
-from sparseflow.adaptive.study.comparison import contest
-from sparseflow.adaptive.study.outcome_tables import StudyTables, dtype_of, tables
-from sparseflow.adaptive.study.page import PAGE, write_page
-from sparseflow.adaptive.study.training import GRPO, SUPERVISED, learn
+from sparseflow.adaptive.questions.task import SampleCounts, StudyTask
+from sparseflow.adaptive.study.comparison import compare_with_baselines
+from sparseflow.adaptive.study.outcome_tables import StudyTables, build_study_tables, get_dtype
+from sparseflow.adaptive.study.page import PAGE_FILE, write_page
+from sparseflow.adaptive.study.results import load_results, make_study_results, save_results
+from sparseflow.adaptive.study.training import GRPO, SUPERVISED, train_controllers
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.train import CONTROLLERS
 from sparseflow.core.environment import collect_environment
+from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.distributed import DistributedContext, init_distributed
 from sparseflow.errors import InputError
 
-WORTH = "worth.json"
-_ATTAINMENT = 0.99
-_TABLES, _TRAINED = 0.4, 0.9
-"""Share of the progress after which tables are there, and after which controllers are."""
+PLAN_QUALITY_FILE = "plan_quality.json"
+_DEFAULT_ATTAINMENT = 0.99
+_TABLES_DONE, _TRAINING_DONE = 0.4, 0.9
+"""Fractions of the progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """What a study is of.
+    """Inputs and outputs of a study.
 
     Attributes:
-        model: Folder of a model; of a Grid-VQA model, if there are no questions.
-        profile: Parquet file of its plans' times; it may be from another device.
-        out: Folder of the study; made when absent.
-        device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
-        counts: Of samples; of questions of a file, at most.
-        questions: A file of these, as `questions.read` takes it; by default those of Grid-VQA.
-        attainment: Share of answers that must be in time; by default what the training asks for, or 0.99
-            where that is not known.
-        budgets: How many to judge at.
-        archives: Of images, if they are elsewhere now than when the model was trained.
-        bank: Images in place of those that the model's settings name.
-        command: What makes the study again, for the record.
+        model: Directory of the model; a Grid-VQA model if there are no questions.
+        profile: Parquet file of its profile, possibly from another device.
+        out: Output directory; created if it does not exist.
+        device: Device; `"cuda"` with torchrun is one GPU per process.
+        counts: Number of samples; for questions of a file the maximum.
+        questions: File of questions (`questions.file.read_questions`); by default those of Grid-VQA.
+        attainment: Requested fraction of answers in time; by default that of the training, or 0.99.
+        num_budgets: Number of budgets of the evaluation.
+        archives: Image archives, if they were moved since the training of the model.
+        bank: Images that replace those of the model's settings.
+        command: Command line of the study, for the record.
 
     Raises:
-        InputError: A number is out of range.
+        InputError: A number is out of range, or images are given with questions.
     """
 
     model: Path
@@ -62,181 +62,202 @@ class StudyConfig:
     counts: SampleCounts = field(default_factory=SampleCounts)
     questions: Path | None = None
     attainment: float | None = None
-    budgets: int = 24
+    num_budgets: int = 24
     archives: Sequence[Path] = ()
     bank: ImageBank | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
         if self.attainment is not None and not 0.0 < self.attainment <= 1.0:
-            raise InputError(f"`attainment` (={self.attainment}) must be a share of answers, above 0")
-        if self.budgets < 1:
-            raise InputError(f"`budgets` (={self.budgets}) must be at least 1")
+            raise InputError(f"`attainment` (={self.attainment}) must be above 0 and at most 1")
+        if self.num_budgets < 1:
+            raise InputError(f"`num_budgets` (={self.num_budgets}) must be at least 1")
         if self.questions is not None and (self.archives or self.bank is not None):
-            raise InputError("archives of images are of Grid-VQA's questions; leave them out, or `questions`")
+            raise InputError("image archives are for Grid-VQA and exclude `questions`")
 
 
 def train(
-    asked: StudyConfig, config: GrpoConfig, *, seeds: int = 3, progress: Progress | None = None
+    config: StudyConfig, grpo: GrpoConfig, *, num_seeds: int = 3, progress: Progress | None = None
 ) -> dict[str, Any] | None:
-    """Train controllers and judge them against their rivals, or go on where an earlier call was stopped.
+    """Train controllers and compare them with baselines, or resume an earlier call.
 
     Args:
-        asked: Model, profile and where to write.
-        config: How to train; its seed is the first.
-        seeds: How many times.
-        progress: Called with (what was done, fraction done).
+        config: Inputs and outputs.
+        grpo: Training settings; its seed is the first.
+        num_seeds: Number of seeds.
+        progress: Called with (message, fraction done).
 
     Returns:
-        What `judged.json` holds; None in processes but the first.
+        The content of `results.json`; None except on rank 0.
 
     Raises:
-        InputError: A file is missing or of something else, or a setting cannot be used.
+        InputError: A file does not exist or does not fit, or a setting is invalid.
         FileFormatError: A file is damaged.
         RunError: A training failed; its last checkpoint is kept.
     """
-    with init_distributed(asked.device) as mine:
-        profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TABLES))
-        learnt = learn(
-            made, config, asked.out, seeds=seeds, model_id=weights_id(task.model), mine=mine,
-            progress=_part(progress, _TABLES, _TRAINED),
+    with init_distributed(config.device) as context:
+        profile, task, tables = _build_tables(config, context, subrange(progress, 0.0, _TABLES_DONE))
+        trained = train_controllers(
+            tables, grpo, config.out, num_seeds=num_seeds, model_id=compute_weights_id(task.model),
+            context=context, progress=subrange(progress, _TABLES_DONE, _TRAINING_DONE),
         )  # fmt: skip
-        if mine.rank:
+        if context.rank:
             return None
-        told = {"seeds": seeds, "best_seed": learnt.best, "controllers": CONTROLLERS}
-        return _judged(
-            asked, profile, task, made, told, _part(progress, _TRAINED, 1.0),
-            controllers=learnt.controllers, supervised=learnt.supervised, span_ms=config.budgets_ms,
-            attainment=1.0 - config.violations if asked.attainment is None else asked.attainment,
+        return _evaluate(
+            config, profile, task, tables,
+            metadata={
+                "seeds": num_seeds, "best_seed": trained.best_seed, "controllers": CONTROLLERS,
+            },
+            controllers=trained.controllers, supervised=trained.supervised,
+            attainment=1.0 - grpo.violations if config.attainment is None else config.attainment,
+            budget_range_ms=grpo.budgets_ms, progress=subrange(progress, _TRAINING_DONE, 1.0),
         )  # fmt: skip
 
 
 def evaluate(
-    asked: StudyConfig, *, controllers: Path | None = None, progress: Progress | None = None
+    config: StudyConfig, *, controllers: Path | None = None, progress: Progress | None = None
 ) -> dict[str, Any] | None:
-    """Judge controllers, or only what needs no training, without training any.
+    """Compare trained controllers with baselines, or evaluate the baselines only.
 
-    Controllers in the folder of a study are judged at the attainment that it was judged at, and where the
-    profile is of the same device, at budgets of the same span. What was used, and why, `judged_at` tells.
+    Controllers in the directory of a study are evaluated at the attainment of that study and, if the profile
+    is of the same device, at its range of budgets. The entry `judged_at` of the results names the origin of
+    both.
 
     Args:
-        asked: Model, profile and where to write.
-        controllers: Trained ones.
-        progress: Called with (what was done, fraction done).
+        config: Inputs and outputs.
+        controllers: File of trained controllers.
+        progress: Called with (message, fraction done).
 
     Returns:
-        What `judged.json` holds; None in processes but the first.
+        The content of `results.json`; None except on rank 0.
 
     Raises:
-        InputError: A file is missing or of something else, or the folder holds a training.
+        InputError: A file does not exist or does not fit, or the output directory contains a training.
         FileFormatError: A file is damaged.
     """
-    held = [name for name in (CONTROLLERS, GRPO, SUPERVISED) if (asked.out / name).exists()]
-    if held:
+    existing = [name for name in (CONTROLLERS, GRPO, SUPERVISED) if (config.out / name).exists()]
+    if existing:
         raise InputError(
-            f"`out` (={asked.out}) holds a training ({held[0]}), whose findings would be overwritten; name "
-            "another folder than that of a training"
+            f"`out` (={config.out}) contains a training ({existing[0]}), whose results would be overwritten; "
+            "use another directory"
         )
-    with init_distributed(asked.device) as mine:
-        profile, task, made = _tables(asked, mine, _part(progress, 0.0, _TRAINED))
-        if mine.rank:
+    with init_distributed(config.device) as context:
+        profile, task, tables = _build_tables(config, context, subrange(progress, 0.0, _TRAINING_DONE))
+        if context.rank:
             return None
-        model_id = weights_id(task.model)
-        given = () if controllers is None else (_load(controllers, model_id, made, mine),)
-        told: dict[str, Any] = {} if controllers is None else {"controllers": str(controllers)}
-        how, told["judged_at"] = _judged_at(asked, controllers, model_id, profile)
-        return _judged(
-            asked, profile, task, made, told, _part(progress, _TRAINED, 1.0), controllers=given, **how
+        model_id = compute_weights_id(task.model)
+        metadata: dict[str, Any] = {} if controllers is None else {"controllers": str(controllers)}
+        loaded = () if controllers is None else (_load_controllers(controllers, model_id, tables, context),)
+        attainment, budget_range_ms, metadata["judged_at"] = _select_conditions(
+            config, controllers, model_id, profile
         )
+        return _evaluate(
+            config, profile, task, tables, metadata=metadata, controllers=loaded, supervised=(),
+            attainment=attainment, budget_range_ms=budget_range_ms,
+            progress=subrange(progress, _TRAINING_DONE, 1.0),
+        )  # fmt: skip
 
 
-def _tables(
-    asked: StudyConfig, mine: DistributedContext, progress: Progress | None
+def _build_tables(
+    config: StudyConfig, context: DistributedContext, progress: Progress | None
 ) -> tuple[PlanProfile, StudyTask, StudyTables]:
-    """The profile, the task, and what these make of samples."""
-    if asked.out.exists() and not asked.out.is_dir():
-        raise InputError(f"`out` (={asked.out}) is a file; name a folder")
-    profile = PlanProfile.read(asked.profile)
-    how: dict[str, Any] = {"device": mine.device, "dtype": dtype_of(profile)}
-    if asked.questions is None:
-        task: StudyTask = GridVqaTask.open(asked.model, archives=asked.archives, bank=asked.bank, **how)
+    if config.out.exists() and not config.out.is_dir():
+        raise InputError(f"`out` (={config.out}) is a file; use a directory")
+    profile = PlanProfile.load(config.profile)
+    device, dtype = context.device, get_dtype(profile)
+    if config.questions is None:
+        task: StudyTask = GridVqaTask.open(
+            config.model, device=device, dtype=dtype, archives=config.archives, bank=config.bank
+        )
     else:
-        most = profile.about.how.get("max_tokens")
-        task = QuestionTask.open(asked.model, asked.questions, most_tokens=most, **how)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    made = tables(task, profile, asked.out, counts=asked.counts, mine=mine, progress=progress)
-    return profile, task, made
+        task = QuestionTask.open(
+            config.model, config.questions, device=device, dtype=dtype,
+            max_total_tokens=profile.metadata.config.get("max_tokens"),
+        )  # fmt: skip
+    config.out.mkdir(parents=True, exist_ok=True)
+    tables = build_study_tables(
+        task, profile, config.out, counts=config.counts, context=context, progress=progress
+    )
+    return profile, task, tables
 
 
-def _judged_at(
-    asked: StudyConfig, controllers: Path | None, model_id: str, profile: PlanProfile
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Attainment and span of budgets to judge at, and where each is from."""
-    study = None if controllers is None else _study_of(controllers, model_id)
-    how: dict[str, Any] = {"attainment": _ATTAINMENT}
-    told = {"attainment": "by default", "budgets": "by default, from the least that a plan keeps"}
+def _select_conditions(
+    config: StudyConfig, controllers: Path | None, model_id: str, profile: PlanProfile
+) -> tuple[float, tuple[float, float] | None, dict[str, str]]:
+    """Attainment and range of budgets, and the origin of each."""
+    study = None if controllers is None else _find_study(controllers, model_id)
+    attainment, budget_range_ms = _DEFAULT_ATTAINMENT, None
+    origin = {"attainment": "default", "budgets": "default, from the fastest plan"}
     if study is not None:
-        how["attainment"], told["attainment"] = study["attainment"], "of the controllers' study"
+        attainment, origin["attainment"] = study["attainment"], "study of the controllers"
         budgets_ms = study["budgets_ms"]
-        if len(budgets_ms) > 1 and study["device"].get("name") == profile.about.device.get("name"):
-            # `budget_grid` has the middles of equal parts: half a part lies beyond the first and the last.
+        if len(budgets_ms) > 1 and study["device"].get("name") == profile.metadata.device.get("name"):
+            # `budget_grid` returns centers of equal intervals, so half an interval lies outside at each end.
             half = (budgets_ms[-1] / budgets_ms[0]) ** (0.5 / (len(budgets_ms) - 1))
-            how["span_ms"] = (budgets_ms[0] / half, budgets_ms[-1] * half)
-            told["budgets"] = "of the controllers' study"
-    if asked.attainment is not None:
-        how["attainment"], told["attainment"] = asked.attainment, "as asked for"
-    return how, told
+            budget_range_ms = (budgets_ms[0] / half, budgets_ms[-1] * half)
+            origin["budgets"] = "study of the controllers"
+    if config.attainment is not None:
+        attainment, origin["attainment"] = config.attainment, "argument"
+    return attainment, budget_range_ms, origin
 
 
-def _study_of(controllers: Path, model_id: str) -> dict[str, Any] | None:
-    """What the study found that controllers lie in, as its best or as those of a seed; None if in none."""
-    for folder in controllers.absolute().parents[:3]:
+def _find_study(controllers: Path, model_id: str) -> dict[str, Any] | None:
+    """Results of the study that contains the controllers, as its best or as those of a seed."""
+    for directory in controllers.absolute().parents[:3]:
         try:
-            found = results.read(folder)
+            results = load_results(directory)
         except InputError:
             continue
-        if "best_seed" in found and found["model_id"] == model_id:
-            return found
+        if "best_seed" in results and results["model_id"] == model_id:
+            return results
     return None
 
 
-def _load(path: Path, model_id: str, made: StudyTables, mine: DistributedContext) -> Controllers:
-    found = Controllers.load(path, model_id=model_id, device=mine.device)
-    if found.space != made.test.space:
-        raise InputError(
-            f"{path} chooses among other plans than the profile has; train controllers for these"
-        )
-    return found
+def _load_controllers(
+    path: Path, model_id: str, tables: StudyTables, context: DistributedContext
+) -> Controllers:
+    controllers = Controllers.load(path, model_id=model_id, device=context.device)
+    if controllers.space != tables.test.space:
+        raise InputError(f"{path} selects other plans than those of the profile; train controllers for these")
+    return controllers
 
 
-def _judged(
-    asked: StudyConfig, profile: PlanProfile, task: StudyTask, made: StudyTables, told: dict[str, Any],
-    progress: Progress | None, **how: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Judge, and write everything that is made of it."""
-    worth = _worth(made, task)
-    worth.save(asked.out / WORTH)
-    found = contest(made, budgets=asked.budgets, progress=progress, **how)
-    about = {
-        "model_id": worth.model_id, "task": {"name": task.name, "told": task.told},
-        "environment": collect_environment(asked.device), "command": asked.command, **told,
-    }  # fmt: skip
-    kept = results.of_contest(profile, made, found, about=about)
-    results.write(asked.out, kept)
-    write_page(asked.out, asked.out / PAGE)
-    return kept
-
-
-def _worth(made: StudyTables, task: StudyTask) -> PlanQuality:
-    """Of all samples but those of the test, which requests to come are like."""
-    right = torch.cat([made.train.correct, made.validation.correct])
-    return PlanQuality(
-        model_id=weights_id(task.model), space=made.test.space,
-        accuracy=tuple(right.double().mean(0).tolist()), samples=len(right), task=task.name,
+def _evaluate(
+    config: StudyConfig,
+    profile: PlanProfile,
+    task: StudyTask,
+    tables: StudyTables,
+    *,
+    metadata: Mapping[str, Any],
+    controllers: Sequence[Controllers],
+    supervised: Sequence[Controllers],
+    attainment: float,
+    budget_range_ms: tuple[float, float] | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Compare the policies and write plan quality, results and page."""
+    quality = _measure_plan_quality(tables, task)
+    quality.save(config.out / PLAN_QUALITY_FILE)
+    comparison = compare_with_baselines(
+        tables, controllers=controllers, supervised=supervised, attainment=attainment,
+        num_budgets=config.num_budgets, budget_range_ms=budget_range_ms, progress=progress,
     )  # fmt: skip
+    results = make_study_results(
+        profile, tables, comparison,
+        metadata={
+            "model_id": quality.model_id, "task": {"name": task.name, "description": task.description},
+            "environment": collect_environment(config.device), "command": config.command, **metadata,
+        },
+    )  # fmt: skip
+    save_results(config.out, results)
+    write_page(config.out, config.out / PAGE_FILE)
+    return results
 
 
-def _part(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda what, share: progress(what, begin + (end - begin) * share)
+def _measure_plan_quality(tables: StudyTables, task: StudyTask) -> PlanQuality:
+    """Accuracy on all samples but the test, which stands for future requests."""
+    correct = torch.cat([tables.train.correct, tables.validation.correct])
+    return PlanQuality(
+        model_id=compute_weights_id(task.model), space=tables.test.space,
+        accuracy=tuple(correct.double().mean(0).tolist()), samples=len(correct), task=task.name,
+    )  # fmt: skip

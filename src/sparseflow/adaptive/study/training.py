@@ -1,8 +1,7 @@
-"""Training controllers by several seeds, and beside each one that imitates the oracle as long."""
+"""Training of controllers with several seeds, by GRPO and by imitating the oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from sparseflow.adaptive.study.outcome_tables import StudyTables
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.train import CONTROLLERS, train
 from sparseflow.core.files import write_atomic
+from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import InputError
 
-Progress = Callable[[str, float], None]
-
 GRPO, SUPERVISED = "controllers", "supervised"
-"""Folders of trainings; each holds one for each seed."""
+"""Directories of trainings, with one subdirectory per seed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,71 +24,68 @@ class TrainedControllers:
     """Controllers of each seed.
 
     Attributes:
-        controllers: By GRPO.
-        supervised: By imitating the oracle alone, for as many steps.
-        best: Which of the first did best on the validation split.
+        controllers: Trained by GRPO.
+        supervised: Trained by imitating the oracle, for as many steps.
+        best_seed: Index of the GRPO controllers with the best validation score.
     """
 
     controllers: tuple[Controllers, ...]
     supervised: tuple[Controllers, ...]
-    best: int
+    best_seed: int
 
 
-def learn(
+def train_controllers(
     tables: StudyTables,
     config: GrpoConfig,
-    folder: Path | str,
+    out_dir: Path | str,
     *,
-    seeds: int,
+    num_seeds: int,
     model_id: str,
-    mine: DistributedContext,
+    context: DistributedContext,
     progress: Progress | None = None,
 ) -> TrainedControllers:
-    """Train, or go on where an earlier call in the same folder was stopped.
+    """Train controllers, or resume an earlier call with the same directory.
 
-    The folder then holds `controllers.safetensors`, those of the best seed, and a folder for each training.
-    Plans whose 99 % quantile is beyond a budget are masked, as they are for the rivals.
+    Writes `controllers.safetensors`, those of the best seed, and one directory per training. Plans whose 99 %
+    latency quantile exceeds a budget are masked, as they are for the baselines.
 
     Args:
-        tables: What is learnt from, and validated with.
-        config: How; its seed is the first.
-        folder: Must exist.
-        seeds: How many.
-        model_id: Of the model, as `profile.weights_id` gives it.
-        mine: This process among all that train together.
-        progress: Called with (what was done, fraction done).
+        tables: Outcomes to train on and to validate with.
+        config: Training settings; its seed is the first.
+        out_dir: Existing output directory.
+        num_seeds: Number of seeds.
+        model_id: `compute_weights_id` of the model.
+        context: Processes that train together.
+        progress: Called with (message, fraction done).
 
     Raises:
-        InputError: `seeds` is not positive, a setting cannot be used, or a folder holds another training.
+        InputError: `num_seeds` is below 1, a setting is invalid, or a directory holds another training.
         FileFormatError: A checkpoint or a history is damaged.
         RunError: A training failed; its last checkpoint is kept.
     """
-    if seeds < 1:
-        raise InputError(f"`seeds` (={seeds}) must be at least 1")
-    root, costs = Path(folder), QuantileLatencies.of(tables.train)
-    ways = {GRPO: config, SUPERVISED: replace(config, steps=0, warm_start=config.all_steps)}
-    found: dict[str, list[Controllers]] = {name: [] for name in ways}
+    if num_seeds < 1:
+        raise InputError(f"`num_seeds` (={num_seeds}) must be at least 1")
+    root, costs = Path(out_dir), QuantileLatencies.from_outcomes(tables.train)
+    methods = {GRPO: config, SUPERVISED: replace(config, steps=0, warm_start=config.total_steps)}
+    controllers: dict[str, list[Controllers]] = {name: [] for name in methods}
     scores = []
-    for number in range(seeds):
-        for at, (name, how) in enumerate(ways.items()):
-            trained = train(
-                replace(how, seed=config.seed + number), tables.train, root / name / f"seed-{number}",
-                held_out=tables.validation, model_id=model_id, costs=costs, device=mine.device,
-                progress=_part(progress, f"{name}, seed {number}", 2 * number + at, 2 * seeds),
+    num_trainings = num_seeds * len(methods)
+    for seed in range(num_seeds):
+        for index, (name, method_config) in enumerate(methods.items(), start=seed * len(methods)):
+            result = train(
+                replace(method_config, seed=config.seed + seed), tables.train, root / name / f"seed-{seed}",
+                held_out=tables.validation, model_id=model_id, costs=costs, device=context.device,
+                progress=subrange(
+                    progress, index / num_trainings, (index + 1) / num_trainings, f"{name}, seed {seed}: "
+                ),
             )  # fmt: skip
-            found[name].append(trained.controllers)
+            controllers[name].append(result.controllers)
             if name == GRPO:
-                # Only the first process knows.
-                scores.append(trained.validation.get("score", 0.0))
-    best = max(range(seeds), key=lambda at: scores[at])
-    if mine.rank == 0:
-        write_atomic(root / CONTROLLERS, (root / GRPO / f"seed-{best}" / CONTROLLERS).read_bytes())
+                # Only rank 0 has the score.
+                scores.append(result.validation.get("score", 0.0))
+    best_seed = max(range(num_seeds), key=lambda seed: scores[seed])
+    if context.rank == 0:
+        write_atomic(root / CONTROLLERS, (root / GRPO / f"seed-{best_seed}" / CONTROLLERS).read_bytes())
     return TrainedControllers(
-        controllers=tuple(found[GRPO]), supervised=tuple(found[SUPERVISED]), best=best
-    )  # fmt: skip
-
-
-def _part(progress: Progress | None, name: str, at: int, of: int) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda what, share: progress(f"{name}: {what}", (at + share) / of)
+        controllers=tuple(controllers[GRPO]), supervised=tuple(controllers[SUPERVISED]), best_seed=best_seed
+    )

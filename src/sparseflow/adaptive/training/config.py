@@ -1,4 +1,4 @@
-"""Settings of the joint training by GRPO."""
+"""Settings of the controller training."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ _PACKAGE = "sparseflow.adaptive"
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """How controllers are trained.
+    """Settings of the controller training.
 
     Attributes:
-        steps: Of GRPO; each draws prompts anew.
-        warm_start: Steps of imitating the oracle before; needs a table of outcomes. The oracle knows what
-            Stage 1 cannot, so its imitators do not learn to look: of many steps GRPO recovers slowly.
-        prompts: Requests with a budget in a step, over all processes.
-        group: Choices for each, 16 or more.
-        minibatches: Updates that a step's prompts are parted into.
-        passes: How often a step's prompts are gone through.
-        rate: Highest learning rate of AdamW; it rises over the first twentieth and falls as a cosine.
-        weight_decay: AdamW's.
-        clip: How far from 1 the ratio of probabilities may go.
-        kl: Weight of the divergence from the reference, which is the policy as it was some steps ago.
-        reference_every: Steps after which the policy becomes the reference; the first is the one after the
-            warm start.
-        entropy: Weight of the entropy, which falls to 0 on the way.
-        max_norm: Largest norm of the gradient.
+        steps: GRPO steps; each samples new prompts.
+        warm_start: Preceding imitation steps; needs a table of outcomes. The oracle knows more than stage 1,
+            so
+            controllers trained by imitation ignore some inputs, from which GRPO recovers slowly.
+        prompts: Requests with a budget per step, over all processes.
+        group: Choices per prompt, at least 16.
+        minibatches: Updates into which the prompts of a step are divided.
+        passes: Passes over the prompts of a step.
+        rate: Peak learning rate of AdamW, with linear warm-up over 5 % of the steps and cosine decay.
+        weight_decay: Weight decay of AdamW.
+        clip: Clipping range of the probability ratio around 1.
+        kl: Weight of the divergence from the reference policy, a copy from some steps ago.
+        reference_every: Steps between updates of the reference; the first is after the warm start.
+        entropy: Initial weight of the entropy; decays to 0.
+        max_norm: Maximum gradient norm.
         reward: Shape of the reward.
-        violations: Share of requests that may overrun their budget.
-        multiplier: First price of a violation.
-        multiplier_rate: By how much it changes for each violation too many in every request.
-        multiplier_most: Highest price.
-        budgets_ms: Budgets to draw, from and to; by default those of the environment.
-        seed: What first weights, prompts and choices are drawn from.
-        validate_every: Steps from one look at the held-out requests to the next; the first is before any
-            step.
-        validation: Requests with a budget that are looked at.
-        checkpoint_every: Steps from one checkpoint to the next.
+        violations: Allowed fraction of requests that exceed their budget.
+        multiplier: Initial price of a violation.
+        multiplier_rate: Change of the price per step if all requests exceeded their budget.
+        multiplier_most: Maximum price.
+        budgets_ms: Range of budgets; default: that of the environment.
+        seed: Seed of initial weights, prompts and choices.
+        validate_every: Steps between validations; the first is before any step.
+        validation: Requests with a budget per validation.
+        checkpoint_every: Steps between checkpoints.
 
     Raises:
         InputError: A value is out of range.
@@ -80,43 +79,46 @@ class GrpoConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
-        least = {
+        minimums = {
             "steps": 0, "warm_start": 0, "prompts": 1, "group": 16, "minibatches": 1, "passes": 1, "seed": 0,
             "reference_every": 1, "validate_every": 1, "validation": 1, "checkpoint_every": 1,
         }  # fmt: skip
-        for name, bound in least.items():
+        for name, bound in minimums.items():
             value = getattr(self, name)
             if type(value) is not int or value < bound:
-                raise InputError(f"`{name}` (={value!r}) must be a whole number of at least {bound}")
+                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {bound}")
         if not self.steps + self.warm_start:
-            raise InputError("`steps` and `warm_start` are both 0; there is nothing to do")
+            raise InputError("`steps` and `warm_start` are both 0")
         for name in ("rate", "clip", "max_norm"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise InputError(f"`{name}` (={getattr(self, name)}) must be above 0")
         for name in ("weight_decay", "kl", "entropy"):
             if not 0.0 <= getattr(self, name) < math.inf:
-                raise InputError(f"`{name}` (={getattr(self, name)}) must be 0 or more")
+                raise InputError(f"`{name}` (={getattr(self, name)}) must be at least 0")
         if self.prompts % self.minibatches:
             raise InputError(
                 f"`prompts` (={self.prompts}) must be divisible by `minibatches` (={self.minibatches})"
             )
-        self.price()
+        self.make_multiplier()
         if self.budgets_ms is not None:
             draw_budgets(self.budgets_ms, torch.zeros(1))
 
     @property
-    def all_steps(self) -> int:
-        """With those of the warm start."""
+    def total_steps(self) -> int:
+        """Steps including the warm start."""
         return self.warm_start + self.steps
 
-    def price(self) -> ConstraintMultiplier:
-        """The multiplier as a training begins with it."""
+    def make_multiplier(self) -> ConstraintMultiplier:
+        """Create the initial multiplier."""
         return ConstraintMultiplier(
-            value=self.multiplier, asked=self.violations, rate=self.multiplier_rate, most=self.multiplier_most
+            value=self.multiplier,
+            target=self.violations,
+            rate=self.multiplier_rate,
+            max_value=self.multiplier_most,
         )
 
-    def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step, the first being 0, of so many."""
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Learning rate of step `step` (from 0) of `steps`."""
         rising = max(1, round(0.05 * steps))
         if step < rising:
             return self.rate * (step + 1) / rising
@@ -127,25 +129,25 @@ def read_config(source: Path | str, changes: Mapping[str, Any] | None = None) ->
     """Read settings from a file.
 
     Args:
-        source: A YAML file, or the name of one that comes with SparseFlow: `grpo`.
-        changes: `"steps"` or `"reward.excess"` -> a value that goes before the file's.
+        source: YAML file, or the name of a shipped one: `grpo`.
+        changes: Overrides such as `"steps"` or `"reward.excess"` -> value.
 
     Raises:
-        InputError: There is no such file, or a setting is unknown or out of range.
-        FileFormatError: The file is not YAML, or holds something else.
+        InputError: The file is missing, or a setting is unknown or out of range.
+        FileFormatError: The file is not YAML, or has another content.
         MissingExtraError: PyYAML is missing.
     """
     content = apply_overrides(read_config_file(source, package=_PACKAGE, extra="adaptive"), changes or {})
     parts = {"": (GrpoConfig, content), "reward.": (Reward, content.get("reward"))}
     unknown = [
-        f"{before}{name}"
-        for before, (kind, given) in parts.items()
-        for name in (given if isinstance(given, Mapping) else ())
-        if name not in {each.name for each in fields(kind)}
+        f"{prefix}{name}"
+        for prefix, (settings_type, section) in parts.items()
+        for name in (section if isinstance(section, Mapping) else ())
+        if name not in {field.name for field in fields(settings_type)}
     ]
     if unknown:
-        raise InputError(f"{source} has settings that are not known: {', '.join(unknown)}")
+        raise InputError(f"{source} has unknown settings: {', '.join(unknown)}")
     try:
         return TypeAdapter(GrpoConfig).validate_python(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
+        raise InputError(f"{source} is invalid: {describe_validation_error(error)}") from error

@@ -1,4 +1,4 @@
-"""Training controllers by joint GRPO: by one process or several, going on after a stop."""
+"""Training of the controllers by GRPO, in one or several processes, with checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ CONTROLLERS = "controllers.safetensors"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ControllerTrainResult:
-    """What a training gave.
+    """Result of a training.
 
     Attributes:
-        controllers: Those that did best on the held-out requests.
-        step: After which step that was; 0 is before the first. Only the first process of several knows,
-            others have -1.
-        validation: Their numbers there: accuracy, attainment, latency_ms and score; empty where the step is
-            -1.
+        controllers: The best controllers on the held-out requests.
+        step: Step at which they were saved; 0 is before the first. -1 in processes other than the first.
+        validation: Their accuracy, attainment, latency_ms and score; empty if `step` is -1.
     """
 
     controllers: Controllers
@@ -52,71 +50,81 @@ def train(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> ControllerTrainResult:
-    """Train controllers, or go on where an earlier call in the same folder was stopped.
+    """Train controllers, or resume an earlier run in the same folder.
 
-    The folder then holds `controllers.safetensors`, the best so far at any time; `losses.jsonl` (see
-    `History`), with rows of the kind `"train"` for each step, and `"held_out"` for each look at the held-out
-    requests, that of step 0 before anything was learnt; and a checkpoint. Going on gives the weights that an
-    unbroken run would have given: the very same on a CPU, and on a GPU but for the order in which it adds.
-    Processes that torchrun started share the folder and each step's prompts; their number changes the order
-    of sums only.
+    The folder contains `controllers.safetensors` (the best so far), `losses.jsonl` (see `History`) with rows
+    of kind
+    `"train"` per step and `"held_out"` per validation, including one before the first step, and a checkpoint.
+    A resumed
+    run gives the same weights as an uninterrupted one, bitwise on a CPU and up to the order of sums on a GPU.
+    Processes
+    started by torchrun share the folder and the prompts of each step; their number only changes the order of
+    sums.
 
     Args:
-        config: How.
-        environment: What is learnt from.
-        folder: Made when absent.
-        held_out: What the best weights are chosen by; of the same plans.
-        model_id: Of the model, as `profile.weights_id` gives it; kept with the controllers.
-        costs: What plans are expected to take: those beyond a budget are then never chosen. Without it the
-            reward alone teaches which plans fit. Costs by a high quantile keep budgets whatever is learnt;
-            where latency scatters much, those by a lower one leave more to be chosen among, and the price of
-            violations keeps their share.
-        device: Where the controllers compute; `"cuda"` with torchrun is each process' own GPU.
-        progress: Called with (what was done, fraction done).
+        config: Settings.
+        environment: Training requests.
+        folder: Output folder; created if missing.
+        held_out: Requests by which the best weights are selected; with the same plans.
+        model_id: Id of the model, as `profile.weights_id` computes it; stored with the controllers.
+        costs: Latency bounds: plans above a budget are never chosen. Without them the reward alone teaches
+            which
+            plans fit. Bounds at a high quantile guarantee budgets; with widely scattered latencies, a lower
+            quantile
+            leaves more plans to choose from, and the price of violations limits their fraction.
+        device: Device of the controllers; `"cuda"` under torchrun is each process's own GPU.
+        progress: Called with (message, fraction completed).
 
     Raises:
-        InputError: The environments differ in their plans, a setting does not fit them, or the folder holds
-            another training, or is a file.
+        InputError: The environments differ in their plans, a setting does not fit them, or the folder
+            contains
+            another run or is a file.
         FileFormatError: The checkpoint or the history is damaged.
-        RunError: A loss or a gradient is no longer finite (the last checkpoint is kept), or another process
-            trains in the folder.
+        RunError: A loss or gradient is not finite (the last checkpoint is kept), or another process trains in
+            the
+            folder.
     """
     root = Path(folder)
     if root.exists() and not root.is_dir():
-        raise InputError(f"`folder` (={root}) is a file; name a folder")
+        raise InputError(f"`folder` (={root}) is a file; choose a folder")
     if held_out.space != environment.space or held_out.width != environment.width:
-        raise InputError("`held_out` is of another model or has other plans than `environment`")
+        raise InputError("`held_out` has another model or other plans than `environment`")
     root.mkdir(parents=True, exist_ok=True)
-    with init_distributed(device) as mine:
-        run = JointTrainer(config, environment, costs, model_id, mine)
-        asked = {name: value for name, value in asdict(config).items() if name != "checkpoint_every"}
-        seen = {"environment": environment.identity(), "held_out": held_out.identity()}
-        of = asked | seen | {"model_id": model_id, "masked": costs is not None}
-        best = _BestCheckpoint(root / CONTROLLERS if mine.rank == 0 else None)
-        history = History(root) if mine.rank == 0 else None
+    with init_distributed(device) as context:
+        run = JointTrainer(config, environment, costs, model_id, context)
+        settings = {name: value for name, value in asdict(config).items() if name != "checkpoint_every"}
+        data = {"environment": environment.identity(), "held_out": held_out.identity()}
+        fingerprint = settings | data | {"model_id": model_id, "masked": costs is not None}
+        best = _BestCheckpoint(root / CONTROLLERS if context.rank == 0 else None)
+        history = History(root) if context.rank == 0 else None
         try:
-            state = checkpoint.load(root, of)
-            mine.check_equal("the step that they stand at", -1 if state is None else state["step"])
+            state = checkpoint.load(root, fingerprint)
+            context.check_equal("the step that they stand at", -1 if state is None else state["step"])
             if state is not None:
                 run.restore(state["run"])
                 best.restore(state["best"], run)
             elif history is not None:
-                best.look(run, history, held_out)
-            while run.step < config.all_steps:
-                numbers = run.advance()
-                last = run.step == config.all_steps
+                best.evaluate(run, history, held_out)
+            while run.step < config.total_steps:
+                numbers = run.train_step()
+                last = run.step == config.total_steps
                 if history is not None:
                     history.log(run.step, "train", numbers)
                     if last or run.step % config.validate_every == 0:
-                        best.look(run, history, held_out)
+                        best.evaluate(run, history, held_out)
                     if last or run.step % config.checkpoint_every == 0:
                         history.sync()
-                        kept = {"step": run.step, "run": run.state(), "best": best.state(), "fingerprint": of}
-                        checkpoint.save(root, kept)
-                if progress is not None and mine.rank == 0:
-                    progress(_told(run.step, numbers), run.step / config.all_steps)
-            mine.barrier()
-            controllers = Controllers.load(root / CONTROLLERS, model_id=model_id, device=mine.device)
+                        checkpoint_state = {
+                            "step": run.step,
+                            "run": run.state(),
+                            "best": best.state(),
+                            "fingerprint": fingerprint,
+                        }
+                        checkpoint.save(root, checkpoint_state)
+                if progress is not None and context.rank == 0:
+                    progress(_format_progress(run.step, numbers), run.step / config.total_steps)
+            context.barrier()
+            controllers = Controllers.load(root / CONTROLLERS, model_id=model_id, device=context.device)
         finally:
             if history is not None:
                 history.close()
@@ -124,7 +132,7 @@ def train(
 
 
 class _BestCheckpoint:
-    """The weights that did best so far, in a file that the first process writes."""
+    """The best weights so far, in a file that the first process writes."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -132,14 +140,14 @@ class _BestCheckpoint:
         self.numbers: dict[str, float] = {}
         self._weights: dict[str, torch.Tensor] = {}
 
-    def look(self, run: JointTrainer, history: History, held_out: Environment) -> None:
+    def evaluate(self, run: JointTrainer, history: History, held_out: Environment) -> None:
         numbers = run.validate(held_out)
         history.log(run.step, "held_out", numbers)
-        # Of equal ones the later: it has seen more.
+        # Ties select the later weights.
         if not self.numbers or numbers["score"] >= self.numbers["score"]:
             self.step, self.numbers = run.step, numbers
             self._weights = {
-                name: each.detach().clone() for name, each in run.controllers.state_dict().items()
+                name: weight.detach().clone() for name, weight in run.controllers.state_dict().items()
             }
             self._write(run)
 
@@ -148,17 +156,17 @@ class _BestCheckpoint:
 
     def restore(self, state: dict[str, Any], run: JointTrainer) -> None:
         self.step, self.numbers, self._weights = state["step"], state["numbers"], state["weights"]
-        # The file may be of a step after the checkpoint.
+        # The file may be newer than the checkpoint.
         self._write(run)
 
     def _write(self, run: JointTrainer) -> None:
         if self._path is not None:
-            kept = copy.deepcopy(run.controllers)
-            kept.load_state_dict(self._weights)
-            kept.save(self._path)
+            controllers = copy.deepcopy(run.controllers)
+            controllers.load_state_dict(self._weights)
+            controllers.save(self._path)
 
 
-def _told(step: int, numbers: dict[str, float]) -> str:
+def _format_progress(step: int, numbers: dict[str, float]) -> str:
     if "imitation" in numbers:
         return f"step {step}, imitation {numbers['imitation']:.4f}"
     return f"step {step}, accuracy {numbers['accuracy']:.1%}, in time {numbers['attainment']:.1%}"

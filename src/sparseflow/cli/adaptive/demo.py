@@ -45,9 +45,9 @@ def demo(
     with progress_bar() as progress:
         result = run_demo(
             model,
-            out=out,
-            questions=num_questions,
-            budgets=num_budgets,
+            out_dir=out,
+            num_questions=num_questions,
+            num_budgets=num_budgets,
             archives=archives or (),
             device=torch_device,
             seed=seed,
@@ -55,7 +55,7 @@ def demo(
         )
     rows = []
     for row in result.budgets:
-        fractions = (row.in_time, row.goodput, row.whole, row.quickest)
+        fractions = (row.in_time, row.goodput, row.full_model_goodput, row.fastest_plan_goodput)
         rows.append((f"{row.budget_ms:.3g}", *(f"{100 * fraction:.0f}" for fraction in fractions), row.plan))
     columns = (
         ">budget, ms",
@@ -69,8 +69,8 @@ def demo(
         result.to_dict(),
         as_json,
         make_table(columns, rows),
-        f"{result.questions} questions: the full model takes {result.whole_ms:.1f} ms (accuracy "
-        f"{result.whole_right:.0%}), the fastest plan {result.quickest_ms:.1f} ms (accuracy "
-        f"{result.quickest_right:.0%}); {result.in_time:.1%} of requests met their budget",
+        f"{result.num_questions} questions: the full model takes {result.full_model_ms:.1f} ms (accuracy "
+        f"{result.full_model_accuracy:.0%}), the fastest plan {result.fastest_plan_ms:.1f} ms (accuracy "
+        f"{result.fastest_plan_accuracy:.0%}); {result.in_time:.1%} of requests met their budget",
         f"report: {result.report}",
     )

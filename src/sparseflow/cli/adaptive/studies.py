@@ -97,7 +97,7 @@ def train(
         device,
     )
     with progress_bar() as progress:
-        results = train_controllers(study, settings, seeds=seeds, progress=progress)
+        results = train_controllers(study, settings, num_seeds=seeds, progress=progress)
     if results is not None:  # Only the first process of torchrun prints the result.
         _emit_results(results, out, as_json)
 
@@ -157,22 +157,22 @@ def plot(
     """
     from sparseflow.adaptive.profile import PlanProfile
     from sparseflow.adaptive.profile.plan_quality import PlanQuality
-    from sparseflow.adaptive.study.page import PAGE, write_findings, write_page
-    from sparseflow.adaptive.study.results import of_worth
+    from sparseflow.adaptive.study.page import PAGE_FILE, write_page, write_results_page
+    from sparseflow.adaptive.study.results import make_plan_results
     from sparseflow.errors import InputError
 
     if (study is None) == (profile is None and plan_quality is None) or (profile is None) != (
         plan_quality is None
     ):
         raise InputError("give the directory of a study, or both --profile and --plan-quality")
-    path = out or (Path(PAGE) if study is None else study / PAGE)
+    path = out or (Path(PAGE_FILE) if study is None else study / PAGE_FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     if study is not None:
         page = write_page(study, path)
     else:
         assert profile is not None and plan_quality is not None
-        results = of_worth(PlanProfile.load(profile), PlanQuality.load(plan_quality))
-        page = write_findings(results | {"command": get_command_line(context)}, path)
+        results = make_plan_results(PlanProfile.load(profile), PlanQuality.load(plan_quality))
+        page = write_results_page(results | {"command": get_command_line(context)}, path)
     emit({"page": str(page)}, as_json)
 
 
@@ -199,7 +199,7 @@ def _make_study(
         device=open_device(device),
         counts=SampleCounts(train=train, validation=validation, test=test),
         questions=questions,
-        budgets=num_budgets,
+        num_budgets=num_budgets,
         attainment=attainment,
         archives=archives or (),
         command=get_command_line(context),
@@ -207,12 +207,12 @@ def _make_study(
 
 
 def _emit_results(results: Mapping[str, Any], out: Path, as_json: bool) -> None:
-    from sparseflow.adaptive.study.page import PAGE
-    from sparseflow.adaptive.study.results import FILE
-    from sparseflow.adaptive.study.run import WORTH
+    from sparseflow.adaptive.study.page import PAGE_FILE
+    from sparseflow.adaptive.study.results import RESULTS_FILE
+    from sparseflow.adaptive.study.run import PLAN_QUALITY_FILE
     from sparseflow.adaptive.training.train import CONTROLLERS
 
-    names = {"controllers": CONTROLLERS, "plan_quality": WORTH, "results": FILE, "page": PAGE}
+    names = {"controllers": CONTROLLERS, "plan_quality": PLAN_QUALITY_FILE, "results": RESULTS_FILE, "page": PAGE_FILE}
     files = {name: str(out / file) for name, file in names.items() if (out / file).exists()}
     rows = []
     for policy in results["policies"]:

@@ -1,4 +1,4 @@
-"""What a request's owner holds while it runs: tokens as they come, the answer, and a way to call it off."""
+"""Handle of a running request: tokens, result and cancellation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class RequestHandle:
-    """A request that was handed in. Any thread may use it; several may read it.
+    """A submitted request. Thread-safe; several readers are allowed.
 
     Args:
         request: The request.
-        wake: Called after `cancel`, so that the engine looks.
+        wake: Called after `cancel`, to notify the engine.
     """
 
     def __init__(self, request: GenerationRequest, wake: Callable[[], None] = lambda: None) -> None:
@@ -25,111 +25,113 @@ class RequestHandle:
         self._wake = wake
         self._changed = threading.Condition()
         self._tokens: list[int] = []
-        self._ended: RequestOutput | Exception | None = None
+        self._outcome: RequestOutput | Exception | None = None
         self._cancelled = False
         self._listeners: list[Callable[[], None]] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those that there are so far."""
+        """Tokens generated so far."""
         with self._changed:
             return tuple(self._tokens)
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
-        return self._ended is not None
+        """Whether the request has ended."""
+        return self._outcome is not None
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was called off."""
+        """Whether `cancel` was called."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Call the request off; its slot is free after the step that runs. Does nothing once it is done."""
+        """Cancel the request; its slot is free after the current step. Does nothing after its end."""
         self._cancelled = True
         self._wake()
 
     def result(self, timeout_s: float | None = None) -> RequestOutput:
-        """Wait for the answer.
+        """Wait for the result.
 
         Raises:
-            TimeoutError: It took longer than `timeout_s`; the request goes on.
-            RunError: It was refused, cancelled, or failed.
-            InputError: It cannot be run as it is.
+            TimeoutError: The request did not end within `timeout_s`; it continues.
+            RunError: It was rejected or cancelled, or failed.
+            InputError: It cannot be run.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended is not None, timeout_s):
-                raise TimeoutError(f"request {self.request.id} is not done after {timeout_s} s")
-        return self._answer()
+            if not self._changed.wait_for(lambda: self._outcome is not None, timeout_s):
+                raise TimeoutError(f"request {self.request.id} has not ended after {timeout_s} s")
+        return self._get_outcome()
 
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Call something whenever there is something new, on the engine's thread; at once if there is now."""
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call a function on every change, on the engine's thread; immediately if there already is one."""
         with self._changed:
             self._listeners.append(callback)
-            new = bool(self._tokens) or self._ended is not None
+            new = bool(self._tokens) or self._outcome is not None
         if new:
-            self._tell([callback])
+            self._notify([callback])
 
     def __iter__(self) -> Iterator[int]:
-        """Tokens as they come; raises as `result` does when it went wrong."""
-        at = 0
+        """Iterate over the tokens as they are generated; raises like `result`."""
+        position = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda at=at: len(self._tokens) > at or self._ended is not None)
-                new = self._tokens[at:]
+                self._changed.wait_for(
+                    lambda at=position: len(self._tokens) > at or self._outcome is not None
+                )
+                new = self._tokens[position:]
             yield from new
-            at += len(new)
+            position += len(new)
             if not new:
-                self._answer()
+                self._get_outcome()
                 return
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """As `__iter__`, for a coroutine."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        """Iterate over the tokens in a coroutine."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
-            # The loop may be closed by the time that a late token comes.
+        def notify() -> None:
+            # The loop may be closed before a late token arrives.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(news.set)
+                loop.call_soon_threadsafe(changed.set)
 
-        self.listen(tell)
-        at = 0
+        self.add_listener(notify)
+        position = 0
         while True:
             ended = self.done
-            new = self.tokens[at:]
+            new = self.tokens[position:]
             for token in new:
                 yield token
-            at += len(new)
+            position += len(new)
             if ended:
-                self._answer()
+                self._get_outcome()
                 return
-            await news.wait()
-            news.clear()
+            await changed.wait()
+            changed.clear()
 
-    def put(self, token: int) -> None:
-        """Add a token. For the engine."""
+    def append_token(self, token: int) -> None:
+        """Add a token; called by the engine."""
         with self._changed:
             self._tokens.append(token)
             self._changed.notify_all()
-        self._tell(self._listeners)
+        self._notify(self._listeners)
 
-    def end(self, ended: RequestOutput | Exception) -> None:
-        """Nothing more will come; the first time counts. For the engine."""
+    def finish(self, ended: RequestOutput | Exception) -> None:
+        """End the request; only the first call counts. Called by the engine."""
         with self._changed:
-            if self._ended is not None:
+            if self._outcome is not None:
                 return
-            self._ended = ended
+            self._outcome = ended
             self._changed.notify_all()
-        self._tell(self._listeners)
+        self._notify(self._listeners)
 
-    def _answer(self) -> RequestOutput:
-        assert self._ended is not None
-        if isinstance(self._ended, Exception):
-            raise self._ended
-        return self._ended
+    def _get_outcome(self) -> RequestOutput:
+        assert self._outcome is not None
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
-    def _tell(self, listeners: list[Callable[[], None]]) -> None:
+    def _notify(self, listeners: list[Callable[[], None]]) -> None:
         for listener in list(listeners):
             try:
                 listener()

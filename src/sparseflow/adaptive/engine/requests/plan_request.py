@@ -1,4 +1,4 @@
-"""Asking a decider about one request, and keeping what it said."""
+"""Queries the policy of one request, and keeps its decisions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sparseflow.errors import PlanError
 
 
 class PlanRequest:
-    """The questions to a decider about one request.
+    """The decisions of a policy about one request.
 
     Args:
-        decide: The decider.
-        request: What it is told of the request.
-        remaining_ms: What is left of the budget, now.
-        plans: Those that it may choose; None for all.
+        decide: The policy.
+        request: The request.
+        remaining_ms: Returns the remaining budget.
+        plans: Plans that may be chosen; None for all.
 
     Attributes:
-        spent_s: Time in the decider so far.
+        policy_s: Time spent in the policy.
     """
 
     def __init__(
@@ -43,83 +43,88 @@ class PlanRequest:
         *,
         plans: Collection[Plan] | None = None,
     ) -> None:
-        self._decide, self._request, self._remaining_ms, self._plans = decide, request, remaining_ms, plans
+        self._policy, self._request, self._remaining_ms, self._plans = decide, request, remaining_ms, plans
         self._choice: InitialDecision | None = None
         self._decision: PlanDecision | None = None
-        self.spent_s = 0.0
+        self.policy_s = 0.0
 
     @property
-    def again_wanted(self) -> bool:
-        """Whether the decider wants to be asked after the vision encoder."""
-        return isinstance(self._decide, SupportsReplanning)
+    def needs_replan(self) -> bool:
+        """Whether the policy replans after the vision encoder."""
+        return isinstance(self._policy, SupportsReplanning)
 
     @property
     def feasible(self) -> bool:
-        """Whether it thinks that the budget will be met."""
-        return all(found.feasible for found in self._found())
+        """Whether the policy expects the budget to be met."""
+        return all(decision.feasible for decision in self._decisions())
 
     @property
     def predicted_ms(self) -> float | None:
-        """What it thinks that the request takes; the later word counts."""
-        told = [found.predicted_ms for found in self._found() if found.predicted_ms is not None]
-        return told[-1] if told else None
+        """Latency expected by the latest decision."""
+        predictions = [
+            decision.predicted_ms for decision in self._decisions() if decision.predicted_ms is not None
+        ]
+        return predictions[-1] if predictions else None
 
     def limit(self, max_new_tokens: int) -> int:
-        """Tokens to generate at most, of those that were asked for."""
-        told = [found.max_new_tokens for found in self._found() if found.max_new_tokens is not None]
-        return min([max_new_tokens, *told])
+        """Maximum number of tokens to generate, at most `max_new_tokens`."""
+        limits = [
+            decision.max_new_tokens for decision in self._decisions() if decision.max_new_tokens is not None
+        ]
+        return min([max_new_tokens, *limits])
 
-    def first(self) -> InitialDecision:
-        """Before the vision encoder.
+    def choose_initial(self) -> InitialDecision:
+        """Decide before the vision encoder.
 
         Raises:
-            Refused: It refuses.
-            PlanError: It gives something else than a choice.
+            RequestRejected: The policy rejects the request.
+            PlanError: The policy returns another type.
         """
-        found = self._timed(lambda: self._decide.first(self._request, self._remaining_ms()))
-        if isinstance(found, Rejection):
-            raise RequestRejected(found.reason, found.least_ms)
-        if not isinstance(found, InitialDecision):
-            raise PlanError(f"the decider must give a Choice or a Refusal first, not {found!r}")
-        self._choice = found
-        return found
+        decision = self._time_call(lambda: self._policy.choose_initial(self._request, self._remaining_ms()))
+        if isinstance(decision, Rejection):
+            raise RequestRejected(decision.reason, decision.least_ms)
+        if not isinstance(decision, InitialDecision):
+            raise PlanError(
+                f"`choose_initial` must return an InitialDecision or a Rejection, not {decision!r}"
+            )
+        self._choice = decision
+        return decision
 
     def prepare(self) -> None:
-        """While the device works, which should take longer: so it is not counted as time in the decider."""
-        if isinstance(self._decide, SupportsPreparation):
-            self._decide.prepare(self._request)
+        """Let the policy prepare while the device works; not counted as policy time."""
+        if isinstance(self._policy, SupportsPreparation):
+            self._policy.prepare(self._request)
 
-    def again(self, position: int) -> int:
-        """After the vision encoder: the position to go on with."""
-        decide, choice = self._decide, self._choice
+    def replan(self, position: int) -> int:
+        """Insertion position to use after the vision encoder."""
+        decide, choice = self._policy, self._choice
         if choice is None or not isinstance(decide, SupportsReplanning):
             return position
-        return self._timed(lambda: decide.again(self._request, choice, self._remaining_ms()))
+        return self._time_call(lambda: decide.replan(self._request, choice, self._remaining_ms()))
 
-    def second(self, latency_token: Tensor) -> Plan:
-        """At the insertion.
+    def choose_plan(self, latency_token: Tensor) -> Plan:
+        """Decide at the insertion.
 
         Raises:
-            PlanError: It gives no plan, or one that it may not choose.
+            PlanError: The policy returns no plan, or one that is not allowed.
         """
-        found = self._timed(lambda: self._decide.second(latency_token, self._request, self._remaining_ms()))
-        decision = PlanDecision(plan=found) if isinstance(found, Plan) else found
+        answer = self._time_call(
+            lambda: self._policy.choose_plan(latency_token, self._request, self._remaining_ms())
+        )
+        decision = PlanDecision(plan=answer) if isinstance(answer, Plan) else answer
         if not isinstance(decision, PlanDecision):
-            raise PlanError(f"the decider must give a Plan or a Decision, not {found!r}")
+            raise PlanError(f"`choose_plan` must return a Plan or a PlanDecision, not {answer!r}")
         if self._plans is not None and decision.plan not in self._plans:
-            raise PlanError(
-                f"{decision.plan.id} is not among the {len(self._plans)} plans of this engine; decide among "
-                "its `plans`"
-            )
+            raise PlanError(f"{decision.plan.id} is not one of the {len(self._plans)} plans of this engine")
         self._decision = decision
         return decision.plan
 
-    def _found(self) -> list[InitialDecision | PlanDecision]:
-        return [found for found in (self._choice, self._decision) if found is not None]
+    def _decisions(self) -> list[InitialDecision | PlanDecision]:
+        return [decision for decision in (self._choice, self._decision) if decision is not None]
 
-    def _timed(self, ask: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+    def _time_call(self, call: Callable[[], Any]) -> Any:
+        start_s = time.perf_counter()
         try:
-            return ask()
+            return call()
         finally:
-            self.spent_s += time.perf_counter() - begin
+            self.policy_s += time.perf_counter() - start_s

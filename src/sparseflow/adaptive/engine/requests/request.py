@@ -1,9 +1,11 @@
-"""What is asked of a model, who decides how it is run, and what comes back.
+"""Requests, policies that decide how they run, and results.
 
-A decider is asked up to three times, each time with the milliseconds that are left: before the vision
-encoder, for the tier and the insertion position (or a refusal); after it, where it wants to be, for the
-position once more; and at the insertion, for the plan. It says too whether a request that cannot be met is
-run all the same, or cut short. While a GPU works it may get ready for what it will be asked.
+A policy is queried up to three times with the remaining budget: before the vision encoder, for tier and
+insertion
+position (or a rejection); optionally after it, for the position again; and at the insertion, for the plan. It
+also
+decides whether an infeasible request runs anyway or is truncated. While a GPU works it may prepare its next
+decision.
 """
 
 from __future__ import annotations
@@ -24,49 +26,49 @@ from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import InputError, RunError
 
 Reason = Literal["stop", "length", "truncated"]
-"""Why a request ended: a stop token, as many tokens as were asked for, or as many as its budget allows."""
+"""Why a request ended: a stop token, the requested number of tokens, or the number that the budget allows."""
 
 
 class RequestRejected(RunError):
-    """The decider refused a request.
+    """The policy rejected a request.
 
     Args:
-        reason: Why.
-        least_ms: The least budget that it would take; None where that is not known.
+        reason: Reason.
+        least_ms: Smallest budget that it would accept; None if unknown.
     """
 
     def __init__(self, reason: str, least_ms: float | None = None) -> None:
         self.least_ms = least_ms
-        least = "" if least_ms is None else f"; it needs at least {least_ms:.1f} ms"
-        super().__init__(reason + least)
+        suffix = "" if least_ms is None else f"; it needs at least {least_ms:.1f} ms"
+        super().__init__(reason + suffix)
 
 
 class RequestCancelled(RunError):
-    """Whoever asked does not want the answer any more."""
+    """The caller cancelled the request."""
 
 
 class RequestOutOfMemory(RunError):
-    """A request does not fit beside what the device holds, not even alone."""
+    """A request does not fit on the device, even without others."""
 
 
 class RequestFailed(RunError):
-    """A request failed; its cause is the error of the model or of the decider."""
+    """A request failed; the cause is the error of the model or the policy."""
 
 
 class EngineStopped(RunError):
-    """The engine was shut down, takes no more requests, or broke."""
+    """The engine is shut down or failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialDecision:
-    """What is decided before the vision encoder.
+    """Decision before the vision encoder.
 
     Attributes:
-        tier: As in `Plan`.
-        insertion_position: As in `Plan`.
-        max_new_tokens: Fewer than were asked for, to meet the budget; None for all of them.
-        feasible: Whether the budget is thought to be met.
-        predicted_ms: What the request is thought to take from receipt to its last token.
+        tier: Tier of the plan.
+        insertion_position: Insertion position of the plan.
+        max_new_tokens: Reduced number of tokens, to meet the budget; None for the requested number.
+        feasible: Whether the budget is expected to be met.
+        predicted_ms: Expected time from arrival to the last token.
     """
 
     tier: Tier | None
@@ -89,7 +91,7 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDecision:
-    """A plan, and what there is to say about it; the other attributes are those of `Choice`."""
+    """A plan with expectations; the other attributes are those of `InitialDecision`."""
 
     plan: Plan
     max_new_tokens: int | None = None
@@ -101,77 +103,78 @@ class PlanDecision:
 
 
 class PlanDecider(Protocol):
-    """Who decides how requests are run. It is asked on the engine's thread and must not take long."""
+    """Decides how requests run. Called on the engine's thread and must be fast."""
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        """Before the vision encoder.
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+        """Decide before the vision encoder.
 
         Args:
-            request: Its inputs are those of the highest tier, where they were handed in.
-            remaining_ms: What is left of the budget; infinite without one, negative when it is over.
+            request: The request, with inputs at the highest tier.
+            remaining_ms: Remaining budget; infinite without one, negative if exceeded.
         """
         ...
 
-    def second(
+    def choose_plan(
         self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
     ) -> Plan | PlanDecision:
-        """At the insertion.
+        """Decide at the insertion.
 
         Args:
-            latency_token: What the last prompt token has become by then, [d].
-            request: As before.
-            remaining_ms: As before.
+            latency_token: Hidden state of the last prompt token, [d].
+            request: The request.
+            remaining_ms: Remaining budget.
 
         Returns:
-            A plan of the tier and the position decided before.
+            A plan with the tier and position chosen before.
         """
         ...
 
 
 @runtime_checkable
 class SupportsReplanning(Protocol):
-    """A decider that wants to be asked after the vision encoder, too."""
+    """A policy that is also queried after the vision encoder."""
 
-    def again(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        """The insertion position to go on with."""
+    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
+        """Choose the insertion position to use."""
         ...
 
 
 @runtime_checkable
 class SupportsPreparation(Protocol):
-    """A decider that gets ready to be asked at the insertion while the device works."""
+    """A policy that prepares its decision at the insertion while the device works."""
 
     def prepare(self, request: GenerationRequest) -> None:
-        """After `first`, on a GPU where prompts run in parts: the request waits for the device anyway."""
+        """Called after `choose_initial`, on a GPU with split prompts, while the request waits for the
+        device."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPlan:
-    """A decider that always gives one plan."""
+    """A policy that always returns one plan."""
 
     plan: Plan
 
-    def first(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision:
         return InitialDecision(tier=self.plan.tier, insertion_position=self.plan.insertion_position)
 
-    def second(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> Plan:
+    def choose_plan(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> Plan:
         return self.plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GenerationRequest:
-    """What is asked of a model.
+    """A request to a model.
 
     Attributes:
-        inputs: Those of the highest tier, one row without padding.
-        decide: Who decides how it is run.
-        max_new_tokens: Most tokens to generate, > 0.
-        budget_ms: From receipt to the last token; None where there is none.
-        received_s: When it was received, by `time.perf_counter`.
-        sampling: How tokens are drawn.
-        stop: Tokens that end the answer; the last token of an answer may be one of them.
-        id: A name, for logs.
+        inputs: Inputs at the highest tier, one row without padding.
+        decide: Policy of the request.
+        max_new_tokens: Maximum number of tokens to generate, above 0.
+        budget_ms: Time from arrival to the last token; None for no budget.
+        received_s: Arrival time on the `time.perf_counter` clock.
+        sampling: Sampling parameters.
+        stop: Token ids that end the answer; the answer includes the stop token.
+        id: Name in logs.
 
     Raises:
         InputError: A value is out of range, or the inputs are not one row of tokens.
@@ -193,37 +196,37 @@ class GenerationRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt, at the highest tier."""
+        """Prompt tokens at the highest tier."""
         return self.inputs["input_ids"].shape[1]
 
     @property
     def deadline_s(self) -> float:
-        """When the last token is due, by the same clock; infinite without a budget."""
+        """Time at which the last token is due; infinite without a budget."""
         return math.inf if self.budget_ms is None else self.received_s + self.budget_ms / 1e3
 
     def remaining_ms(self, now_s: float) -> float:
-        """What is left of the budget."""
+        """Remaining budget."""
         return (self.deadline_s - now_s) * 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """An answer.
+    """Result of a request.
 
     Attributes:
-        tokens: What was generated.
-        plan: What was run.
-        reason: Why it ended.
-        prompt_tokens: Of the prompt as it was run, vision tokens included.
-        feasible: Whether the decider thought that the budget would be met.
-        predicted_ms: What it thought that the request would take.
-        budget_ms: As in `GenerationRequest`.
-        queued_ms: From receipt until work began.
-        decide_ms: Spent in the decider, all times together.
-        vision_ms: From there to the first block: vision encoder and embedding.
-        prefill_ms: From the first block to the first token, decisions left out.
-        decode_ms: From the first token to the last.
-        total_ms: From receipt to the last token.
+        tokens: Generated tokens.
+        plan: Plan that was run.
+        reason: Why the request ended.
+        prompt_tokens: Tokens of the prompt as it was run, including vision tokens.
+        feasible: Whether the policy expected the budget to be met.
+        predicted_ms: Latency that the policy expected.
+        budget_ms: Budget of the request.
+        queued_ms: From arrival to the start of the work.
+        decide_ms: Time in the policy.
+        vision_ms: From the start to the first block: vision encoder and embedding.
+        prefill_ms: From the first block to the first token, without the policy.
+        decode_ms: From the first to the last token.
+        total_ms: From arrival to the last token.
     """
 
     tokens: tuple[int, ...]
@@ -242,12 +245,12 @@ class RequestOutput:
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the last token came in time; None without a budget."""
+        """Whether the last token was in time; None without a budget."""
         return None if self.budget_ms is None else self.total_ms <= self.budget_ms
 
 
 def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
-    """That inputs are rows of tokens; where `rows` is given, so many and without padding.
+    """Check that inputs are rows of tokens; with `rows`, of that many rows without padding.
 
     Raises:
         InputError: They are not.
@@ -255,15 +258,15 @@ def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
     ids = inputs.get("input_ids")
     if ids is None:
         raise InputError(
-            "there are no `input_ids`; give a request's inputs: `open_folder(...).prompt(...).inputs`, "
-            "not NoneType"
+            "`input_ids` is None; pass the inputs of a request: `open_folder(...).prompt(...).inputs`"
         )
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
-        what = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"`input_ids` must be [batch, tokens] int64, not {what}")
+        description = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"`input_ids` must be [batch, tokens] int64, not {description}")
     if ids.numel() == 0 or (rows is not None and len(ids) != rows):
         raise InputError(
-            f"`input_ids` of shape {tuple(ids.shape)} must hold {rows or 'some'} rows with a token at least"
+            f"`input_ids` of shape {tuple(ids.shape)} must have {rows or 'one or more'} rows with "
+            "at least one token"
         )
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
@@ -275,20 +278,19 @@ def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
 
 
 def check_limits(max_new_tokens: int, budget_ms: float | None) -> None:
-    """That a request asks for something that can be.
+    """Check token limit and budget.
 
     Raises:
-        InputError: It does not.
+        InputError: One is out of range.
     """
     _check_new_tokens(max_new_tokens)
     number = isinstance(budget_ms, int | float) and not isinstance(budget_ms, bool)
     if budget_ms is not None and not (number and math.isfinite(budget_ms) and budget_ms > 0.0):
         raise InputError(
-            f"the latency budget (`budget_ms`, ={budget_ms!r}) must be a finite number above 0, or None for "
-            "no budget"
+            f"the latency budget (`budget_ms`, ={budget_ms!r}) must be a finite number above 0, or None"
         )
 
 
 def _check_new_tokens(count: int | None) -> None:
     if count is not None and (type(count) is not int or count < 1):
-        raise InputError(f"`max_new_tokens` (={count!r}) must be a whole number, at least 1")
+        raise InputError(f"`max_new_tokens` (={count!r}) must be an integer of at least 1")

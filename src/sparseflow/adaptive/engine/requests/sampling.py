@@ -1,8 +1,10 @@
-"""How the next token is drawn.
+"""Sampling of tokens.
 
-A token is drawn with one uniform number of the request's own generator: the first token, by falling
-probability, at which the summed probability exceeds it. So what a request gets depends on its seed and its
-logits, and not on which other requests share its batch.
+A token is sampled with one uniform number of the request's own generator: the first token, by decreasing
+probability,
+at which the cumulative probability exceeds the number. The result depends on the request's seed and logits,
+not on
+other requests in the batch.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from sparseflow.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Attributes:
-        temperature: What logits are divided by; 0 takes the most probable token.
-        top_p: The least probable tokens that hold the rest of this are never drawn; above 0, at most 1.
-        seed: What a request's numbers are drawn from.
+        temperature: Divisor of the logits; 0 selects the most probable token.
+        top_p: Nucleus size: tokens are sampled from the smallest set with this total probability; above 0, at
+            most 1.
+        seed: Random seed of the request.
 
     Raises:
         InputError: A value is out of range.
@@ -36,23 +39,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise InputError(f"`temperature` (={self.temperature}) must be a finite number, 0 or more")
+            raise InputError(f"`temperature` (={self.temperature}) must be finite and at least 0")
         if not 0.0 < self.top_p <= 1.0:
             raise InputError(f"`top_p` (={self.top_p}) must be above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
-            raise InputError(f"`seed` (={self.seed}) must be a whole number of 0 to 2^63 - 1")
+            raise InputError(f"`seed` (={self.seed}) must be from 0 to 2^63 - 1")
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is selected."""
         return self.temperature == 0.0
 
 
 class UniformStream:
-    """The uniform numbers of one request.
+    """Uniform random numbers of one request.
 
     Args:
-        sampling: How its tokens are drawn.
+        sampling: Sampling parameters.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
@@ -60,74 +63,74 @@ class UniformStream:
         self._generator = None if sampling.greedy else torch.Generator().manual_seed(sampling.seed)
 
     def next(self) -> float:
-        """The next number in [0, 1); 0 where none is needed."""
+        """Next number in [0, 1); 0 if greedy."""
         if self._generator is None:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def most_probable(logits: Tensor) -> Tensor:
-    """The most probable token of each row, the first of equal ones; -1 where logits are NaN.
+def argmax_tokens(logits: Tensor) -> Tensor:
+    """Most probable token of each row, the first of ties; -1 where logits are NaN. Never synchronizes.
 
     Args:
-        logits: [rows, vocabulary] floating.
+        logits: [rows, vocabulary], floating.
 
     Returns:
-        [rows] int64. It never synchronises.
+        [rows] int64.
     """
     best = logits.argmax(-1, keepdim=True)
-    # NaN counts as the largest, so one anywhere in a row is found here.
+    # argmax returns a NaN if the row has one.
     return best.masked_fill(logits.gather(-1, best).isnan(), -1)[:, 0]
 
 
-def pick(
+def sample_tokens(
     logits: Tensor,
     samplings: Sequence[SamplingParams],
     uniform: Sequence[float],
     *,
     best: Tensor | None = None,
 ) -> Tensor:
-    """The next token of each row.
+    """Sample the next token of each row.
 
     Args:
-        logits: [rows, vocabulary] floating.
-        samplings: How each row is drawn.
-        uniform: A number in [0, 1) for each row; not looked at where the row is greedy.
-        best: What `most_probable` gave for these logits, where somebody asked already.
+        logits: [rows, vocabulary], floating.
+        samplings: Sampling parameters of each row.
+        uniform: Number in [0, 1) for each row; ignored for greedy rows.
+        best: Result of `argmax_tokens` for these logits, if known.
 
     Returns:
-        [rows] int64, where the logits are; -1 where they are NaN.
+        [rows] int64 on the logits' device; -1 where they are NaN.
 
     Raises:
-        InputError: There is not one of each for every row.
+        InputError: The numbers of rows differ.
     """
     if not len(logits) == len(samplings) == len(uniform):
         raise InputError(
-            f"{len(logits)} rows of logits need as many ways of sampling (={len(samplings)}) and numbers "
-            f"(={len(uniform)})"
+            f"{len(logits)} rows of logits, {len(samplings)} sampling parameters and "
+            f"{len(uniform)} random numbers must be equally many"
         )
-    best = most_probable(logits) if best is None else best
-    drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
-    if not drawn:
+    best = argmax_tokens(logits) if best is None else best
+    sampled_rows = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
+    if not sampled_rows:
         return best
-    told = torch.tensor(
-        [[samplings[row].temperature, samplings[row].top_p, uniform[row]] for row in drawn],
+    params = torch.tensor(
+        [[samplings[row].temperature, samplings[row].top_p, uniform[row]] for row in sampled_rows],
         dtype=torch.float64,
     ).to(logits.device)
-    temperature, top_p, number = told.split(1, dim=1)
-    rows = torch.tensor(drawn, device=logits.device)
-    found = _draw(logits[rows].double(), temperature, top_p, number)
-    return best.index_copy(0, rows, found.where(best[rows] >= 0, -1))
+    temperature, top_p, number = params.split(1, dim=1)
+    rows = torch.tensor(sampled_rows, device=logits.device)
+    sampled = _draw(logits[rows].double(), temperature, top_p, number)
+    return best.index_copy(0, rows, sampled.where(best[rows] >= 0, -1))
 
 
 def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, number: Tensor) -> Tensor:
     scaled = (logits - logits.max(1, keepdim=True).values) / temperature
-    chances, tokens = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
-    before = chances.cumsum(1) - chances
-    # The first token is always kept: nothing is before it.
-    kept = chances.masked_fill(before >= top_p, 0.0)
-    summed = kept.cumsum(1)
-    at = (summed <= number * summed[:, -1:]).sum(1, keepdim=True)
-    # Rounding may put the number at the very end; what has no chance is not drawn.
-    at = at.minimum((kept > 0).sum(1, keepdim=True) - 1).clamp_min(0)
-    return tokens.gather(1, at)[:, 0]
+    probs, tokens = scaled.softmax(1).sort(dim=1, descending=True, stable=True)
+    before = probs.cumsum(1) - probs
+    # Always keeps the first token.
+    nucleus = probs.masked_fill(before >= top_p, 0.0)
+    summed = nucleus.cumsum(1)
+    rank = (summed <= number * summed[:, -1:]).sum(1, keepdim=True)
+    # Rounding may select the end; tokens of probability 0 are never sampled.
+    rank = rank.minimum((nucleus > 0).sum(1, keepdim=True) - 1).clamp_min(0)
+    return tokens.gather(1, rank)[:, 0]

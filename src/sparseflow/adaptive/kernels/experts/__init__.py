@@ -1,3 +1,3 @@
-"""Experts of a few tokens, reading only those that were chosen; see `reference.py` for what they are."""
+"""Mixture of gated experts; `reference` defines the operation."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A mixture of gated experts for many tokens, all experts for each: two products, and a kernel between them.
+"""Mixture of gated experts for many tokens: all experts for each token, with weight 0 for those not selected.
 
-What a token did not choose is multiplied by 0. That is E / k times the arithmetic of the chosen experts, and
-on a GPU faster all the same where experts are small: sorting tokens by expert, a product for each expert and
-putting the sum together are twenty launches, of about 100 µs, whatever there is to compute.
+This needs E / k times the arithmetic of the selected experts, but is faster on a GPU if experts are small:
+sorting
+tokens by expert, one product per expert and the final sum are twenty launches of about 100 µs in total.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 SPARED_FLOPS = 1.5e10
-"""Operations for nothing that take as long as those twenty launches, at about 150 TFLOP/s."""
+"""Wasted operations that take as long as the twenty launches, at about 150 TFLOP/s."""
 
-MOST_BYTES = 2**28
-"""Of what the first product gives."""
+MAX_BYTES = 2**28
+"""Maximum size of the first product's output."""
 
 
 TILE = 2048
-"""Numbers that a program of the kernel between has in registers, of each kind."""
+"""Elements of each operand that a program of the gating kernel keeps in registers."""
 
 
 @triton.jit
@@ -44,26 +44,26 @@ def gated_kernel(
         gate = tl.load(at, mask=inside, other=0.0).to(ACC)
         up = tl.load(at + F, mask=inside, other=0.0).to(ACC)
         hidden = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
-        # Of an expert that was not chosen, also where it overflows.
+        # Also discards overflows of experts that were not selected.
         hidden = tl.where((weight != 0.0)[:, None], hidden, 0.0)
         out = out_ptr + (token * E + e[:, None]) * F + c[None, :]
         tl.store(out, hidden.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def pays(tokens: int, k: int, gate_up: Tensor) -> bool:
-    """Whether so many tokens are better sent through all experts than sorted."""
+def is_profitable(tokens: int, k: int, gate_up: Tensor) -> bool:
+    """Whether dense experts are faster than sorting for this number of tokens."""
     count, twice, width = gate_up.shape
     flops = 3.0 * tokens * count * twice * width * (1.0 - k / count)
-    return flops <= SPARED_FLOPS and tokens * count * twice * gate_up.element_size() <= MOST_BYTES
+    return flops <= SPARED_FLOPS and tokens * count * twice * gate_up.element_size() <= MAX_BYTES
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Send tokens through their experts; see the reference. Not differentiable, and never synchronises.
+def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Apply experts to tokens; see the reference. Not differentiable; never synchronizes.
 
-    A token's experts are k different ones, as a router chooses them.
+    The k experts of a token must be distinct.
     """
-    (n, d), k, (count, _, f) = x.shape, chosen.shape[1], down.shape
-    chosen, weights = chosen.contiguous(), weights.contiguous()
+    (n, d), k, (count, _, f) = x.shape, expert_ids.shape[1], down.shape
+    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
     wide = functional.linear(x, gate_up.reshape(-1, d))
     hidden = x.new_empty(n, count * f)
     kernel: Any = gated_kernel
@@ -72,7 +72,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
         many = max(1, min(TILE // deep, triton.next_power_of_2(count)))
         with torch.cuda.device_of(x):
             kernel[(n, triton.cdiv(count, many))](
-                wide, chosen, weights, hidden, count, f, K=k, BE=many, BF=deep,
+                wide, expert_ids, weights, hidden, count, f, K=k, BE=many, BF=deep,
                 ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=4,
             )  # fmt: skip
     return functional.linear(hidden, down.permute(1, 0, 2).reshape(d, -1))

@@ -1,8 +1,10 @@
-"""A mixture of gated experts, in plain torch.
+"""Mixture of gated experts in plain torch.
 
-Notation: n tokens x [n, d]; each goes to k of E experts. Expert e is y = D_e (silu(G_e x) * U_e x), where
-`gate_up[e]` holds G_e above U_e, [2 f, d], and `down[e]` holds D_e, [d, f]. A token's output is the sum of
-its experts' y, each times its weight.
+Notation: n tokens x [n, d]; each is sent to k of E experts. Expert e computes y = D_e (silu(G_e x) * U_e x),
+    where
+`gate_up[e]` is G_e above U_e, [2 f, d], and `down[e]` is D_e, [d, f]. A token's output is the weighted sum of
+its
+experts' y.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Send tokens through their experts.
+def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Apply experts to tokens.
 
     Args:
         x: Tokens, [n, d], floating.
-        chosen: Experts of each token, [n, k] int64.
-        weights: What each expert's output is multiplied by, [n, k] floating.
-        gate_up: [E, 2 f, d], of x's dtype.
-        down: [E, d, f], of x's dtype.
+        expert_ids: Experts of each token, [n, k] int64.
+        weights: Weight of each expert's output, [n, k], floating.
+        gate_up: [E, 2 f, d], dtype of x.
+        down: [E, d, f], dtype of x.
 
     Returns:
-        [n, d], of x's dtype.
+        [n, d], dtype of x.
     """
     rows = []
-    for token, indices, scales in zip(x, chosen.tolist(), weights.to(x.dtype), strict=True):
+    for token, indices, scales in zip(x, expert_ids.tolist(), weights.to(x.dtype), strict=True):
         total = torch.zeros_like(token)
         for index, scale in zip(indices, scales, strict=True):
             gate, up = (gate_up[index] @ token).chunk(2)

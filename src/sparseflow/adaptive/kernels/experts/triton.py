@@ -1,10 +1,14 @@
-"""A mixture of gated experts for a few tokens: two kernels, which read the chosen experts' weights once each.
+"""Mixture of gated experts for few tokens: two kernels that read the selected experts' weights once each.
 
-A decode step has too few tokens for tensor cores: what it costs is the reading of weights, 6 f d bytes an
-expert in bf16. So a program owns some output rows of one matrix and multiplies them with a vector, element by
-element, summed in float32 (float64 for float64). The first kernel goes by pairs of token and expert and
-writes silu(G x) * U x; the second goes by tokens and adds their experts' outputs in the order of `chosen`, so
-a token's result does not depend on which other tokens there are.
+A decode step has too few tokens for tensor cores; its cost is reading the weights, 6 f d bytes per expert in
+bf16. A
+program owns some output rows of one matrix and multiplies them with a vector elementwise, accumulating in
+float32
+(float64 for float64). The first kernel runs over pairs of token and expert and writes silu(G x) * U x; the
+second runs
+over tokens and adds their experts' outputs in the order of `expert_ids`, so a token's result does not depend
+on other
+tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +22,17 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-MOST = 16
-"""Tokens beyond which a grouped matrix product is the better choice: experts are shared, and read once."""
+MAX_TOKENS = 16
+"""Tokens above which a grouped matrix product is faster, because experts are shared and read once."""
 
 TILE = 4096
-"""Numbers of a tile of weights in registers, of each matrix."""
+"""Weight elements per tile in registers."""
 
 ROWS = 8
-"""Output rows of a program in the first kernel."""
+"""Output rows per program of the first kernel."""
 
 OUT_ROWS = 4
-"""Output rows of a program in the second kernel, which has one program for all experts of a token."""
+"""Output rows per program of the second kernel, which handles all experts of a token."""
 
 
 @triton.jit
@@ -79,21 +83,21 @@ def output_kernel(
 
 
 def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the kernels take such experts and so few tokens."""
+    """Whether the kernels support these experts and tokens."""
     return (
         x.dtype in DTYPES
         and x.dtype == gate_up.dtype == down.dtype
-        and len(x) <= MOST
+        and len(x) <= MAX_TOKENS
         and gate_up.stride(2) == down.stride(2) == 1
         and gate_up.shape[1] == 2 * down.shape[2]
         and gate_up.shape[2] == down.shape[1] == x.shape[1]
     )
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Send tokens through their experts; see the reference. Not differentiable, and never synchronises."""
-    (n, d), k, f = x.shape, chosen.shape[1], down.shape[2]
-    x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Apply experts to tokens; see the reference. Not differentiable; never synchronizes."""
+    (n, d), k, f = x.shape, expert_ids.shape[1], down.shape[2]
+    x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
     acc, acc_dtype = (tl.float64, torch.float64) if x.dtype == torch.float64 else (tl.float32, torch.float32)
     hidden = x.new_empty(n * k, f, dtype=acc_dtype)
     out = torch.empty_like(x)
@@ -105,11 +109,11 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
     deep = max(16, min(TILE // OUT_ROWS, triton.next_power_of_2(f)))
     with torch.cuda.device_of(x):
         first[(n * k, triton.cdiv(f, ROWS))](
-            x, chosen, gate_up, hidden, k, d, f, gate_up.stride(0), gate_up.stride(1),
+            x, expert_ids, gate_up, hidden, k, d, f, gate_up.stride(0), gate_up.stride(1),
             BR=ROWS, BD=wide, ACC=acc, num_warps=4,
         )  # fmt: skip
         second[(n, triton.cdiv(d, OUT_ROWS))](
-            hidden, chosen, weights, down, out, k, d, f, down.stride(0), down.stride(1),
+            hidden, expert_ids, weights, down, out, k, d, f, down.stride(0), down.stride(1),
             BR=OUT_ROWS, BF=deep, ACC=acc, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,6 @@
-"""Deciding about one request on the host; `stages.py` and `predictor/margins.py` say what it computes."""
+"""Plan selection for one request on the CPU; `controllers.networks` and `predictor.calibration` define the
+operations.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,18 @@ from sparseflow.errors import RunError
 
 
 @cache
-def kernels() -> Any:
-    """Those for a CPU: the module `cpu`, compiled by the first call, so that no request waits for it.
+def load_kernels() -> Any:
+    """Load and compile the CPU kernels, so that no request waits for the compilation.
 
     Raises:
         MissingExtraError: Numba is missing.
-        RunError: There is no folder in which Numba could keep what it compiles.
+        RunError: Numba has no writable cache folder.
     """
     require("numba", "adaptive")
     try:
         from sparseflow.adaptive.kernels.policy_inference import cpu
     except RuntimeError as error:
-        raise RunError(
-            f"Numba cannot keep what it compiles ({error}); set NUMBA_CACHE_DIR to a folder to write to"
-        ) from error
+        raise RunError(f"Numba has no writable cache folder ({error}); set NUMBA_CACHE_DIR") from error
 
     cpu.compile_all()
     return cpu

@@ -1,11 +1,12 @@
-"""Deciding about one request on one core, in Numba.
+"""Plan selection for one request on one core, in Numba.
 
-Between two decisions a core forgets what they need: code and figures come from memory again, which takes far
-longer than a few hundred thousand multiply-adds. So each part is one function with little code of its own,
-and a stage's weights lie behind each other in one array. What is used here stands in this file: Numba's cache
-notices no other's changes.
+Between two decisions, code and data leave the CPU cache; reading them back from memory takes far longer than
+a few
+hundred thousand multiply-adds. Each step is therefore one small function, and a stage's weights are
+contiguous in one
+array. This file uses no function of another file, because Numba's cache does not detect changes there.
 
-Notation: d the width of the model, W that of the controllers, P plans, L loads, V words.
+Notation: d hidden size of the model, W that of the controllers, P plans, L loads, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -17,253 +18,263 @@ import numpy as np
 from numba import njit
 
 _FAST = {"nsz", "reassoc", "contract"}
-"""Sums in any order. Logits that are NaN must still be seen."""
+"""Allow reassociation, but keep NaN detectable in logits."""
 
-UNKNOWN, NOT_FINITE, NOTHING = -1, -1, -2
+UNKNOWN, NOT_FINITE, NO_PLAN = -1, -1, -2
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def expected(
+def predict_quantiles(
     prefill: Any,
     step: Any,
-    rest: Any,
+    all_steps: Any,
     prefill_factors: Any,
     step_factors: Any,
     margins: Any,
     spreads: Any,
     floor: float,
     low: int,
-    way: float,
+    fraction: float,
     queued_ms: float,
 ) -> Any:
-    """Median and higher prediction of each plan, neither falling with the load.
+    """Median and upper quantile of each plan, both nondecreasing in the load.
 
     Args:
-        prefill: By the tables, [L, P] float64, milliseconds.
-        step: Of one, [L, P].
-        rest: Of all steps together, [L, P].
-        prefill_factors: What observations have made of it, [L].
-        step_factors: The same of a step, [L].
-        margins: Spreads to add, [L].
-        spreads: Of `margins.scatter`, [L, 4].
-        floor: The least spread of that, relative.
-        low: The load of the tables below the asked one.
-        way: From there to the next, 0 to 1.
-        queued_ms: What was waited.
+        prefill: Prefill times of the tables in milliseconds, [L, P] float64.
+        step: Times of one decode step, [L, P].
+        all_steps: Times of all decode steps together, [L, P].
+        prefill_factors: Drift correction of the prefill, [L].
+        step_factors: Drift correction of the steps, [L].
+        margins: Margins in units of the residual scale, [L].
+        spreads: Residual scale coefficients, [L, 4].
+        floor: Minimum relative residual scale.
+        low: Index of the largest table load at or below the requested load.
+        fraction: Position of the requested load between `low` and the next load, 0 to 1.
+        queued_ms: Time already waited.
 
     Returns:
         [2, P] float64, milliseconds.
     """
-    found = np.empty((2, prefill.shape[1]))
-    last = low + 1 if way > 0.0 else low
+    predictions = np.empty((2, prefill.shape[1]))
+    last = low + 1 if fraction > 0.0 else low
     for plan in range(prefill.shape[1]):
-        middle, high, below, high_below = -np.inf, -np.inf, 0.0, 0.0
-        for at in range(last + 1):
-            first, one = prefill[at, plan] * prefill_factors[at], step[at, plan] * step_factors[at]
-            later = rest[at, plan] * step_factors[at]
-            whole = first + later
-            spread = math.sqrt(
-                spreads[at, 0]
-                + spreads[at, 1] * (first * first)
-                + spreads[at, 2] * (later * one)
-                + (spreads[at, 3] + floor * floor) * (whole * whole)
+        median, high, below, high_below = -np.inf, -np.inf, 0.0, 0.0
+        for load in range(last + 1):
+            prefill_ms, step_ms = (
+                prefill[load, plan] * prefill_factors[load],
+                step[load, plan] * step_factors[load],
             )
-            above = whole + margins[at] * spread
-            # So that what is NaN stays NaN, and fits no budget.
-            middle = middle if whole <= middle else whole
-            high = high if above <= high else above
-            if at == low:
-                below, high_below = middle, high
+            steps_ms = all_steps[load, plan] * step_factors[load]
+            total = prefill_ms + steps_ms
+            spread = math.sqrt(
+                spreads[load, 0]
+                + spreads[load, 1] * (prefill_ms * prefill_ms)
+                + spreads[load, 2] * (steps_ms * step_ms)
+                + (spreads[load, 3] + floor * floor) * (total * total)
+            )
+            upper = total + margins[load] * spread
+            # Keeps NaN, which fits no budget.
+            median = median if total <= median else total
+            high = high if upper <= high else upper
+            if load == low:
+                below, high_below = median, high
         below, high_below = below + queued_ms, high_below + queued_ms
-        if way > 0.0:
-            below += way * (middle + queued_ms - below)
-            high_below += way * (high + queued_ms - high_below)
-        found[0, plan], found[1, plan] = below, high_below
-    return found
+        if fraction > 0.0:
+            below += fraction * (median + queued_ms - below)
+            high_below += fraction * (high + queued_ms - high_below)
+        predictions[0, plan], predictions[1, plan] = below, high_below
+    return predictions
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def with_room(vision: Any, images: float, allowed: Any, most: float) -> Any:
-    """Which plans may be chosen and have room for a request; where none has, those that come nearest.
+def select_with_capacity(vision: Any, images: float, allowed: Any, capacity: float) -> Any:
+    """Allowed plans whose vision tokens fit; if none fit, those with the fewest.
 
     Args:
-        vision: Vision tokens of an image under each, [P] float64.
-        images: How many there are; tokens are whole.
-        allowed: Which may be chosen, [P] bool.
-        most: Vision tokens that there is room for.
+        vision: Vision tokens per image of each plan, [P] float64.
+        images: Number of images; token counts are rounded.
+        allowed: Allowed plans, [P] bool.
+        capacity: Maximum number of vision tokens.
 
     Returns:
         [P] bool.
     """
-    found, least = np.empty(len(vision), np.bool_), np.inf
+    selected_plans, min_tokens = np.empty(len(vision), np.bool_), np.inf
     for plan in range(len(vision)):
         if allowed[plan]:
-            least = min(least, np.rint(images * vision[plan]))
-    most = max(most, least)
+            min_tokens = min(min_tokens, np.rint(images * vision[plan]))
+    capacity = max(capacity, min_tokens)
     for plan in range(len(vision)):
-        found[plan] = allowed[plan] and np.rint(images * vision[plan]) <= most
-    return found
+        selected_plans[plan] = allowed[plan] and np.rint(images * vision[plan]) <= capacity
+    return selected_plans
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def mean_word(ids: Any, left_out: Any, rows: Any, vectors: Any, found: Any) -> int:
-    """The mean of words' vectors.
+def mean_embedding(ids: Any, excluded: Any, rows: Any, vectors: Any, out: Any) -> int:
+    """Mean of word vectors.
 
     Args:
-        ids: Of a prompt, [T] int64.
-        left_out: Those that are no words, [n] int64.
-        rows: Where each word's vector is, [V] int64; `UNKNOWN` where it is not there.
+        ids: Prompt tokens, [T] int64.
+        excluded: Tokens to exclude, [n] int64.
+        rows: Row of each word's vector, [V] int64; `UNKNOWN` if not cached.
         vectors: [n, d] float32.
-        found: What is written, [d] float32.
+        out: Result, [d] float32.
 
     Returns:
-        How many words there are; `UNKNOWN` where a vector is not there.
+        Number of words; `UNKNOWN` if a vector is not cached.
     """
-    found[:] = 0.0
+    out[:] = 0.0
     count = 0
     for token in ids:
         skipped = False
-        for other in left_out:
+        for other in excluded:
             skipped = skipped or token == other
         if skipped:
             continue
         if token < 0 or token >= len(rows) or rows[token] < 0:
             return UNKNOWN
         vector = vectors[rows[token]]
-        for at in range(len(found)):
-            found[at] += vector[at]
+        for index in range(len(out)):
+            out[index] += vector[index]
         count += 1
-    for at in range(len(found)):
-        found[at] /= np.float32(max(count, 1))
+    for index in range(len(out)):
+        out[index] /= np.float32(max(count, 1))
     return count
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def encoded(angle: float, frequency: Any, amplitude: Any) -> Any:
-    """A budget as both stages are told it, [2 n] float32; `frequency` and `amplitude` are [n]."""
+def encode_budget(angle: float, frequency: Any, amplitude: Any) -> Any:
+    """Encode a budget, [2 n] float32; `frequency` and `amplitude` are [n]."""
     half = len(frequency)
-    found = np.empty(2 * half, np.float32)
-    for at in range(half):
-        phase = angle * frequency[at]
-        found[at], found[half + at] = amplitude[at] * math.sin(phase), amplitude[at] * math.cos(phase)
-    return found
+    encoding = np.empty(2 * half, np.float32)
+    for index in range(half):
+        phase = angle * frequency[index]
+        encoding[index], encoding[half + index] = (
+            amplitude[index] * math.sin(phase),
+            amplitude[index] * math.cos(phase),
+        )
+    return encoding
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
-def _product(weights: Any, begin: int, x: Any, scale: Any, found: Any) -> int:
-    """A matrix [W, n] and then its bias [W], from `begin` on, applied to x, [n]; gives where they end."""
+def _matvec(weights: Any, start: int, x: Any, scale: Any, out: Any) -> int:
+    """Multiply the matrix [W, n] at `start` with x [n] and add the bias after it; returns the end offset."""
     wide = len(x)
-    bias = begin + len(found) * wide
-    for row in range(len(found)):
+    bias = start + len(out) * wide
+    for row in range(len(out)):
         total = np.float32(0.0)
-        # A part of its own: an index that could be negative would keep the sum from being done in vectors.
-        line = weights[begin + row * wide : begin + (row + 1) * wide]
-        for at in range(wide):
-            total += line[at] * x[at]
-        found[row] = total * scale + weights[bias + row]
-    return bias + len(found)
+        # A slice, because possibly negative indices would prevent vectorization.
+        line = weights[start + row * wide : start + (row + 1) * wide]
+        for column in range(wide):
+            total += line[column] * x[column]
+        out[row] = total * scale + weights[bias + row]
+    return bias + len(out)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _gelu(x: Any) -> None:
-    for at in range(len(x)):
-        value = x[at]
-        x[at] = np.float32(0.5) * value * (np.float32(1.0) + math.erf(value * np.float32(math.sqrt(0.5))))
+    for index in range(len(x)):
+        value = x[index]
+        x[index] = np.float32(0.5) * value * (np.float32(1.0) + math.erf(value * np.float32(math.sqrt(0.5))))
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
-def _even(vector: Any, centre: Any, scale: Any, epsilon: float, found: Any) -> Any:
-    """A vector on one scale and around 0; gives what makes its numbers 1 in the mean square."""
+def _standardize(vector: Any, centre: Any, scale: Any, epsilon: float, out: Any) -> Any:
+    """Standardize and center a vector; returns the factor that gives it unit mean square."""
     total = np.float32(0.0)
-    for at in range(len(vector)):
-        found[at] = (vector[at] - centre[at]) * scale[at]
-        total += found[at]
+    for index in range(len(vector)):
+        out[index] = (vector[index] - centre[index]) * scale[index]
+        total += out[index]
     mean, squares = total / np.float32(len(vector)), np.float32(0.0)
-    for at in range(len(vector)):
-        found[at] -= mean
-        squares += found[at] * found[at]
+    for index in range(len(vector)):
+        out[index] -= mean
+        squares += out[index] * out[index]
     return np.float32(1.0 / math.sqrt(squares / len(vector) + epsilon))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def stage(
+def run_stage(
     vector: Any,
     centre: Any,
     scale: Any,
     epsilon: float,
     weights: Any,
     budget: Any,
-    place: Any,
+    extra: Any,
     choices: Any,
     first_choices: int,
     fits: Any,
-    begins: Any,
+    stage1_choices: Any,
     tier: int,
     position: int,
 ) -> int:
-    """A stage's most probable choices: of plans that fit, that of the most probable first, then second one.
+    """Most probable choices of a stage among feasible plans: first choice, then second.
 
     Args:
         vector: Language feature or latency token, [d] float32.
-        centre: What features are put on one scale by, [d] float32.
-        scale: The same.
-        epsilon: Of the normalisation.
-        weights: Of the feature, the budget, both together and the logits; each a matrix by rows and a bias.
-        budget: `encoded`, [W] float32.
-        place: What else both together are told, [W] float32, or nothing, [0].
-        choices: What each plan is of the stage's first and second choice, [2, P] int64.
-        first_choices: How many logits are of the first one.
-        fits: Which plans may come of it, [P] bool.
-        begins: Tier and position of each plan, [2, P] int64.
-        tier: That plans must have; -1 for any.
-        position: The same.
+        centre: Feature mean, [d] float32.
+        scale: Inverse feature deviation, [d] float32.
+        epsilon: Epsilon of the layer norm.
+        weights: Matrices (row-major) and biases of the feature, budget, fusion and logits layers.
+        budget: Encoded budget, [W] float32.
+        extra: Further input of the fusion layer, [W] float32, or empty.
+        choices: First and second choice of each plan, [2, P] int64.
+        first_choices: Number of logits of the first choice.
+        fits: Feasible plans, [P] bool.
+        stage1_choices: Tier and position of each plan, [2, P] int64.
+        tier: Required tier; -1 for any.
+        position: Required position; -1 for any.
 
     Returns:
-        The first such plan; `NOT_FINITE` where a logit is not, `NOTHING` where none may come of it.
+        The first such plan; `NOT_FINITE` if a logit is not finite, `NO_PLAN` if no plan is feasible.
     """
     wide = len(budget)
-    even = np.empty(len(vector), np.float32)
-    told = np.empty(2 * wide + len(place), np.float32)
-    norm = _even(vector, centre, scale, epsilon, even)
-    at = _product(weights, 0, even, norm, told[:wide])
-    at = _product(weights, at, budget, np.float32(1.0), told[wide : 2 * wide])
-    _gelu(told[: 2 * wide])
-    told[2 * wide :] = place
+    standardized = np.empty(len(vector), np.float32)
+    concatenated = np.empty(2 * wide + len(extra), np.float32)
+    norm = _standardize(vector, centre, scale, epsilon, standardized)
+    offset = _matvec(weights, 0, standardized, norm, concatenated[:wide])
+    offset = _matvec(weights, offset, budget, np.float32(1.0), concatenated[wide : 2 * wide])
+    _gelu(concatenated[: 2 * wide])
+    concatenated[2 * wide :] = extra
     fused = np.empty(wide, np.float32)
-    at = _product(weights, at, told, np.float32(1.0), fused)
+    offset = _matvec(weights, offset, concatenated, np.float32(1.0), fused)
     _gelu(fused)
-    logits = np.empty((len(weights) - at) // (wide + 1), np.float32)
-    _product(weights, at, fused, np.float32(1.0), logits)
+    logits = np.empty((len(weights) - offset) // (wide + 1), np.float32)
+    _matvec(weights, offset, fused, np.float32(1.0), logits)
     for logit in logits:
         if not math.isfinite(logit):
             return NOT_FINITE
-    best, best_first, best_second = NOTHING, -1, -1
+    best, best_first, best_second = NO_PLAN, -1, -1
     for plan in range(len(fits)):
-        if not fits[plan] or (tier >= 0 and (begins[0, plan] != tier or begins[1, plan] != position)):
+        if not fits[plan] or (
+            tier >= 0 and (stage1_choices[0, plan] != tier or stage1_choices[1, plan] != position)
+        ):
             continue
         first, second = choices[0, plan], first_choices + choices[1, plan]
         if best >= 0:
-            # Of equal logits the first is the higher one.
+            # Ties select the first.
             if first == best_first:
                 if second == best_second:
                     continue
-                one, other, earlier = logits[second], logits[best_second], second < best_second
+                logit_a, logit_b, earlier = logits[second], logits[best_second], second < best_second
             else:
-                one, other, earlier = logits[first], logits[best_first], first < best_first
-            if one < other or (one == other and not earlier):
+                logit_a, logit_b, earlier = logits[first], logits[best_first], first < best_first
+            if logit_a < logit_b or (logit_a == logit_b and not earlier):
                 continue
         best, best_first, best_second = plan, first, second
     return best
 
 
 def compile_all() -> None:
-    """Compile every function here, or fetch it from Numba's cache."""
-    one, some = np.ones(1), np.ones(1, np.float32)
-    every, numbers = np.ones(1, np.bool_), np.zeros((2, 1), np.int64)
-    # A stage as narrow as can be: four matrices of one row, of 1, 1, 2 and 1 columns, and their biases.
+    """Compile every function, or load it from Numba's cache."""
+    ones64, ones32 = np.ones(1), np.ones(1, np.float32)
+    mask, numbers = np.ones(1, np.bool_), np.zeros((2, 1), np.int64)
+    # The narrowest stage: four matrices of one row with 1, 1, 2 and 1 columns, and their biases.
     weights = np.zeros(9, np.float32)
-    expected(one[None], one[None], one[None], one, one, one, np.ones((1, 4)), 0.0, 0, 0.0, 0.0)
-    with_room(one, 1.0, every, 1.0)
-    mean_word(numbers[0], numbers[0], numbers[0], some[None], some.copy())
-    budget = encoded(0.0, one, one)[:1]
-    stage(some, some, some, 0.0, weights, budget, some[:0], numbers, 1, every, numbers, -1, -1)
+    predict_quantiles(
+        ones64[None], ones64[None], ones64[None], ones64, ones64, ones64, np.ones((1, 4)), 0.0, 0, 0.0, 0.0
+    )
+    select_with_capacity(ones64, 1.0, mask, 1.0)
+    mean_embedding(numbers[0], numbers[0], numbers[0], ones32[None], ones32.copy())
+    budget = encode_budget(0.0, ones64, ones64)[:1]
+    run_stage(ones32, ones32, ones32, 0.0, weights, budget, ones32[:0], numbers, 1, mask, numbers, -1, -1)

@@ -1,3 +1,3 @@
-"""Root-mean-square normalisation in one kernel; see `reference.py` for what it is."""
+"""RMS normalization; `reference` defines the operation."""
 
 from __future__ import annotations

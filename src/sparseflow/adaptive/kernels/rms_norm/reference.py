@@ -1,7 +1,8 @@
-"""Root-mean-square normalisation as Llama's family writes it, in plain torch.
+"""RMS normalization as in Llama, in plain torch.
 
-y = w * round(x / sqrt(mean(x²) + eps)): the mean and the quotient in float32, the quotient rounded to x's
-dtype before it is multiplied by the weight.
+y = w * round(x / sqrt(mean(x²) + eps)): mean and quotient in float32; the quotient is rounded to x's dtype
+before the
+multiplication with the weight.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension.
+    """Normalize the last dimension.
 
     Args:
         x: [..., d], floating.
-        weight: [d], of x's dtype.
+        weight: [d], dtype of x.
         eps: Added to the mean square.
 
     Returns:
-        As x.
+        Shape and dtype of x.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: a program normalises a row. Seven launches of the plain form become one."""
+"""RMS normalization with one program per row; replaces seven launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-WIDEST = 16384
-"""Numbers of a row, which is kept in registers."""
+MAX_WIDTH = 16384
+"""Maximum row size, limited by registers."""
 
 
 @triton.jit
@@ -23,17 +23,18 @@ def row_kernel(x_ptr, weight_ptr, out_ptr, D, stride, eps, BD: tl.constexpr):
     weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
     scaled = (x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps))).to(kind)
-    # A product of two halves is exact in float32, so it is rounded once, as in the reference.
+    # The product of two half-precision numbers is exact in float32, so it is rounded once, as in the
+    # reference.
     tl.store(out_ptr + row * D + c, (scaled.to(tl.float32) * weight).to(kind), mask=c < D)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes such rows."""
-    return x.dtype in DTYPES and x.dtype == weight.dtype and x.shape[-1] <= WIDEST
+    """Whether the kernel supports these rows."""
+    return x.dtype in DTYPES and x.dtype == weight.dtype and x.shape[-1] <= MAX_WIDTH
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension; see the reference. Not differentiable, and never synchronises."""
+    """Normalize the last dimension; see the reference. Not differentiable; never synchronizes."""
     d = x.shape[-1]
     rows = x.reshape(-1, d)
     if rows.stride(1) != 1:

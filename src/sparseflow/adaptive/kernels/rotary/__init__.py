@@ -1,3 +1,3 @@
-"""Rotary positions of queries and keys in one kernel; see `reference.py` for what they are."""
+"""Rotary position embedding of queries and keys; `reference` defines the operation."""
 
 from __future__ import annotations

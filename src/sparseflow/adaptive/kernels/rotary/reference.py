@@ -1,4 +1,4 @@
-"""Rotary positions as Llama's family writes them, in plain torch: x cos + rotated(x) sin, halves apart."""
+"""Rotary position embedding as in Llama, in plain torch: x cos + rotated(x) sin, with split halves."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their places.
+    """Rotate queries and keys by their positions.
 
     Args:
         query: [batch, heads, tokens, d], floating, d even.
-        key: [batch, key heads, tokens, d], of the same dtype.
-        cosine: [batch or 1, tokens, d], of the same dtype.
-        sine: As `cosine`.
+        key: [batch, key heads, tokens, d], same dtype.
+        cosine: [batch or 1, tokens, d], same dtype.
+        sine: Like `cosine`.
 
     Returns:
-        Both, shaped as they were.
+        Rotated query and key, with unchanged shapes.
     """
-    found = []
+    rotated = []
     for x in (query, key):
         low, high = x.chunk(2, dim=-1)
-        found.append(x * cosine[:, None] + torch.cat([-high, low], dim=-1) * sine[:, None])
-    return found[0], found[1]
+        rotated.append(x * cosine[:, None] + torch.cat([-high, low], dim=-1) * sine[:, None])
+    return rotated[0], rotated[1]

@@ -1,6 +1,6 @@
-"""Rotary positions: a program turns all heads of a token, of query or key. Ten launches become one.
+"""Rotary position embedding with one program per token and tensor; replaces ten launches.
 
-Products are rounded to the tensors' dtype before they are added, as the plain form does.
+Products are rounded to the tensors' dtype before they are added, as in the reference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-WIDEST = 8192
-"""Numbers of half a token's query, which are kept in registers."""
+MAX_WIDTH = 8192
+"""Maximum elements of half a token's query, limited by registers."""
 
 
 @triton.jit
@@ -25,23 +25,23 @@ def rotate_kernel(
     D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    batch, at = token // T, token % T
+    batch, token_index = token // T, token % T
     h = tl.arange(0, BH)[:, None]
     c = tl.arange(0, BD)[None, :]
     half: tl.constexpr = D // 2
     inside = c < half
-    place = batch * places_b + at * places_t + c
-    cos_low = tl.load(cosine_ptr + place, mask=inside, other=0.0).to(ACC)
-    cos_high = tl.load(cosine_ptr + place + half, mask=inside, other=0.0).to(ACC)
-    sin_low = tl.load(sine_ptr + place, mask=inside, other=0.0).to(ACC)
-    sin_high = tl.load(sine_ptr + place + half, mask=inside, other=0.0).to(ACC)
+    offset = batch * places_b + token_index * places_t + c
+    cos_low = tl.load(cosine_ptr + offset, mask=inside, other=0.0).to(ACC)
+    cos_high = tl.load(cosine_ptr + offset + half, mask=inside, other=0.0).to(ACC)
+    sin_low = tl.load(sine_ptr + offset, mask=inside, other=0.0).to(ACC)
+    sin_high = tl.load(sine_ptr + offset + half, mask=inside, other=0.0).to(ACC)
     kind = query_out_ptr.dtype.element_ty
     if tl.program_id(1) == 0:
-        x_ptr = query_ptr + batch * query_b + at * query_t + h * query_h + c
+        x_ptr = query_ptr + batch * query_b + token_index * query_t + h * query_h + c
         out_ptr = query_out_ptr + (token * H + h) * D + c
         mask = inside & (h < H)
     else:
-        x_ptr = key_ptr + batch * key_b + at * key_t + h * key_h + c
+        x_ptr = key_ptr + batch * key_b + token_index * key_t + h * key_h + c
         out_ptr = key_out_ptr + (token * G + h) * D + c
         mask = inside & (h < G)
     low = tl.load(x_ptr, mask=mask, other=0.0).to(ACC)
@@ -53,11 +53,13 @@ def rotate_kernel(
 
 
 def fits(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> bool:
-    """Whether the kernel takes such tensors."""
+    """Whether the kernel supports these tensors."""
     if not (query.ndim == key.ndim == 4 and cosine.ndim == sine.ndim == 3):
         return False
     batch, heads, tokens, width = query.shape
-    most, half = (int(triton.next_power_of_2(each)) for each in (max(heads, key.shape[1]), width // 2))
+    padded_heads, half = (
+        int(triton.next_power_of_2(size)) for size in (max(heads, key.shape[1]), width // 2)
+    )
     return (
         query.dtype in DTYPES
         and query.dtype == key.dtype == cosine.dtype == sine.dtype
@@ -70,18 +72,18 @@ def fits(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> bool:
         and width % 2 == 0
         and query.stride(3) == key.stride(3) == cosine.stride(2) == sine.stride(2) == 1
         and cosine.stride() == sine.stride()
-        and most * half <= WIDEST
+        and padded_heads * half <= MAX_WIDTH
     )
 
 
 def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys; see the reference. Not differentiable, and never synchronises.
+    """Rotate queries and keys; see the reference. Not differentiable; never synchronizes.
 
-    Heads of a token lie together in what is returned, as they come out of a projection.
+    The heads of a token are contiguous in the results, as in a projection's output.
     """
     batch, heads, tokens, width = query.shape
     key_heads = key.shape[1]
-    found = [
+    outputs = [
         torch.empty(batch, tokens, count, width, dtype=query.dtype, device=query.device)
         for count in (heads, key_heads)
     ]
@@ -89,10 +91,10 @@ def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Te
     if batch * tokens:
         with torch.cuda.device_of(query):
             kernel[(batch * tokens, 2)](
-                query, key, cosine, sine, *found, tokens, heads, key_heads, *query.stride()[:3],
+                query, key, cosine, sine, *outputs, tokens, heads, key_heads, *query.stride()[:3],
                 *key.stride()[:3], 0 if len(cosine) == 1 else cosine.stride(0), cosine.stride(1),
                 D=width, BH=triton.next_power_of_2(max(heads, key_heads)),
                 BD=triton.next_power_of_2(width // 2),
                 ACC=tl.float64 if query.dtype == torch.float64 else tl.float32, num_warps=4,
             )  # fmt: skip
-    return found[0].transpose(1, 2), found[1].transpose(1, 2)
+    return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)

@@ -1,3 +1,3 @@
-"""Choosing each token's experts in one kernel; see `reference.py` for what it is."""
+"""Selection of each token's experts; `reference` defines the operation."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosing experts, in plain torch: the likeliest k of a softmax in float32."""
+"""Selection of experts in plain torch: the k most probable of a float32 softmax."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def top_experts(logits: Tensor, k: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-    """Choose experts.
+    """Select experts.
 
     Args:
         logits: [n, experts], floating.
-        k: How many for each token.
-        normalized: Whether their weights are made to sum to 1.
+        k: Experts per token.
+        normalized: Whether to normalize the weights to sum 1.
 
     Returns:
-        Weights, [n, k] of the logits' dtype, the highest first; and experts, [n, k] int64. Of equally likely
-        ones, those of the lower number.
+        Weights, [n, k], dtype of the logits, descending; and experts, [n, k] int64. Ties select the lower
+        index.
     """
-    chances = logits.softmax(-1, dtype=torch.float32)
-    values, order = chances.sort(dim=-1, descending=True, stable=True)
-    values, chosen = values[:, :k], order[:, :k]
+    probs = logits.softmax(-1, dtype=torch.float32)
+    values, order = probs.sort(dim=-1, descending=True, stable=True)
+    values, expert_ids = values[:, :k], order[:, :k]
     if normalized:
         values = values / values.sum(-1, keepdim=True)
-    return values.to(logits.dtype), chosen
+    return values.to(logits.dtype), expert_ids

@@ -1,4 +1,4 @@
-"""Which blocks a model can do without."""
+"""Block importance: which decoder blocks a model can skip, and at what loss of accuracy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from sparseflow.adaptive.profile.importance.result import (
     AccuracyDrop,
     BlockImportance,
     SkippedBlocks,
-    space_of,
+    load_plan_space,
 )
-from sparseflow.adaptive.profile.importance.search import fewest_evaluations, measure_importance
+from sparseflow.adaptive.profile.importance.search import count_min_evaluations, measure_importance
 
 __all__ = [
     "AccuracyDrop",
     "BlockImportance",
     "SkippedBlocks",
-    "fewest_evaluations",
+    "count_min_evaluations",
+    "load_plan_space",
     "measure_importance",
-    "space_of",
 ]

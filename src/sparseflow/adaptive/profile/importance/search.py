@@ -1,316 +1,323 @@
-"""Finding the blocks that a model can do without: one by one, then sets of them by beam search.
+"""Beam search for the blocks that a model can skip.
 
-What is lost without two blocks is not the sum of what is lost without each: often the second of two
-neighbours matters only once the first is gone. So sets are scored as sets. Level s of the search holds the
-`beam` best sets of s blocks after an insertion position; each is tried with every further block, the most
-promising first: the one whose parent scored high and whose new block is worth little by itself.
+The loss without two blocks is not the sum of the losses without each: often the second of two neighbors
+matters only once the first is removed. Sets are therefore evaluated as sets. Level s of the search holds the
+`beam` best sets of s blocks after an insertion position. Each is extended by every further block, in order of
+the score of the set minus the loss without the block alone.
 
-Block 0 is never left out, since caches tell their length by it.
+Block 0 is never removed, because caches derive their length from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from sparseflow.adaptive.plan.space import ModelGeometry
 from sparseflow.adaptive.profile.importance.result import AccuracyDrop, BlockImportance, SkippedBlocks
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.config import StrictModel
+from sparseflow.core.journal import Journal
+from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
 
-Score = Callable[[tuple[int, ...]], Any]
-"""The blocks that run, ascending -> the score of each sample, a sequence or tensor of n finite numbers."""
-Removed = tuple[int, ...]
+ScoreFunction = Callable[[tuple[int, ...]], Any]
+"""Maps the blocks that run, ascending, to the score of each sample: a sequence or tensor of n finite
+numbers."""
+BlockSet = tuple[int, ...]
+"""Removed blocks, ascending."""
 
-_FORMAT = "sparseflow-adaptive-evaluations-1"
-_DIGITS = 9
+_SCORE_DIGITS = 9
 
 
-class EvaluationCache:
-    """Scores by what was left out. Use it as a context manager.
+class _JournalHeader(Artifact):
+    FORMAT: ClassVar[str] = "sparseflow.adaptive.block-scores"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "delete the file to evaluate all blocks again"
+
+    geometry: Annotated[ModelGeometry, DictField()]
+    model_id: str
+
+
+class _ScoreRow(StrictModel):
+    removed: BlockSet
+    scores: tuple[float, ...]
+
+
+class ScoreCache:
+    """Scores of sets of removed blocks, computed on first use. A context manager.
 
     Args:
-        score: Scores sets.
-        geometry: The model's.
-        model_id: Of the model.
-        journal: File to keep scores in, and to take them from; its folder is locked meanwhile.
+        score: Evaluates the model.
+        geometry: Geometry of the model.
+        model_id: Digest of the model.
+        journal_path: File that stores the scores, in an existing directory; it is locked until the exit.
 
     Raises:
         InputError: The journal is of another model.
-        FileFormatError: It holds something else.
-        RunError: Another process writes into its folder.
+        FileFormatError: The journal is foreign, damaged, or of another version.
+        RunError: Another process writes into the directory.
     """
 
-    def __init__(self, score: Score, geometry: ModelGeometry, model_id: str, journal: Path | None) -> None:
+    def __init__(
+        self, score: ScoreFunction, geometry: ModelGeometry, model_id: str, journal_path: Path | None
+    ) -> None:
         self._score, self._depth = score, geometry.depth
-        self._scores: dict[Removed, np.ndarray] = {}
-        self._lines: JsonLinesWriter | None = None
-        if journal is None:
+        self._scores: dict[BlockSet, np.ndarray] = {}
+        self._journal: Journal[_ScoreRow] | None = None
+        if journal_path is None:
             return
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = JsonLinesWriter(journal)
+        journal_path.parent.mkdir(parents=True, exist_ok=True)
+        header = _JournalHeader(geometry=geometry, model_id=model_id)
+        self._journal = Journal(journal_path, _ScoreRow, header=header, key=lambda row: row.removed)
         try:
-            self._resume(journal, {"format": _FORMAT, "geometry": geometry.to_dict(), "model_id": model_id})
+            for index, row in enumerate(self._journal.rows):
+                self._add_row(index, row)
         except BaseException:
-            self._lines.close()
+            self._journal.close()
             raise
 
     def __len__(self) -> int:
         return len(self._scores)
 
-    def __getitem__(self, removed: Removed) -> np.ndarray:
-        """Scores without some blocks, made where they are not there: float64, [samples].
+    def __getitem__(self, removed: BlockSet) -> np.ndarray:
+        """Scores without some blocks: [samples] float64.
 
         Raises:
-            InputError: What the scores are is no score of each sample.
+            InputError: The score function does not return one finite number per sample.
         """
         if removed not in self._scores:
-            kept = tuple(block for block in range(self._depth) if block not in removed)
-            found = self._checked(self._score(kept), kept)
-            if self._lines is not None:
-                self._lines.write(
-                    {"without": list(removed), "scores": [round(each, _DIGITS) for each in found.tolist()]}
-                )
-                # As they would be read: a search that goes on must not differ in the last digit.
-                found = found.round(_DIGITS)
-            self._scores[removed] = found
+            blocks = tuple(block for block in range(self._depth) if block not in removed)
+            scores = self._check_scores(self._score(blocks), blocks)
+            if self._journal is not None:
+                # Rounded as stored, so that a resumed search does not differ in the last digit.
+                scores = np.array([round(score, _SCORE_DIGITS) for score in scores.tolist()])
+                self._journal.append(_ScoreRow(removed=removed, scores=tuple(scores.tolist())))
+            self._scores[removed] = scores
         return self._scores[removed]
 
-    def mean(self, removed: Removed) -> float:
+    def mean(self, removed: BlockSet) -> float:
         """Mean score without some blocks."""
         return float(self[removed].mean())
 
-    def __enter__(self) -> EvaluationCache:
+    def __enter__(self) -> ScoreCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lines is not None:
-            self._lines.close()
+    def __exit__(self, *error: object) -> None:
+        if self._journal is not None:
+            self._journal.close()
 
-    def _resume(self, journal: Path, about: Mapping[str, Any]) -> None:
-        assert self._lines is not None
-        lines = read_json_lines(journal)
-        if not lines:
-            self._lines.write(about)
-            return
-        if lines[0].get("format") != _FORMAT:
-            raise FileFormatError(f"{journal} holds no scores of blocks of this version of SparseFlow")
-        if lines[0] != about:
-            raise InputError(
-                f"{journal} holds scores of another model: {lines[0]}, not {dict(about)}; name another file"
-            )
-        for number, line in enumerate(lines[1:], start=2):
-            try:
-                removed = tuple(map(int, line["without"]))
-                self._scores[removed] = self._checked(line["scores"], removed)
-            except (KeyError, TypeError, InputError) as error:
-                raise FileFormatError(
-                    f"{journal}, line {number}, is no score of a set of blocks: {error}"
-                ) from error
+    def _add_row(self, index: int, row: _ScoreRow) -> None:
+        assert self._journal is not None
+        try:
+            self._scores[row.removed] = self._check_scores(row.scores, row.removed)
+        except InputError as error:
+            raise FileFormatError(f"{self._journal.locate(index)}: {error}; remove the line") from error
 
-    def _checked(self, scores: Any, blocks: Removed) -> np.ndarray:
+    def _check_scores(self, scores: Any, blocks: tuple[int, ...]) -> np.ndarray:
         if hasattr(scores, "detach"):
             scores = scores.detach().cpu()
         try:
-            found = np.asarray(scores, dtype=np.float64)
+            array = np.asarray(scores, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"`score` of blocks {blocks} must give one number for each sample: {error}"
+                f"`score` of blocks {blocks} must return one number per sample: {error}"
             ) from error
-        if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
+        if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
             raise InputError(
-                f"`score` of blocks {blocks} must give one finite number for each sample; it gave "
-                f"{found.shape} with {int((~np.isfinite(found)).sum())} that are not finite"
+                f"`score` of blocks {blocks} must return one finite number per sample, got shape "
+                f"{list(array.shape)} with {int((~np.isfinite(array)).sum())} non-finite numbers"
             )
-        before = next(iter(self._scores.values()), found)
-        if len(before) != len(found):
+        num_samples = len(next(iter(self._scores.values()), array))
+        if num_samples != len(array):
             raise InputError(
-                f"`score` of blocks {blocks} gave {len(found)} samples, and others had {len(before)}: sets "
-                "are held against each other on the same samples"
+                f"`score` of blocks {blocks} returned {len(array)} samples, expected {num_samples} as for "
+                "other blocks"
             )
-        return found
+        return array
 
 
-Progress = Callable[[str, float], None]
-"""Called with (what was scored, fraction done)."""
-
-_DRAWS = 4000
+_NUM_RESAMPLES = 4000
 _CONFIDENCE = 0.95
-_CHUNK = 4_000_000
-"""Numbers of a bootstrap that are held at a time."""
+_MAX_DRAWS_IN_MEMORY = 4_000_000
 
 
 def measure_importance(
-    score: Score,
+    score: ScoreFunction,
     geometry: ModelGeometry,
     *,
     beam: int = 4,
-    budget: int | None = None,
-    journal: Path | str | None = None,
+    max_evaluations: int | None = None,
+    journal_path: Path | str | None = None,
     model_id: str = "",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> BlockImportance:
-    """Score sets of blocks and choose which to skip.
+    """Evaluate sets of blocks and select which blocks to skip.
 
     Args:
-        score: The blocks that run -> the score of each sample, the same samples each time. It is called once
-            for each set.
-        geometry: The model's.
-        beam: Sets of each size that larger ones are made of.
-        budget: Sets to score at most, those of the journal included; by default all that the search looks at.
-            Every set that is chosen has been scored.
-        journal: File of JSON lines to keep scores in; a call that was stopped goes on with it.
-        model_id: Of the model, kept with the result; a journal of another one is refused.
-        seed: What bootstrap samples are drawn from.
-        progress: Called with (what was scored, fraction done).
+        score: Maps the blocks that run to the score of each sample, always of the same samples. It is called
+            once per set.
+        geometry: Geometry of the model.
+        beam: Sets of each size that are extended.
+        max_evaluations: Maximum number of evaluated sets, including those of the journal; by default all that
+            the search considers. Every selected set is evaluated.
+        journal_path: JSON-lines file that stores the scores; an interrupted call resumes from it.
+        model_id: Digest of the model, stored with the result; a journal of another model is refused.
+        seed: Seed of the bootstrap.
+        progress: Called with (evaluated set, fraction done).
 
     Raises:
-        InputError: An argument is out of range, `score` does not give the same number of finite scores each
+        InputError: An argument is out of range, `score` does not return the same number of finite scores each
             time, or the journal is of another model.
-        FileFormatError: The journal holds something else.
-        RunError: Another process writes into the journal's folder, or the disk is full.
+        FileFormatError: The journal is foreign, damaged, or of another version.
+        RunError: Another process writes into the journal's directory, or the disk is full.
     """
-    least = fewest_evaluations(geometry)
+    minimum = count_min_evaluations(geometry)
     if beam < 1:
         raise InputError(f"`beam` (={beam}) must be at least 1")
-    if budget is not None and budget < least:
+    if max_evaluations is not None and max_evaluations < minimum:
         raise InputError(
-            f"`budget` (={budget}) must be at least {least}: every set that is chosen must be scored"
+            f"`max_evaluations` (={max_evaluations}) must be at least {minimum}, because every selected set "
+            "is evaluated"
         )
-    with EvaluationCache(score, geometry, model_id, None if journal is None else Path(journal)) as scored:
-        search = _BlockSearch(scored, geometry, beam, budget, progress)
+    path = None if journal_path is None else Path(journal_path)
+    with ScoreCache(score, geometry, model_id, path) as scores:
+        search = _BeamSearch(scores, geometry, beam, max_evaluations, progress)
         search.run()
-        wanted = [
+        targets = [
             (position, geometry.depth - total)
             for position in geometry.positions
-            for total in geometry.totals(position)
+            for total in geometry.block_counts(position)
         ]
-        sets = [search.best(position, size) for position, size in wanted]
-        drops = _drops(scored, [*((block,) for block in range(1, geometry.depth)), *sets], seed)
-        cut = geometry.depth - 1
-        chosen = tuple(
+        sets = [search.select_best(position, size) for position, size in targets]
+        num_singles = geometry.depth - 1
+        drops = _compute_drops(scores, [*((block,) for block in range(1, geometry.depth)), *sets], seed)
+        skips = tuple(
             SkippedBlocks(position=position, drop=drop)
-            for (position, _), drop in zip(wanted, drops[cut:], strict=True)
+            for (position, _), drop in zip(targets, drops[num_singles:], strict=True)
         )
         return BlockImportance(
-            geometry=geometry, model_id=model_id, samples=len(scored[()]), full=scored.mean(()),
-            singles=tuple(drops[:cut]), chosen=chosen, evaluations=len(scored),
+            geometry=geometry, model_id=model_id, samples=len(scores[()]), full_score=scores.mean(()),
+            single_drops=tuple(drops[:num_singles]), skips=skips, evaluations=len(scores),
         )  # fmt: skip
 
 
-def fewest_evaluations(geometry: ModelGeometry) -> int:
-    """The least budget: the whole model, each block but block 0, and one set a step of the search."""
-    return geometry.depth + len(_steps(geometry))
+def count_min_evaluations(geometry: ModelGeometry) -> int:
+    """Smallest `max_evaluations`: the full model, each block except block 0, and one set per search step."""
+    return geometry.depth + len(_list_steps(geometry))
 
 
-def _steps(geometry: ModelGeometry) -> list[tuple[int, int]]:
-    """(Size of set, insertion position), small sets first."""
-    most = {position: geometry.depth - geometry.totals(position)[0] for position in geometry.positions}
+def _list_steps(geometry: ModelGeometry) -> list[tuple[int, int]]:
+    """Steps of the search as (size of the set, insertion position), small sets first."""
+    max_size = {
+        position: geometry.depth - geometry.block_counts(position)[0] for position in geometry.positions
+    }
     return [
         (size, position)
-        for size in range(2, max(most.values()) + 1)
+        for size in range(2, max(max_size.values()) + 1)
         for position in geometry.positions
-        if most[position] >= size
+        if max_size[position] >= size
     ]
 
 
-class _BlockSearch:
-    """A beam search over what to leave out."""
+class _BeamSearch:
+    """Beam search over sets of removed blocks."""
 
     def __init__(
         self,
-        scored: EvaluationCache,
+        scores: ScoreCache,
         geometry: ModelGeometry,
         beam: int,
-        budget: int | None,
+        max_evaluations: int | None,
         progress: Progress | None,
     ) -> None:
-        self._scored, self._geometry, self._beam = scored, geometry, beam
-        self._budget, self._progress = budget, progress
-        self._steps = _steps(geometry)
-        # Without a budget about what full beams look at.
-        wide = (beam * max(geometry.depth - position - size + 1, 1) for size, position in self._steps)
-        self._expected = budget or geometry.depth + sum(wide)
-        # Sets of the journal count when the search comes to them, so that it goes on as it would have gone.
-        self._looked_at: set[Removed] = set()
+        self._scores, self._geometry, self._beam = scores, geometry, beam
+        self._max_evaluations, self._progress = max_evaluations, progress
+        self._steps = _list_steps(geometry)
+        # An estimate for the progress: the evaluations of full beams.
+        widths = (beam * max(geometry.depth - position - size + 1, 1) for size, position in self._steps)
+        self._expected = max_evaluations or geometry.depth + sum(widths)
+        # Sets of the journal count only once the search reaches them, so that a resumed search is the same.
+        self._evaluated: set[BlockSet] = set()
 
     def run(self) -> None:
-        self._look(())
+        self._evaluate(())
         for block in range(1, self._geometry.depth):
-            self._look((block,))
-        for number, (size, position) in enumerate(self._steps):
-            candidates = self._candidates(size, position)
-            for removed in candidates[: self._share(len(self._steps) - number)]:
-                self._look(removed)
+            self._evaluate((block,))
+        for index, (size, position) in enumerate(self._steps):
+            candidates = self._make_candidates(size, position)
+            for removed in candidates[: self._get_step_budget(len(self._steps) - index)]:
+                self._evaluate(removed)
 
-    def best(self, position: int, size: int) -> Removed:
-        """The set of so many blocks after a position without which the score is highest."""
-        return self._ranked(position, size)[0]
+    def select_best(self, position: int, size: int) -> BlockSet:
+        """The set of `size` blocks after a position whose removal leaves the highest score."""
+        return self._rank(position, size)[0]
 
-    def _look(self, removed: Removed) -> None:
-        self._scored.mean(removed)
-        self._looked_at.add(removed)
+    def _evaluate(self, removed: BlockSet) -> None:
+        self._scores.mean(removed)
+        self._evaluated.add(removed)
         if self._progress is not None:
-            told = f"without {', '.join(map(str, removed)) or 'none'}"
-            self._progress(told, min(len(self._looked_at) / self._expected, 1.0))
+            message = f"without {', '.join(map(str, removed)) or 'none'}"
+            self._progress(message, min(len(self._evaluated) / self._expected, 1.0))
 
-    def _share(self, steps: int) -> int | None:
-        """Sets to score in this step, so that what is left lasts for all that follow."""
-        return None if self._budget is None else max((self._budget - len(self._looked_at)) // steps, 1)
+    def _get_step_budget(self, num_steps: int) -> int | None:
+        """Evaluations of this step, so that the remaining ones are shared by `num_steps` steps."""
+        if self._max_evaluations is None:
+            return None
+        return max((self._max_evaluations - len(self._evaluated)) // num_steps, 1)
 
-    def _candidates(self, size: int, position: int) -> list[Removed]:
-        """Sets to score, the most promising first."""
-        whole = self._scored.mean(())
-        worth = {block: whole - self._scored.mean((block,)) for block in range(1, self._geometry.depth)}
-        found: dict[Removed, float] = {}
-        for parent in self._ranked(position, size - 1)[: self._beam]:
+    def _make_candidates(self, size: int, position: int) -> list[BlockSet]:
+        """Sets to evaluate, most promising first."""
+        full = self._scores.mean(())
+        drop = {block: full - self._scores.mean((block,)) for block in range(1, self._geometry.depth)}
+        promise: dict[BlockSet, float] = {}
+        for parent in self._rank(position, size - 1)[: self._beam]:
             for block in range(position, self._geometry.depth):
                 if block not in parent:
                     child = tuple(sorted((*parent, block)))
-                    promise = self._scored.mean(parent) - worth[block]
-                    found[child] = max(promise, found.get(child, promise))
-        fresh = [child for child in found if child not in self._looked_at]
-        return sorted(fresh, key=lambda child: (-found[child], child))
+                    value = self._scores.mean(parent) - drop[block]
+                    promise[child] = max(value, promise.get(child, value))
+        candidates = [child for child in promise if child not in self._evaluated]
+        return sorted(candidates, key=lambda child: (-promise[child], child))
 
-    def _ranked(self, position: int, size: int) -> list[Removed]:
-        """Sets that were scored, the best first; of equal ones the one whose blocks are worth least one by
-        one."""
-        here = [
+    def _rank(self, position: int, size: int) -> list[BlockSet]:
+        """Evaluated sets, best first; ties prefer blocks with a small loss as single blocks."""
+        candidates = [
             removed
-            for removed in self._looked_at
+            for removed in self._evaluated
             if len(removed) == size and all(block >= position for block in removed)
         ]
         return sorted(
-            here,
+            candidates,
             key=lambda removed: (
-                -self._scored.mean(removed), -sum(self._scored.mean((block,)) for block in removed), removed,
+                -self._scores.mean(removed), -sum(self._scores.mean((block,)) for block in removed), removed,
             ),
         )  # fmt: skip
 
 
-def _drops(scored: EvaluationCache, sets: list[Removed], seed: int) -> list[AccuracyDrop]:
-    """What is lost without each set, with paired bootstrap intervals: all by the same draws of samples."""
-    whole = scored[()]
-    lost = np.stack([whole - scored[removed] for removed in sets], axis=1)
-    count = len(whole)
+def _compute_drops(scores: ScoreCache, sets: list[BlockSet], seed: int) -> list[AccuracyDrop]:
+    """Losses without each set, with paired bootstrap intervals: all sets share the resamples."""
+    full = scores[()]
+    losses = np.stack([full - scores[removed] for removed in sets], axis=1)
+    num_samples = len(full)
     generator = np.random.default_rng(seed)
-    even = np.full(count, 1.0 / count)
-    means, size = [], max(_CHUNK // count, 1)
-    for begin in range(0, _DRAWS, size):
-        times = generator.multinomial(count, even, size=min(size, _DRAWS - begin))
-        means.append(times @ lost / count)
+    uniform = np.full(num_samples, 1.0 / num_samples)
+    means, step = [], max(_MAX_DRAWS_IN_MEMORY // num_samples, 1)
+    for start in range(0, _NUM_RESAMPLES, step):
+        counts = generator.multinomial(num_samples, uniform, size=min(step, _NUM_RESAMPLES - start))
+        means.append(counts @ losses / num_samples)
     tail = (1.0 - _CONFIDENCE) / 2.0
     low, high = np.quantile(np.concatenate(means), [tail, 1.0 - tail], axis=0)
     return [
         AccuracyDrop(
-            without=removed, drop=float(lost[:, at].mean()), low=float(low[at]), high=float(high[at])
+            blocks=removed,
+            drop=float(losses[:, index].mean()),
+            low=float(low[index]),
+            high=float(high[index]),
         )
-        for at, removed in enumerate(sets)
+        for index, removed in enumerate(sets)
     ]
