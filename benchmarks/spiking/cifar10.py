@@ -56,8 +56,8 @@ def load_archive(path: str | Path, *, limit: int | None = None) -> Images:
 
     path = Path(path)
     per_class = None if limit is None else -(-limit // len(CLASSES))
-    found: list[tuple[int, str, np.ndarray]] = []
-    taken = [0] * len(CLASSES)
+    splits: list[tuple[int, str, np.ndarray]] = []
+    positions = [0] * len(CLASSES)
     try:
         # "r:gz", not "r|gz": a truncated stream then fails instead of looking like a short archive.
         with tarfile.open(path, "r:gz") as archive:
@@ -65,22 +65,22 @@ def load_archive(path: str | Path, *, limit: int | None = None) -> Images:
                 if not member.isfile():
                     continue
                 label = _label(path, member)
-                if per_class is not None and taken[label] >= per_class:
+                if per_class is not None and positions[label] >= per_class:
                     continue
                 stream = archive.extractfile(member)
                 assert stream is not None
-                found.append((label, member.name, _decode(path, member.name, stream.read())))
-                taken[label] += 1
+                splits.append((label, member.name, _decode(path, member.name, stream.read())))
+                positions[label] += 1
     except FileNotFoundError as error:
         raise FileFormatError(f"{path}: no such file; expected a CIFAR-10 .tar.gz archive") from error
     except (tarfile.TarError, EOFError, OSError) as error:
         raise FileFormatError(f"{path}: not a readable .tar.gz archive ({error})") from error
-    if not found:
+    if not splits:
         raise FileFormatError(f"{path}: holds no image; expected <split>/<class>/<number>.jpg")
-    found.sort(key=lambda item: item[:2])
+    splits.sort(key=lambda item: item[:2])
     return Images(
-        images=np.stack([pixels for _, _, pixels in found]),
-        labels=np.array([label for label, _, _ in found], dtype=np.int64),
+        images=np.stack([pixels for _, _, pixels in splits]),
+        labels=np.array([label for label, _, _ in splits], dtype=np.int64),
     )
 
 

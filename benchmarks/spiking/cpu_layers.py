@@ -160,7 +160,7 @@ def run_case(name: str, rate: float, inputs: str, arguments: argparse.Namespace)
         "layer": name,
         "inputs": inputs,
         "firing_rate": rate,
-        "output_firing_rate": out.count() / size,
+        "output_firing_rate": out.count_events() / size,
         "mismatch": mismatch,
         "strongest_dense": strongest,
         "times_ms": {c: result.times_ms[c] for c in candidates},

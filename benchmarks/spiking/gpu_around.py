@@ -31,11 +31,11 @@ from sparseflow.core.device import select_device
 from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
 from sparseflow.spiking.backends.packed import codec, pooling, triton_fallback
-from sparseflow.spiking.backends.packed.format import PackedSpikes, empty_packed
+from sparseflow.spiking.backends.packed.format import PackedSpikes, allocate_packed
 from sparseflow.spiking.backends.packed.format import pack as pack_reference
 from sparseflow.spiking.backends.packed.hopper import group
-from sparseflow.spiking.backends.packed.neuron import neuron
-from sparseflow.spiking.backends.packed.words import channels_last
+from sparseflow.spiking.backends.packed.neuron import run_neuron
+from sparseflow.spiking.backends.packed.words import to_channels_last
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -55,7 +55,7 @@ class Shape:
     N: int = 32
 
     @property
-    def whole(self) -> tuple[int, int, int, int, int]:
+    def full_shape(self) -> tuple[int, int, int, int, int]:
         """(T, N, C, H, W)."""
         return self.T, self.N, self.c, self.size, self.size
 
@@ -88,8 +88,8 @@ class Draw:
 
     def grid(self, *shape: int) -> torch.Tensor:
         """Multiples of 1/64 in [-0.5, 0.5]."""
-        whole = torch.randint(-32, 33, shape, generator=self._generator, device=self.device)
-        return whole.float() / 64
+        integers = torch.randint(-32, 33, shape, generator=self._generator, device=self.device)
+        return integers.float() / 64
 
     def spikes(self, *shape: int, rate: float = 0.05) -> torch.Tensor:
         """Zeros and ones."""
@@ -101,26 +101,26 @@ def exactly(expected: torch.Tensor) -> Callable[[torch.Tensor], dict[str, float]
     return same_spikes(expected, limit=0.0)
 
 
-def flip(held: torch.Tensor) -> None:
+def flip(tensor: torch.Tensor) -> None:
     """Spoil a result, packed or not."""
-    held.fill_(-1 if held.dtype == torch.int16 else float("nan"))
+    tensor.fill_(-1 if tensor.dtype == torch.int16 else float("nan"))
 
 
 def spoiler(like: PackedSpikes) -> Callable[[torch.Tensor], object]:
     """What spoils packed spikes but for the border, which most kernels leave as it is."""
-    return lambda held: replace(like, data=held).pixels.fill_(-1)
+    return lambda original: replace(like, data=original).pixels.fill_(-1)
 
 
 def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -> dict[str, Any]:
     """All passes over one activation; floors by the bytes they must move."""
-    t, n, c, h, w = shape.whole
+    t, n, c, h, w = shape.full_shape
     bench.start()
     values, bits = t * n * c * h * w, t * n * h * w * 8 * -(-c // 64)
-    x = channels_last(draw.grid(*shape.whole) * 4).half().permute(0, 1, 4, 2, 3)
-    s = channels_last(draw.spikes(*shape.whole)).half().permute(0, 1, 4, 2, 3)
+    x = to_channels_last(draw.grid(*shape.full_shape) * 4).half().permute(0, 1, 4, 2, 3)
+    s = to_channels_last(draw.spikes(*shape.full_shape)).half().permute(0, 1, 4, 2, 3)
     packed, bias = codec.pack(s), draw.grid(c)
-    membrane = channels_last(draw.grid(1, n, c, h, w))[0]
-    out, marked = (empty_packed(t, n, c, h, w, x.device, tile=tile) for tile in (0, 16))
+    membrane = to_channels_last(draw.grid(1, n, c, h, w))[0]
+    out, marked = (allocate_packed(t, n, c, h, w, x.device, tile=tile) for tile in (0, 16))
     spoil_inside = spoiler(out)
     moved: dict[str, float] = {}
 
@@ -146,7 +146,7 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
 
     def fused(**options: Any) -> Run:
         options = {"currents": [x], "packed": out, **options}
-        return lambda: neuron(spec=LIF, steps=t, bias=bias, **options).packed.data  # type: ignore[union-attr]
+        return lambda: run_neuron(spec=LIF, steps=t, bias=bias, **options).packed.data  # type: ignore[union-attr]
 
     admit("neuron", 2 * values + bits, fused(), pack_reference(fire([x])).data, spoil_inside)
     admit(
@@ -168,20 +168,20 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
     )  # fmt: skip
     admit(
         "neuron + SEW shortcut, dense out", 4 * values + bits,
-        lambda: neuron([x], LIF, bias=bias, post_skips=[packed], packed=False, dense=torch.float16).dense,  # type: ignore[return-value]
+        lambda: run_neuron([x], LIF, bias=bias, post_skips=[packed], packed=False, dense=torch.float16).dense,  # type: ignore[return-value]
         fire([x], posts=1).half(),
     )  # fmt: skip
     admit("pack", 2 * values + bits, lambda: codec.pack(s, out).data, pack_reference(s).data)
     admit("pack + activity", 2 * values + bits, lambda: codec.pack(s, marked).data, pack_reference(s).data)
     admit("unpack", 2 * values + bits, lambda: codec.unpack(packed, torch.float16), s.contiguous())
     if min(h, w) >= 3:
-        pooled = pooling.max_pool_reference(packed, 3, 2, 1)
+        pooled = pooling.run_max_pool_reference(packed, 3, 2, 1)
         for name, tile in (("max pool 3x3/2", 0), ("max pool 3x3/2 + activity", 16)):
             admit(
                 name, 1.25 * bits, lambda tile=tile: pooling.max_pool(packed, 3, 2, 1, tile=tile).data,
                 pooled.data,
             )  # fmt: skip
-    mean = pooling.spatial_mean_reference(packed)
+    mean = pooling.run_spatial_mean_reference(packed)
     admit("spatial mean", bits, lambda: pooling.spatial_mean(packed), mean)
     comparison = bench.compare("neuron")
     floors = {name: floor_ms(peaks, nbytes, 0.0, "fp16") for name, nbytes in moved.items()}
@@ -190,21 +190,21 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
 
 def run_groups(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -> dict[str, Any]:
     """One group, by cuDNN and the fused neuron, by the twin's variants, and by the Hopper kernel."""
-    t, n, c, h, w = shape.whole
+    t, n, c, h, w = shape.full_shape
     bench.start()
     weight = draw.grid(c, shape.c_in, shape.k, shape.k)
     source = SpikeSource(weight=weight, padding=shape.k // 2)
     spec = GroupSpec(sources=(source,), bias=draw.grid(c), neuron=LIF)
-    s = channels_last(draw.spikes(t, n, shape.c_in, h, w)).half().permute(0, 1, 4, 2, 3)
+    s = to_channels_last(draw.spikes(t, n, shape.c_in, h, w)).half().permute(0, 1, 4, 2, 3)
     packed = codec.pack(s)
     expected = pack_reference(run_group_reference(spec, [s], dtype=torch.float64)[0]).data
-    out = empty_packed(t, n, c, h, w, s.device)
+    out = allocate_packed(t, n, c, h, w, s.device)
     spoil_inside = spoiler(out)
     half = weight.half().contiguous(memory_format=torch.channels_last)
 
     def cudnn() -> torch.Tensor:
         y = F.conv2d(s.flatten(0, 1), half, padding=source.padding).unflatten(0, (t, n))
-        neuron([y], LIF, bias=spec.bias, packed=out)
+        run_neuron([y], LIF, bias=spec.bias, packed=out)
         return out.data
 
     # cuDNN rounds its sums to fp16, so a few spikes may differ.
@@ -224,10 +224,12 @@ def run_groups(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
 
         bench.admit(name, prepared, exactly(expected), poison=spoil_inside)
 
-    for v in triton_fallback.twin_variants(spec, T=t):
-        admit(f"twin {v.name}", lambda v=v: triton_fallback.PreparedTwinGroup(spec, variant=v.name, **sizes))
+    for v in triton_fallback.list_fallback_variants(spec, T=t):
+        admit(
+            f"twin {v.name}", lambda v=v: triton_fallback.TritonFallbackGroup(spec, variant=v.name, **sizes)
+        )
     if s.is_cuda and torch.cuda.get_device_capability(s.device)[0] == 9:
-        admit("gluon", lambda: group.PreparedPackedGroup(spec, **sizes))
+        admit("gluon", lambda: group.HopperGroup(spec, **sizes))
     comparison = bench.compare("cudnn + neuron")
     flops = 2.0 * t * n * h * w * c * shape.c_in * shape.k**2
     nbytes = packed.data.nbytes + out.data.nbytes + half.nbytes
@@ -246,8 +248,8 @@ def show(row: dict[str, Any]) -> None:
     floors = row["floor_ms"]
     for name, ms in row["median_ms"].items():
         floor = floors.get(name) if isinstance(floors, dict) else floors
-        beside = f", {floor / ms:5.0%} of the floor's speed" if floor else ""
-        print(f"    {name:32s} {1e3 * ms:9.1f} µs{beside}", flush=True)
+        reference = f", {floor / ms:5.0%} of the floor's speed" if floor else ""
+        print(f"    {name:32s} {1e3 * ms:9.1f} µs{reference}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,14 +38,14 @@ import triton.language as tl
 from offline_compile import compile_hopper_group
 
 from benchmarks.claims import Claim, slugify, write_samples
-from sparseflow.spiking.backends.packed.format import PackedSpikes, mark, pack, unpack
+from sparseflow.spiking.backends.packed.format import PackedSpikes, add_activity, pack, unpack
 from sparseflow.spiking.backends.packed.hopper.group import (
-    PreparedPackedGroup,
-    kernel_constants,
-    silence_words,
-    variants,
+    HopperGroup,
+    count_input_activity_words,
+    list_hopper_variants,
+    make_kernel_constants,
 )
-from sparseflow.spiking.backends.packed.variant_timing import capture, time_graphs
+from sparseflow.spiking.backends.packed.variant_timing import capture_calls, time_graphs
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -185,7 +185,7 @@ class Case:
     skips: list[torch.Tensor]
     dense: list[torch.Tensor]
     v: torch.Tensor | None
-    places: torch.Tensor | None = None  # which channel of the membrane each of the group's is
+    v_channels: torch.Tensor | None = None  # which channel of the membrane each of the group's is
 
     def packed(
         self,
@@ -193,11 +193,11 @@ class Case:
         """The inputs as the packed kernel takes them."""
         dense = [d.permute(0, 1, 3, 4, 2).contiguous() for d in self.dense]
         v = None if self.v is None else self.v.permute(0, 2, 3, 1).contiguous()
-        if v is not None and self.places is not None:
-            v = v[..., self.places.argsort()].contiguous()
+        if v is not None and self.v_channels is not None:
+            v = v[..., self.v_channels.argsort()].contiguous()
         spikes = [pack(s) for s in self.spikes]
         if self.layer.tile:
-            spikes[0] = mark(spikes[0], self.layer.tile)
+            spikes[0] = add_activity(spikes[0], self.layer.tile)
         return spikes, [pack(s) for s in self.skips], dense, v
 
     def silenced(self, fraction: float) -> Case:
@@ -207,13 +207,13 @@ class Case:
         spikes[0][:, :, 64 * (blocks - round(blocks * fraction)) :] = 0
         return replace(self, spikes=spikes)
 
-    def prepare(self, variant: str | None) -> PreparedPackedGroup:
+    def prepare(self, variant: str | None) -> HopperGroup:
         """The packed kernel for this case."""
         h, w = self.layer.out
-        return PreparedPackedGroup(
+        return HopperGroup(
             self.spec, T=self.layer.T, N=self.layer.N, H=h, W=w, device="cuda", parts=self.layer.parts,
             variant=variant, in_sizes=[(s.shape[3], s.shape[4]) for s in self.spikes],
-            emit_activity=self.layer.tile > 0, v_columns=self.places,
+            emit_activity=self.layer.tile > 0, v_columns=self.v_channels,
         )  # fmt: skip
 
 
@@ -250,8 +250,8 @@ def make_case(layer: Layer, density: float, seed: int) -> Case:
         sources=tuple(sources), bias=bias, neuron=neuron, skips=len(skips), dense_inputs=len(dense)
     )
     spikes[0][:, layer.N - round(layer.N * layer.quiet) :] = 0
-    places = torch.randperm(layer.c_out, generator=g, device="cuda") if layer.moved else None
-    case = Case(layer=layer, spec=spec, spikes=spikes, skips=skips, dense=dense, v=v, places=places)
+    v_channels = torch.randperm(layer.c_out, generator=g, device="cuda") if layer.moved else None
+    case = Case(layer=layer, spec=spec, spikes=spikes, skips=skips, dense=dense, v=v, v_channels=v_channels)
     return case.silenced(layer.silent)
 
 
@@ -259,7 +259,7 @@ Expected = tuple[torch.Tensor, torch.Tensor]
 
 
 def check(
-    case: Case, variant: str, expected: Expected, others: list[tuple[Case, Expected]], seed: int
+    case: Case, variant: str, expected: Expected, other_cases: list[tuple[Case, Expected]], seed: int
 ) -> dict[str, Any]:
     """Run one variant on a poisoned output and compare with the reference; raises nothing on a mismatch.
 
@@ -277,29 +277,29 @@ def check(
             group.out.activity.fill_(0x5A5A5A5A)
         inner.copy_(torch.randint(-(2**15), 2**15, inner.shape, generator=g, device="cuda").to(torch.int16))
         group.v.fill_(float("nan"))
-        compiled = group.launch(spikes, skips, dense, v, want_v=case.layer.state)
+        compiled = group.launch(spikes, skips, dense, v, write_v=case.layer.state)
         torch.cuda.synchronize()
         info = {
             "registers": getattr(compiled, "n_regs", None), "spills": getattr(compiled, "n_spills", None),
             "shared": getattr(getattr(compiled, "metadata", None), "shared", None),
         }  # fmt: skip
-        got = unpack(group.out, torch.float64)
-        differ = (got != expected[0]).any(0)
-        worst = max(worst, (got != expected[0]).double().mean().item())
+        spikes_out = unpack(group.out, torch.float64)
+        differ = (spikes_out != expected[0]).any(0)
+        worst = max(worst, (spikes_out != expected[0]).double().mean().item())
         border = replace(group.out, data=group.out.data.clone())
         border.pixels.zero_()
         info["border_clean"] = not bool(border.data.any())
         if group.out.activity is not None:
-            right = mark(group.out, group.out.tile).activity
+            right = add_activity(group.out, group.out.tile).activity
             info["activity_right"] = right is not None and torch.equal(group.out.activity, right)
         if case.layer.state:
-            last = group.v if case.places is None else group.v[..., case.places]
+            last = group.v if case.v_channels is None else group.v[..., case.v_channels]
             error = (last.permute(0, 3, 1, 2).double() - expected[1]).abs()[~differ]
             info["v_error"] = error.max().item()
             info["v_relative"] = (error.norm() / expected[1].norm()).item()
-    if others:
-        graph = capture(lambda: group.launch(spikes, skips, dense, v, want_v=case.layer.state))
-        for other, wanted in others:
+    if other_cases:
+        graph = capture_calls(lambda: group.launch(spikes, skips, dense, v, write_v=case.layer.state))
+        for other, expected_spikes in other_cases:
             fresh = other.packed()[0][0]
             spikes[0].data.copy_(fresh.data)
             if spikes[0].activity is not None and fresh.activity is not None:
@@ -307,9 +307,9 @@ def check(
             group.out.pixels.fill_(-1)
             graph.replay()
             torch.cuda.synchronize()
-            got = unpack(group.out, torch.float64)
-            worst = max(worst, (got != wanted[0]).double().mean().item())
-        info["replays"] = len(others)
+            spikes_out = unpack(group.out, torch.float64)
+            worst = max(worst, (spikes_out != expected_spikes[0]).double().mean().item())
+        info["replays"] = len(other_cases)
     clean = info["border_clean"] and info.get("activity_right", True)
     ok = worst <= MISMATCH_LIMIT and clean and info.get("v_error", 0.0) <= 1e-3
     if case.layer.sums:
@@ -335,18 +335,18 @@ def worker(name: str, only: list[str], out: Path, density: float, seed: int) -> 
         return run_group_reference(spec, case.spikes, case.skips, case.dense, v=case.v, dtype=torch.float64)
 
     expected = reference(case)
-    others: list[tuple[Case, Expected]] = []
+    other_cases: list[tuple[Case, Expected]] = []
     if layer.tile and layer.check_only:
         full = make_case(replace(layer, silent=0.0), density, seed + 1)
         full = replace(full, spec=case.spec, v=case.v, spikes=[full.spikes[0], *case.spikes[1:]])
         turns = [full.silenced(fraction) for fraction in (0.0, 0.5, 0.8, 1.0, 0.0)]
-        others = [(turn, reference(turn)) for turn in turns]
+        other_cases = [(turn, reference(turn)) for turn in turns]
     with out.open("a") as stream:
         for variant in only:
             stream.write(json.dumps({"variant": variant, "status": "start"}) + "\n")
             stream.flush()
             try:
-                row = check(case, variant, expected, others, seed + 17)
+                row = check(case, variant, expected, other_cases, seed + 17)
             except Exception as error:  # a variant that does not compile must not stop the others
                 row = {"status": "error", "error": f"{type(error).__name__}: {error}"[:600],
                        "where": traceback.format_exc()[-1200:]}  # fmt: skip
@@ -362,20 +362,22 @@ class Checker:
         with torch.device("cpu"):
             spec = make_spec_shape(layer)
         self.layer, self.density, self.seed, self.limit_s = layer, density, seed, limit_s
-        self.left = [v.name for v in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts)]
-        self.default = self.left[0]
+        self.remaining = [
+            v.name for v in list_hopper_variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts)
+        ]
+        self.default = self.remaining[0]
         self.rows: dict[str, dict[str, Any]] = {}
         self.path = folder / f"{layer.name}.jsonl"
         self.log = folder / f"{layer.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self.seen = 0
+        self.num_checked = 0
         self.current: str | None = None
         self.since = time.monotonic()
 
     def start(self) -> None:
         command = [
-            sys.executable, __file__, "--worker", self.layer.name, "--only", ",".join(self.left), "--out",
-            str(self.path), "--density", str(self.density), "--seed", str(self.seed),
+            sys.executable, __file__, "--worker", self.layer.name, "--only", ",".join(self.remaining),
+            "--out", str(self.path), "--density", str(self.density), "--seed", str(self.seed),
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
         self.since = time.monotonic()
@@ -388,28 +390,28 @@ class Checker:
         assert self.process is not None
         ended = self.process.poll() is not None
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        for line in lines[self.seen :]:
+        for line in lines[self.num_checked :]:
             row = json.loads(line)
             self.since = time.monotonic()
             if row["status"] == "start":
                 self.current = row["variant"]
             else:
                 self.rows[row["variant"]] = row
-                self.left.remove(row["variant"])
+                self.remaining.remove(row["variant"])
                 self.current = None
-        self.seen = len(lines)
+        self.num_checked = len(lines)
         late = time.monotonic() - self.since > self.limit_s + (0 if self.current else 60)
-        if (ended and self.left) or late:
+        if (ended and self.remaining) or late:
             if not ended:
                 self.process.kill()
                 self.process.wait()
-            lost = self.current or self.left[0]
+            lost = self.current or self.remaining[0]
             tail = self.log.read_bytes()[-600:].decode(errors="replace")
             self.rows[lost] = {"variant": lost, "status": "timeout" if late else "died", "error": tail}
-            self.left.remove(lost)
+            self.remaining.remove(lost)
             self.process = None
-            return not self.left
-        return ended and not self.left
+            return not self.remaining
+        return ended and not self.remaining
 
 
 def make_spec_shape(layer: Layer) -> GroupSpec:
@@ -425,30 +427,31 @@ def make_spec_shape(layer: Layer) -> GroupSpec:
     )  # fmt: skip
 
 
-def compile_only(wanted: list[Layer]) -> None:
+def compile_only(layers: list[Layer]) -> None:
     """Compile every variant without a GPU; print registers, spills and whether wgmmas got serialised."""
-    seen: dict[str, Any] = {}
-    for layer in wanted:
+    reports: dict[str, Any] = {}
+    for layer in layers:
         h, w = layer.out
         spec = make_spec_shape(layer)
         sizes = [(layer.size, layer.width or layer.size), *([(2 * h, 2 * w)] if layer.second else [])]
-        for variant in variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts):
-            constants = kernel_constants(
+        for variant in list_hopper_variants(spec, T=layer.T, N=layer.N, H=h, W=w, parts=layer.parts):
+            constants = make_kernel_constants(
                 spec, variant, H=h, W=w, in_sizes=sizes, parts=layer.parts, skips=int(layer.skip),
                 dense=int(layer.dense > 0), read_v=layer.state, write_v=layer.state, in_tile=layer.tile,
                 v_columns=layer.moved,
-                emit=layer.tile > 0,
-                silence=silence_words(spec, variant, N=layer.N, H=h, W=w, in_size=sizes[0], tile=layer.tile)
-                if layer.tile else 0,
+                emit_activity=layer.tile > 0,
+                activity_words=count_input_activity_words(
+                    spec, variant, N=layer.N, H=h, W=w, in_size=sizes[0], tile=layer.tile
+                ) if layer.tile else 0,
             )  # fmt: skip
             limit = variant.max_registers if layer.parts == 1 else None
             key = json.dumps([constants, limit])
-            if key not in seen:
+            if key not in reports:
                 try:
-                    seen[key] = compile_hopper_group(constants, max_registers=limit)
+                    reports[key] = compile_hopper_group(constants, max_registers=limit)
                 except Exception as error:
-                    seen[key] = f"{type(error).__name__}: {error}"[:300]
-                print(layer.name, variant.name, seen[key], flush=True)
+                    reports[key] = f"{type(error).__name__}: {error}"[:300]
+                print(layer.name, variant.name, reports[key], flush=True)
 
 
 @triton.jit
@@ -459,27 +462,27 @@ def dense_neuron_kernel(x_ptr, x2_ptr, skip_ptr, bias_ptr, s_ptr, M, alpha, beta
 
     One pass: all loads of a thread (16 bytes each) before its first store, the membrane in registers.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < M
-    bias = tl.load(bias_ptr + (at % C)) * beta
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < M
+    bias = tl.load(bias_ptr + (index % C)) * beta
     currents = ()
     for t in tl.static_range(T):
-        x = tl.load(x_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + t * M + index, mask=inside, other=0.0).to(tl.float32)
         if SECOND:
-            x += tl.load(x2_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(x2_ptr + t * M + index, mask=inside, other=0.0).to(tl.float32)
         if SKIP:
-            x += tl.load(skip_ptr + t * M + at, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(skip_ptr + t * M + index, mask=inside, other=0.0).to(tl.float32)
         currents = currents + (x,)  # noqa: RUF005
     v = tl.zeros([BLOCK], tl.float32) + v_reset
     for t in tl.static_range(T):
         v = v * alpha + (currents[t] * beta + bias)
         fired = v >= threshold
         v = tl.where(fired, v_reset, v)
-        tl.store(s_ptr + t * M + at, fired.to(s_ptr.dtype.element_ty), mask=inside)
+        tl.store(s_ptr + t * M + index, fired.to(s_ptr.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseWay:
+class DenseConfig:
     """One way to run the dense group.
 
     Attributes:
@@ -495,9 +498,9 @@ class DenseWay:
     block: int = 1024
 
 
-def dense_group(case: Case, way: DenseWay, part: str = "group") -> Callable[[], Any]:
+def dense_group(case: Case, setting: DenseConfig, part: str = "group") -> Callable[[], Any]:
     """The dense group as one callable, channels_last; `part` may be "conv" or "neuron" alone."""
-    layer, dtype = case.layer, way.dtype
+    layer, dtype = case.layer, setting.dtype
     last = torch.channels_last
     flats = [s.flatten(0, 1).to(dtype).contiguous(memory_format=last) for s in case.spikes]
     weights = [s.weight.to(dtype).contiguous(memory_format=last) for s in case.spec.sources]
@@ -508,25 +511,25 @@ def dense_group(case: Case, way: DenseWay, part: str = "group") -> Callable[[], 
     out = torch.empty(shape, dtype=dtype, device="cuda", memory_format=last)
     m = layer.N * layer.c_out * h * w
     n = case.spec.neuron
-    threads = way.block // (8 if dtype.itemsize == 2 else 4)
+    threads = setting.block // (8 if dtype.itemsize == 2 else 4)
 
     def convolve() -> list[torch.Tensor]:
-        torch.backends.cudnn.allow_tf32 = way.tf32
-        torch.backends.cuda.matmul.allow_tf32 = way.tf32
-        if way.gemm:
+        torch.backends.cudnn.allow_tf32 = setting.tf32
+        torch.backends.cuda.matmul.allow_tf32 = setting.tf32
+        if setting.gemm:
             rows = flats[0].permute(0, 2, 3, 1).reshape(-1, layer.c_in)
             first = (rows @ weights[0].flatten(1).t()).view(shape[0], h, w, -1).permute(0, 3, 1, 2)
         else:
             first = F.conv2d(flats[0], weights[0], None, layer.stride, layer.k // 2)
-        rest = [F.conv2d(f, x, None, 2, 0) for f, x in zip(flats[1:], weights[1:], strict=True)]
-        return [first, *rest]
+        chunks = [F.conv2d(f, x, None, 2, 0) for f, x in zip(flats[1:], weights[1:], strict=True)]
+        return [first, *chunks]
 
     def neurons(x: list[torch.Tensor]) -> torch.Tensor:
         if any(not y.is_contiguous(memory_format=last) for y in x):
             raise RuntimeError("the convolution's result is not channels_last")
-        dense_neuron_kernel[(triton.cdiv(m, way.block),)](
+        dense_neuron_kernel[(triton.cdiv(m, setting.block),)](
             x[0], x[-1], skips[0] if skips else x[0], bias, out, m, n.alpha, n.beta, n.v_threshold, n.v_rest,
-            T=layer.T, C=layer.c_out, SECOND=len(x) > 1, SKIP=bool(skips), BLOCK=way.block,
+            T=layer.T, C=layer.c_out, SECOND=len(x) > 1, SKIP=bool(skips), BLOCK=setting.block,
             num_warps=max(1, threads // 32),
         )  # fmt: skip
         return out
@@ -539,18 +542,18 @@ def dense_group(case: Case, way: DenseWay, part: str = "group") -> Callable[[], 
     return lambda: neurons(convolve())
 
 
-def dense_ways(layer: Layer, quick: bool) -> dict[str, DenseWay]:
+def make_dense_configs(layer: Layer, quick: bool) -> dict[str, DenseConfig]:
     """The dense groups to time; a packed group with two parts is compared with TF32 and fp32."""
-    ways: dict[str, DenseWay] = {"dense tf32": DenseWay(dtype=torch.float32, tf32=True, block=512)}
+    configs: dict[str, DenseConfig] = {"dense tf32": DenseConfig(dtype=torch.float32, tf32=True, block=512)}
     if layer.parts == 2 or not quick:
-        ways["dense fp32"] = DenseWay(dtype=torch.float32, block=512)
+        configs["dense fp32"] = DenseConfig(dtype=torch.float32, block=512)
     if layer.parts == 1:
-        ways["dense fp16"] = DenseWay()
-        ways["dense fp16 b512"] = DenseWay(block=512)
-        ways["dense bf16"] = DenseWay(dtype=torch.bfloat16)
+        configs["dense fp16"] = DenseConfig()
+        configs["dense fp16 b512"] = DenseConfig(block=512)
+        configs["dense bf16"] = DenseConfig(dtype=torch.bfloat16)
         if layer.k == 1 and layer.stride == 1 and not layer.second:
-            ways["dense fp16 gemm"] = DenseWay(gemm=True)
-    return ways
+            configs["dense fp16 gemm"] = DenseConfig(gemm=True)
+    return configs
 
 
 def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick: bool) -> dict[str, Any]:
@@ -564,14 +567,14 @@ def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick
     def attempt(name: str, make: Callable[[], Callable[[], Any]]) -> None:
         try:
             fn = make()
-            graphs[name] = capture(fn, calls)
+            graphs[name] = capture_calls(fn, calls)
             keep.append(fn)
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:400]
 
-    for name, way in dense_ways(layer, quick).items():
-        attempt(name, lambda way=way: dense_group(case, way))
-    base = DenseWay(dtype=torch.float32, tf32=True, block=512) if layer.parts == 2 else DenseWay()
+    for name, setting in make_dense_configs(layer, quick).items():
+        attempt(name, lambda setting=setting: dense_group(case, setting))
+    base = DenseConfig(dtype=torch.float32, tf32=True, block=512) if layer.parts == 2 else DenseConfig()
     attempt("conv alone", lambda: dense_group(case, base, "conv"))
     attempt("neuron alone", lambda: dense_group(case, base, "neuron"))
     spikes, skips, dense, v = case.packed()
@@ -610,7 +613,7 @@ def table(result: dict[str, Any]) -> str:
             continue
         median = {k: statistics.median(v) for k, v in timing["samples_us"].items()}
         dense = min(t for k, t in median.items() if k.startswith("dense "))
-        ours = sorted((t, v) for v, t in median.items() if v in row["checks"])
+        packed_us = sorted((t, v) for v, t in median.items() if v in row["checks"])
         flops = row["flops"]
         bad = {v: r["status"] for v, r in row["checks"].items() if r["status"] != "ok"}
         floor = row["floors_us"]
@@ -619,17 +622,17 @@ def table(result: dict[str, Any]) -> str:
             f"{median.get('neuron alone', 0):5.1f}; floor flops {floor['flops']:.1f}, bytes "
             f"{floor['dense_bytes']:.1f}; packed bytes {floor['packed_bytes']:.1f}) "
         )
-        if ours:
+        if packed_us:
             default = row["default"]
             without = [t for k, t in median.items() if k.startswith("plain ")]
             if without:
                 head += f"| without masks {min(without):.1f} "
-            head += f"| {dense / ours[0][0]:5.2f}x {flops / ours[0][0] / 1e6:4.0f} TF | "
+            head += f"| {dense / packed_us[0][0]:5.2f}x {flops / packed_us[0][0] / 1e6:4.0f} TF | "
             if default in median:
-                head += f"default +{100 * (median[default] / ours[0][0] - 1):.1f} % | "
+                head += f"default +{100 * (median[default] / packed_us[0][0] - 1):.1f} % | "
             head += "  ".join(
                 f"{v} {t:.1f} ({row['checks'][v].get('registers')}r{row['checks'][v].get('spills')}s)"
-                for t, v in ours[:5]
+                for t, v in packed_us[:5]
             )
         lines.append(head + (f"  BAD {bad}" if bad else ""))
     return "\n".join(lines)
@@ -658,9 +661,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             claim=f"Speedup of one group: {size['size']}² {size['c_in']}→{size['c_out']} "
             f"{size['k']}x{size['k']}, T {size['T']}, {size['N']} images{silent}.",
             value=round(
-                statistics.median(
-                    d / p for d, p in zip(samples_us[dense], samples_us[packed], strict=False)
-                ),
+                statistics.median(d / p for d, p in zip(samples_us[dense], samples_us[packed], strict=False)),
                 3,
             ),
             unit="x",
@@ -696,19 +697,19 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     if args.compile_only:
-        some = args.layers.split(",") if args.layers else ["*"]
-        compile_only([x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in some)])
+        selected = args.layers.split(",") if args.layers else ["*"]
+        compile_only([x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in selected)])
         return
     torch.cuda.set_device(args.gpu)
     if args.worker:
         worker(args.worker, args.only.split(","), args.out, args.density, args.seed)
         return
-    begun = time.monotonic()
+    start_s = time.monotonic()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = args.cudnn_limit
-    wanted = [*FIRST, *FEATURES, *SILENT_CHECKS, *SILENT] if args.quick else list(ALL.values())
+    layers = [*FIRST, *FEATURES, *SILENT_CHECKS, *SILENT] if args.quick else list(ALL.values())
     if args.layers:
-        wanted = [x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in args.layers.split(","))]
+        layers = [x for x in ALL.values() if any(fnmatch.fnmatch(x.name, p) for p in args.layers.split(","))]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
@@ -721,7 +722,7 @@ def main() -> None:
         part.replace(args.out)
 
     folder = Path(tempfile.mkdtemp(prefix="groups-"))
-    waiting = [Checker(layer, args.density, args.seed, args.variant_limit_s, folder) for layer in wanted]
+    waiting = [Checker(layer, args.density, args.seed, args.variant_limit_s, folder) for layer in layers]
     running: list[Checker] = []
     finished: list[Checker] = []
     while waiting or running:
@@ -731,14 +732,14 @@ def main() -> None:
             if checker.poll():
                 running.remove(checker)
                 finished.append(checker)
-        if time.monotonic() - begun > 0.6 * args.time_limit_s:
+        if time.monotonic() - start_s > 0.6 * args.time_limit_s:
             for checker in running:
                 if checker.process is not None:
                     checker.process.kill()
                 finished.append(checker)
             break
         time.sleep(0.1)
-    print(f"checks done after {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"checks done after {time.monotonic() - start_s:.0f} s", flush=True)
     for checker in finished:
         layer = checker.layer
         result["layers"][layer.name] = {
@@ -756,10 +757,10 @@ def main() -> None:
                 flush=True,
             )
     save()
-    order = {layer.name: i for i, layer in enumerate(wanted)}
+    order = {layer.name: i for i, layer in enumerate(layers)}
     for checker in sorted(finished, key=lambda c: order[c.layer.name]):
         passed = [v for v, r in checker.rows.items() if r["status"] == "ok"]
-        if checker.layer.check_only or time.monotonic() - begun > args.time_limit_s:
+        if checker.layer.check_only or time.monotonic() - start_s > args.time_limit_s:
             continue
         try:
             row = time_layer(checker.layer, passed, args.density, args.seed + 1, args.quick)
@@ -769,7 +770,7 @@ def main() -> None:
             print(checker.layer.name, "timing failed:", error, flush=True)
         save()
     print(table(result), flush=True)
-    print(f"all done after {time.monotonic() - begun:.0f} s; {args.out}", flush=True)
+    print(f"all done after {time.monotonic() - start_s:.0f} s; {args.out}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.files import write_atomic
-from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.api import optimize
 from sparseflow.spiking.backends.packed.format import PackedSpikes
-from sparseflow.spiking.graph.module_state import reset
+from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.models import model_zoo
-from sparseflow.spiking.runtime.plan import Env, GroupStep, Spikes
+from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, SpikeTensor
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 
@@ -35,14 +35,14 @@ def spike_bytes(plan: Any, x: torch.Tensor) -> list[dict[str, Any]]:
     """Bytes of each group's spikes as they travel, and as the fp16 tensor that they stand for."""
     rows: list[dict[str, Any]] = []
 
-    def around(group: GroupStep, env: Env) -> Spikes:
-        found = group.run(env)
-        native, dense = found._native, 2 * found.sequence.numel()
-        held = native.nbytes if isinstance(native, PackedSpikes) else dense
-        rows.append({"group": group.name, "way": group.way, "bytes": held, "fp16_bytes": dense})
-        return found
+    def record_bytes(group: GroupStep, env: NodeValues) -> SpikeTensor:
+        spikes = group.run(env)
+        native, dense = spikes._native, 2 * spikes.sequence.numel()
+        num_bytes = native.nbytes if isinstance(native, PackedSpikes) else dense
+        rows.append({"group": group.name, "way": group.mode, "bytes": num_bytes, "fp16_bytes": dense})
+        return spikes
 
-    plan.run(x, around=around)
+    plan.run(x, around=record_bytes)
     return rows
 
 
@@ -90,28 +90,28 @@ def main() -> None:
     args = parser.parse_args()
     torch.cuda.set_device(args.gpu)
     device = torch.device("cuda", args.gpu)
-    settings = model_zoo.Settings()
-    model = model_zoo.build(args.model, settings, device=device)
-    x = model_zoo.sample(settings, args.batch).to(device)
+    settings = model_zoo.NetworkConfig()
+    model = model_zoo.build_network(args.model, settings, device=device)
+    x = model_zoo.sample_images(settings, args.batch).to(device)
     optimize(model, x, dtype=torch.float16, cache=False)
-    plan = accelerated(model).plans()[-1]
+    plan = get_accelerated_forward(model).list_plans()[-1]
     if plan is None:
         raise SystemExit("the network's own code stayed: nothing to profile")
     with torch.no_grad():
-        reset(model)
+        reset_neurons(model)
         rows = spike_bytes(plan, x)
         for _ in range(3):
-            reset(model)
+            reset_neurons(model)
             plan.run(x)
         torch.cuda.synchronize(device)
-        reset(model)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        reset_neurons(model)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
             plan.run(x)
     # The profiler itself waits for the device when it stops; only what happened before counts.
     kernels = Counter[str]()
     waits = Counter[str]()
     times: dict[str, float] = {}
-    for event in seen.events() or ():
+    for event in events.events() or ():
         if str(event.device_type).endswith("CUDA"):
             kernels[event.name] += 1
             times[event.name] = times.get(event.name, 0.0) + event.device_time_total

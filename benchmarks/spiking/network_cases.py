@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,12 @@ FIRING = 0.3
 _CASE = re.compile(
     r"(?P<model>[\w.]+):(?P<steps>\d+):(?P<batch>\d+)(:(?P<image>\d+))?(?P<rest>(,\w+=[^,]+)*)"
 )
-_OPTIONS = {"classes": int, "width": int, "firing": float, "silent": float}
+_OPTIONS = {
+    "classes": ("num_classes", int),
+    "width": ("width", int),
+    "firing": ("firing_rate", float),
+    "silent": ("silent", float),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class Job:
     """
 
     model: str
-    settings: model_zoo.Settings
+    settings: model_zoo.NetworkConfig
     batch: int
     silent: float = 0.0
     grid: bool = False
@@ -58,24 +63,31 @@ class Job:
     @property
     def name(self) -> str:
         """The case as text; equal cases have equal names."""
-        s, usual = self.settings, model_zoo.Settings()
+        s, usual = self.settings, model_zoo.NetworkConfig()
         if self.trained is not None:
             batch = "" if self.batch == 32 else f":{self.batch}"
-            steps = "" if s.steps == usual.steps else f",steps={s.steps}"
+            steps = "" if s.time_steps == usual.time_steps else f",steps={s.time_steps}"
             return self.model + batch + steps + (f",silent={self.silent:g}" if self.silent else "")
-        image = "" if s.image == usual.image else f":{s.image}"
-        changed = [key for key in ("classes", "width") if getattr(s, key) != getattr(usual, key)]
-        options = [f"{key}={getattr(s, key)}" for key in changed]
-        options += [] if s.firing is None else [f"firing={s.firing:g}"]
+        image = "" if s.image_size == usual.image_size else f":{s.image_size}"
+        options = [] if s.num_classes == usual.num_classes else [f"classes={s.num_classes}"]
+        options += [] if s.width == usual.width else [f"width={s.width}"]
+        options += [] if s.firing_rate is None else [f"firing={s.firing_rate:g}"]
         options += [f"silent={self.silent:g}"] if self.silent else []
-        return ",".join([f"{self.model}:{s.steps}:{self.batch}{image}", *options])
+        return ",".join([f"{self.model}:{s.time_steps}:{self.batch}{image}", *options])
 
     def facts(self) -> dict[str, Any]:
         """The case as plain data for its row."""
         return {
             "case": self.name,
             "model": self.model,
-            "settings": asdict(self.settings),
+            "settings": {
+                "steps": self.settings.time_steps,
+                "classes": self.settings.num_classes,
+                "image": self.settings.image_size,
+                "width": self.settings.width,
+                "firing": self.settings.firing_rate,
+                "seed": self.settings.seed,
+            },
             "batch": self.batch,
             "silent_target": self.silent,
             "grid": self.grid,
@@ -86,21 +98,21 @@ class Job:
         """The network, its images (more than a batch where it is trained), and their labels."""
         if self.trained is not None:
             assert self.test is not None
-            found = load_trained(
-                self.trained, self.test, max(self.images, self.batch), device, self.settings.steps
+            network = load_trained(
+                self.trained, self.test, max(self.images, self.batch), device, self.settings.time_steps
             )
             if self.silent:
-                from silenced import silence
+                from silenced import silence_channels
 
-                silence(found[0], self.silent, seed=self.settings.seed)
-            return found
-        case = model_zoo.Case(model=self.model, settings=self.settings, batch=self.batch)
+                silence_channels(network[0], self.silent, seed=self.settings.seed)
+            return network
+        case = model_zoo.BenchCase(model=self.model, config=self.settings, batch_size=self.batch)
         model, x, labels = case.build(device=device)
         if self.silent:
-            from silenced import silence
+            from silenced import silence_channels
 
-            silence(model, self.silent, seed=self.settings.seed)
-            model_zoo.follow(model, model_zoo.sample(self.settings, 4).to(device))
+            silence_channels(model, self.silent, seed=self.settings.seed)
+            model_zoo.calibrate_batchnorm(model, model_zoo.sample_images(self.settings, 4).to(device))
         return model, x, labels
 
 
@@ -110,22 +122,23 @@ def parse(text: str) -> Job:
     Raises:
         argparse.ArgumentTypeError: It stands for none.
     """
-    found = _CASE.fullmatch(text)
-    if found is None:
+    match = _CASE.fullmatch(text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not model:T:batch[:image][,key=value…]")
     options: dict[str, Any] = {}
-    for part in filter(None, found["rest"].split(",")):
+    for part in filter(None, match["rest"].split(",")):
         key, _, value = part.partition("=")
         if key not in _OPTIONS:
             raise argparse.ArgumentTypeError(f"{key!r} in {text!r} is none of {', '.join(_OPTIONS)}")
         try:
-            options[key] = _OPTIONS[key](value)
+            field, convert = _OPTIONS[key]
+            options[field] = convert(value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: {error}") from None
     silent = options.pop("silent", 0.0)
-    image = int(found["image"] or model_zoo.Settings().image)
-    settings = model_zoo.Settings(steps=int(found["steps"]), image=image, **options)
-    return Job(model=found["model"], settings=settings, batch=int(found["batch"]), silent=silent)
+    image = int(match["image"] or model_zoo.NetworkConfig().image_size)
+    settings = model_zoo.NetworkConfig(time_steps=int(match["steps"]), image_size=image, **options)
+    return Job(model=match["model"], settings=settings, batch=int(match["batch"]), silent=silent)
 
 
 def grid(which: str) -> list[Job]:
@@ -144,7 +157,7 @@ def grid(which: str) -> list[Job]:
             if classes == 10:
                 of_depth[1:1] = [(steps, 32, FIRING) for steps in STEPS]
             for steps, batch, firing in of_depth:
-                settings = model_zoo.Settings(steps=steps, classes=classes, firing=firing)
+                settings = model_zoo.NetworkConfig(time_steps=steps, num_classes=classes, firing_rate=firing)
                 jobs.append(Job(model=f"spiking_resnet{depth}", settings=settings, batch=batch, grid=True))
     return jobs
 
@@ -154,15 +167,15 @@ def kernels_of(job: Job) -> tuple[Any, ...]:
     depth = re.fullmatch(r"(\w+_resnet)(\d+)", job.model)
     kind = (depth[1], int(depth[2]) >= 50) if depth else job.model
     s = job.settings
-    return kind, s.steps, s.image, s.width, job.batch, bool(job.silent)
+    return kind, s.time_steps, s.image_size, s.width, job.batch, bool(job.silent)
 
 
 def distinct(jobs: Sequence[Job]) -> list[Job]:
     """The first case of each that need the same kernels."""
-    found: dict[Any, Job] = {}
+    jobs_by_key: dict[Any, Job] = {}
     for job in jobs:
-        found.setdefault(kernels_of(job), job)
-    return list(found.values())
+        jobs_by_key.setdefault(kernels_of(job), job)
+    return list(jobs_by_key.values())
 
 
 def load_trained(
@@ -178,12 +191,12 @@ def load_trained(
     network = json.loads((run / "metrics.json").read_text())["network"]
     net = spiking_resnet(network["depth"], width=network["width"], T=steps, residual=network["residual"])
     net.load_state_dict(load_file(run / "weights.safetensors"))
-    found = load_archive(test)
+    archive = load_archive(test)
     # The archive is sorted by class.
-    chosen = torch.randperm(len(found.labels), generator=torch.Generator().manual_seed(0))[:images].numpy()
-    pixels = torch.from_numpy(found.images[chosen]).float() / 255
+    indices = torch.randperm(len(archive.labels), generator=torch.Generator().manual_seed(0))[:images].numpy()
+    pixels = torch.from_numpy(archive.images[indices]).float() / 255
     mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
-    labels = torch.from_numpy(found.labels[chosen]).long()
+    labels = torch.from_numpy(archive.labels[indices]).long()
     return net.eval().to(device), ((pixels - mean) / std).to(device), labels.to(device)
 
 
@@ -205,7 +218,9 @@ def trained_job(text: str, test: Path, batch: int, images: int) -> Job:
         raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r} are none of steps, silent")
     run = Path(folder)
     network = json.loads((run / "metrics.json").read_text())["network"]
-    settings = model_zoo.Settings(steps=int(options.get("steps") or network["T"]), width=network["width"])
+    settings = model_zoo.NetworkConfig(
+        time_steps=int(options.get("steps") or network["T"]), width=network["width"]
+    )
     return Job(
         model=run.name, settings=settings, batch=batch, silent=float(options.get("silent") or 0), trained=run,
         test=test, images=images,

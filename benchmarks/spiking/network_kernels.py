@@ -18,7 +18,7 @@ from network_cases import Job, distinct
 
 from sparseflow.spiking.api import optimize
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.profile.baselines import OUR_DENSE, dense_forms
+from sparseflow.spiking.profile.baselines import FUSED_DENSE, build_baselines
 
 
 def warm(task: tuple[Job, argparse.Namespace]) -> str:
@@ -30,8 +30,8 @@ def warm(task: tuple[Job, argparse.Namespace]) -> str:
             torch.cuda.set_device(args.device)
         model, x, _ = job.build(args.device)
         x = x[: job.batch]
-        for name, form in dense_forms(model, analyze(model), x, compiled=args.compiled).items():
-            if name == OUR_DENSE or "compiled" in name:
+        for name, form in build_baselines(model, analyze(model), x, compile=args.compiled).items():
+            if name == FUSED_DENSE or "compiled" in name:
                 form(x)
         optimize(model, x, dtype=args.dtype, cache=False)
         return ""
@@ -49,20 +49,20 @@ def _few_threads() -> None:
 
 def prepare(jobs: list[Job], args: argparse.Namespace, limit_s: float) -> None:
     """Run `warm` for all cases in parallel processes, for no longer than `limit_s`."""
-    wanted = jobs if args.compiled else distinct(jobs)
-    begun = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(min(args.prepare, len(wanted)), _few_threads) as pool:
-        results = pool.imap_unordered(warm, [(job, args) for job in wanted])
+    pending = jobs if args.compiled else distinct(jobs)
+    start_s = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(min(args.prepare, len(pending)), _few_threads) as pool:
+        results = pool.imap_unordered(warm, [(job, args) for job in pending])
         try:
-            for _ in wanted:
-                if failed := results.next(max(limit_s - (time.monotonic() - begun), 0.1)):
+            for _ in pending:
+                if failed := results.next(max(limit_s - (time.monotonic() - start_s), 0.1)):
                     print(f"could not be prepared: {failed}", file=sys.stderr)
         except multiprocessing.TimeoutError:
             print("the preparation was stopped; what is missing is compiled on the way", file=sys.stderr)
             pool.terminate()
         pool.close()
         pool.join()
-    print(f"prepared {len(wanted)} cases in {time.monotonic() - begun:.1f} s", flush=True)
+    print(f"prepared {len(pending)} cases in {time.monotonic() - start_s:.1f} s", flush=True)
 
 
 def tidy(args: argparse.Namespace) -> None:

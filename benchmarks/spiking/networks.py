@@ -40,15 +40,15 @@ from network_kernels import prepare, tidy
 
 from sparseflow.core import timing
 from sparseflow.core.files import write_atomic
-from sparseflow.spiking.accelerated import accelerated
+from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.api import layer_times, optimize
 from sparseflow.spiking.explanation import explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.profile import bench
-from sparseflow.spiking.profile.baselines import EAGER, OUR_DENSE, Forward, dense_forms, from_rest
-from sparseflow.spiking.profile.bench import OPTIMISED
+from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
+from sparseflow.spiking.profile.bench import OPTIMIZED
 
-CONTENDERS = (EAGER, "tf32 NCHW", "tf32 channels_last", "fp16 channels_last", OUR_DENSE)
+CONTENDERS = (EAGER, "tf32 NCHW", "tf32 channels_last", "fp16 channels_last", FUSED_DENSE)
 """Beginnings of the dense forms' names that a grid is measured against."""
 
 SCREENING_ROUNDS = 5
@@ -68,18 +68,18 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begun = time.monotonic()
+        start_s = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - begun, 3)
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start_s, 3)
 
 
 def peak_bytes(model: torch.nn.Module, x: torch.Tensor, base: int) -> int | None:
     """Peak bytes above `base` of a run of `model`, with everything that it holds; None on a CPU."""
     if not x.is_cuda:
         return None
-    forward = from_rest(model)
+    forward = make_stateless(model)
     forward(x)
     gc.collect()
     torch.cuda.empty_cache()
@@ -100,15 +100,15 @@ def errors(
     model: torch.nn.Module, forms: dict[str, Forward], inputs: list[torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Relative error of every form's logits against float64, and how often both agree about the class."""
-    double = from_rest(copy.deepcopy(model).double())
+    double = make_stateless(copy.deepcopy(model).double())
     expected = [double(x.double()) for x in inputs]
     scale = math.sqrt(sum((y**2).sum().item() for y in expected))
-    found: dict[str, float] = {}
+    rows: dict[str, float] = {}
     agreed: dict[str, float] = {}
 
     def judge(name: str, form: Forward) -> None:
         pairs = [(form(x).double(), y) for x, y in zip(inputs, expected, strict=True)]
-        found[name] = math.sqrt(sum(((a - b) ** 2).sum().item() for a, b in pairs)) / scale
+        rows[name] = math.sqrt(sum(((a - b) ** 2).sum().item() for a, b in pairs)) / scale
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
         agreed[name] = same / sum(len(b) for _, b in pairs)
 
@@ -120,14 +120,14 @@ def errors(
         judge(f"{EAGER}, without TF32", forms[EAGER])
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
-    return found, agreed
+    return rows, agreed
 
 
 def compare(forms: dict[str, Forward], x: torch.Tensor, rounds: int, calls: int) -> timing.Comparison:
     """Time forms in turn."""
     return timing.compare(
         {name: lambda form=form: form(x) for name, form in forms.items()},
-        baseline=OPTIMISED,
+        baseline=OPTIMIZED,
         rounds=rounds,
         warmup=1,
         device=str(x.device),
@@ -135,17 +135,19 @@ def compare(forms: dict[str, Forward], x: torch.Tensor, rounds: int, calls: int)
     )
 
 
-def fastest_dense(seen: timing.Comparison) -> str:
+def fastest_dense(comparison: timing.Comparison) -> str:
     """The fastest form that people have without SparseFlow."""
-    names = [name for name in seen.times_ms if name not in (OPTIMISED, OUR_DENSE)]
-    return min(names, key=lambda name: seen.samples(name).median_ms)
+    names = [name for name in comparison.times_ms if name not in (OPTIMIZED, FUSED_DENSE)]
+    return min(names, key=lambda name: comparison.samples(name).median_ms)
 
 
-def finalists(seen: timing.Comparison, *, eager: bool) -> list[str]:
+def finalists(comparison: timing.Comparison, *, eager: bool) -> list[str]:
     """Forms worth all rounds, `eager` among them or only if it is fast."""
-    limit = NEAR * seen.samples(fastest_dense(seen)).median_ms
-    always = {OPTIMISED, OUR_DENSE, *([EAGER] if eager else [])}
-    return [name for name in seen.times_ms if name in always or seen.samples(name).median_ms <= limit]
+    limit = NEAR * comparison.samples(fastest_dense(comparison)).median_ms
+    always = {OPTIMIZED, FUSED_DENSE, *([EAGER] if eager else [])}
+    return [
+        name for name in comparison.times_ms if name in always or comparison.samples(name).median_ms <= limit
+    ]
 
 
 def calls_for(form: Forward, x: torch.Tensor) -> int:
@@ -169,73 +171,73 @@ def measure(job: Job, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
     inputs = [b for b, _ in batches] or [x]
     x = inputs[0]
     base = torch.cuda.memory_allocated(args.device) if x.is_cuda else 0
-    twin = copy.deepcopy(model)
+    optimized_model = copy.deepcopy(model)
     with phase("as it is"):
-        expected = from_rest(twin)(x)
-        eager_bytes = peak_bytes(twin, x, base)
-        before = hits(from_rest(twin), batches)
+        expected = make_stateless(optimized_model)(x)
+        eager_bytes = peak_bytes(optimized_model, x, base)
+        before = hits(make_stateless(optimized_model), batches)
     with phase("optimise"):
-        optimize(twin, x, dtype=dtype, cache=cache)
-        optimised_bytes = peak_bytes(twin, x, base)
+        optimize(optimized_model, x, dtype=dtype, cache=cache)
+        optimised_bytes = peak_bytes(optimized_model, x, base)
     with phase("dense forms"):
-        forms = dense_forms(model, analyze(model), x, compiled=args.compiled)
+        forms = build_baselines(model, analyze(model), x, compile=args.compiled)
         if job.grid:
             forms = {k: v for k, v in forms.items() if k.startswith(CONTENDERS) or "compiled" in k}
         if args.exact:
             # Half precision is no rival where float32 accuracy was asked for.
             forms = {k: v for k, v in forms.items() if "16" not in k}
-        forms = bench.warmed(forms, x, lambda what, part: None)
-        forms[OPTIMISED] = from_rest(twin)
+        forms = bench.warm_up(forms, x, lambda message, part: None)
+        forms[OPTIMIZED] = make_stateless(optimized_model)
     with phase("screening"):
-        calls = calls_for(forms[OPTIMISED], x)
+        calls = calls_for(forms[OPTIMIZED], x)
         screening = compare(forms, x, SCREENING_ROUNDS, calls)
     with phase("rounds"):
-        chosen = {name: forms[name] for name in finalists(screening, eager=not job.grid)}
-        final = compare(chosen, x, args.rounds, calls)
+        final_names = {name: forms[name] for name in finalists(screening, eager=not job.grid)}
+        final = compare(final_names, x, args.rounds, calls)
     baseline = fastest_dense(final)
-    against_eager = final if EAGER in chosen else screening
+    against_eager = final if EAGER in final_names else screening
     with phase("checks"):
-        state, found = accelerated(twin), forms[OPTIMISED](x)
-        fed = list(state.activities.values())
+        state, output = get_accelerated_forward(optimized_model), forms[OPTIMIZED](x)
+        fed = list(state.firing.values())
         row: dict[str, Any] = {
             **job.facts(),
             "dtype": str(dtype),
             "compiled": args.compiled,
             "command": f"python benchmarks/spiking/networks.py {' '.join(sys.argv[1:])}",
             "latency_ms": {
-                name: (final if name in chosen else screening).samples(name).median_ms for name in forms
+                name: (final if name in final_names else screening).samples(name).median_ms for name in forms
             },
             "baseline": baseline,
-            "speedup": vars(final.speedup(OPTIMISED, baseline=baseline)),
-            "speedup_our_dense": vars(final.speedup(OPTIMISED, baseline=OUR_DENSE))
-            if OUR_DENSE in chosen
+            "speedup": vars(final.speedup(OPTIMIZED, baseline=baseline)),
+            "speedup_our_dense": vars(final.speedup(OPTIMIZED, baseline=FUSED_DENSE))
+            if FUSED_DENSE in final_names
             else None,
-            "speedup_eager": vars(against_eager.speedup(OPTIMISED, baseline=EAGER)),
+            "speedup_eager": vars(against_eager.speedup(OPTIMIZED, baseline=EAGER)),
             "samples": {name: list(times) for name, times in final.times_ms.items()},
             "screening": {name: list(times) for name, times in screening.times_ms.items()},
             "calls_per_sample": calls,
-            "top1_agreement": (found.argmax(-1) == expected.argmax(-1)).float().mean().item(),
+            "top1_agreement": (output.argmax(-1) == expected.argmax(-1)).float().mean().item(),
             "images_for_accuracy": sum(len(b) for b, _ in batches),
             "accuracy_before": before,
-            "accuracy_after": hits(forms[OPTIMISED], batches),
+            "accuracy_after": hits(forms[OPTIMIZED], batches),
             "memory_eager_bytes": eager_bytes,
             "memory_optimised_bytes": optimised_bytes,
             "firing_rate": _mean([a.firing_rate for a in fed]),
             "zero_block_ratio": _mean([a.zero_block_ratio for a in fed]),
             "silent_channels": _mean([a.silent_channels for a in fed]),
-            "nearly_silent": [layer.name for layer in explain(twin).layers if layer.flag],
-            "whole": state.whole.model_dump() if state.whole else None,
+            "nearly_silent": [layer.name for layer in explain(optimized_model).layers if layer.warning],
+            "whole": state.network_decision.model_dump() if state.network_decision else None,
             "decisions": {k: v.model_dump() for k, v in state.decisions.items()},
-            "layer_ms": layer_times(twin, x),
+            "layer_ms": layer_times(optimized_model, x),
         }
     if args.exact or args.reference:
         with phase("errors"):
             row["errors"], row["agreement"] = errors(model, forms, inputs[:ERROR_BATCHES])
             row["images_for_errors"] = sum(len(b) for b in inputs[:ERROR_BATCHES])
-            row["error_eager"], row["error_optimised"] = row["errors"][EAGER], row["errors"][OPTIMISED]
+            row["error_eager"], row["error_optimised"] = row["errors"][EAGER], row["errors"][OPTIMIZED]
     if args.energy:
         with phase("energy"):
-            row["energy_j"] = bench.energy_per_call({n: forms[n] for n in (EAGER, baseline, OPTIMISED)}, x)
+            row["energy_j"] = bench.measure_energy({n: forms[n] for n in (EAGER, baseline, OPTIMIZED)}, x)
     return row | {"seconds": phase.seconds}
 
 
@@ -248,12 +250,12 @@ def line(row: dict[str, Any], *, seconds: bool = False) -> str:
     if "error" in row:
         return f"{row['case']:34} FAILED {row['error'][:150]}"
     ms, base = row["latency_ms"], row["baseline"]
-    speed, eager, ours = row["speedup"], row["speedup_eager"], row["speedup_our_dense"]
-    ways = [d["way"] for d in row["decisions"].values()]
+    speed, eager, optimized_ms = row["speedup"], row["speedup_eager"], row["speedup_our_dense"]
+    ways = [d["choice"] for d in row["decisions"].values()]
     parts = [
-        f"{row['case']:34} {row['dtype'][6:]:8} {ms[EAGER]:8.3f} {ms[base]:8.3f} {ms[OPTIMISED]:8.3f} ms",
+        f"{row['case']:34} {row['dtype'][6:]:8} {ms[EAGER]:8.3f} {ms[base]:8.3f} {ms[OPTIMIZED]:8.3f} ms",
         f"{speed['median']:5.2f}x ({speed['low']:.2f}-{speed['high']:.2f}) of [{base}]",
-        f"{ours['median']:.2f}x of our dense" if ours else "",
+        f"{optimized_ms['median']:.2f}x of our dense" if optimized_ms else "",
         f"eager {eager['median']:.2f}x",
         f"top1 {row['top1_agreement']:.3f} sparse {ways.count('sparse')}/{len(ways)}",
         f"firing {row['firing_rate'] or 0:.3f} silent {row['silent_channels'] or 0:.3f}",
@@ -318,7 +320,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    begun = time.monotonic()
+    start_s = time.monotonic()
     jobs = [trained_job(run, args.test, args.batch, args.images) for run in args.trained]
     jobs += args.case + (grid(args.grid) if args.grid else [])
     rows = kept_rows(args.out)
@@ -334,9 +336,9 @@ def main(argv: list[str] | None = None) -> None:
         prepare(jobs, args, limit_s=args.time_limit_s / 2)
     device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
     with tempfile.TemporaryDirectory() as folder:
-        for done, job in enumerate(jobs):
-            if time.monotonic() - begun > args.time_limit_s:
-                print(f"not started for lack of time: {', '.join(j.name for j in jobs[done:])}")
+        for completed, job in enumerate(jobs):
+            if time.monotonic() - start_s > args.time_limit_s:
+                print(f"not started for lack of time: {', '.join(j.name for j in jobs[completed:])}")
                 break
             # Equal layers share what was decided about them, unless some of their channels are silent.
             cache = Path(folder) / f"{job.silent:g}.json"

@@ -95,17 +95,15 @@ def run_linear(bench: Bench, case: Case, seed: int) -> str:
     bias = torch.randn(n, generator=g, device=bench.device)
     for precision in ("fp32", "tf32", "fp16"):
         w, b = weight.to(DTYPE[precision]), bias.to(DTYPE[precision])
-        given = x.to(w.dtype)
-        check = close_to(run_linear_reference(given, w, b), precision)
+        x_cast = x.to(w.dtype)
+        check = close_to(run_linear_reference(x_cast, w, b), precision)
         bench.admit(
-            f"cuBLAS {precision}", lambda given=given, w=w, b=b: lambda: F.linear(given, w, b), check,
+            f"cuBLAS {precision}", lambda x=x_cast, w=w, b=b: lambda: F.linear(x, w, b), check,
             precision=precision,
         )  # fmt: skip
         bench.admit(
             f"sparse {precision}",
-            lambda given=given, w=w, b=b, p=precision: (
-                lambda: sparse_linear(given, w, b, allow_tf32=p == "tf32")
-            ),
+            lambda x=x_cast, w=w, b=b, p=precision: lambda: sparse_linear(x, w, b, allow_tf32=p == "tf32"),
             check,
             precision=precision,
         )
@@ -120,20 +118,20 @@ def run_batchnorm(bench: Bench, case: Case, seed: int) -> str:
     mean, weight, bias = (torch.randn(c, generator=g, device=bench.device) for _ in range(3))
     var = torch.rand(c, generator=g, device=bench.device) + 0.1
     for precision, layout in (("fp32", "NCHW"), ("fp16", "channels_last")):
-        given = x.to(DTYPE[precision])
+        x_cast = x.to(DTYPE[precision])
         # made silent in memory order, so that the blocks the kernel looks at are the silent ones
         if layout == "channels_last":
-            n, _, h, w = given.shape
-            given = given.flatten().view(n, h, w, c).permute(0, 3, 1, 2)
-        check = close_to(run_batchnorm2d_reference(given, mean, var, weight, bias), precision)
+            n, _, h, w = x_cast.shape
+            x_cast = x_cast.flatten().view(n, h, w, c).permute(0, 3, 1, 2)
+        check = close_to(run_batchnorm2d_reference(x_cast, mean, var, weight, bias), precision)
         bench.admit(
             f"ATen {precision} {layout}",
-            lambda given=given: lambda: F.batch_norm(given, mean, var, weight, bias),
+            lambda x=x_cast: lambda: F.batch_norm(x, mean, var, weight, bias),
             check, precision=precision,
         )  # fmt: skip
         bench.admit(
             f"sparse {precision} {layout}",
-            lambda given=given: lambda: sparse_batchnorm2d(given, mean, var, weight, bias), check,
+            lambda x=x_cast: lambda: sparse_batchnorm2d(x, mean, var, weight, bias), check,
             precision=precision,
         )  # fmt: skip
     return "ATen fp32 NCHW"
@@ -160,9 +158,9 @@ def run_case(bench: Bench, kind: str, case: Case, seed: int) -> dict[str, Any]:
         if name.startswith("sparse")
     ]
     library = fastest(comparison, [n for n in comparison.times_ms if not n.startswith("sparse")])
-    ours = fastest(comparison, [n for n in comparison.times_ms if n.startswith("sparse")])
-    if library and ours:
-        pairs.append(ratio(comparison, ours, library))
+    sparse_name = fastest(comparison, [n for n in comparison.times_ms if n.startswith("sparse")])
+    if library and sparse_name:
+        pairs.append(ratio(comparison, sparse_name, library))
     return {**timed(bench, comparison), "ratios": pairs}
 
 
@@ -200,13 +198,13 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 with torch.no_grad():
                     row |= run_case(bench, kind, case, args.seed)
-                shown = "  ".join(
+                summary = "  ".join(
                     f"{p['ours']} {p['speedup']:.2f}x of {p['other'].split()[0]}" for p in row["ratios"]
                 )
             except Exception as error:  # the other cases are worth having
-                row["failed"] = shown = f"{type(error).__name__}: {error}"[:500]
+                row["failed"] = summary = f"{type(error).__name__}: {error}"[:500]
             results.add(row)
-            print(f"{row['name']:42s} {case.zero:4.0%} zero  {shown}", flush=True)
+            print(f"{row['name']:42s} {case.zero:4.0%} zero  {summary}", flush=True)
     return results.finish()
 
 

@@ -78,7 +78,7 @@ def compile_hopper_group(
     """Compile the Hopper `group_kernel` for sm_90a.
 
     Args:
-        constants: All constexprs of the kernel, see `hopper.group.kernel_constants`.
+        constants: All constexprs of the kernel, see `hopper.group.make_kernel_constants`.
         dense: Triton's name of the dense addend's type.
         max_registers: See `HopperVariant.max_registers`.
 

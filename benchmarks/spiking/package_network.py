@@ -36,14 +36,14 @@ def choose_images(test: Images, *, count: int = IMAGES, seed: int = 0) -> Images
     """``count`` test images, as even over the classes as possible, in random order; blind to any network."""
     generator = np.random.default_rng(seed)
     per_class = [count // len(CLASSES) + (k < count % len(CLASSES)) for k in range(len(CLASSES))]
-    chosen = np.concatenate(
+    indices = np.concatenate(
         [
             generator.choice(np.flatnonzero(test.labels == k), size=per_class[k], replace=False)
             for k in range(len(CLASSES))
         ]
     )
-    generator.shuffle(chosen)
-    return Images(images=test.images[chosen], labels=test.labels[chosen])
+    generator.shuffle(indices)
+    return Images(images=test.images[indices], labels=test.labels[indices])
 
 
 def package(run: Path, test: Path | None, name: str, data: Path) -> list[Path]:

@@ -43,10 +43,10 @@ def close_to(expected: torch.Tensor, precision: str) -> Check:
     """A check of the largest and the rms error against float64, relative to the largest value."""
     scale = max(expected.abs().max().item(), 1e-30)
 
-    def check(found: torch.Tensor) -> dict[str, float]:
-        if found.shape != expected.shape:
-            raise WrongResult(f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
-        error = (found.double() - expected) / scale
+    def check(actual: torch.Tensor) -> dict[str, float]:
+        if actual.shape != expected.shape:
+            raise WrongResult(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        error = (actual.double() - expected) / scale
         report = {"max_error": error.abs().max().item(), "rms_error": error.square().mean().sqrt().item()}
         if not report["max_error"] <= TOLERANCE[precision]:
             raise WrongResult(
@@ -60,12 +60,12 @@ def close_to(expected: torch.Tensor, precision: str) -> Check:
 def same_spikes(expected: torch.Tensor, limit: float = 1e-6) -> Check:
     """A check of the fraction of spikes that differ."""
 
-    def check(found: torch.Tensor) -> dict[str, float]:
-        if found.shape != expected.shape:
-            raise WrongResult(f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    def check(actual: torch.Tensor) -> dict[str, float]:
+        if actual.shape != expected.shape:
+            raise WrongResult(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
         # a NaN is neither 0 nor 1, so it differs from both
         report = {
-            "mismatch": (found != expected).double().mean().item(),
+            "mismatch": (actual != expected).double().mean().item(),
             "rate": expected.double().mean().item(),
         }
         if not report["mismatch"] <= limit:
@@ -102,7 +102,7 @@ class Bench:
 
     def __init__(self, device: torch.device, *, rounds: int, calls: int, warmup: int, seed: int) -> None:
         self.device, self.rounds, self.calls, self.warmup, self.seed = device, rounds, calls, warmup, seed
-        self._kept: list[Run] = []
+        self._retained: list[Run] = []
         # Graphs of a row may use each other's memory: they run one at a time, and a result is checked before
         # the next graph is captured.
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -113,7 +113,7 @@ class Bench:
     def start(self) -> None:
         """Forget the candidates of the previous row."""
         self.work, self.checks, self.errors = {}, {}, {}
-        self._kept.clear()
+        self._retained.clear()
         if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -125,7 +125,7 @@ class Bench:
         *,
         precision: str = "",
         graph: bool = True,
-        poison: Callable[[torch.Tensor], object] = lambda held: held.fill_(float("nan")),
+        poison: Callable[[torch.Tensor], object] = lambda output: output.fill_(float("nan")),
     ) -> None:
         """Check and capture a candidate; what goes wrong is recorded and the candidate left out.
 
@@ -140,20 +140,20 @@ class Bench:
         try:
             with convolutions(precision) if precision else contextlib.nullcontext():
                 run = make()
-                found = run()
-                report = check(found) if check else {}
-                del found
+                errors = run()
+                report = check(errors) if check else {}
+                del errors
                 work: Callable[[], object] = self._loop(run)
                 if graph and self.device.type == "cuda":
-                    work, held = self._capture(run)
+                    work, output = self._capture(run)
                     if check:
-                        poison(held)
+                        poison(output)
                         work()
-                        report = check(held)
+                        report = check(output)
                 self.checks[name] = report
                 self.work[name] = work
                 # A graph knows addresses only: what it reads must stay.
-                self._kept.append(run)
+                self._retained.append(run)
         except Exception as error:  # one candidate must not cost the others their row
             self.errors[name] = f"{type(error).__name__}: {error}"[:500]
             print(f"    {name}: left out: {self.errors[name][:160]}", flush=True)
@@ -175,10 +175,10 @@ class Bench:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            held = run()
+            output = run()
             for _ in range(self.calls - 1):
                 run()
-        return graph.replay, held
+        return graph.replay, output
 
     def compare(self, baseline: str) -> timing.Comparison:
         """Paired rounds of all admitted candidates; milliseconds are those of a single call.
@@ -188,7 +188,7 @@ class Bench:
         """
         if baseline not in self.work:
             raise RuntimeError(f"the baseline was left out: {self.errors.get(baseline)}")
-        found = timing.compare(
+        errors = timing.compare(
             self.work,
             rounds=self.rounds,
             baseline=baseline,
@@ -196,8 +196,8 @@ class Bench:
             device=self.device,
             seed=self.seed,
         )
-        times = {name: tuple(t / self.calls for t in values) for name, values in found.times_ms.items()}
-        return replace(found, times_ms=times, calls_per_sample=self.calls)
+        times = {name: tuple(t / self.calls for t in values) for name, values in errors.times_ms.items()}
+        return replace(errors, times_ms=times, calls_per_sample=self.calls)
 
 
 class Results:
@@ -272,12 +272,18 @@ def timed(bench: Bench, comparison: timing.Comparison) -> dict[str, Any]:
     }
 
 
-def ratio(comparison: timing.Comparison, ours: str, other: str) -> dict[str, Any]:
+def ratio(comparison: timing.Comparison, candidate: str, other: str) -> dict[str, Any]:
     """How many times faster `ours` is than `other`, with its interval."""
-    found = comparison.speedup(ours) if other == comparison.baseline else timing.bootstrap_median(
-        comparison.ratios(ours, baseline=other), seed=comparison.seed
+    speedup = comparison.speedup(candidate) if other == comparison.baseline else timing.bootstrap_median(
+        comparison.ratios(candidate, baseline=other), seed=comparison.seed
     )  # fmt: skip
-    return {"ours": ours, "other": other, "speedup": found.median, "low": found.low, "high": found.high}
+    return {
+        "ours": candidate,
+        "other": other,
+        "speedup": speedup.median,
+        "low": speedup.low,
+        "high": speedup.high,
+    }
 
 
 def fastest(comparison: timing.Comparison, names: list[str]) -> str | None:

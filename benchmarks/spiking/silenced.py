@@ -29,7 +29,7 @@ def silent_count(channels: int, share: float) -> int:
     return round(share * channels / GROUP) * GROUP if channels > GROUP else round(share * channels)
 
 
-def silence(net: nn.Module, share: float, *, seed: int = 0) -> dict[str, Tensor]:
+def silence_channels(net: nn.Module, share: float, *, seed: int = 0) -> dict[str, Tensor]:
     """Silence channels of a `SpikingResNet`; take its BatchNorms' statistics anew afterwards.
 
     Args:
@@ -49,7 +49,7 @@ def silence(net: nn.Module, share: float, *, seed: int = 0) -> dict[str, Tensor]
         raise InputError(f"`share` (={share}) must be at least 0 and below 1")
     generator = torch.Generator().manual_seed(seed)
     names = {module: name for name, module in net.named_modules()}
-    chosen: dict[str, Tensor] = {}
+    silent_channels: dict[str, Tensor] = {}
 
     def draw(norm: nn.Module) -> Tensor:
         assert isinstance(norm, nn.BatchNorm2d)
@@ -62,7 +62,7 @@ def silence(net: nn.Module, share: float, *, seed: int = 0) -> dict[str, Tensor]
             norm.weight[channels] = 0.0
             norm.bias[channels] = DRIVE
         if neuron is not None:
-            chosen[names[neuron]] = channels
+            silent_channels[names[neuron]] = channels
 
     common = draw(net.bn1)
     quieten(net.bn1, net.sn1, common)
@@ -77,4 +77,4 @@ def silence(net: nn.Module, share: float, *, seed: int = 0) -> dict[str, Tensor]
             spikes = block.downsample[2] if len(block.downsample) > 2 else None
             quieten(block.downsample[1], spikes, common)
         quieten(norm, neuron, common)
-    return chosen
+    return silent_channels

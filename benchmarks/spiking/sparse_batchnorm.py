@@ -27,11 +27,11 @@ def batchnorm_kernel(
 ):  # fmt: skip
     """Memory is flat; the channel of place i is (i // INNER) % CHANNELS."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    inside = at < total
+    index = start + tl.arange(0, BLOCK)
+    inside = index < total
     # one 64-bit division a program; those of every value are 32 bits wide and by constants
     channel = ((start % (INNER * CHANNELS)).to(tl.int32) + tl.arange(0, BLOCK)) // INNER % CHANNELS
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + index, mask=inside, other=0.0)
     mean = tl.load(mean_ptr + channel).to(tl.float32)
     scale = tl.load(weight_ptr + channel).to(tl.float32) / tl.sqrt(
         tl.load(var_ptr + channel).to(tl.float32) + eps
@@ -41,7 +41,7 @@ def batchnorm_kernel(
     if tl.max((x != 0).to(tl.int32), axis=0) > 0:
         # from the difference, as ATen does: a mean much larger than the deviation must not cancel
         y = (x.to(tl.float32) - mean) * scale + bias
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def sparse_batchnorm2d(

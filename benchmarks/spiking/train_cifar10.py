@@ -129,13 +129,13 @@ class Progress:
         self, *, steps: int, seconds: float, start: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._steps, self._seconds, self._start, self._clock = max(1, steps), seconds, start, clock
-        self._begin = clock()
+        self._start_s = clock()
 
     def fraction(self, steps_done: int) -> float:
         """0 at the start, 1 when the run has to end."""
         part = steps_done / self._steps
         if self._seconds > 0:
-            part = max(part, (self._clock() - self._begin) / self._seconds)
+            part = max(part, (self._clock() - self._start_s) / self._seconds)
         return min(1.0, self._start + (1.0 - self._start) * part)
 
 
@@ -281,9 +281,9 @@ class Trainer:
                 nn.init.constant_(module.weight, config.bn_gain)
         self.net.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         weights = [p for p in self.net.parameters() if p.dim() > 1]
-        others = [p for p in self.net.parameters() if p.dim() <= 1]
+        other_parameters = [p for p in self.net.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.SGD(
-            [{"params": weights, "weight_decay": config.weight_decay}, {"params": others}],
+            [{"params": weights, "weight_decay": config.weight_decay}, {"params": other_parameters}],
             lr=config.lr,
             momentum=config.momentum,
             nesterov=True,
@@ -304,8 +304,8 @@ class Trainer:
     def _batches(self, generator: torch.Generator) -> Iterator[Tensor]:
         order = torch.randperm(len(self.train_labels), device=self.device, generator=generator)
         size = min(self.config.batch, len(order))
-        for begin in range(0, len(order) - size + 1, size):
-            yield order[begin : begin + size]
+        for start in range(0, len(order) - size + 1, size):
+            yield order[start : start + size]
 
     def train(self) -> None:
         """Train until the epochs or the minutes are used up; a log line and a checkpoint each epoch."""
@@ -319,26 +319,26 @@ class Trainer:
         progress = Progress(
             steps=(config.epochs - self.epoch) * per_epoch, seconds=seconds, start=self.fraction
         )
-        done = 0
+        completed = 0
         while self.epoch < config.epochs and self.fraction < 1.0:
             generator = torch.Generator(self.device).manual_seed(config.seed * 100_003 + self.epoch)
-            began = time.monotonic()
+            start_s = time.monotonic()
             total = torch.zeros((), device=self.device)
             penalty_total = torch.zeros((), device=self.device)
             steps = 0
             self.net.train()
             for index in self._batches(generator):
-                self.fraction = progress.fraction(done)
+                self.fraction = progress.fraction(completed)
                 if self.fraction >= 1.0:
                     break
                 loss, penalty = self._step(index, generator)
                 total += loss
                 penalty_total += penalty
-                done += 1
+                completed += 1
                 steps += 1
-            self.fraction = progress.fraction(done)
+            self.fraction = progress.fraction(completed)
             mean_loss = (total / max(1, steps)).item()
-            train_seconds = time.monotonic() - began
+            train_seconds = time.monotonic() - start_s
             if not math.isfinite(mean_loss):
                 raise RunError(f"the loss became {mean_loss} in epoch {self.epoch}; try a lower --lr")
             self.epoch += 1
@@ -353,7 +353,7 @@ class Trainer:
                 "test_accuracy": accuracy,
                 "firing_rate": rates,
                 "train_s": round(train_seconds, 3),
-                "epoch_s": round(time.monotonic() - began, 3),
+                "epoch_s": round(time.monotonic() - start_s, 3),
             }
             with (self.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(record) + "\n")
@@ -402,11 +402,11 @@ class Trainer:
         correct = torch.zeros((), device=self.device, dtype=torch.int64)
         for m in spiking.values():
             m.record_rate = True
-        for begin in range(0, len(self.test_labels), 1000):
-            images = normalize(self.test_images[begin : begin + 1000])
+        for start in range(0, len(self.test_labels), 1000):
+            images = normalize(self.test_images[start : start + 1000])
             with self._autocast():
                 logits = self.net(images)
-            correct += (logits.argmax(1) == self.test_labels[begin : begin + 1000]).sum()
+            correct += (logits.argmax(1) == self.test_labels[start : start + 1000]).sum()
             for name, m in spiking.items():
                 assert m.rate is not None
                 sums[name] += m.rate.mean() * len(images)
@@ -437,8 +437,8 @@ class Trainer:
                 buffer = tensors.get(f"momentum.{name}")
                 if buffer is not None:
                     # Same strides as the parameter, or each optimiser step would pay for the difference.
-                    own = torch.empty_like(parameter).copy_(buffer)
-                    self.optimizer.state[parameter]["momentum_buffer"] = own
+                    expected_config = torch.empty_like(parameter).copy_(buffer)
+                    self.optimizer.state[parameter]["momentum_buffer"] = expected_config
             self.epoch, self.fraction = int(state["epoch"]), float(state["fraction"])
         except FileNotFoundError:
             raise
@@ -536,10 +536,10 @@ def score_weights(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     correct = 0
     try:
-        for begin in range(0, len(labels), batch):
+        for start in range(0, len(labels), batch):
             functional.reset_net(net)
-            logits = net(normalize(images[begin : begin + batch]).contiguous())
-            correct += int((logits.argmax(1) == labels[begin : begin + batch]).sum())
+            logits = net(normalize(images[start : start + batch]).contiguous())
+            correct += int((logits.argmax(1) == labels[start : start + batch]).sum())
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         for handle in handles:

@@ -178,6 +178,6 @@ def disagreement(device: torch.device) -> float:
             ((spikes * weight).sum() + 50 * (rate * channel_weight).sum()).backward()
             assert leaf.grad is not None
             results.append((spikes.detach(), rate.detach(), leaf.grad))
-        for ours, theirs in zip(*results, strict=True):
-            worst = max(worst, (ours - theirs).abs().max().item())
+        for fused, spikingjelly in zip(*results, strict=True):
+            worst = max(worst, (fused - spikingjelly).abs().max().item())
     return worst

@@ -55,9 +55,9 @@ def backward_kernel(
         x = tl.load(x_ptr + ((T - 1 - back) * stride_t + offs), mask=mask, other=0.0).to(tl.float32)
         h = v + (x - v) * decay
         u = h - theta
-        at = (T - 1 - back) * M + offs
-        grad_s = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) + extra
+        index = (T - 1 - back) * M + offs
+        grad_s = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32) + extra
         z = 3.141592653589793 * u  # pi / 2 * alpha, alpha = 2
         grad_h = grad_s / (1.0 + z * z) + tl.where(u >= 0.0, 0.0, grad_v)
-        tl.store(out_ptr + at, (grad_h * decay).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + index, (grad_h * decay).to(out_ptr.dtype.element_ty), mask=mask)
         grad_v = grad_h * (1.0 - decay)

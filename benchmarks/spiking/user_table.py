@@ -50,7 +50,7 @@ from benchmarks.claims import Claim, slugify, write_samples
 from sparseflow.core.device import select_device
 from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
-from sparseflow.spiking.backends.blocks import Tiling, prescan, sparse_conv2d
+from sparseflow.spiking.backends.blocks import ConvTiling, prescan, sparse_conv2d
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -96,7 +96,9 @@ TINY = [
 ]
 
 
-def draw_spikes(layer: Layer, together: int, rate: float, seed: int, device: torch.device) -> torch.Tensor:
+def draw_spikes(
+    layer: Layer, channels_per_block: int, rate: float, seed: int, device: torch.device
+) -> torch.Tensor:
     """Spikes float32 [T * batch, C, H, W] with the layer's ratio of zero blocks, rounded to whole blocks.
 
     Args:
@@ -109,35 +111,37 @@ def draw_spikes(layer: Layer, together: int, rate: float, seed: int, device: tor
     g = torch.Generator(device).manual_seed(seed)
     n, c, size, b = layer.images, layer.channels, layer.size, layer.block
     grid = -(-size // b)
-    groups = -(-c // together)
+    groups = -(-c // channels_per_block)
     blocks = n * groups * grid * grid
     count = round((1.0 - layer.zero) * blocks)
-    chosen = torch.randperm(blocks, generator=g, device=device)[:count]
+    zero_blocks_mask = torch.randperm(blocks, generator=g, device=device)[:count]
     active = torch.zeros(blocks, dtype=torch.bool, device=device)
-    active[chosen] = True
-    spread = active.view(n, groups, grid, grid).repeat_interleave(together, 1)[:, :c]
+    active[zero_blocks_mask] = True
+    spread = active.view(n, groups, grid, grid).repeat_interleave(channels_per_block, 1)[:, :c]
     spread = spread.repeat_interleave(b, 2)[:, :, :size].repeat_interleave(b, 3)[..., :size]
     x = ((torch.rand((n, c, size, size), generator=g, device=device) < rate) & spread).float()
 
     def inside(start: torch.Tensor, edge: int, end: int) -> torch.Tensor:
         """A random place of [start, start + edge), cut off at `end`."""
         length = (start + edge).clamp(max=end) - start
-        drawn = torch.rand(count, generator=g, device=device) * length
+        sampled = torch.rand(count, generator=g, device=device) * length
         # rounding in float32 may reach the length itself
-        return start + torch.minimum(drawn.long(), length - 1)
+        return start + torch.minimum(sampled.long(), length - 1)
 
-    column = inside(chosen % grid * b, b, size)
-    row = inside(chosen // grid % grid * b, b, size)
-    channel = inside(chosen // grid**2 % groups * together, together, c)
-    x[chosen // (grid**2 * groups), channel, row, column] = 1.0
+    column = inside(zero_blocks_mask % grid * b, b, size)
+    row = inside(zero_blocks_mask // grid % grid * b, b, size)
+    channel = inside(zero_blocks_mask // grid**2 % groups * channels_per_block, channels_per_block, c)
+    x[zero_blocks_mask // (grid**2 * groups), channel, row, column] = 1.0
     return x
 
 
-def zero_blocks(x: torch.Tensor, block: int, together: int) -> float:
+def zero_blocks(x: torch.Tensor, block: int, channels_per_block: int) -> float:
     """Ratio of blocks of `together` channels without a spike."""
     size, c = x.shape[-1], x.shape[1]
     pooled = F.max_pool2d(F.pad(x, (0, -size % block, 0, -size % block)), block)
-    pooled = F.pad(pooled, (0, 0, 0, 0, 0, -c % together)).unflatten(1, (-1, together)).amax(2)
+    pooled = (
+        F.pad(pooled, (0, 0, 0, 0, 0, -c % channels_per_block)).unflatten(1, (-1, channels_per_block)).amax(2)
+    )
     return (pooled == 0).double().mean().item()
 
 
@@ -162,14 +166,16 @@ def prescan_alone(x: torch.Tensor, layer: Layer) -> Run:
     return lambda: prescan(x, layer.block, out_channels=layer.channels).words
 
 
-def tilings(precision: str) -> list[Tiling]:
+def tilings(precision: str) -> list[ConvTiling]:
     """Other tile sizes than the rule's, for `--sweep`."""
     if precision == "fp32":
-        return [Tiling(tile_h=h, tile_w=w, warps=n) for (h, w), n in
+        return [ConvTiling(tile_h=h, tile_w=w, warps=n) for (h, w), n in
                 itertools.product([(2, 16), (1, 32), (2, 32), (4, 16), (8, 8)], (4, 8))]  # fmt: skip
     shapes = [(1, 64), (2, 32), (4, 32), (4, 16), (8, 8), (8, 16)]
-    found = [Tiling(tile_h=h, tile_w=w, group=n) for (h, w), n in itertools.product(shapes, (16, 32))]
-    return [*found, *(Tiling(tile_h=h, tile_w=w, tile_c=128, warps=8) for h, w in shapes)]
+    candidates = [
+        ConvTiling(tile_h=h, tile_w=w, group=n) for (h, w), n in itertools.product(shapes, (16, 32))
+    ]
+    return [*candidates, *(ConvTiling(tile_h=h, tile_w=w, tile_c=128, warps=8) for h, w in shapes)]
 
 
 def run_conv(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, sweep: bool) -> dict[str, Any]:
@@ -192,61 +198,59 @@ def run_conv(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, sweep: bool
     bench.admit(
         EAGER, lambda: lambda: F.conv2d(x, weight, padding=1), close_to(expected["tf32"], "tf32"), graph=False
     )
-    own = close_to(expected["fp32"], "fp32")
+    default_tiling = close_to(expected["fp32"], "fp32")
     bench.admit(
         "blocks fp32 NCHW, eager",
         lambda: lambda: sparse_conv2d(x, weight, block_size=layer.block),
-        own,
+        default_tiling,
         graph=False,
     )
     inputs = {(p, name): x.to(DTYPE[p]).contiguous(memory_format=f)
               for p, (name, f) in itertools.product(("fp32", "fp16", "bf16"), LAYOUTS.items())}  # fmt: skip
     for precision, layout in itertools.product(("fp32", "tf32", "fp16", "bf16"), LAYOUTS):
-        given = inputs[precision if precision != "tf32" else "fp32", layout]
-        w = weight.to(given.dtype)
+        x_cast = inputs[precision if precision != "tf32" else "fp32", layout]
+        w = weight.to(x_cast.dtype)
         wd = w.contiguous(memory_format=LAYOUTS[layout])
         check = close_to(expected[precision], precision)
         bench.admit(
             f"dense {precision} {layout}",
-            lambda given=given, wd=wd: lambda: F.conv2d(given, wd, padding=1), check, precision=precision,
+            lambda x=x_cast, wd=wd: lambda: F.conv2d(x, wd, padding=1), check, precision=precision,
         )  # fmt: skip
         if precision == "bf16" and bench.device.type == "cpu":
             continue  # Triton's interpreter multiplies bfloat16 wrongly
         tf32 = precision == "tf32"
         bench.admit(
             f"blocks {precision} {layout}",
-            lambda given=given, w=w, tf32=tf32: (
-                lambda: sparse_conv2d(given, w, block_size=layer.block, allow_tf32=tf32)
+            lambda x=x_cast, w=w, tf32=tf32: (
+                lambda: sparse_conv2d(x, w, block_size=layer.block, allow_tf32=tf32)
             ),
             check,
         )
         if precision in ("fp32", "fp16"):
-            bench.admit(
-                f"prescan {precision} {layout}", lambda given=given: prescan_alone(given, layer), None
-            )
+            bench.admit(f"prescan {precision} {layout}", lambda x=x_cast: prescan_alone(x, layer), None)
             bench.admit(
                 f"stage 2 {precision} {layout}",
-                lambda given=given, w=w: stage_two(given, w, layer, False),
+                lambda x=x_cast, w=w: stage_two(x, w, layer, False),
                 check,
             )
         if sweep and precision != "bf16":
             for t in tilings(precision):
                 bench.admit(
                     f"sweep {precision} {layout} g{t.group} {t.tile_h}x{t.tile_w}x{t.tile_c} w{t.warps}",
-                    lambda given=given, w=w, tf32=tf32, t=t: (
-                        lambda: sparse_conv2d(given, w, block_size=layer.block, allow_tf32=tf32, tiling=t)
+                    lambda x=x_cast, w=w, tf32=tf32, t=t: (
+                        lambda: sparse_conv2d(x, w, block_size=layer.block, allow_tf32=tf32, tiling=t)
                     ),
                     check,
                 )
     comparison = bench.compare(EAGER)
     names = list(comparison.times_ms)
     dense = fastest(comparison, [n for n in names if n.startswith("dense")])
-    ours = fastest(comparison, [n for n in names if n.startswith("blocks") and "eager" not in n])
+    sparse_names = fastest(comparison, [n for n in names if n.startswith("blocks") and "eager" not in n])
     pairs = []
-    if dense and ours:
+    if dense and sparse_names:
         pairs = [
-            ratio(comparison, ours, dense),
-            ratio(comparison, ours, EAGER),
+            ratio(comparison, sparse_names, dense),
+            ratio(comparison, sparse_names, EAGER),
             ratio(comparison, dense, EAGER),
         ]
     for precision, layout in itertools.product(("fp32", "tf32", "fp16", "bf16"), LAYOUTS):
@@ -257,9 +261,9 @@ def run_conv(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, sweep: bool
         pairs.append(ratio(comparison, "blocks fp32 NCHW, eager", EAGER))
     active = prescan(x, layer.block, out_channels=c)
     return {
-        **timed(bench, comparison), "best_dense": dense, "best_ours": ours, "ratios": pairs,
-        "active_chunks": active.active_ratio(), "zero_chunk_blocks": active.zero_block_ratio(),
-        "tiling": asdict(active.tiling),
+        **timed(bench, comparison), "best_dense": dense, "best_ours": sparse_names, "ratios": pairs,
+        "active_chunks": active.compute_active_ratio(),
+        "zero_chunk_blocks": active.compute_zero_block_ratio(), "tiling": asdict(active.tiling),
     }  # fmt: skip
 
 
@@ -300,12 +304,12 @@ def run_group(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, packed_var
         EAGER, lambda: convolve_and_fire(lambda: F.conv2d(x, weight, bias, padding=1)), check, graph=False
     )
     for precision, layout in itertools.product(("fp32", "tf32", "fp16"), LAYOUTS):
-        given = x.to(DTYPE[precision]).contiguous(memory_format=LAYOUTS[layout])
-        w, b = weight.to(given.dtype), bias.to(given.dtype)
+        x_cast = x.to(DTYPE[precision]).contiguous(memory_format=LAYOUTS[layout])
+        w, b = weight.to(x_cast.dtype), bias.to(x_cast.dtype)
         wd = w.contiguous(memory_format=LAYOUTS[layout])
         bench.admit(
             f"dense {precision} {layout}",
-            lambda given=given, wd=wd, b=b: convolve_and_fire(lambda: F.conv2d(given, wd, b, padding=1)),
+            lambda x=x_cast, wd=wd, b=b: convolve_and_fire(lambda: F.conv2d(x, wd, b, padding=1)),
             check,
             precision=precision,
         )  # fmt: skip
@@ -314,8 +318,8 @@ def run_group(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, packed_var
         tf32 = precision == "tf32"
         bench.admit(
             f"blocks {precision} {layout}",
-            lambda given=given, w=w, b=b, tf32=tf32: convolve_and_fire(
-                lambda: sparse_conv2d(given, w, b, block_size=layer.block, allow_tf32=tf32)
+            lambda x=x_cast, w=w, b=b, tf32=tf32: convolve_and_fire(
+                lambda: sparse_conv2d(x, w, b, block_size=layer.block, allow_tf32=tf32)
             ),
             check,
         )
@@ -327,17 +331,17 @@ def run_group(bench: Bench, layer: Layer, x: torch.Tensor, seed: int, packed_var
     candidates = {
         kind: fastest(comparison, [n for n in names if n.startswith(kind)]) for kind in ("blocks", "packed")
     }
-    ours = [name for name in candidates.values() if name]
-    pairs = [ratio(comparison, name, other) for name in ours for other in (dense, EAGER) if other]
+    sparse_names = [name for name in candidates.values() if name]
+    pairs = [ratio(comparison, name, other) for name in sparse_names for other in (dense, EAGER) if other]
     return {
         **timed(bench, comparison), "ratios": pairs,
-        "best_dense": dense, "best_ours": fastest(comparison, ours),
+        "best_dense": dense, "best_ours": fastest(comparison, sparse_names),
         "output_rate": expected.double().mean().item(),
     }  # fmt: skip
 
 
 def admit_packed(
-    bench: Bench, spec: GroupSpec, sequence: torch.Tensor, expected: torch.Tensor, most: int
+    bench: Bench, spec: GroupSpec, sequence: torch.Tensor, expected: torch.Tensor, max_variants: int
 ) -> None:
     """Admit the packed kernel's default and further variants, for fp16 weights and for fp32 accuracy.
 
@@ -345,8 +349,8 @@ def admit_packed(
     the writing of its own packed output. Where silence is skipped, the input's activity words likewise come
     with it, and this kernel's time holds the writing of its own.
     """
-    from sparseflow.spiking.backends.packed.format import PackedSpikes, mark, pack, unpack
-    from sparseflow.spiking.backends.packed.hopper.group import PreparedPackedGroup
+    from sparseflow.spiking.backends.packed.format import PackedSpikes, add_activity, pack, unpack
+    from sparseflow.spiking.backends.packed.hopper.group import HopperGroup
 
     t, n, c, h, w = sequence.shape
     shape: dict[str, Any] = {"T": t, "N": n, "H": h, "W": w, "device": bench.device}
@@ -355,18 +359,18 @@ def admit_packed(
     def packed(data: torch.Tensor) -> PackedSpikes:
         return PackedSpikes(data=data, shape=(t, n, c, h, w))
 
-    def check(found: torch.Tensor) -> dict[str, float]:
-        return same(unpack(packed(found), torch.float32).flatten(0, 1))
+    def check(actual: torch.Tensor) -> dict[str, float]:
+        return same(unpack(packed(actual), torch.float32).flatten(0, 1))
 
     def make(parts: int, name: str, skips: bool) -> Run:
-        group = PreparedPackedGroup(spec, parts=parts, variant=name, emit_activity=skips, **shape)
-        given = [mark(pack(sequence)) if skips else pack(sequence)]
-        return lambda: group(given)[0].data
+        group = HopperGroup(spec, parts=parts, variant=name, emit_activity=skips, **shape)
+        inputs = [add_activity(pack(sequence)) if skips else pack(sequence)]
+        return lambda: group(inputs)[0].data
 
     for parts, skips in ((1, False), (1, True), (2, False)):
         kind = f"packed x{parts}" + (", silence skipped" if skips else "")
         try:
-            names = PreparedPackedGroup(spec, parts=parts, **shape).variants()[:most]
+            names = HopperGroup(spec, parts=parts, **shape).list_variants()[:max_variants]
         except Exception as error:
             bench.errors[kind] = f"{type(error).__name__}: {error}"[:300]
             continue
@@ -376,7 +380,7 @@ def admit_packed(
                 lambda parts=parts, name=name, skips=skips: make(parts, name, skips),
                 check,
                 # every bit of the pixels; the border of the buffer is zero by contract and not written
-                poison=lambda held: packed(held).pixels.fill_(-1),
+                poison=lambda words: packed(words).pixels.fill_(-1),
             )
 
 
@@ -388,13 +392,13 @@ def floors(ceilings: Ceilings | None, layer: Layer, x: torch.Tensor) -> dict[str
     """
     values, weights = 2 * x.numel(), layer.channels**2 * 9
     events = 2.0 * x.sum().item() * layer.channels * 9
-    found: dict[str, float | None] = {}
+    floors_ms: dict[str, float | None] = {}
     for precision in ("fp32", "tf32", "fp16", "bf16"):
         moved = (values + weights) * DTYPE[precision].itemsize
-        found[f"dense {precision}"] = floor_ms(ceilings, moved, layer.flops, precision)
-        found[f"sparse {precision}"] = floor_ms(ceilings, moved, events, precision)
-    found["packed"] = floor_ms(ceilings, values / 8 + 2 * weights, events, "fp16")
-    return found
+        floors_ms[f"dense {precision}"] = floor_ms(ceilings, moved, layer.flops, precision)
+        floors_ms[f"sparse {precision}"] = floor_ms(ceilings, moved, events, precision)
+    floors_ms["packed"] = floor_ms(ceilings, values / 8 + 2 * weights, events, "fp16")
+    return floors_ms
 
 
 def line(row: dict[str, Any]) -> str:
@@ -402,22 +406,22 @@ def line(row: dict[str, Any]) -> str:
     head = f"{row['name']:15s} {row['silent']:8s}{row['comparison']:6s}"
     if "failed" in row:
         return f"{head} failed: {row['failed'][:120]}"
-    median, dense, ours = row["median_ms"], row["best_dense"], row["best_ours"]
+    median, dense, candidate = row["median_ms"], row["best_dense"], row["best_ours"]
     text = f"{head} eager {median[EAGER]:7.3f}"
     if dense:
         text += f" | {dense:24s} {median[dense]:7.3f}"
-    if ours:
-        prescan_name = ours.replace("blocks", "prescan").replace("tf32", "fp32").replace("bf16", "fp16")
+    if candidate:
+        prescan_name = candidate.replace("blocks", "prescan").replace("tf32", "fp32").replace("bf16", "fp16")
         scanned = f" (prescan {median[prescan_name]:.3f})" if prescan_name in median else ""
-        text += f" | {ours:24s} {median[ours]:7.3f}{scanned}"
+        text += f" | {candidate:24s} {median[candidate]:7.3f}{scanned}"
     for pair in row["ratios"][:2]:
         text += (
             f" | {pair['speedup']:.2f}x [{pair['low']:.2f}, {pair['high']:.2f}] {pair['other'].split()[0]}"
         )
     floor = row["floor_ms"]
     if floor["dense fp16"] is not None:
-        shown = ("dense fp16", "sparse fp32", "sparse fp16", "packed")
-        text += " | floor " + ", ".join(f"{name} {floor[name]:.3f}" for name in shown)
+        names = ("dense fp16", "sparse fp32", "sparse fp16", "packed")
+        text += " | floor " + ", ".join(f"{name} {floor[name]:.3f}" for name in names)
     flag = " FIRES UNDER 0.1 %" if row["rate"] < 1e-3 else ""
     return f"{text} | zero {row['zero_blocks']:.2%}, firing {row['rate']:.4%}{flag}"
 
@@ -439,17 +443,17 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             if form in (dense, row["best_ours"], eager)
         }
         samples = write_samples(f"spiking/4-{name}.json", columns)
-        for ratio in row["ratios"]:
-            if ratio["ours"] != row["best_ours"] or ratio["other"] not in (dense, eager):
+        for pair in row["ratios"]:
+            if pair["ours"] != row["best_ours"] or pair["other"] not in (dense, eager):
                 continue
-            baseline = "eager" if ratio["other"] == eager else "dense"
+            baseline = "eager" if pair["other"] == eager else "dense"
             yield Claim(
                 id=f"spiking/4-{name}-{baseline}",
                 claim=f"Speedup of {row['name']} with {100 * row['zero_blocks']:.1f} % zero blocks "
                 f"({row['silent']}), {row['comparison']} kernel, over {baseline} execution.",
-                value=round(ratio["speedup"], 3),
+                value=round(pair["speedup"], 3),
                 unit="x",
-                baseline=ratio["other"],
+                baseline=pair["other"],
                 command="python benchmarks/spiking/user_table.py --quick",
                 samples=samples,
                 details={"kernel": row["best_ours"], "floor_ms": round(min(row["floor_ms"].values()), 6)},
@@ -501,14 +505,14 @@ def main(arguments: list[str] | None = None) -> int:
     silent = ("channel", "group") if args.silent == "both" else (args.silent,)
     # The packed kernel comes last: a variant that hangs then costs nothing that was measured before.
     kinds = ("conv", "group", "packed") if args.packed_variants else ("conv", "group")
-    for kind, layer, how in itertools.product(kinds, layers, silent):
-        row: dict[str, Any] = {"name": layer.name, "silent": how, "comparison": kind, **asdict(layer)}
+    for kind, layer, grouping in itertools.product(kinds, layers, silent):
+        row: dict[str, Any] = {"name": layer.name, "silent": grouping, "comparison": kind, **asdict(layer)}
         try:
             with torch.no_grad():
-                x = draw_spikes(layer, CHANNELS_TOGETHER[how], args.rate, args.seed, device)
+                x = draw_spikes(layer, CHANNELS_TOGETHER[grouping], args.rate, args.seed, device)
                 row |= {
                     "rate": x.mean(dtype=torch.float64).item(),
-                    "zero_blocks": zero_blocks(x, layer.block, CHANNELS_TOGETHER[how]),
+                    "zero_blocks": zero_blocks(x, layer.block, CHANNELS_TOGETHER[grouping]),
                     "flops": layer.flops,
                     "floor_ms": floors(peaks, layer, x),
                 }

@@ -19,7 +19,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "decisions"))
 
 
-class MadeUpTimes:
+class FakeTimes:
     """Stands in for `timing.compare`: runs each candidate once and reports the times that it was told.
 
     Attributes:
@@ -29,18 +29,18 @@ class MadeUpTimes:
 
     def __init__(self, ms: Mapping[str, float | tuple[float, ...]]) -> None:
         self.ms = dict(ms)
-        self.asked: list[tuple[str, ...]] = []
+        self.calls: list[tuple[str, ...]] = []
 
     def __call__(
         self, candidates: Mapping[str, Callable[[], object]], *, rounds: int, baseline: str, **_: Any
     ) -> timing.Comparison:
-        self.asked.append(tuple(candidates))
+        self.calls.append(tuple(candidates))
         for work in candidates.values():
             work()
         times = {}
         for name in candidates:
-            told = self.ms.get(name, 5.0)
-            times[name] = told if isinstance(told, tuple) else (told,) * rounds
+            reports = self.ms.get(name, 5.0)
+            times[name] = reports if isinstance(reports, tuple) else (reports,) * rounds
         return timing.Comparison(
             baseline=baseline,
             times_ms=times,
@@ -53,15 +53,15 @@ class MadeUpTimes:
 
 
 @pytest.fixture
-def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpTimes]:
+def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeTimes]:
     """`prefer("sparse")` makes every decision take this way, and finds the plan faster than its network.
 
     Several ways stand in order of preference; other times can be given by name (`prefer("dense", plan=9.0)`).
     """
 
-    def install(*ways: str, **ms: float | tuple[float, ...]) -> MadeUpTimes:
-        ranked = {way: 1.0 + i / 10 for i, way in enumerate(ways)}
-        made_up = MadeUpTimes({"own": 5.0, "plan": 1.0, "module": 5.0, **ranked, **ms})
+    def install(*ways: str, **ms: float | tuple[float, ...]) -> FakeTimes:
+        ranked = {group_mode: 1.0 + i / 10 for i, group_mode in enumerate(ways)}
+        made_up = FakeTimes({"own": 5.0, "plan": 1.0, "module": 5.0, **ranked, **ms})
         monkeypatch.setattr(timing, "compare", made_up)
         return made_up
 
@@ -69,7 +69,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpTimes]:
 
 
 @pytest.fixture
-def planned(prefer: Callable[..., MadeUpTimes], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+def planned(prefer: Callable[..., FakeTimes], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Optimise with the sparse way preferred; the list that it returns grows with each run of a plan."""
 
     def run(net: nn.Module, *args: Any, **options: Any) -> list[int]:

@@ -20,7 +20,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 
 from sparseflow.spiking.backends.events.backend import EventBackend
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.runtime.plan import Env, GroupStep, Plan, Spikes
+from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, Plan, SpikeTensor
 
 T, N = 3, 2
 
@@ -187,36 +187,40 @@ def planned(net: nn.Module, *inputs: torch.Tensor) -> Plan:
     return Plan(analyze(net, inputs), EventBackend())
 
 
-def force(plan: Plan, way: str, *inputs: torch.Tensor) -> dict[str, str]:
+def force(plan: Plan, group_mode: str, *inputs: torch.Tensor) -> dict[str, str]:
     """Make every group of `plan` run in `way` where it can ('sparse' falls back on 'dense').
 
     Returns:
         The way of each group. Membranes are reset.
     """
 
-    def around(group: GroupStep, env: Env) -> Spikes:
-        wanted = way
-        if wanted == "sparse" and group.misfit(env) is None and group.refusal(env) is not None:
-            wanted = "dense"
-        group.way = "module" if group.misfit(env) is not None else wanted  # type: ignore[assignment]
+    def run_group(group: GroupStep, env: NodeValues) -> SpikeTensor:
+        required = group_mode
+        if (
+            required == "sparse"
+            and group.get_shape_mismatch(env) is None
+            and group.get_unsupported_reason(env) is not None
+        ):
+            required = "dense"
+        group.mode = "module" if group.get_shape_mismatch(env) is not None else required  # type: ignore[assignment]
         return group.run(env)
 
     functional.reset_net(plan.graph.model)
     with torch.no_grad():
-        plan.run(*inputs, around=around)
-    plan.settle_forms()
+        plan.run(*inputs, group_runner=run_group)
+    plan.update_output_forms()
     functional.reset_net(plan.graph.model)
-    return {group.name: group.way for group in plan.groups}
+    return {group.name: group.mode for group in plan.groups}
 
 
-def same(left: Any, right: Any) -> bool:
+def same(first: Any, right: Any) -> bool:
     """Equal to the last digit (NaN equals NaN), in whatever tuples or dicts the tensors stand."""
-    if isinstance(left, torch.Tensor):
-        if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+    if isinstance(first, torch.Tensor):
+        if not isinstance(right, torch.Tensor) or first.shape != right.shape or first.dtype != right.dtype:
             return False
-        return bool(((left == right) | ((left != left) & (right != right))).all())
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+        return bool(((first == right) | ((first != first) & (right != right))).all())
+    if isinstance(first, dict):
+        return first.keys() == right.keys() and all(same(first[key], right[key]) for key in first)
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(right) and all(map(same, first, right))
+    return bool(first == right)

@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, layer, neuron
 
 import sparseflow
-from sparseflow.spiking.accelerated import MOST_PLANS, Accelerated, accelerated
+from sparseflow.spiking.accelerated import MAX_PLANS, AcceleratedForward, get_accelerated_forward
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.graph.test_module_state import differences, state
@@ -49,30 +49,32 @@ def test_every_family_is_the_same_or_says_why_not(name: str, mode: str, prefer: 
     net, x = FAMILIES[name](mode)
     dyadic(net)
     x = x.mul(16).round().div(16)
-    held = numbers(net)
+    saved = numbers(net)
     with torch.no_grad():
         functional.reset_net(net)
         expected = [net(x), net(x)]
         v = membranes(net)
         functional.reset_net(net)
     sparseflow.optimize(net, x)
-    assert list(net.state_dict()) == list(held) and same(numbers(net), held)
+    assert list(net.state_dict()) == list(saved) and same(numbers(net), saved)
     with torch.no_grad():
-        found = [net(x), net(x)]
+        actual = [net(x), net(x)]
     if name in ("masnn", "ms_resnet", "spiking_vggws_ottt"):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     else:
-        assert same(found, expected) and same(membranes(net), v)
+        assert same(actual, expected) and same(membranes(net), v)
     rows = sparseflow.explain(net).layers
     convs = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d)]
     assert [row.name for row in rows] == convs
-    assert all(row.why and row.why != "run the network once, or give optimize() a sample" for row in rows)
-    sites = {site.name: site for site in accelerated(net).graph.sites}
+    assert all(
+        row.reason and row.reason != "run the network once, or give optimize() a sample" for row in rows
+    )
+    sites = {site.name: site for site in get_accelerated_forward(net).graph.sites}
     for row in rows:
         if row.backend == "events":
             assert sites[row.name].replaceable
         elif not sites[row.name].replaceable and row.group is None:
-            assert row.why == sites[row.name].reason
+            assert row.reason == sites[row.name].reason
     functional.reset_net(net)
     sparseflow.restore(net)
     with torch.no_grad():
@@ -85,7 +87,7 @@ def test_what_timing_itself_chooses_is_the_same_too() -> None:
         expected, v = from_rest(net, X), membranes(net)
         sparseflow.optimize(net, X)
         assert same(from_rest(net, X), expected) and same(membranes(net), v)
-        assert accelerated(net).whole is not None
+        assert get_accelerated_forward(net).network_decision is not None
 
 
 @pytest.mark.parametrize("mode", ["s", "m"])
@@ -127,7 +129,7 @@ def test_other_batches_sizes_and_steps(planned: Callable[..., Any]) -> None:
     runs = planned(net, X)
     for x, out in zip(inputs, expected, strict=True):
         assert same(from_rest(net, x), out)
-    assert len(accelerated(net).plans()) == 5 and len(runs) > 5
+    assert len(get_accelerated_forward(net).list_plans()) == 5 and len(runs) > 5
     before = len(runs)
     for x, out in zip(inputs, expected, strict=True):
         assert same(from_rest(net, x), out)
@@ -146,14 +148,14 @@ def test_a_batch_of_another_size_without_a_reset(planned: Callable[..., Any]) ->
 
 def test_networks_that_look_at_shapes_take_other_shapes(planned: Callable[..., Any]) -> None:
     """One graph asserts a rank, the other a number of time steps."""
-    for net, sample, others in (
+    for net, sample, other_inputs in (
         (ready(Constant()), images(2), [X, images(4)]),
         (ready(Constant()), X, [images(2)]),
         (ready(Loop()), X, [images(2, 2), images(5, 2), X]),
     ):
-        expected = [from_rest(net, x) for x in others]
+        expected = [from_rest(net, x) for x in other_inputs]
         runs = planned(net, sample)
-        for x, out in zip(others, expected, strict=True):
+        for x, out in zip(other_inputs, expected, strict=True):
             assert same(from_rest(net, x), out)
         assert runs
 
@@ -163,7 +165,7 @@ def test_only_so_many_shapes_are_kept(planned: Callable[..., Any]) -> None:
     planned(net, X)
     for n in range(1, 12):
         from_rest(net, images(1, n))
-    assert len(accelerated(net).plans()) == MOST_PLANS
+    assert len(get_accelerated_forward(net).list_plans()) == MAX_PLANS
     expected = from_rest(sparseflow.restore(net), X)
     sparseflow.optimize(net, X)
     assert same(from_rest(net, X), expected)
@@ -220,7 +222,7 @@ def test_a_child_may_be_optimised_before_its_parent(planned: Callable[..., Any])
     sparseflow.optimize(net, X)
     assert same(from_rest(net, X), expected)
     sparseflow.restore(net)
-    assert isinstance(vars(net[0])["forward"], Accelerated) and same(from_rest(net, X), expected)
+    assert isinstance(vars(net[0])["forward"], AcceleratedForward) and same(from_rest(net, X), expected)
 
 
 def test_the_sample_is_not_written_to(planned: Callable[..., Any]) -> None:
@@ -243,14 +245,20 @@ def test_without_a_sample_the_first_call_measures(
     net = build()
     expected = from_rest(net, x)
     functional.reset_net(net)
-    held = state(net)
+    saved = state(net)
     runs = planned(net)
     explanation = sparseflow.explain(net)
     assert explanation.summary == "not measured yet" and "not measured yet" in str(explanation)
-    assert all(r.ms_before is None for r in explanation.layers) and accelerated(net).plans() == []
-    assert differences(state(net), held) in ([], [("", "forward", "")])
+    assert (
+        all(r.latency_before_ms is None for r in explanation.layers)
+        and get_accelerated_forward(net).list_plans() == []
+    )
+    assert differences(state(net), saved) in ([], [("", "forward", "")])
     assert same(from_rest(net, x), expected) and runs
-    assert sparseflow.explain(net).summary != "not measured yet" and len(accelerated(net).plans()) == 1
+    assert (
+        sparseflow.explain(net).summary != "not measured yet"
+        and len(get_accelerated_forward(net).list_plans()) == 1
+    )
     runs.clear()
     assert same(from_rest(net, x), expected) and runs == [1]
 
@@ -276,12 +284,12 @@ def test_a_first_call_with_bad_input_fails_as_the_network_does(planned: Callable
         from_rest(small(), bad)
     net = small()
     planned(net)
-    held = state(net)
-    with pytest.raises(RuntimeError) as found:
+    saved = state(net)
+    with pytest.raises(RuntimeError) as actual:
         from_rest(net, bad)
-    assert str(found.value) == str(plain.value)
+    assert str(actual.value) == str(plain.value)
     functional.reset_net(net)
-    assert differences(state(net), held) == []
+    assert differences(state(net), saved) == []
     assert same(from_rest(net, X), from_rest(small(), X))
 
 
@@ -296,20 +304,20 @@ def test_a_deep_copy_is_independent(kind: str, prefer: Prefer) -> None:
     expected = from_rest(net, X)
     sparseflow.optimize(net, X, **options)
     functional.reset_net(net)
-    twin = copy.deepcopy(net)
-    ours, theirs = accelerated(net), accelerated(twin)
-    assert theirs.model is twin and ours.model is net and theirs is not ours
-    decided = dict(ours.decisions)
+    duplicate = copy.deepcopy(net)
+    first, second = get_accelerated_forward(net), get_accelerated_forward(duplicate)
+    assert second.model is duplicate and first.model is net and second is not first
+    decided = dict(first.decisions)
     with torch.no_grad():
-        twin.conv2.weight.neg_()
-        twin.sn2.v_threshold = 0.5
-    changed = from_rest(twin, X)
+        duplicate.conv2.weight.neg_()
+        duplicate.sn2.v_threshold = 0.5
+    changed = from_rest(duplicate, X)
     assert same(from_rest(net, X), expected) and not same(changed, expected)
-    theirs.decisions.clear()
-    assert ours.decisions == decided
-    sparseflow.restore(twin)
-    assert "forward" not in vars(twin) and "forward" in vars(net)
-    assert type(twin.conv2) is layer.Conv2d and same(from_rest(twin, X), changed)
+    second.decisions.clear()
+    assert first.decisions == decided
+    sparseflow.restore(duplicate)
+    assert "forward" not in vars(duplicate) and "forward" in vars(net)
+    assert type(duplicate.conv2) is layer.Conv2d and same(from_rest(duplicate, X), changed)
     assert same(from_rest(net, X), expected)
 
 
@@ -317,9 +325,9 @@ def test_a_copy_of_a_network_that_needs_a_sample_to_be_traced(planned: Callable[
     net, x = ready(Constant()), images(2)
     expected = from_rest(net, x)
     runs = planned(net, x)
-    twin = copy.deepcopy(net)
-    assert same(from_rest(twin, x), expected) and len(runs) >= 2
-    assert "not measured" not in str(sparseflow.explain(twin))
+    duplicate = copy.deepcopy(net)
+    assert same(from_rest(duplicate, x), expected) and len(runs) >= 2
+    assert "not measured" not in str(sparseflow.explain(duplicate))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,7 +339,7 @@ def test_an_optimised_model_can_be_pickled(kind: str, prefer: Prefer) -> None:
     sparseflow.optimize(net, X, **options)
     from_rest(net, X)
     functional.reset_net(net)
-    twin = pickle.loads(pickle.dumps(net))
-    assert same(from_rest(twin, X), expected)
-    sparseflow.restore(twin)
-    assert type(twin.conv2) is layer.Conv2d and same(from_rest(twin, X), expected)
+    duplicate = pickle.loads(pickle.dumps(net))
+    assert same(from_rest(duplicate, X), expected)
+    sparseflow.restore(duplicate)
+    assert type(duplicate.conv2) is layer.Conv2d and same(from_rest(duplicate, X), expected)

@@ -70,16 +70,16 @@ def test_changes_are_honoured(change: str, when: str, planned: Callable[..., Any
     if when == "between calls":
         assert same(from_rest(net, X), before)
     CHANGES[change](net)
-    twin = copy.deepcopy(net)
-    found = from_rest(net, X)
-    again = from_rest(net, X)
-    expected = from_rest(sparseflow.restore(twin), X)
+    duplicate = copy.deepcopy(net)
+    actual = from_rest(net, X)
+    second = from_rest(net, X)
+    expected = from_rest(sparseflow.restore(duplicate), X)
     if change != "a BatchNorm to training":
-        assert same(found, expected) and same(again, expected)
+        assert same(actual, expected) and same(second, expected)
     else:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
         assert int(net.bn2.num_batches_tracked) == 2, "the module itself ran, once a call"
-    assert change == "sequences recorded" or not same(found, before)
+    assert change == "sequences recorded" or not same(actual, before)
     if change == "sequences recorded":
         assert net.sn2.v_seq.shape == (3, 2, 6, 8, 8)
     assert same(from_rest(sparseflow.restore(net), X), expected) or change == "a BatchNorm to training"
@@ -103,9 +103,9 @@ def test_a_plain_parameter_is_todays(planned: Callable[..., Any]) -> None:
         runs = planned(net, X)
         numbers_now = numbers(net) | {"inner.shift": torch.ones(1, 2, 6, 8, 8)}
         net.load_state_dict(numbers_now, assign=assign)
-        found = from_rest(net, X)
-        assert runs and not same(found, before)
-        assert same(from_rest(sparseflow.restore(net), X), found)
+        actual = from_rest(net, X)
+        assert runs and not same(actual, before)
+        assert same(from_rest(sparseflow.restore(net), X), actual)
 
 
 def test_another_dtype_and_step_mode(planned: Callable[..., Any]) -> None:
@@ -137,8 +137,8 @@ def test_what_is_written_through_data_is_seen_after_optimising_again(planned: Ca
     net.conv2.weight.data.neg_()
     assert same(from_rest(net, X), before)
     sparseflow.optimize(net, X)
-    found = from_rest(net, X)
-    assert not same(found, before) and same(from_rest(sparseflow.restore(net), X), found)
+    actual = from_rest(net, X)
+    assert not same(actual, before) and same(from_rest(sparseflow.restore(net), X), actual)
 
 
 # --- hooks, training, gradients -----------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_a_hook_that_changes_a_value_changes_the_output(planned: Callable[..., A
     before = from_rest(net, X)
     planned(net, X)
     net.sn2.register_forward_hook(lambda m, i, o: o * 0)
-    found = from_rest(net, X)
-    assert not same(found, before) and same(from_rest(sparseflow.restore(net), X), found)
+    actual = from_rest(net, X)
+    assert not same(actual, before) and same(from_rest(sparseflow.restore(net), X), actual)
 
 
 def gradients(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -190,10 +190,10 @@ def test_training_falls_back_with_gradients_intact(kind: str, prefer: Prefer) ->
         for part in module.modules():
             if isinstance(part, nn.BatchNorm2d):
                 part.eps = 1e-5
-    expected, found = gradients(plain, X), gradients(net, X)
-    assert found.keys() == expected.keys() and len(found) > 6
+    expected, actual = gradients(plain, X), gradients(net, X)
+    assert actual.keys() == expected.keys() and len(actual) > 6
     for name, value in expected.items():
-        assert torch.equal(found[name], value) and (value.abs().sum() > 0 or "bias" in name), name
+        assert torch.equal(actual[name], value) and (value.abs().sum() > 0 or "bias" in name), name
     assert same(numbers(net), numbers(plain)), "BatchNorm has seen the same"
     optimiser = torch.optim.SGD(net.parameters(), 0.1)
     optimiser.step()

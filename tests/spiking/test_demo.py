@@ -21,7 +21,7 @@ from sparseflow.core.timing import bootstrap_median
 from sparseflow.spiking import demo
 from sparseflow.spiking.demo import DemoResult, run_demo
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.models.model_zoo import Settings, build
+from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
 from tests.spiking.nets import from_rest
 
 IMAGES, BATCH, ROUNDS = 14, 4, 4
@@ -29,7 +29,7 @@ FORMS = {"eager", "channels_last", "folded", "folded, channels_last", "optimised
 
 
 def tiny() -> nn.Module:
-    return build("sew_resnet18", Settings(width=8, image=16, steps=2))
+    return build_network("sew_resnet18", NetworkConfig(width=8, image_size=16, time_steps=2))
 
 
 def small_images() -> tuple[np.ndarray, np.ndarray]:
@@ -38,12 +38,12 @@ def small_images() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[tuple[str, float]]:
+def reports() -> list[tuple[str, float]]:
     return []
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory, told: list[tuple[str, float]]) -> DemoResult:
+def result(tmp_path_factory: pytest.TempPathFactory, reports: list[tuple[str, float]]) -> DemoResult:
     """One demo of a tiny network, for every test here."""
     card = {
         "network": {"residual": "SEW", "depth": 18},
@@ -51,15 +51,15 @@ def result(tmp_path_factory: pytest.TempPathFactory, told: list[tuple[str, float
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSEFLOW_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(pretrained, "load", lambda name: tiny())
-        patch.setattr(pretrained, "images", small_images)
-        patch.setattr(pretrained, "_card", lambda name: card)
+        patch.setattr(pretrained, "load_network", lambda name: tiny())
+        patch.setattr(pretrained, "load_images", small_images)
+        patch.setattr(pretrained, "_read_card", lambda name: card)
         return run_demo(
-            out=tmp_path_factory.mktemp("runs"),
-            batch=BATCH,
+            out_dir=tmp_path_factory.mktemp("runs"),
+            batch_size=BATCH,
             rounds=ROUNDS,
-            compiled=False,
-            progress=lambda what, fraction: told.append((what, fraction)),
+            compile_baselines=False,
+            progress=lambda message, fraction: reports.append((message, fraction)),
         )
 
 
@@ -70,33 +70,37 @@ def test_every_image_counts(result: DemoResult) -> None:
     net = tiny()
     classes = torch.cat([from_rest(net, part).argmax(-1) for part in x.split(BATCH)])
     accuracy = (classes == torch.from_numpy(labels)).float().mean().item()
-    assert result.images == IMAGES and result.batch == BATCH and result.threads == torch.get_num_threads()
+    assert (
+        result.num_images == IMAGES
+        and result.batch_size == BATCH
+        and result.num_threads == torch.get_num_threads()
+    )
     assert result.accuracy_before == pytest.approx(accuracy) == result.accuracy_after
     assert result.predictions_identical
 
 
 def test_the_baseline_is_the_fastest_dense_form(result: DemoResult) -> None:
-    assert set(result.ms) == FORMS and all(ms > 0 for ms in result.ms.values())
-    dense = {name: ms for name, ms in result.ms.items() if name != "optimised"}
+    assert set(result.latency_ms) == FORMS and all(ms > 0 for ms in result.latency_ms.values())
+    dense = {name: ms for name, ms in result.latency_ms.items() if name != "optimised"}
     assert result.baseline == min(dense, key=dense.__getitem__)
     assert result.speedup.low <= result.speedup.median <= result.speedup.high
 
 
 def test_the_samples_bear_it_out(result: DemoResult) -> None:
-    rows = pyarrow.parquet.read_table(result.run / "samples.parquet").to_pylist()
+    rows = pyarrow.parquet.read_table(result.run_dir / "samples.parquet").to_pylist()
     assert len(rows) == ROUNDS * len(FORMS) and {row["batch"] for row in rows} == {BATCH}
     times = {(row["candidate"], row["round"]): row["latency_ms"] for row in rows}
-    for name, ms in result.ms.items():
+    for name, ms in result.latency_ms.items():
         assert ms == pytest.approx(float(np.median([times[name, r] for r in range(ROUNDS)])))
     ratios = [times[result.baseline, r] / times["optimised", r] for r in range(ROUNDS)]
     assert result.speedup == bootstrap_median(ratios, seed=0)
 
 
 def test_the_run_says_the_same(result: DemoResult) -> None:
-    run = Run.open(result.run)
+    run = Run.open(result.run_dir)
     assert run.info["status"] == "finished" and run.info["command"] == "sparseflow demo"
     assert run.info["config"] == {
-        "network": pretrained.DEFAULT, "batch": BATCH, "rounds": ROUNDS, "compiled": False
+        "network": pretrained.DEFAULT_NETWORK, "batch": BATCH, "rounds": ROUNDS, "compiled": False
     }  # fmt: skip
     plain = result.to_dict()
     assert run.info["results"] == json.loads(
@@ -107,13 +111,13 @@ def test_the_run_says_the_same(result: DemoResult) -> None:
         "report",
     } <= set(plain)  # fmt: skip
     assert plain["speedup"] == result.speedup.median and len(plain["speedup_interval"]) == 2
-    assert Path(plain["report"]) == result.report == result.run / "report.html"
+    assert Path(plain["report"]) == result.report == result.run_dir / "report.html"
 
 
 def test_every_convolution_has_a_row(result: DemoResult) -> None:
     convs = [name for name, m in tiny().named_modules() if isinstance(m, nn.Conv2d)]
     assert [layer.name for layer in result.explanation.layers] == convs
-    assert all(layer.why for layer in result.explanation.layers)
+    assert all(layer.reason for layer in result.explanation.layers)
 
 
 def test_the_page_shows_it(result: DemoResult) -> None:
@@ -122,7 +126,7 @@ def test_the_page_shows_it(result: DemoResult) -> None:
         f"{result.speedup.median:.2f}×",
         f"{result.speedup.low:.2f}–{result.speedup.high:.2f}",
         f"{100 * result.accuracy_after:.2f} %",
-        f"{result.ms[result.baseline]:.1f} → {result.ms['optimised']:.1f} ms",
+        f"{result.latency_ms[result.baseline]:.1f} → {result.latency_ms['optimised']:.1f} ms",
         "SEW ResNet-18",
         "sparseflow demo",
         *(layer.name for layer in result.explanation.layers),
@@ -131,10 +135,10 @@ def test_the_page_shows_it(result: DemoResult) -> None:
         assert part in page, part
 
 
-def test_progress_runs_to_the_end(result: DemoResult, told: list[tuple[str, float]]) -> None:
-    fractions = [fraction for _, fraction in told]
+def test_progress_runs_to_the_end(result: DemoResult, reports: list[tuple[str, float]]) -> None:
+    fractions = [fraction for _, fraction in reports]
     assert fractions == sorted(fractions) and fractions[0] == 0.0 and fractions[-1] == 1.0
-    words = " ".join(what for what, _ in told)
+    words = " ".join(message for message, _ in reports)
     for part in ("accuracy", "preparing dense: folded", "measuring conv1", "whole network", "report"):
         assert part in words
 
@@ -142,15 +146,15 @@ def test_progress_runs_to_the_end(result: DemoResult, told: list[tuple[str, floa
 @pytest.fixture
 def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
-    monkeypatch.setattr(pretrained, "load", lambda name: tiny())
-    monkeypatch.setattr(pretrained, "images", small_images)
-    monkeypatch.setattr(pretrained, "_card", lambda name: card)
+    monkeypatch.setattr(pretrained, "load_network", lambda name: tiny())
+    monkeypatch.setattr(pretrained, "load_images", small_images)
+    monkeypatch.setattr(pretrained, "_read_card", lambda name: card)
 
 
 def test_fewer_images_than_a_batch(tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any]) -> None:
     prefer("sparse", "dense", optimised=1.0)
-    result = run_demo(out=tmp_path, batch=256, rounds=4, compiled=False, cache=False)
-    assert result.images == result.batch == IMAGES and result.predictions_identical
+    result = run_demo(out_dir=tmp_path, batch_size=256, rounds=4, compile_baselines=False, cache=False)
+    assert result.num_images == result.batch_size == IMAGES and result.predictions_identical
 
 
 def test_different_predictions_are_told(
@@ -166,7 +170,7 @@ def test_different_predictions_are_told(
         return model
 
     monkeypatch.setattr(demo, "optimize", spoiled)
-    result = run_demo(out=tmp_path, batch=8, rounds=4, compiled=False, cache=False)
+    result = run_demo(out_dir=tmp_path, batch_size=8, rounds=4, compile_baselines=False, cache=False)
     assert not result.predictions_identical
     assert "predictions differ" in result.report.read_text()
 
@@ -191,9 +195,9 @@ def test_a_form_that_cannot_run_is_left_out_with_a_warning(
             return self.fail(x)
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    with pytest.warns(UserWarning, match=r"compiled' cannot run here: no C\+\+ compiler$"):
-        result = run_demo(out=tmp_path, batch=8, rounds=4, compiled=True, cache=False)
-    assert set(result.ms) == FORMS
+    with pytest.warns(UserWarning, match=r"compiled.*no C\+\+ compiler$"):
+        result = run_demo(out_dir=tmp_path, batch_size=8, rounds=4, compile_baselines=True, cache=False)
+    assert set(result.latency_ms) == FORMS
 
 
 def test_a_run_that_fails_says_so(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +206,7 @@ def test_a_run_that_fails_says_so(tiny_zoo: None, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(demo, "optimize", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
-        run_demo(out=tmp_path, batch=8, rounds=4, compiled=False)
+        run_demo(out_dir=tmp_path, batch_size=8, rounds=4, compile_baselines=False)
     (path,) = tmp_path.iterdir()
     assert json.loads((path / "run.json").read_text())["status"] == "failed"
 
@@ -211,11 +215,11 @@ def test_the_shipped_network_on_a_few_images(
     tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real thing, on four images; its speed is for the benchmarks to say."""
-    if pretrained.DEFAULT not in pretrained.names():
+    if pretrained.DEFAULT_NETWORK not in pretrained.list_names():
         pytest.skip("no network is shipped in this tree")
-    pixels, labels = pretrained.images()
-    monkeypatch.setattr(pretrained, "images", lambda: (pixels[:4], labels[:4]))
+    pixels, labels = pretrained.load_images()
+    monkeypatch.setattr(pretrained, "load_images", lambda: (pixels[:4], labels[:4]))
     prefer("sparse", "dense", optimised=1.0)
-    result = run_demo(out=tmp_path, batch=2, rounds=4, compiled=False, cache=False)
+    result = run_demo(out_dir=tmp_path, batch_size=2, rounds=4, compile_baselines=False, cache=False)
     assert result.predictions_identical and result.accuracy_before == result.accuracy_after >= 0.5
     assert sum(layer.backend == "events" for layer in result.explanation.layers) >= 15

@@ -18,8 +18,8 @@ from spikingjelly.activation_based import neuron
 
 import sparseflow
 from sparseflow.errors import ModelError
-from sparseflow.spiking.accelerated import accelerated
-from sparseflow.spiking.profile.firing import activity_of
+from sparseflow.spiking.accelerated import get_accelerated_forward
+from sparseflow.spiking.profile.firing import measure_firing
 from tests.spiking.nets import Opaque, Small, from_rest, images, ready, small
 
 X = images(3, 2)
@@ -50,14 +50,14 @@ def test_a_measured_network(prefer: Prefer) -> None:
     stem, second, third = explanation.layers
     assert (stem.name, second.name, third.name) == ("conv1", "conv2", "conv3")
     assert (stem.fed_by, stem.values, stem.firing_rate, stem.zero_block_ratio) == ((), "dense", None, None)
-    assert (stem.backend, stem.ms_before, stem.ms_after) == ("dense, fused neuron", 3.0, 1.5)
-    assert "sparse refused: no convolution of spikes" in stem.why
+    assert (stem.backend, stem.latency_before_ms, stem.latency_after_ms) == ("dense, fused neuron", 3.0, 1.5)
+    assert "no convolution of spikes" in stem.reason
     assert (second.fed_by, second.values, second.backend) == (("sn1",), "binary", "events")
     for row in (second, third):
-        seen = activity_of(fed[row.name])
-        assert (row.firing_rate, row.zero_block_ratio) == (seen.firing_rate, seen.zero_block_ratio)
-        assert (row.ms_before, row.ms_after, row.group) == (3.0, 1.0, row.name)
-        assert "3.00x" in row.why and row.flag is None
+        observed = measure_firing(fed[row.name])
+        assert (row.firing_rate, row.zero_block_ratio) == (observed.firing_rate, observed.zero_block_ratio)
+        assert (row.latency_before_ms, row.latency_after_ms, row.group) == (3.0, 1.0, row.name)
+        assert "3.00x" in row.reason and row.warning is None
 
 
 def test_layers_of_one_group_and_integers(prefer: Prefer) -> None:
@@ -74,10 +74,10 @@ def test_layers_of_one_group_and_integers(prefer: Prefer) -> None:
     prefer("sparse", "dense")
     net = ready(Block())
     sparseflow.optimize(net, images(2))
-    found = rows(net)
-    assert (found["conv3"].values, found["conv3"].fed_by) == ("integer", ("sn1", "sn2"))
-    assert found["down"].values == "binary" and found["down"].group == found["conv3"].group == "conv3"
-    assert found["down"].backend == found["conv3"].backend == "events"
+    actual = rows(net)
+    assert (actual["conv3"].values, actual["conv3"].fed_by) == ("integer", ("sn1", "sn2"))
+    assert actual["down"].values == "binary" and actual["down"].group == actual["conv3"].group == "conv3"
+    assert actual["down"].backend == actual["conv3"].backend == "events"
     assert "in conv3" in str(sparseflow.explain(net))
 
 
@@ -94,9 +94,9 @@ def test_the_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
     prefer("sparse", "dense")
     net = ready(Mixed())
     sparseflow.optimize(net, images(2))
-    found = rows(net)
-    assert found["second"].group == found["conv2"].group == "conv2"
-    assert (found["conv2"].backend, found["second"].backend) == ("events", "dense, fused neuron")
+    actual = rows(net)
+    assert actual["second"].group == actual["conv2"].group == "conv2"
+    assert (actual["conv2"].backend, actual["second"].backend) == ("events", "dense, fused neuron")
 
 
 def test_a_network_left_as_it_was(prefer: Prefer) -> None:
@@ -104,10 +104,10 @@ def test_a_network_left_as_it_was(prefer: Prefer) -> None:
     net = small()
     sparseflow.optimize(net, X)
     explanation = sparseflow.explain(net)
-    assert explanation.summary.startswith("left as it was: nothing surely beat")
+    assert explanation.summary.startswith("unchanged: no candidate")
     for row in explanation.layers:
         assert row.backend == "dense"
-        assert row.ms_before == row.ms_after or row.ms_before is None
+        assert row.latency_before_ms == row.latency_after_ms or row.latency_before_ms is None
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_every_refusal_has_its_reason(build: Any, name: str, words: str, prefer:
     net = build()
     sparseflow.optimize(net, images(2) if net.sn1.step_mode == "s" else X)
     row = rows(net)[name]
-    reasons = {site.name: site.reason for site in accelerated(net).graph.sites}
+    reasons = {site.name: site.reason for site in get_accelerated_forward(net).graph.sites}
     assert words in str(reasons[name])
-    assert words in row.why or row.group is not None
+    assert words in row.reason or row.group is not None
 
 
 def with_conv(conv: nn.Conv2d) -> Small:
@@ -143,9 +143,9 @@ def test_a_silent_layer_is_flagged(prefer: Prefer) -> None:
     explanation = sparseflow.explain(net)
     row = {r.name: r for r in explanation.layers}["conv2"]
     assert row.firing_rate == 0.0 and row.zero_block_ratio == 1.0
-    assert "fires under 0.1 %" in str(row.flag)
-    shown = str(explanation)
-    assert "0.00 % !" in shown and "under 0.1 %" in shown.replace("\n", " ")
+    assert "fires under 0.1 %" in str(row.warning)
+    text = str(explanation)
+    assert "0.00 % !" in text and "under 0.1 %" in text.replace("\n", " ")
 
 
 def test_before_the_first_call() -> None:
@@ -154,26 +154,30 @@ def test_before_the_first_call() -> None:
     explanation = sparseflow.explain(net)
     assert explanation.summary == "not measured yet"
     assert [r.backend for r in explanation.layers] == ["dense", "not measured yet", "not measured yet"]
-    assert "run the network once" in explanation.layers[1].why
+    assert "run the network once" in explanation.layers[1].reason
 
 
 def test_the_static_policy_says_that_it_did_not_measure() -> None:
     net = small()
     sparseflow.optimize(net, images(1, 1, size=16), policy="static")
     explanation = sparseflow.explain(net)
-    assert explanation.summary == "replaced by the static rule, not measured"
+    assert explanation.summary == "replaced by the static policy, not measured"
     assert [r.backend for r in explanation.layers] == ["dense", "events", "events"]
-    assert all(r.ms_before is None and r.ms_after is None for r in explanation.layers)
+    assert all(r.latency_before_ms is None and r.latency_after_ms is None for r in explanation.layers)
 
 
 def test_a_network_that_could_not_be_traced(prefer: Prefer) -> None:
     prefer(events=1.0, module=2.0)
     net = ready(Opaque())
     sparseflow.optimize(net, X)
-    found = rows(net)
+    actual = rows(net)
     assert "could not be traced" in sparseflow.explain(net).summary
-    assert (found["conv2"].backend, found["conv2"].ms_before, found["conv2"].ms_after) == ("events", 2.0, 1.0)
-    assert found["conv1"].backend == "dense" and found["conv2"].firing_rate is not None
+    assert (actual["conv2"].backend, actual["conv2"].latency_before_ms, actual["conv2"].latency_after_ms) == (
+        "events",
+        2.0,
+        1.0,
+    )
+    assert actual["conv1"].backend == "dense" and actual["conv2"].firing_rate is not None
 
 
 def test_it_goes_into_json_and_comes_out_the_same(prefer: Prefer) -> None:
@@ -183,8 +187,8 @@ def test_it_goes_into_json_and_comes_out_the_same(prefer: Prefer) -> None:
     plain = json.loads(json.dumps(sparseflow.explain(net).to_dict()))
     assert set(plain) == {"model", "policy", "summary", "layers"}
     assert set(plain["layers"][0]) == {
-        "name", "fed_by", "values", "firing_rate", "zero_block_ratio", "flag", "backend", "why", "group",
-        "ms_before", "ms_after",
+        "name", "fed_by", "values", "firing_rate", "zero_block_ratio", "warning", "backend", "reason",
+        "group", "latency_before_ms", "latency_after_ms",
     }  # fmt: skip
 
 
@@ -193,7 +197,7 @@ def test_it_reads_as_a_table(prefer: Prefer) -> None:
     net = small()
     sparseflow.optimize(net, X)
     explanation = sparseflow.explain(net)
-    shown = str(explanation)
+    text = str(explanation)
     for part in (
         "Small",
         "layer",
@@ -205,8 +209,8 @@ def test_it_reads_as_a_table(prefer: Prefer) -> None:
         "events",
         "3.000 → 1.000",
     ):
-        assert part in shown
-    assert "\x1b" not in shown
+        assert part in text
+    assert "\x1b" not in text
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(explanation)
     assert "conv3" in console.export_text()
@@ -231,7 +235,7 @@ def test_brackets_in_names_are_not_markup(prefer: Prefer) -> None:
     assert "[red]conv" in str(sparseflow.explain(net))
 
 
-@pytest.mark.parametrize("what", [None, nn.Identity(), "model"])
-def test_what_was_not_optimised_is_refused(what: Any) -> None:
-    with pytest.raises(ModelError, match=r"has not been optimised; call sparseflow\.optimize"):
-        sparseflow.explain(what)
+@pytest.mark.parametrize("message", [None, nn.Identity(), "model"])
+def test_what_was_not_optimised_is_refused(message: Any) -> None:
+    with pytest.raises(ModelError, match=r"sparseflow\.optimize"):
+        sparseflow.explain(message)

@@ -28,24 +28,24 @@ def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_family_in_every_way(name: str, mode: str, way: str) -> None:
+def test_every_family_in_every_way(name: str, mode: str, group_mode: str) -> None:
     net, x = FAMILIES[name](mode)
     dyadic(net)
     net, x = net.cuda(), x.mul(16).round().div(16).cuda()
     plan = Plan(analyze(net, (x,)), PackedBackend("cuda", torch.float32))
-    ways = force(plan, way, x)
+    ways = force(plan, group_mode, x)
     functional.reset_net(net)
     with torch.no_grad():
         expected = [(net(x), membranes(net)) for _ in range(2)]
         functional.reset_net(net)
-        found = [(plan.run(x), membranes(net)) for _ in range(2)]
+        actual = [(plan.run(x), membranes(net)) for _ in range(2)]
     if name in BY_VALUE:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
     else:
-        assert same(found, expected)
-    assert not ways or set(ways.values()) & {way, "dense"}
+        assert same(actual, expected)
+    assert not ways or set(ways.values()) & {group_mode, "dense"}
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

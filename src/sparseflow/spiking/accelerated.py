@@ -1,15 +1,14 @@
-"""`Accelerated`: the forward that `optimize` puts in front of a network.
+"""`AcceleratedForward`: the forward that `optimize` installs on a network.
 
-It runs a measured plan (`plan.py`) wherever that is surely faster, and the network's own code everywhere
-else: while training, for an input that requires gradients, or when somebody hooked a module. It notices what
-changes in the network between calls, and measures anew for each input shape (`deciding.py`).
+It runs a tuned plan (`runtime/plan.py`) where that is faster, and the network's own code everywhere else:
+in training mode, for an input that requires gradients, or if a module has hooks. It detects changes to the
+network between calls and tunes again for each new input shape.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,43 +16,45 @@ import torch
 from torch import nn
 
 from sparseflow.core import timing
+from sparseflow.core.progress import Progress
 from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.autotune.candidates import (
-    GPU_CALLS,
-    decide_group,
-    decide_layer,
-    decide_whole,
-    inputs_of,
+    GPU_CALLS_PER_SAMPLE,
+    capture_inputs,
+    tune_group,
+    tune_layer,
+    tune_network,
 )
 from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
-from sparseflow.spiking.autotune.dispatch import Chooser, Policy
-from sparseflow.spiking.backends.blocks.geometry import static_block
-from sparseflow.spiking.backends.selection import backend_for
+from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy
+from sparseflow.spiking.backends.blocks.geometry import select_block_size
+from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
-from sparseflow.spiking.graph.module_state import reset, untouched
-from sparseflow.spiking.profile.firing import Activity, activities
-from sparseflow.spiking.runtime.cuda_graphs import Replay
-from sparseflow.spiking.runtime.group_step import GroupStep, Shared, Way
-from sparseflow.spiking.runtime.mutation_guard import Watch
+from sparseflow.spiking.graph.module_state import preserve_state_without_grad, reset_neurons
+from sparseflow.spiking.profile.firing import FiringStats, profile_firing
+from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
+from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
+from sparseflow.spiking.runtime.mutation_guard import MutationGuard
 from sparseflow.spiking.runtime.plan import Plan
-from sparseflow.spiking.runtime.sparse_conv import SparseConv2d, default_backend, refusal
-from sparseflow.spiking.runtime.spike_tensor import Env, Spikes
+from sparseflow.spiking.runtime.sparse_conv import (
+    SparseConv2d,
+    get_conv_unsupported_reason,
+    select_conv_backend,
+)
+from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many are done, and how many there are."""
-
-MOST_PLANS = 8
-"""Input shapes that plans are kept for."""
+MAX_PLANS = 8
+"""Input shapes for which plans are kept."""
 
 
-class Accelerated:
+class AcceleratedForward:
     """A network's forward, accelerated.
 
     Args:
         model: The network.
-        graph: What `analyze` found in it.
-        inputs: The sample that it was analysed with, or None.
-        policy, dtype, cache, progress: As for `optimize`.
+        graph: Its analysis.
+        inputs: The sample of the analysis, or None.
+        policy, dtype, cache, progress: See `optimize`.
     """
 
     def __init__(
@@ -69,60 +70,58 @@ class Accelerated:
     ) -> None:
         self.model, self.policy, self.dtype = model, policy, dtype
         self._graph: SpikeGraph | None = graph
-        self._analysed: Any = None if inputs is None else key_of(inputs)
+        self._analyzed_key: Any = None if inputs is None else make_input_key(inputs)
         self.decisions: dict[str, Decision] = {}
-        self.activities: dict[str, Activity] = {}
-        self.whole: Decision | None = None
+        self.firing: dict[str, FiringStats] = {}
+        self.network_decision: Decision | None = None
         self.backend_name = "dense"
         self._cache, self.progress = cache, progress
         self._originals: dict[str, nn.Conv2d] = {}
         self._sparse: dict[str, SparseConv2d] = {}
-        self._own_forward = model.__dict__.get("forward")
+        self._original_forward = model.__dict__.get("forward")
         self._plans: dict[Any, Plan | None] = {}
-        self._replays: dict[Any, Replay] = {}
-        self._shared: Shared = WeakValueDictionary()
-        self._watch: Watch | None = None
+        self._replays: dict[Any, GraphReplay] = {}
+        self._shared: SharedGroups = WeakValueDictionary()
+        self._guard: MutationGuard | None = None
 
     @property
     def graph(self) -> SpikeGraph:
-        """What was found in the network."""
+        """The network's analysis."""
         if self._graph is None:
             self._graph = self._analyze(None)
         return self._graph
 
     def _analyze(self, inputs: tuple[torch.Tensor, ...] | None) -> SpikeGraph:
-        """Analyse the network itself, without what was put in front of it."""
+        """Analyze the network itself, without the accelerated forward."""
         self.uninstall()
         try:
             return analyze(self.model, inputs)
         finally:
             self.reinstall()
 
-    # Installing and removing
-
     def install(self) -> None:
-        """Put this callable in front of the network and, under the static policy, replace convolutions."""
+        """Install this callable on the network; under the static policy, also replace convolutions."""
         self.model.__dict__["forward"] = self
         if self.policy == "static":
             for site in self.graph.sites:
                 self._replace_static(site)
 
     def uninstall(self) -> None:
-        """Put every original module and the original forward back."""
+        """Restore all original modules and the original forward."""
         for name, conv in self._originals.items():
             sparse = self._sparse[name]
             if self.model.get_submodule(name) is sparse:
-                # What was assigned or switched meanwhile holds for the original too.
+                # Parameters and mode may have been changed on the sparse module.
                 conv.weight, conv.bias = sparse.weight, sparse.bias
                 conv.train(sparse.training)
                 _set_submodule(self.model, name, conv)
-        if self._own_forward is None:
+        if self._original_forward is None:
             self.model.__dict__.pop("forward", None)
         else:
-            self.model.__dict__["forward"] = self._own_forward
+            self.model.__dict__["forward"] = self._original_forward
 
     def reinstall(self) -> None:
-        """Take `uninstall` back."""
+        """Undo `uninstall`."""
         for name, conv in self._originals.items():
             if self.model.get_submodule(name) is conv:
                 _set_submodule(self.model, name, self._sparse[name])
@@ -138,254 +137,273 @@ class Accelerated:
     def _replace_static(self, site: ConvSite) -> None:
         if not site.replaceable:
             return
-        if self._analysed is None:
-            raise SampleError("the static policy decides by feature-map height and needs a sample to see it")
+        if self._analyzed_key is None:
+            raise SampleError("the static policy decides by feature-map height and needs a `sample`")
         conv, shape = self.model.get_submodule(site.name), site.value.shape
         assert isinstance(conv, nn.Conv2d)
-        unfit = refusal(conv) if shape else f"called {len(site.nodes)} times, so its height is not one number"
-        if unfit is not None or shape is None:
-            self.decisions[site.name] = Decision(way="dense", why=str(unfit))
+        unsupported_reason = (
+            get_conv_unsupported_reason(conv)
+            if shape
+            else f"called {len(site.nodes)} times, possibly with different heights"
+        )
+        if unsupported_reason is not None or shape is None:
+            self.decisions[site.name] = Decision(choice="dense", reason=str(unsupported_reason))
             return
-        block = static_block(shape[-2])
+        block = select_block_size(shape[-2])
         if block is None:
-            why = f"{shape[-2]} rows: below 8 the blocks cost more than they save"
-            self.decisions[site.name] = Decision(way="dense", why=why)
+            reason = f"{shape[-2]} rows: blocks do not pay off below 8"
+            self.decisions[site.name] = Decision(choice="dense", reason=reason)
             return
         self._replace(site.name, block)
-        backend = default_backend(conv.weight.device)
-        why = f"{shape[-2]} rows: blocks of {block}"
+        backend = select_conv_backend(conv.weight.device)
+        reason = f"{shape[-2]} rows: blocks of {block}"
         if backend == "dense":
-            why += f"; but nothing that skips them on {conv.weight.device} is installed (extra `spiking`)"
-        self.decisions[site.name] = Decision(way=backend, why=why)
-
-    # Running
+            reason += f"; no backend for {conv.weight.device} is installed (extra `spiking`)"
+        self.decisions[site.name] = Decision(choice=backend, reason=reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or self.policy != "measured" or not self._may_accelerate(args):
-            return self.original(*args, **kwargs)
-        key = key_of(args)
-        plan = self._plan_for(args, key)
-        if plan is None or plan.overruled():
-            return self.original(*args)
+        if kwargs or self.policy != "measured" or not self._is_accelerable(args):
+            return self.run_original(*args, **kwargs)
+        key = make_input_key(args)
+        plan = self._get_plan(args, key)
+        if plan is None or plan.get_bypass_conflict():
+            return self.run_original(*args)
         replay = self._replays.get(key)
         with torch.no_grad():
-            fits = replay is not None and replay.at_rest() and not plan.watched()
-            if replay is not None and fits and not torch.cuda.is_current_stream_capturing():
+            can_replay = replay is not None and replay.is_at_rest() and not plan.has_hooks()
+            if replay is not None and can_replay and not torch.cuda.is_current_stream_capturing():
                 return replay(*args)
             return plan.run(*args)
 
-    def _plan_for(self, args: tuple[torch.Tensor, ...], key: Any) -> Plan | None:
-        """The plan for inputs of this shape, measured now if they are the first; None for the own forward."""
-        self._refresh()
+    def _get_plan(self, args: tuple[torch.Tensor, ...], key: Any) -> Plan | None:
+        """Return the plan for inputs of this shape, tuned on first use; None for the own forward."""
+        self._apply_mutations()
         if key not in self._plans:
             try:
-                self.measure(args)
+                self.tune(args)
             except SampleError:
-                return None  # the network's own code says what is wrong with its input
+                return None  # the network's own code raises the error about its input
         return self._plans[key]
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's own forward."""
-        if self._own_forward is not None:
-            return self._own_forward(*args, **kwargs)
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network's own forward."""
+        if self._original_forward is not None:
+            return self._original_forward(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def _may_accelerate(self, args: tuple[Any, ...]) -> bool:
+    def _is_accelerable(self, args: tuple[Any, ...]) -> bool:
         tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad and a.numel() > 0 for a in args)
         return bool(args) and tensors and not self.model.training
 
-    def _refresh(self) -> None:
-        """Notice what changed in the network since the last call.
+    def _apply_mutations(self) -> None:
+        """Apply changes made to the network since the last call.
 
-        New numbers (an optimiser, load_state_dict, .to()) are prepared anew. Other modules, other parameters
-        or neurons with other constants make another network, which is measured anew.
+        New values (an optimizer, load_state_dict, .to()) invalidate prepared weights. Other modules, other
+        parameters or neurons with other constants invalidate the plans, which are tuned again.
         """
-        watch = self._watch
-        if watch is None or (watch.same_parts() and watch.same_numbers()):
+        guard = self._guard
+        if guard is None or (guard.is_structure_unchanged() and guard.are_values_unchanged()):
             return
-        if not watch.same_parts():
+        if not guard.is_structure_unchanged():
             self._plans.clear()
-            self._analysed = None
-        for known in self._plans.values():
-            if known is not None:
-                known.forget()
+            self._analyzed_key = None
+        for plan in self._plans.values():
+            if plan is not None:
+                plan.invalidate()
         self._replays.clear()
-        self._watch_now()
+        self._reset_guard()
 
-    def _watch_now(self) -> None:
+    def _reset_guard(self) -> None:
         plan = next((plan for plan in self._plans.values() if plan is not None), None)
-        self._watch = None if plan is None else Watch(self.model, [group.neuron for group in plan.groups])
+        self._guard = (
+            None if plan is None else MutationGuard(self.model, [group.neuron for group in plan.groups])
+        )
 
-    def plans(self) -> list[Plan | None]:
-        """One entry an input shape seen, oldest first; None where the network's own code stays."""
+    def list_plans(self) -> list[Plan | None]:
+        """List one plan per input shape, oldest first; None if the network's own code runs."""
         return list(self._plans.values())
 
-    def times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    def measure_layer_times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
         """See `layer_times`."""
-        plan = self._plan_for(inputs, key_of(inputs))
-        found: dict[str, float] = {}
+        plan = self._get_plan(inputs, make_input_key(inputs))
+        latency_ms: dict[str, float] = {}
         if plan is None:
-            return found
+            return latency_ms
 
-        def around(group: GroupStep, env: Env) -> Spikes:
-            results: list[Spikes] = []
+        def time_group(group: GroupStep, env: NodeValues) -> SpikeTensor:
+            results: list[SpikeTensor] = []
             samples = timing.measure(
                 lambda: results.append(group.run(env)), warmup=0, repeats=1, device=inputs[0].device
             )
-            found[group.name] = samples.median_ms
+            latency_ms[group.name] = samples.median_ms
             return results[0]
 
-        with untouched(self.model):
+        with preserve_state_without_grad(self.model):
             plan.run(*inputs)
-        with untouched(self.model):
-            plan.run(*inputs, around=around)
-        return found
+        with preserve_state_without_grad(self.model):
+            plan.run(*inputs, group_runner=time_group)
+        return latency_ms
 
-    # Measuring
-
-    def measure(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Decide how to run inputs of this shape, by timing; the network's memories are left as they were."""
-        key = key_of(inputs)
-        while len(self._plans) >= MOST_PLANS:
+    def tune(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Select how to run inputs of this shape, by timing; the network's state is restored."""
+        key = make_input_key(inputs)
+        while len(self._plans) >= MAX_PLANS:
             oldest = next(iter(self._plans))
             del self._plans[oldest]
             self._replays.pop(oldest, None)
-        if self.whole is not None and self.whole.way == "layers":
+        if self.network_decision is not None and self.network_decision.choice == "layers":
             self._plans[key] = None
             return
-        if key != self._analysed:
-            # A trace holds for inputs like the one it was made with: branches and loops may depend on shapes.
-            self._graph, self._analysed = self._analyze(inputs), key
+        if key != self._analyzed_key:
+            # A trace is valid for one input shape: branches and loops may depend on shapes.
+            self._graph, self._analyzed_key = self._analyze(inputs), key
         if self.graph.module is None:
             self._plans[key] = None
-            self._measure_layers(inputs)
+            self._tune_layers(inputs)
             return
-        backend = backend_for(inputs[0], self.model, self.dtype)
+        backend = select_backend(inputs[0], self.model, self.dtype)
         if backend is None:
             self._plans[key] = None
-            held = next((p.dtype for p in self.model.parameters()), inputs[0].dtype)
-            asked = f" with dtype={self.dtype}" if self.dtype not in (None, held) else ""
-            self.whole = Decision(way="own", why=f"no backend for {held}{asked} on {inputs[0].device}")
+            model_dtype = next((p.dtype for p in self.model.parameters()), inputs[0].dtype)
+            requested = f" with dtype={self.dtype}" if self.dtype not in (None, model_dtype) else ""
+            self.network_decision = Decision(
+                choice="own", reason=f"no backend for {model_dtype}{requested} on {inputs[0].device}"
+            )
             return
         self.backend_name = backend.name
         plan = Plan(self.graph, backend, self._shared)
-        if plan.conflict is not None:
+        if plan.write_hazard is not None:
             self._plans[key] = None
-            self.whole = Decision(way="own", why=plan.conflict)
+            self.network_decision = Decision(choice="own", reason=plan.write_hazard)
             return
-        queued = GPU_CALLS if inputs[0].is_cuda else 1
-        chooser = Chooser(device=str(inputs[0].device), cache=self._cache, calls_per_sample=queued)
-        with untouched(self.model):
-            plan.arrange(*inputs)
-        with untouched(self.model):
-            if not self.activities:
+        calls_per_sample = GPU_CALLS_PER_SAMPLE if inputs[0].is_cuda else 1
+        selector = CandidateSelector(
+            device=str(inputs[0].device), cache=self._cache, calls_per_sample=calls_per_sample
+        )
+        with preserve_state_without_grad(self.model):
+            plan.choose_layouts(*inputs)
+        with preserve_state_without_grad(self.model):
+            if not self.firing:
                 names = [s.name for s in self.graph.sites if s.fed_by]
-                self.activities = self._observe(inputs, names)
-            done = 0
+                self.firing = self._profile_firing(inputs, names)
+            num_tuned = 0
 
-            def around(group: GroupStep, env: Env) -> Spikes:
-                nonlocal done
-                if self.progress:
-                    self.progress(group.name, done, len(plan.groups) + 1)
-                done += 1
-                self.decisions[group.name], spikes = decide_group(group, env, chooser, backend)
+            def tune_and_run(group: GroupStep, env: NodeValues) -> SpikeTensor:
+                nonlocal num_tuned
+                self._report(f"measuring {group.name}", num_tuned, len(plan.groups) + 1)
+                num_tuned += 1
+                self.decisions[group.name], spikes = tune_group(group, env, selector, backend)
                 return spikes
 
-            plan.run(*inputs, around=around)
-            if self.progress:
-                self.progress("whole network", done, len(plan.groups) + 1)
-            replay = self._decide_whole(plan, inputs, chooser)
-            if self.progress:
-                self.progress("done", done + 1, len(plan.groups) + 1)
-        assert self.whole is not None
-        self._plans[key] = plan if self.whole.way == "plan" else None
-        self._watch_now()
+            plan.run(*inputs, group_runner=tune_and_run)
+            self._report("measuring the whole network", num_tuned, len(plan.groups) + 1)
+            replay = self._tune_network(plan, inputs, selector)
+            self._report("done", 1, 1)
+        assert self.network_decision is not None
+        self._plans[key] = plan if self.network_decision.choice == "plan" else None
+        self._reset_guard()
         if replay is not None and self._plans[key] is not None:
             self._replays[key] = replay
         if self._cache:
             self._cache.save()
 
-    def _decide_whole(self, plan: Plan, inputs: tuple[torch.Tensor, ...], chooser: Chooser) -> Replay | None:
-        """Keep the network's own code, the plan, or the plan with every group dense. Returns its CUDA graph.
+    def _tune_network(
+        self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
+    ) -> GraphReplay | None:
+        """Select the network's own code, the plan, or the plan with all groups dense. Returns its CUDA graph.
 
-        Groups were timed one by one; that spikes change their form between a sparse and a dense one was not.
+        Groups were timed one by one, without the conversions of spikes between sparse and dense groups.
         """
-        chosen: dict[str, Way] = {group.name: group.way for group in plan.groups}
-        dense: dict[str, Way] = {name: "dense" if way == "sparse" else way for name, way in chosen.items()}
-        plan.run_all(chosen)
-        reset(self.model)
-        replays = {"plan": _replay(plan, inputs)}
-        if replays["plan"] is not None and dense != chosen:
-            plan.run_all(dense)
-            reset(self.model)
-            replays["dense plan"] = _replay(plan, inputs)
-            plan.run_all(chosen)
+        modes: dict[str, GroupMode] = {group.name: group.mode for group in plan.groups}
+        dense_modes: dict[str, GroupMode] = {
+            name: "dense" if mode == "sparse" else mode for name, mode in modes.items()
+        }
+        plan.set_modes(modes)
+        reset_neurons(self.model)
+        replays = {"plan": _capture_plan(plan, inputs)}
+        if replays["plan"] is not None and dense_modes != modes:
+            plan.set_modes(dense_modes)
+            reset_neurons(self.model)
+            replays["dense plan"] = _capture_plan(plan, inputs)
+            plan.set_modes(modes)
         runs = {name: replay or plan.run for name, replay in replays.items() if replay or name == "plan"}
-        self.whole = decide_whole(self.model, self.original, runs, inputs, chooser)
-        if self.whole.way == "dense plan":
-            plan.run_all(dense)
-            why = "in the whole network the dense way was faster: spikes need not change their form"
+        self.network_decision = tune_network(self.model, self.run_original, runs, inputs, selector)
+        if self.network_decision.choice == "dense plan":
+            plan.set_modes(dense_modes)
+            reason = "dense was faster in the whole network, without conversions of spikes"
             for group in plan.groups:
-                if chosen[group.name] == "sparse":
-                    kept = self.decisions[group.name]
-                    self.decisions[group.name] = kept.model_copy(update={"way": "dense", "why": why})
+                if modes[group.name] == "sparse":
+                    decision = self.decisions[group.name]
+                    self.decisions[group.name] = decision.model_copy(
+                        update={"choice": "dense", "reason": reason}
+                    )
         for group in plan.groups:
-            group.settle(group.way)
-        replay = replays.get(self.whole.way)
-        if self.whole.way == "dense plan":
-            ms = {**self.whole.ms, "plan": self.whole.ms["dense plan"]}
-            self.whole = self.whole.model_copy(update={"way": "plan", "ms": ms})
+            group.fix_mode(group.mode)
+        replay = replays.get(self.network_decision.choice)
+        if self.network_decision.choice == "dense plan":
+            latency_ms = {
+                **self.network_decision.latency_ms,
+                "plan": self.network_decision.latency_ms["dense plan"],
+            }
+            self.network_decision = self.network_decision.model_copy(
+                update={"choice": "plan", "latency_ms": latency_ms}
+            )
         return replay
 
-    def _measure_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Decide layer by layer, for a network that could not be traced."""
-        chooser = Chooser(device=str(inputs[0].device), cache=self._cache)
+    def _tune_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Select layer by layer, for a network that could not be traced."""
+        selector = CandidateSelector(device=str(inputs[0].device), cache=self._cache)
         sites = [site for site in self.graph.sites if site.replaceable and site.name not in self._originals]
-        with untouched(self.model):
-            seen = inputs_of(self.model, [site.name for site in sites], lambda: self.original(*inputs))
-        for done, site in enumerate(site for site in sites if site.name in seen):
-            if self.progress:
-                self.progress(site.name, done, len(sites))
+        with preserve_state_without_grad(self.model):
+            layer_inputs = capture_inputs(
+                self.model, [site.name for site in sites], lambda: self.run_original(*inputs)
+            )
+        for index, site in enumerate(site for site in sites if site.name in layer_inputs):
+            self._report(f"measuring {site.name}", index, len(sites))
             conv = self.model.get_submodule(site.name)
             assert isinstance(conv, nn.Conv2d)
-            decision, activity, sparse = decide_layer(conv, seen[site.name], chooser)
-            self.decisions[site.name], self.activities[site.name] = decision, activity
-            if decision.way != "module":
+            decision, firing, sparse = tune_layer(conv, layer_inputs[site.name], selector)
+            self.decisions[site.name], self.firing[site.name] = decision, firing
+            if decision.choice != "module":
                 self._replace(site.name, sparse.block_size)
-        self.whole = Decision(
-            way="layers", why="the network could not be traced; each layer was measured alone"
+        self.network_decision = Decision(
+            choice="layers", reason="the network could not be traced; each layer was measured separately"
         )
         if self._cache:
             self._cache.save()
 
-    def _observe(self, inputs: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, Activity]:
+    def _report(self, message: str, completed: int, total: int) -> None:
+        if self.progress:
+            self.progress(message, completed / max(total, 1))
+
+    def _profile_firing(self, inputs: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, FiringStats]:
         self.model.__dict__.pop("forward", None)
         try:
-            return activities(self.model, inputs, names)
+            return profile_firing(self.model, inputs, names)
         finally:
             self.model.__dict__["forward"] = self
 
-    # Copying: a copy of the network gets an Accelerated of its own, which measures again when first called.
+    # A copy of the network gets its own AcceleratedForward, which tunes again when first called.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
-        twin = Accelerated.__new__(Accelerated)
-        memo[id(self)] = twin
-        twin.__setstate__(self.__getstate__())
-        for name in ("model", "_originals", "_sparse", "_own_forward"):
-            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedForward:
+        duplicate = AcceleratedForward.__new__(AcceleratedForward)
+        memo[id(self)] = duplicate
+        duplicate.__setstate__(self.__getstate__())
+        for name in ("model", "_originals", "_sparse", "_original_forward"):
+            setattr(duplicate, name, copy.deepcopy(getattr(self, name), memo))
+        return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
             "decisions": dict(self.decisions),
-            "activities": dict(self.activities),
+            "firing": dict(self.firing),
             "_graph": None,
-            "_analysed": None,
+            "_analyzed_key": None,
             "_plans": {},
             "_replays": {},
             "_shared": None,
-            "_watch": None,
+            "_guard": None,
             "progress": None,
         }
 
@@ -394,37 +412,37 @@ class Accelerated:
         self._plans, self._replays, self._shared = {}, {}, WeakValueDictionary()
 
 
-def accelerated(model: nn.Module) -> Accelerated:
-    """The machinery in front of an optimised model.
+def get_accelerated_forward(model: nn.Module) -> AcceleratedForward:
+    """Return the accelerated forward of an optimized model.
 
     Raises:
-        ModelError: `model` was not optimised.
+        ModelError: `model` was not optimized.
     """
-    found = model.__dict__.get("forward") if isinstance(model, nn.Module) else None
-    if not isinstance(found, Accelerated):
+    forward = model.__dict__.get("forward") if isinstance(model, nn.Module) else None
+    if not isinstance(forward, AcceleratedForward):
         raise ModelError(
-            f"this {type(model).__name__} has not been optimised; call sparseflow.optimize(model) first"
+            f"this {type(model).__name__} is not optimized; call sparseflow.optimize(model) first"
         )
-    return found
+    return forward
 
 
-def _replay(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> Replay | None:
-    """The plan as one CUDA graph; None on a CPU, or when it is not at rest or waits for the device."""
-    # A neuron that the forward pass does not call is no part of the traced network.
-    named = [plan.modules[name] for name in plan.graph.neurons if name in plan.modules]
-    neurons = [neuron for neuron in named if hasattr(neuron, "v")]
-    at_rest = len(neurons) == len(named) and not any(isinstance(n.v, torch.Tensor) for n in neurons)
+def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> GraphReplay | None:
+    """Capture the plan as one CUDA graph; None on a CPU, or if it is not at rest or waits for the device."""
+    # A neuron that the forward pass does not call is not in the traced network.
+    traced_neurons = [plan.modules[name] for name in plan.graph.neurons if name in plan.modules]
+    neurons = [neuron for neuron in traced_neurons if hasattr(neuron, "v")]
+    at_rest = len(neurons) == len(traced_neurons) and not any(isinstance(n.v, torch.Tensor) for n in neurons)
     if inputs[0].device.type != "cuda" or not at_rest:
         return None
     try:
-        return Replay(plan.run, inputs, neurons)
+        return GraphReplay(plan.run, inputs, neurons)
     except RuntimeError as error:
         torch.cuda.synchronize(inputs[0].device)
         warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
         return None
 
 
-def key_of(inputs: tuple[torch.Tensor, ...]) -> Any:
+def make_input_key(inputs: tuple[torch.Tensor, ...]) -> Any:
     return tuple((tuple(x.shape), x.dtype, x.device) for x in inputs)
 
 

@@ -1,8 +1,8 @@
-"""`optimize`, `restore`: put the accelerated forward in front of a network, and take it away again.
+"""`optimize`, `restore` and `layer_times`: accelerate a network, undo it, and time its groups.
 
-The network keeps its parameters and state_dict keys. Its `forward` becomes an `Accelerated` callable
-(`accelerated.py`). Under the static policy, and where a network cannot be traced, single convolutions become
-`SparseConv2d` objects around the same parameters instead.
+The network keeps its parameters and state_dict keys. Its `forward` becomes an `AcceleratedForward`. Under
+the static policy, and if a network cannot be traced, single convolutions become `SparseConv2d` modules that
+share the same parameters instead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, ModelError, SampleError
-from sparseflow.spiking.accelerated import Accelerated, Progress, accelerated
-from sparseflow.spiking.autotune.candidates import MOST_FLIPS
+from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking.autotune.candidates import MAX_FLIP_FRACTION
 from sparseflow.spiking.autotune.decision_cache import DecisionCache
 from sparseflow.spiking.autotune.dispatch import Policy
-from sparseflow.spiking.backends.selection import backend_for
+from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.graph.module_state import untouched
+from sparseflow.spiking.graph.module_state import preserve_state_without_grad
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 
 
@@ -34,130 +35,127 @@ def optimize(
     cache: bool | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Make a trained spiking network faster. Returns `model` itself, accelerated.
+    """Accelerate a trained spiking network. Returns `model` itself.
 
-    Weights, modules and neurons' constants may change afterwards; the next call notices. Only numbers written
-    through a tensor's `.data` go unnoticed: optimise again after that.
+    Weights, modules and constants of neurons may change afterwards; the next call detects it. Only values
+    written through a tensor's `.data` are not detected: call `optimize` again after that. If an error is
+    raised, the model is unchanged.
 
     Args:
         model: A network in eval mode whose neurons are known (spikingjelly's, or registered ones).
-        sample: An input (or a tuple of inputs) like those to come. With it, everything is measured now;
-            without, on the first call, and again for each new input shape.
-        policy: "measured" times every way a layer can run and keeps the fastest, never one slower than the
-            network's own; "static" replaces by feature-map height (32 and up: blocks of 16; 16 to 31: 8;
-            8 to 15: 4; below: left alone).
-        dtype: On a GPU, the precision of weights inside groups: torch.float16 or torch.bfloat16 to trade
+        sample: A typical input, or a tuple of inputs. With it, everything is tuned now; without it, on the
+            first call. Each new input shape is tuned when it first occurs.
+        policy: "measured" times all ways to run a layer and selects the fastest, never one slower than the
+            network's own; "static" replaces by feature-map height (32 and up: blocks of 16; 16 to 31: 8; 8
+            to 15: 4; below: unchanged).
+        dtype: On a GPU, the precision of weights inside groups: torch.float16 or torch.bfloat16 trade
             accuracy for speed. By default the model's own; a float32 model stays as accurate as float32.
-        cache: Remember decisions on disk; a path names the file.
-        progress: Told about each measurement of this call; without a sample, about those of later ones.
-
-    Whatever is raised, the model is then as it was.
+        cache: Cache decisions on disk; a path names the file.
+        progress: Called with a message and the fraction done during tuning; without a sample, during later
+            tuning.
 
     Raises:
-        ModelError: Not a module; in training mode; on `meta`; NaN or Inf weights; no spiking neuron.
-        SampleError: The sample does not fit the model or its device, or the static policy has none.
+        ModelError: `model` is not a module, is in training mode or on `meta`, has NaN or Inf weights, or no
+            spiking neuron.
+        SampleError: The sample does not match the model or its device, or the static policy has none.
         InputError: `policy` or `dtype` is unknown.
-        MissingExtraError: What runs on this device is not installed.
+        MissingExtraError: A package for this device is not installed.
     """
     if policy not in ("measured", "static"):
         raise InputError(f"`policy` (={policy!r}) must be 'measured' or 'static'")
-    if dtype not in (None, *MOST_FLIPS):
+    if dtype not in (None, *MAX_FLIP_FRACTION):
         raise InputError(f"`dtype` (={dtype!r}) must be torch.float32, torch.float16 or torch.bfloat16")
     check_model(model)
-    inputs = _as_inputs(sample)
-    before = model.__dict__.get("forward")
-    before = before if isinstance(before, Accelerated) else None
-    if before is not None:
-        before.uninstall()
-    accelerated: Accelerated | None = None
+    inputs = _to_inputs(sample)
+    previous = model.__dict__.get("forward")
+    previous = previous if isinstance(previous, AcceleratedForward) else None
+    if previous is not None:
+        previous.uninstall()
+    forward: AcceleratedForward | None = None
     try:
         if inputs is not None:
             check_sample(model, inputs)
         elif policy == "measured" and (weight := next(model.parameters(), None)) is not None:
-            backend_for(weight, model, dtype)  # what is missing should be said now, not in the first call
+            select_backend(weight, model, dtype)  # raises now, not in the first call, if a package is missing
         graph = analyze(model, inputs)
-        store = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
-        accelerated = Accelerated(
-            model, graph, inputs, policy=policy, dtype=dtype, cache=store, progress=progress
+        decision_cache = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
+        forward = AcceleratedForward(
+            model, graph, inputs, policy=policy, dtype=dtype, cache=decision_cache, progress=progress
         )
-        accelerated.install()
+        forward.install()
         if inputs is not None and policy == "measured":
-            accelerated.measure(inputs)
-            accelerated.progress = None
+            forward.tune(inputs)
+            forward.progress = None
     except BaseException:
-        if accelerated is not None:
-            accelerated.uninstall()
-        if before is not None:
-            before.reinstall()
+        if forward is not None:
+            forward.uninstall()
+        if previous is not None:
+            previous.reinstall()
         raise
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Put the original modules and forward back. Returns `model`, which need not have been optimised."""
-    accelerated = model.__dict__.get("forward")
-    if isinstance(accelerated, Accelerated):
-        accelerated.uninstall()
+    """Restore the original modules and forward. Returns `model`, which need not have been optimized."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, AcceleratedForward):
+        forward.uninstall()
     return model
 
 
 def layer_times(model: nn.Module, *inputs: torch.Tensor) -> dict[str, float]:
-    """Milliseconds that each group of an optimised network takes on `inputs`, one run, by name.
+    """Time each group of an optimized network on `inputs`, one run: name -> milliseconds.
 
-    The network's memories are left as they were. On a GPU each group is waited for.
+    The network's state is restored. On a GPU this waits for each group.
 
     Raises:
-        ModelError: `model` was not optimised.
+        ModelError: `model` was not optimized.
     """
-    return accelerated(model).times(inputs)
+    return get_accelerated_forward(model).measure_layer_times(inputs)
 
 
 def check_model(model: object) -> None:
-    """Refuse what cannot be optimised, naming what is wrong.
-
-    Raises:
-        ModelError: See `optimize`.
-    """
+    """Raise a ModelError if `model` cannot be optimized; see `optimize`."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"`model` must be a torch.nn.Module, not {type(model).__name__}")
     if model.training:
         raise ModelError("the model is in training mode; call model.eval() before sparseflow.optimize(model)")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise ModelError(f"`{name}` has no shape yet; run the model once, so that it gets one")
+            raise ModelError(f"`{name}` has no shape yet; run the model once to initialize it")
         if tensor.is_meta:
-            raise ModelError(f"`{name}` is on the meta device and holds no numbers; load the weights first")
+            raise ModelError(f"`{name}` is on the meta device; load the weights first")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(
-                f"`{name}` holds NaN or Inf, which skipping zeros would hide (0 * NaN); mend the weights"
+                f"`{name}` contains NaN or Inf, which skipping zeros would hide (0 * NaN); fix the weights"
             )
     if not any(is_spiking_neuron(module) for module in model.modules()):
         raise ModelError(
-            f"no spiking neuron was found in this {type(model).__name__}; spikingjelly's neurons are known, "
+            f"this {type(model).__name__} has no spiking neuron; spikingjelly's neurons are built in, "
             "register others with sparseflow.register_neuron(cls)"
         )
 
 
 def check_sample(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Run the model once on the sample, leaving no trace.
+    """Run the model once on the sample and restore its state.
 
     Raises:
-        SampleError: The sample is on another device, or the model cannot take it.
+        SampleError: The sample is on another device, or the model cannot run it.
     """
     device = next((p.device for p in model.parameters()), None)
     for tensor in inputs:
         if device is not None and tensor.device != device:
             raise SampleError(f"the sample is on {tensor.device}, the model on {device}; move one of them")
     try:
-        with untouched(model):
+        with preserve_state_without_grad(model):
             model(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
         types = ", ".join(str(t.dtype) for t in inputs)
-        raise SampleError(f"the model cannot take a sample of shape {shapes}, {types}: {error}") from error
+        raise SampleError(f"the model cannot run a sample of shape {shapes}, {types}: {error}") from error
 
 
-def _as_inputs(sample: Any) -> tuple[torch.Tensor, ...] | None:
+def _to_inputs(sample: Any) -> tuple[torch.Tensor, ...] | None:
     if sample is None:
         return None
     inputs = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)

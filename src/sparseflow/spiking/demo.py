@@ -1,14 +1,14 @@
-"""The main job, shown on real input: the shipped network, dense at its strongest against optimised.
+"""Demo: the pretrained network on real images, its fastest dense baseline against the optimized network.
 
 Everything is measured on this machine in this process: accuracy and predictions on all shipped images, then
-the time of one batch, dense and optimised in turn, every round on the same images. The result is kept as a
-run (`run.json`, `samples.parquet`) with a page to look at (`report.html`).
+the latency of one batch, dense and optimized, interleaved on the same images. The result is a run
+(`run.json`, `samples.parquet`) with a report (`report.html`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,261 +16,237 @@ from typing import Any
 import torch
 
 from sparseflow.core import timing
-from sparseflow.core.report import (
-    Column,
-    Headline,
-    Report,
-    Section,
-    Table,
-    plot_before_after,
-    plot_intervals,
-    plot_samples,
-)
+from sparseflow.core.progress import Progress, subrange
+from sparseflow.core.report import Page, plot_before_after, plot_intervals
 from sparseflow.core.run import Run
 from sparseflow.errors import InputError
 from sparseflow.spiking.api import optimize
 from sparseflow.spiking.explanation import Explanation, explain
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.profile.baselines import Forward, dense_forms, from_rest
-from sparseflow.spiking.profile.bench import OPTIMISED, in_turn, warmed
+from sparseflow.spiking.profile.baselines import Forward, build_baselines, make_stateless
+from sparseflow.spiking.profile.bench import OPTIMIZED, compare_interleaved, warm_up
 
 MAX_BATCH_SIZE = 256
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of the demo that is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What the demo found.
+    """Result of the demo.
 
     Attributes:
-        speedup: Strongest dense form's time over the optimised network's: median of the paired ratios, with
-            its 95 % interval.
-        baseline: Name of that strongest dense form.
-        ms: Median milliseconds a batch, by form.
-        predictions_identical: On every shipped image, before and after.
-        accuracy_before, accuracy_after: Fraction right on the shipped images.
-        batch, images, threads: Images a batch, images in all, CPU threads used.
-        explanation: What was done to each layer.
-        report: The page.
+        speedup: Latency of the fastest dense baseline over the optimized network's: median of the paired
+            ratios and its 95 % interval.
+        baseline: Name of the fastest dense baseline.
+        latency_ms: Median latency per batch by setting.
+        predictions_identical: Whether all predictions on the shipped images are the same before and after.
+        accuracy_before: Accuracy of the network on the shipped images.
+        accuracy_after: Accuracy of the optimized network on the shipped images.
+        batch_size: Images per batch.
+        num_images: Images in total.
+        num_threads: CPU threads used.
+        explanation: Result of `explain`.
+        run_dir: Directory of the run.
+        report: The report page.
     """
 
     speedup: timing.Interval
     baseline: str
-    ms: dict[str, float]
+    latency_ms: dict[str, float]
     predictions_identical: bool
     accuracy_before: float
     accuracy_after: float
-    batch: int
-    images: int
-    threads: int
+    batch_size: int
+    num_images: int
+    num_threads: int
     explanation: Explanation
-    run: Path
+    run_dir: Path
     report: Path
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Convert to JSON types."""
         return {
             "speedup": self.speedup.median,
             "speedup_interval": [self.speedup.low, self.speedup.high],
             "baseline": self.baseline,
-            "latency_ms": self.ms,
+            "latency_ms": self.latency_ms,
             "predictions_identical": self.predictions_identical,
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
-            "batch": self.batch,
-            "images": self.images,
-            "threads": self.threads,
+            "batch": self.batch_size,
+            "images": self.num_images,
+            "threads": self.num_threads,
             "layers": self.explanation.to_dict()["layers"],
-            "run": str(self.run),
+            "run": str(self.run_dir),
             "report": str(self.report),
         }
 
 
 def run_demo(
     *,
-    out: Path = Path("runs"),
-    network: str = pretrained.DEFAULT,
-    batch: int = 32,
+    out_dir: Path = Path("runs"),
+    network: str = pretrained.DEFAULT_NETWORK,
+    batch_size: int = 32,
     rounds: int = 16,
-    compiled: bool = True,
+    compile_baselines: bool = True,
     cache: bool = True,
-    progress: Progress = lambda what, fraction: None,
+    progress: Progress | None = None,
 ) -> DemoResult:
-    """Load the shipped network and images, measure, optimise, measure again, and write the run.
+    """Measure the pretrained network dense and optimized, and write the run.
 
     Args:
-        out: Folder that gets the run's own folder.
-        network: Which shipped network.
-        batch: Images a batch.
+        out_dir: Directory in which the run's own directory is created.
+        network: Name of the pretrained network.
+        batch_size: Images per batch.
         rounds: Paired timing rounds.
-        compiled: Let the dense side use `torch.compile` too.
-        cache: Remember the optimiser's decisions on disk.
-        progress: Told what is being done.
+        compile_baselines: Let the dense baselines use `torch.compile` too.
+        cache: Cache the autotuner's decisions on disk.
+        progress: Called with a message and the fraction done.
 
     Raises:
-        InputError: `batch` is out of range.
+        InputError: The batch size is too large.
         MissingExtraError: A package of the `spiking` extra is missing.
     """
-    if not 1 <= batch <= MAX_BATCH_SIZE:
-        raise InputError(f"`batch` (={batch}) must be in [1, {MAX_BATCH_SIZE}]")
-    settings = {"network": network, "batch": batch, "rounds": rounds, "compiled": compiled}
-    with Run.start(out, "sparseflow demo", settings, seed=0) as run:
-        progress("loading the network and the images", 0.0)
-        model = pretrained.load(network)
-        pixels, labels_array = pretrained.images()
+    if not 1 <= batch_size <= MAX_BATCH_SIZE:
+        raise InputError(f"`batch_size` (={batch_size}) must be in [1, {MAX_BATCH_SIZE}]")
+    settings = {"network": network, "batch": batch_size, "rounds": rounds, "compiled": compile_baselines}
+    with Run.start(out_dir, "sparseflow demo", settings, seed=0) as run:
+        report = progress or (lambda message, fraction: None)
+        report("loading the network and images", 0.0)
+        model = pretrained.load_network(network)
+        pixels, labels_array = pretrained.load_images()
         images, labels = pretrained.normalize(pixels, network), torch.from_numpy(labels_array)
-        parts = images.split(batch)
-        # Predictions count on every image; only whole batches are timed.
-        batches = [b for b in parts if len(b) == batch] or [images]
+        parts = images.split(batch_size)
+        # Predictions cover all images; only full batches are timed.
+        batches = [b for b in parts if len(b) == batch_size] or [images]
 
-        progress("accuracy of the network as it is", 0.03)
-        before = _predictions(from_rest(model), parts)
+        report("accuracy of the original network", 0.03)
+        before = _predict(make_stateless(model), parts)
         graph = analyze(model)
-        forms = dense_forms(copy.deepcopy(model), graph, batches[0], compiled=compiled)
-        forms = warmed(
-            forms, batches[0], lambda name, part: progress(f"preparing dense: {name}", 0.08 + 0.32 * part)
-        )
+        baselines = build_baselines(copy.deepcopy(model), graph, batches[0], compile=compile_baselines)
+        baselines = warm_up(baselines, batches[0], subrange(progress, 0.08, 0.40, "preparing dense: "))
 
-        progress("measuring each layer", 0.40)
-        optimize(
-            model,
-            batches[0],
-            cache=cache,
-            progress=lambda what, done, total: progress(
-                f"measuring {what}", 0.40 + 0.25 * done / max(total, 1)
-            ),
-        )
-        optimised = from_rest(model)
-        after = _predictions(optimised, parts)
-        progress("dense and optimised in turn", 0.68)
-        comparison = in_turn({**forms, OPTIMISED: optimised}, batches, rounds)
-        run.extend(comparison.to_rows(batch=batch))  # type: ignore[arg-type]
-        baseline = min(forms, key=lambda name: comparison.samples(name).median_ms)
+        report("measuring each layer", 0.40)
+        optimize(model, batches[0], cache=cache, progress=subrange(progress, 0.40, 0.65))
+        optimized = make_stateless(model)
+        after = _predict(optimized, parts)
+        report("dense and optimized, interleaved", 0.68)
+        comparison = compare_interleaved({**baselines, OPTIMIZED: optimized}, batches, rounds)
+        run.extend(comparison.to_rows(batch=batch_size))  # type: ignore[arg-type]
+        baseline = min(baselines, key=lambda name: comparison.samples(name).median_ms)
         result = DemoResult(
-            speedup=comparison.speedup(OPTIMISED, baseline=baseline),
+            speedup=comparison.speedup(OPTIMIZED, baseline=baseline),
             baseline=baseline,
-            ms={name: comparison.samples(name).median_ms for name in (*forms, OPTIMISED)},
+            latency_ms={name: comparison.samples(name).median_ms for name in (*baselines, OPTIMIZED)},
             predictions_identical=bool((before == after).all()),
             accuracy_before=(before == labels).float().mean().item(),
             accuracy_after=(after == labels).float().mean().item(),
-            batch=len(batches[0]),
-            images=len(before),
-            threads=torch.get_num_threads(),
+            batch_size=len(batches[0]),
+            num_images=len(before),
+            num_threads=torch.get_num_threads(),
             explanation=explain(model),
-            run=run.path,
+            run_dir=run.path,
             report=run.path / "report.html",
         )
-        progress("writing the report", 0.97)
+        report("writing the report", 0.97)
         run.update_results(**{k: v for k, v in result.to_dict().items() if k not in ("run", "report")})
-        demo_page(result, comparison, run, pretrained.card(network))
-    progress("done", 1.0)
+        write_report(result, comparison, run, pretrained.load_card(network))
+    report("done", 1.0)
     return result
 
 
-def _predictions(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+def _predict(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([forward(b).argmax(dim=-1) for b in batches])
 
 
-_LAYER_COLUMNS = (
-    Column(key="name", title="layer"),
-    Column(key="fed_by", title="fed by"),
-    Column(key="firing", title="firing rate, %", digits=2),
-    Column(key="blocks", title="zero blocks, %", digits=1),
-    Column(key="backend", title="backend"),
-    Column(key="before", title="ms before", digits=3),
-    Column(key="after", title="ms after", digits=3),
-    Column(key="why", title="why"),
-)
-
-
-def demo_page(result: DemoResult, comparison: timing.Comparison, run: Run, card: dict[str, Any]) -> None:
-    """Write the demo's page to `result.report`."""
-    layers = result.explanation.layers
-    rows = [
-        {
-            "name": layer.name,
-            "fed_by": ", ".join(layer.fed_by) or None,
-            "firing": None if layer.firing_rate is None else 100 * layer.firing_rate,
-            "blocks": None if layer.zero_block_ratio is None else 100 * layer.zero_block_ratio,
-            "backend": layer.backend,
-            "before": layer.ms_before if layer.group == layer.name else None,
-            "after": layer.ms_after if layer.group == layer.name else None,
-            "why": layer.why if layer.group in (layer.name, None) else f"runs inside {layer.group}",
-        }
-        for layer in layers
-    ]
-    timed = [row for row in rows if row["before"] is not None and row["after"] is not None]
-    dense = [name for name in result.ms if name != "optimised"]
-    speedups = {name: comparison.speedup("optimised", baseline=name) for name in dense}
-    speed = result.speedup
-    Report(
-        title="A spiking network, dense and optimised",
-        summary=(
-            f"{card['network'].get('residual', 'spiking')} ResNet-{card['network']['depth']} on CIFAR-10 "
-            f"images, batches of {result.batch}, {result.threads} threads. Both sides ran in turn in one "
-            f"process; the dense side is the fastest of {len(dense)} settings."
-        ),
-        headlines=(
-            Headline(
-                value=f"{speed.median:.2f}×",
-                label="faster than the fastest dense setting",
-                note=f"95 % interval {speed.low:.2f}–{speed.high:.2f}; against '{result.baseline}'",
-                tone="good" if speed.low > 1 else "bad",
-            ),
-            Headline(
-                value=f"{result.ms[result.baseline]:.1f} → {result.ms['optimised']:.1f} ms",
-                label=f"a batch of {result.batch} images",
-            ),
-            Headline(
-                value=f"{100 * result.accuracy_after:.2f} %",
-                label=f"accuracy on {result.images} images",
-                note=f"before: {100 * result.accuracy_before:.2f} %; predictions "
-                + ("identical" if result.predictions_identical else "differ"),
-                tone="good" if result.predictions_identical else "bad",
-            ),
-        ),
-        sections=(
-            Section(
-                title="End to end",
-                text=("Every dot is one batch. In each round all settings ran once, on the same images.",),
-                items=(
-                    plot_samples(
-                        "Time of one batch",
-                        {name: comparison.samples(name).times_ms for name in result.ms},
-                        unit="ms",
-                    ),
-                    plot_intervals(
-                        "Speed-up of the optimised network over each dense setting",
-                        list(speedups),
-                        [s.median for s in speedups.values()],
-                        [s.low for s in speedups.values()],
-                        [s.high for s in speedups.values()],
-                        unit="×",
-                        reference=1.0,
-                    ),
-                ),
-            ),
-            Section(
-                title="Layer by layer",
-                text=(
-                    "A group is a convolution with its BatchNorm, its residual and the neuron behind it; its "
-                    "time stands in the row of its first convolution.",
-                ),
-                items=(
-                    plot_before_after(
-                        "Time of each group",
-                        [str(row["name"]) for row in timed],
-                        [float(row["before"]) for row in timed],
-                        [float(row["after"]) for row in timed],
-                        unit="ms",
-                    ),
-                    Table(title="Layers", columns=_LAYER_COLUMNS, rows=rows),
-                ),
-            ),
-        ),
+def write_report(result: DemoResult, comparison: timing.Comparison, run: Run, card: dict[str, Any]) -> None:
+    """Write the demo's report to `result.report`."""
+    baselines = [name for name in result.latency_ms if name != OPTIMIZED]
+    network = card["network"]
+    page = Page(
+        "A spiking network, dense and optimized",
+        f"{network.get('residual', 'spiking')} ResNet-{network['depth']} on CIFAR-10 images, batches of "
+        f"{result.batch_size}, {result.num_threads} threads. Both sides were interleaved in one process; the "
+        f"dense side is the fastest of {len(baselines)} settings.",
         environment=run.info["environment"],
         reproduce="sparseflow demo",
-    ).write(result.report)
+    )
+    _add_headlines(page, result)
+    page.section(
+        "End to end", "Each dot is one batch. In each round all settings ran once, on the same images."
+    )
+    page.samples(
+        "Latency of one batch", {name: comparison.samples(name).times_ms for name in result.latency_ms}
+    )
+    speedups = [comparison.speedup(OPTIMIZED, baseline=name) for name in baselines]
+    page.figure(
+        plot_intervals(
+            "Speedup of the optimized network over each dense setting",
+            baselines,
+            [speedup.median for speedup in speedups],
+            [speedup.low for speedup in speedups],
+            [speedup.high for speedup in speedups],
+            unit="×",
+            reference=1.0,
+        )
+    )
+    _add_layers(page, result.explanation)
+    page.write(result.report)
+
+
+def _add_headlines(page: Page, result: DemoResult) -> None:
+    speedup, identical = result.speedup, result.predictions_identical
+    page.headline(
+        f"{speedup.median:.2f}×",
+        "faster than the fastest dense setting",
+        note=f"95 % interval {speedup.low:.2f}–{speedup.high:.2f}; against '{result.baseline}'",
+        tone="good" if speedup.low > 1 else "bad",
+    )
+    before_ms, after_ms = result.latency_ms[result.baseline], result.latency_ms[OPTIMIZED]
+    page.headline(f"{before_ms:.1f} → {after_ms:.1f} ms", f"a batch of {result.batch_size} images")
+    page.headline(
+        f"{100 * result.accuracy_after:.2f} %",
+        f"accuracy on {result.num_images} images",
+        note=f"before: {100 * result.accuracy_before:.2f} %; predictions "
+        + ("identical" if identical else "differ"),
+        tone="good" if identical else "bad",
+    )
+
+
+def _add_layers(page: Page, explanation: Explanation) -> None:
+    page.section(
+        "Layer by layer",
+        "A group is a convolution with its BatchNorm, its residual and its neuron; its latency is in the row "
+        "of its first convolution.",
+    )
+    timed = [
+        layer
+        for layer in explanation.layers
+        if layer.group == layer.name
+        and layer.latency_before_ms is not None
+        and layer.latency_after_ms is not None
+    ]
+    page.figure(
+        plot_before_after(
+            "Latency of each group",
+            [layer.name for layer in timed],
+            [float(layer.latency_before_ms or 0.0) for layer in timed],
+            [float(layer.latency_after_ms or 0.0) for layer in timed],
+            unit="ms",
+        )
+    )
+    rows = [
+        {
+            "layer": layer.name,
+            "fed by": ", ".join(layer.fed_by) or None,
+            "firing rate, %": None if layer.firing_rate is None else 100 * layer.firing_rate,
+            "zero blocks, %": None if layer.zero_block_ratio is None else 100 * layer.zero_block_ratio,
+            "backend": layer.backend,
+            "before, ms": layer.latency_before_ms if layer.group == layer.name else None,
+            "after, ms": layer.latency_after_ms if layer.group == layer.name else None,
+            "reason": layer.reason if layer.group in (layer.name, None) else f"part of {layer.group}",
+        }
+        for layer in explanation.layers
+    ]
+    digits = {"firing rate, %": 2, "zero blocks, %": 1, "before, ms": 3, "after, ms": 3}
+    page.table("Layers", rows, digits=digits)

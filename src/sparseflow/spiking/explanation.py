@@ -1,4 +1,4 @@
-"""`explain`: one row a convolution: what feeds it, how sparse that is, how it runs now and why."""
+"""`explain`: for each convolution, what feeds it, how sparse its input is, and how it runs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from sparseflow.spiking.accelerated import Accelerated, accelerated
-from sparseflow.spiking.profile.firing import Activity
+from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking.profile.firing import FiringStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """One convolution of an optimised network.
+class LayerExplanation:
+    """One convolution of an optimized network.
 
     Attributes:
         name: Module name.
-        fed_by: Names of the neurons whose spikes it reads; empty when it reads something else.
-        values: What its input holds: "binary", "integer", "sparse_real" or "dense".
-        firing_rate: Fraction of non-zeros in its input on the sample; None when not fed by spikes.
-        zero_block_ratio: Fraction of zero blocks in its input on the sample; None likewise.
-        flag: A warning about the layer (it fires under 0.1 %), or None.
-        backend: What runs it now.
-        why: Why that.
-        group: Name of the group it runs in; layers of one group share its times.
-        ms_before, ms_after: Median milliseconds of the group with the network's own modules, and now.
+        fed_by: Names of the neurons whose spikes it reads; empty if it reads something else.
+        values: Kind of its input values: "binary", "integer", "sparse_real" or "dense".
+        firing_rate: Fraction of non-zeros in its input on the sample; None if not fed by spikes.
+        zero_block_ratio: Fraction of zero blocks in its input on the sample; None if not fed by spikes.
+        warning: A warning about the layer (it fires under 0.1 %), or None.
+        backend: What runs it.
+        reason: Why.
+        group: Name of its group; the layers of one group share its latencies.
+        latency_before_ms: Median latency of the group with the network's own modules.
+        latency_after_ms: Median latency of the group now.
     """
 
     name: str
@@ -37,25 +38,32 @@ class LayerReport:
     values: str
     firing_rate: float | None
     zero_block_ratio: float | None
-    flag: str | None
+    warning: str | None
     backend: str
-    why: str
+    reason: str
     group: str | None
-    ms_before: float | None
-    ms_after: float | None
+    latency_before_ms: float | None
+    latency_after_ms: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What `optimize` did to a network, layer by layer."""
+    """What `optimize` did to a network, layer by layer.
+
+    Attributes:
+        model: Class name of the network.
+        policy: Policy of `optimize`.
+        summary: One sentence about the whole network.
+        layers: The convolutions, in order.
+    """
 
     model: str
     policy: str
     summary: str
-    layers: tuple[LayerReport, ...]
+    layers: tuple[LayerExplanation, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Convert to JSON types."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -65,11 +73,11 @@ class Explanation:
         return captured.get().rstrip()
 
     def __rich__(self) -> Table:
-        return self.table()
+        return self.make_table()
 
-    def table(self, *, brief: bool = False) -> Table:
-        """For the console; `brief` leaves out what feeds a layer and why it runs as it does."""
-        # Text, not str: Rich reads square brackets in a str as commands, and names may hold them.
+    def make_table(self, *, brief: bool = False) -> Table:
+        """Make a console table; `brief` omits the columns about inputs and reasons."""
+        # Text, not str: Rich parses square brackets in a str as markup, and names may contain them.
         table = Table(title=Text(f"{self.model}: {self.summary}"), title_justify="left")
         table.add_column("layer", no_wrap=True)
         if not brief:
@@ -83,79 +91,81 @@ class Explanation:
             table.add_column("why")
         for layer in self.layers:
             source = (", ".join(layer.fed_by) or "–", layer.values)
-            reason = layer.why + (f"; {layer.flag}" if layer.flag else "")
+            reason = layer.reason + (f"; {layer.warning}" if layer.warning else "")
             cells = (
                 layer.name,
                 *(() if brief else source),
-                _percent(layer.firing_rate) + (" !" if layer.flag else ""),
-                _percent(layer.zero_block_ratio),
+                _format_percent(layer.firing_rate) + (" !" if layer.warning else ""),
+                _format_percent(layer.zero_block_ratio),
                 layer.backend,
-                _times(layer),
+                _format_latency(layer),
                 *(() if brief else (reason,)),
             )
             table.add_row(*map(Text, cells))
         return table
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def _times(layer: LayerReport) -> str:
-    if layer.ms_before is None or layer.ms_after is None:
+def _format_latency(layer: LayerExplanation) -> str:
+    if layer.latency_before_ms is None or layer.latency_after_ms is None:
         return "–"
     if layer.group not in (None, layer.name):
         return f"in {layer.group}"
-    return f"{layer.ms_before:.3f} → {layer.ms_after:.3f}"
+    return f"{layer.latency_before_ms:.3f} → {layer.latency_after_ms:.3f}"
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What `optimize` did to `model`, one row a convolution.
+    """Explain what `optimize` did to `model`, one row per convolution.
 
     Raises:
-        ModelError: The model was not optimised.
+        ModelError: The model was not optimized.
     """
-    state = accelerated(model)
-    group_of, ways = _groups(state)
-    rows: list[LayerReport] = []
+    state = get_accelerated_forward(model)
+    group_of, modes = _map_groups(state)
+    rows: list[LayerExplanation] = []
     for site in state.graph.sites:
         group = group_of.get(site.name)
         decision = state.decisions.get(group or site.name)
-        seen = state.activities.get(site.name)
-        backend, why = "not measured yet", "run the network once, or give optimize() a sample"
+        firing = state.firing.get(site.name)
+        backend, reason = "not measured yet", "run the network once, or pass a sample to optimize()"
         if decision is not None:
-            way = ways.get(group or "", decision.way)
-            # A group's stem runs dense, whatever its convolutions of spikes run on.
-            way = "dense" if way == "sparse" and not site.replaceable else way
-            backend = _backend_name(state, site.name, group, way)
-            why = decision.why
+            mode = modes.get(group or "", decision.choice)
+            # A group's stem always runs dense.
+            mode = "dense" if mode == "sparse" and not site.replaceable else mode
+            backend = _get_backend_name(state, site.name, group, mode)
+            reason = decision.reason
         elif not site.replaceable and site.reason:
-            backend, why = "dense", site.reason
-        elif state.policy == "measured" and state.whole is not None:
-            backend, why = "dense", "in no group that could run faster"
-        whole_off = state.whole is not None and state.whole.way == "own"
+            backend, reason = "dense", site.reason
+        elif state.policy == "measured" and state.network_decision is not None:
+            backend, reason = "dense", "in no group that can be accelerated"
+        uses_original = state.network_decision is not None and state.network_decision.choice == "own"
         rows.append(
-            LayerReport(
+            LayerExplanation(
                 name=site.name,
                 fed_by=site.fed_by,
                 values=site.value.kind,
-                firing_rate=seen.firing_rate if seen else None,
-                zero_block_ratio=seen.zero_block_ratio if seen else None,
-                flag=_flag(seen),
-                backend="dense" if whole_off else backend,
-                why=why,
+                firing_rate=firing.firing_rate if firing else None,
+                zero_block_ratio=firing.zero_block_ratio if firing else None,
+                warning=_make_warning(firing),
+                backend="dense" if uses_original else backend,
+                reason=reason,
                 group=group,
-                ms_before=decision.ms.get("module") if decision else None,
-                ms_after=decision.ms.get("module" if whole_off else decision.way) if decision else None,
+                latency_before_ms=decision.latency_ms.get("module") if decision else None,
+                latency_after_ms=decision.latency_ms.get("module" if uses_original else decision.choice)
+                if decision
+                else None,
             )
         )
     return Explanation(
-        model=type(model).__name__, policy=state.policy, summary=_summary(state), layers=tuple(rows)
+        model=type(model).__name__, policy=state.policy, summary=_summarize(state), layers=tuple(rows)
     )
 
 
-def _groups(state: Accelerated) -> tuple[dict[str, str], dict[str, str]]:
-    plan = next((p for p in reversed(list(state.plans())) if p is not None), None)
+def _map_groups(state: AcceleratedForward) -> tuple[dict[str, str], dict[str, str]]:
+    plan = next((p for p in reversed(list(state.list_plans())) if p is not None), None)
     if plan is None:
         return {}, {}
     group_of = {
@@ -163,30 +173,30 @@ def _groups(state: Accelerated) -> tuple[dict[str, str], dict[str, str]]:
         for group in plan.groups
         for conv in (*group.match.sources, *group.match.dense_convs)
     }
-    return group_of, {group.name: group.way for group in plan.groups}
+    return group_of, {group.name: group.mode for group in plan.groups}
 
 
-def _backend_name(state: Accelerated, site: str, group: str | None, way: str) -> str:
+def _get_backend_name(state: AcceleratedForward, site: str, group: str | None, mode: str) -> str:
     if group is None:
-        return way
+        return mode
     names = {"sparse": state.backend_name, "dense": "dense, fused neuron", "module": "dense"}
-    return names.get(way, way)
+    return names.get(mode, mode)
 
 
-def _flag(activity: Activity | None) -> str | None:
-    if activity is None or not activity.nearly_silent:
+def _make_warning(firing: FiringStats | None) -> str | None:
+    if firing is None or not firing.nearly_silent:
         return None
-    return f"fires under 0.1 % ({100 * activity.firing_rate:.3f} %): its speed-up says little"
+    return f"fires under 0.1 % ({100 * firing.firing_rate:.3f} %): its speedup is not meaningful"
 
 
-def _summary(state: Accelerated) -> str:
+def _summarize(state: AcceleratedForward) -> str:
     if state.policy == "static":
-        return "replaced by the static rule, not measured"
-    if state.whole is None:
+        return "replaced by the static policy, not measured"
+    if state.network_decision is None:
         return "not measured yet"
-    if state.whole.way == "own":
-        return f"left as it was: {state.whole.why}"
-    if state.whole.way == "layers":
-        return state.whole.why
-    ms = state.whole.ms
-    return f"{ms['own']:.2f} ms → {ms['plan']:.2f} ms, {state.whole.why}"
+    if state.network_decision.choice == "own":
+        return f"unchanged: {state.network_decision.reason}"
+    if state.network_decision.choice == "layers":
+        return state.network_decision.reason
+    ms = state.network_decision.latency_ms
+    return f"{ms['own']:.2f} ms → {ms['plan']:.2f} ms, {state.network_decision.reason}"

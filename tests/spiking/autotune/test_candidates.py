@@ -16,8 +16,8 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, neuron
 
 import sparseflow
-from sparseflow.spiking.accelerated import accelerated
-from sparseflow.spiking.autotune.candidates import _disagreement
+from sparseflow.spiking.accelerated import get_accelerated_forward
+from sparseflow.spiking.autotune.candidates import _describe_mismatch
 from sparseflow.spiking.backends.events.backend import EventBackend
 from tests.spiking.nets import (
     KINDS,
@@ -35,9 +35,9 @@ Prefer = Callable[..., Any]
 
 def ways(net: nn.Module) -> dict[str, str]:
     """The way of each group in the only plan of `net`."""
-    (plan,) = accelerated(net).plans()
+    (plan,) = get_accelerated_forward(net).list_plans()
     assert plan is not None
-    return {group.name: group.way for group in plan.groups}
+    return {group.name: group.mode for group in plan.groups}
 
 
 # --- never slower -------------------------------------------------------------------------------------------
@@ -59,24 +59,28 @@ def test_a_plan_that_is_not_surely_faster_is_dropped(plan: Any, prefer: Prefer) 
     net = small()
     expected = from_rest(net, X)
     sparseflow.optimize(net, X)
-    state = accelerated(net)
-    assert state.plans() == [None] and state.whole is not None and state.whole.way == "own"
+    state = get_accelerated_forward(net)
+    assert (
+        state.list_plans() == [None]
+        and state.network_decision is not None
+        and state.network_decision.choice == "own"
+    )
     assert same(from_rest(net, X), expected)
-    assert sparseflow.explain(net).summary.startswith("left as it was: nothing surely beat")
+    assert sparseflow.explain(net).summary.startswith("unchanged: no candidate")
 
 
-@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 def test_a_way_that_computes_something_else_is_refused(
-    way: str, prefer: Prefer, monkeypatch: pytest.MonkeyPatch
+    group_mode: str, prefer: Prefer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefer(way, "dense", "sparse")
+    prefer(group_mode, "dense", "sparse")
     prepare = EventBackend.prepare
 
     def lying(self: EventBackend, spec: Any, shape: Any, convolution: Any, *more: Any) -> Any:
         group = prepare(self, spec, shape, convolution, *more)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if convolution == way and spec.sources and kwargs["v"] is None:
+            if convolution == group_mode and spec.sources and kwargs["v"] is None:
                 kwargs["v"] = torch.full((shape.images, *shape.output), 0.5)
             return group(*args, **kwargs)
 
@@ -87,19 +91,19 @@ def test_a_way_that_computes_something_else_is_refused(
     expected = from_rest(net, X)
     functional.reset_net(net)
     sparseflow.optimize(net, X)
-    assert way not in [w for name, w in ways(net).items() if name != "conv1"]
-    why = accelerated(net).decisions["conv2"].why
-    assert f"'{way}' disagreed with the network's own modules" in why and "spikes differ" in why
+    assert group_mode not in [w for name, w in ways(net).items() if name != "conv1"]
+    reason = get_accelerated_forward(net).decisions["conv2"].reason
+    assert f"'{group_mode}' differs from the network's own modules" in reason and "spikes differ" in reason
     assert same(from_rest(net, X), expected)
 
 
 def test_a_few_spikes_at_the_threshold_may_flip() -> None:
     expected = torch.zeros(100, 1000)
-    found = expected.clone()
-    found.view(-1)[:11] = 1
-    assert _disagreement(found, expected, torch.float32) is None
-    found.view(-1)[:12] = 1
-    assert "12 of 100000 spikes differ" in str(_disagreement(found, expected, torch.float32))
+    actual = expected.clone()
+    actual.view(-1)[:11] = 1
+    assert _describe_mismatch(actual, expected, torch.float32) is None
+    actual.view(-1)[:12] = 1
+    assert "12 of 100000 spikes differ" in str(_describe_mismatch(actual, expected, torch.float32))
 
 
 # --- the cache ----------------------------------------------------------------------------------------------
@@ -110,19 +114,22 @@ def test_decisions_are_remembered(prefer: Prefer, tmp_path: Path) -> None:
     times = prefer("sparse", "dense")
     net = small()
     sparseflow.optimize(net, X, cache=file)
-    assert len(times.asked) == 4 and file.exists()
-    first = {name: d.model_dump(exclude={"remembered"}) for name, d in accelerated(net).decisions.items()}
-    times.asked.clear()
+    assert len(times.calls) == 4 and file.exists()
+    first = {
+        name: d.model_dump(exclude={"from_cache"})
+        for name, d in get_accelerated_forward(net).decisions.items()
+    }
+    times.calls.clear()
     other = small()
     sparseflow.optimize(other, X, cache=file)
-    assert times.asked == [("own", "plan")], "groups are remembered; the whole is always checked"
-    again = accelerated(other).decisions
-    assert all(d.remembered for d in again.values())
-    assert {name: d.model_dump(exclude={"remembered"}) for name, d in again.items()} == first
+    assert times.calls == [("own", "plan")], "groups are remembered; the whole is always checked"
+    second = get_accelerated_forward(other).decisions
+    assert all(d.from_cache for d in second.values())
+    assert {name: d.model_dump(exclude={"from_cache"}) for name, d in second.items()} == first
     assert ways(other) == ways(net)
-    times.asked.clear()
+    times.calls.clear()
     sparseflow.optimize(small(), images(3, 4), cache=file)
-    assert len(times.asked) == 4, "another batch is another shape"
+    assert len(times.calls) == 4, "another batch is another shape"
 
 
 def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_p
 
     times = prefer("dense")
     sparseflow.optimize(Neurons().eval(), images(2), cache=tmp_path / "c.json")
-    assert times.asked == [("module", "dense"), ("module", "dense"), ("own", "plan")]
+    assert times.calls == [("module", "dense"), ("module", "dense"), ("own", "plan")]
 
 
 @pytest.mark.parametrize("kind", ["plan", "layers"])
@@ -148,20 +155,20 @@ def test_a_cache_that_cannot_be_written_does_not_cost_the_optimisation(
     build, options = KINDS[kind]
     net = build()
     expected = from_rest(net, X)
-    with pytest.warns(UserWarning, match=r"cannot be (used|remembered)"):
+    with pytest.warns(UserWarning, match="decision cache"):
         sparseflow.optimize(net, X, cache=tmp_path / "file" / "decisions.json", **options)
-    assert accelerated(net).whole is not None and same(from_rest(net, X), expected)
+    assert get_accelerated_forward(net).network_decision is not None and same(from_rest(net, X), expected)
 
 
 def test_a_damaged_cache_is_rebuilt(prefer: Prefer, tmp_path: Path) -> None:
     times = prefer("sparse")
     file = tmp_path / "c.json"
     file.write_text("{")
-    with pytest.warns(UserWarning, match="rebuilt"):
+    with pytest.warns(UserWarning, match="decision cache"):
         sparseflow.optimize(small(), X, cache=file)
-    times.asked.clear()
+    times.calls.clear()
     sparseflow.optimize(small(), X, cache=file)
-    assert times.asked == [("own", "plan")]
+    assert times.calls == [("own", "plan")]
 
 
 def test_no_cache_is_written_when_none_is_wanted(
@@ -181,7 +188,9 @@ def test_no_cache_is_written_when_none_is_wanted(
 def test_progress_goes_forward_to_the_end(prefer: Prefer) -> None:
     prefer("sparse", "events")
     for build in (small, lambda: ready(Opaque())):
-        told: list[tuple[str, int, int]] = []
-        sparseflow.optimize(build(), X, progress=lambda *a, told=told: told.append(a))
-        parts = [done / total for _, done, total in told]
-        assert parts == sorted(parts) and parts[0] >= 0 and parts[-1] <= 1 and len(told) >= 2
+        fractions: list[float] = []
+        sparseflow.optimize(
+            build(), X, progress=lambda _, completed, fractions=fractions: fractions.append(completed)
+        )
+        assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] <= 1
+        assert len(fractions) >= 2

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from sparseflow.core import timing
 from sparseflow.errors import FileFormatError
 from sparseflow.spiking.autotune import dispatch
-from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache, default_cache_path
-from sparseflow.spiking.autotune.dispatch import Chooser, rate_bucket
-from sparseflow.spiking.backends.blocks.geometry import static_block
+from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache, get_default_cache_path
+from sparseflow.spiking.autotune.dispatch import CandidateSelector, compute_rate_bucket
+from sparseflow.spiking.backends.blocks.geometry import select_block_size
+
+HEADER = b'{"format": "sparseflow.spiking.decision-cache", "version": 2, '
 
 
 def candidates(*names: str) -> dict[str, Callable[[], object]]:
@@ -29,18 +31,18 @@ def candidates(*names: str) -> dict[str, Callable[[], object]]:
     [(224, 16), (33, 16), (32, 16), (31, 8), (16, 8), (15, 4), (8, 4), (7, None), (1, None)],
 )
 def test_the_static_rule(height: int, block: int | None) -> None:
-    assert static_block(height) == block
+    assert select_block_size(height) == block
 
 
 @given(st.floats(1e-6, 1.0), st.floats(1.0, 1.25 - 1e-6))
 def test_similar_rates_share_a_decision(rate: float, factor: float) -> None:
-    assert abs(rate_bucket(rate) - rate_bucket(min(1.0, rate * factor))) <= 1
-    assert rate_bucket(rate) <= 0
+    assert abs(compute_rate_bucket(rate) - compute_rate_bucket(min(1.0, rate * factor))) <= 1
+    assert compute_rate_bucket(rate) <= 0
 
 
 def test_silence_and_double_the_rate_do_not_share_one() -> None:
-    assert rate_bucket(0.0) < rate_bucket(1e-6)
-    assert rate_bucket(0.1) != rate_bucket(0.2)
+    assert compute_rate_bucket(0.0) < compute_rate_bucket(1e-6)
+    assert compute_rate_bucket(0.1) != compute_rate_bucket(0.2)
 
 
 # --- choosing -----------------------------------------------------------------------------------------------
@@ -60,15 +62,18 @@ def test_what_is_chosen_is_surely_faster(data: st.DataObject, rounds: int) -> No
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "compare", lambda *a, **k: comparison)
-        decision = Chooser(device="cpu").choose("x", candidates(*times), "module")
-    if decision.way != "module":
-        assert comparison.speedup(decision.way).low > 1.0
-        assert decision.ms[decision.way] <= min(decision.ms.values()) or decision.way != "module"
-    assert set(decision.ms) == set(times) and not decision.remembered
+        decision = CandidateSelector(device="cpu").select("x", candidates(*times), "module")
+    if decision.choice != "module":
+        assert comparison.speedup(decision.choice).low > 1.0
+        assert (
+            decision.latency_ms[decision.choice] <= min(decision.latency_ms.values())
+            or decision.choice != "module"
+        )
+    assert set(decision.latency_ms) == set(times) and not decision.from_cache
 
 
 @pytest.mark.parametrize(
-    ("sparse", "way"),
+    ("sparse", "group_mode"),
     [
         ((1.0,) * 7, "sparse"),
         ((1.9,) * 7, "sparse"),
@@ -78,31 +83,33 @@ def test_what_is_chosen_is_surely_faster(data: st.DataObject, rounds: int) -> No
         ((0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0), "module"),
     ],
 )
-def test_a_doubtful_gain_is_none(sparse: tuple[float, ...], way: str, prefer: Callable[..., Any]) -> None:
+def test_a_doubtful_gain_is_none(
+    sparse: tuple[float, ...], group_mode: str, prefer: Callable[..., Any]
+) -> None:
     prefer(module=(2.0,) * 7, sparse=sparse)
-    decision = Chooser(device="cpu").choose("x", candidates("module", "sparse"), "module")
-    assert decision.way == way
-    assert ("nothing surely beat" in decision.why) == (way == "module")
+    decision = CandidateSelector(device="cpu").select("x", candidates("module", "sparse"), "module")
+    assert decision.choice == group_mode
+    assert ("no candidate" in decision.reason) == (group_mode == "module")
 
 
 def test_the_fastest_of_several_is_kept(prefer: Callable[..., Any]) -> None:
     prefer("dense", "sparse")
-    decision = Chooser(device="cpu").choose("x", candidates("module", "sparse", "dense"), "module")
-    assert decision.way == "dense" and decision.ms == {"module": 5.0, "dense": 1.0, "sparse": 1.1}
-    assert decision.why.startswith("5.00x (5.00–5.00)")
+    decision = CandidateSelector(device="cpu").select("x", candidates("module", "sparse", "dense"), "module")
+    assert decision.choice == "dense" and decision.latency_ms == {"module": 5.0, "dense": 1.0, "sparse": 1.1}
+    assert decision.reason.startswith("5.00x (5.00–5.00)")
 
 
 def test_a_single_candidate_is_not_timed(prefer: Callable[..., Any]) -> None:
     times = prefer("sparse")
-    decision = Chooser(device="cpu").choose("x", candidates("module"), "module")
-    assert decision.way == "module" and times.asked == [] and decision.ms == {}
+    decision = CandidateSelector(device="cpu").select("x", candidates("module"), "module")
+    assert decision.choice == "module" and times.calls == [] and decision.latency_ms == {}
 
 
 # --- remembering --------------------------------------------------------------------------------------------
 
 
 def choose(cache: DecisionCache | None, key: str = "x", *names: str) -> Decision:
-    return Chooser(device="cpu", cache=cache).choose(
+    return CandidateSelector(device="cpu", cache=cache).select(
         key, candidates("module", *(names or ("sparse",))), "module"
     )
 
@@ -112,13 +119,13 @@ def test_a_decision_is_remembered_across_processes(tmp_path: Path, prefer: Calla
     cache = DecisionCache(tmp_path / "deep" / "decisions.json")
     first = choose(cache)
     cache.save()
-    again = choose(DecisionCache(cache.path))
-    assert len(times.asked) == 1
-    assert again.remembered and not first.remembered
-    assert again.model_dump(exclude={"remembered"}) == first.model_dump(exclude={"remembered"})
-    assert choose(DecisionCache(cache.path), "another").remembered is False
+    second = choose(DecisionCache(cache.path))
+    assert len(times.calls) == 1
+    assert second.from_cache and not first.from_cache
+    assert second.model_dump(exclude={"from_cache"}) == first.model_dump(exclude={"from_cache"})
+    assert choose(DecisionCache(cache.path), "another").from_cache is False
     stored = json.loads(cache.path.read_text())
-    assert stored["version"] == 1 and not any(d["remembered"] for d in stored["decisions"].values())
+    assert stored["version"] == 2 and not any(d["from_cache"] for d in stored["decisions"].values())
 
 
 def test_another_device_is_measured_anew(
@@ -128,7 +135,7 @@ def test_another_device_is_measured_anew(
     cache = DecisionCache(tmp_path / "decisions.json")
     choose(cache)
     monkeypatch.setattr(dispatch.devices.DeviceInfo, "key", lambda self: "another")
-    assert not choose(cache).remembered and len(times.asked) == 2
+    assert not choose(cache).from_cache and len(times.calls) == 2
 
 
 def test_a_way_that_is_closed_today_is_not_taken_from_the_past(
@@ -136,14 +143,14 @@ def test_a_way_that_is_closed_today_is_not_taken_from_the_past(
 ) -> None:
     prefer("sparse")
     cache = DecisionCache(tmp_path / "decisions.json")
-    assert choose(cache).way == "sparse"
-    found = choose(cache, "x", "dense")
-    assert found.way == "module" and not found.remembered
+    assert choose(cache).choice == "sparse"
+    actual = choose(cache, "x", "dense")
+    assert actual.choice == "module" and not actual.from_cache
 
 
 def test_without_a_cache_everything_is_measured(prefer: Callable[..., Any]) -> None:
     times = prefer("sparse")
-    assert choose(None).way == choose(None).way == "sparse" and len(times.asked) == 2
+    assert choose(None).choice == choose(None).choice == "sparse" and len(times.calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -154,13 +161,13 @@ def test_without_a_cache_everything_is_measured(prefer: Callable[..., Any]) -> N
         b"null",
         b"[]",
         b"\xff\xfe\x00",
-        b'{"version": 2, "decisions": {}}',
-        b'{"version": 1, "decisions": {}, "more": 1}',
-        b'{"version": 1, "decisions": {"x": {"way": "sparse"}}}',
-        b'{"version": 1, "decisions": {"x": {"way": "sparse", "why": "", "unknown": 1}}}',
-        b'{"version": 1, "decisions": {"x": {"way": 3, "why": ""}}}',
-        b'{"version": 1, "decisions": {"x": {"way": "sparse", "why": "", "ms": {"a": "fast"}}}}',
-        b'{"version": 1, "decisions": []}',
+        b'{"version": 1, "decisions": {}}',
+        HEADER + b'"decisions": {}, "more": 1}',
+        HEADER + b'"decisions": {"x": {"choice": "sparse"}}}',
+        HEADER + b'"decisions": {"x": {"choice": "sparse", "reason": "", "unknown": 1}}}',
+        HEADER + b'"decisions": {"x": {"choice": 3, "reason": ""}}}',
+        HEADER + b'"decisions": {"x": {"choice": "sparse", "reason": "", "latency_ms": {"a": "fast"}}}}',
+        HEADER + b'"decisions": []}',
     ],
 )
 def test_a_damaged_cache_is_rebuilt_with_one_warning(
@@ -169,12 +176,12 @@ def test_a_damaged_cache_is_rebuilt_with_one_warning(
     prefer("sparse")
     path = tmp_path / "decisions.json"
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"decisions\.json cannot be used .*rebuilt") as told:
+    with pytest.warns(UserWarning, match=r"decisions\.json") as reports:
         cache = DecisionCache(path)
-        assert choose(cache).way == "sparse"
+        assert choose(cache).choice == "sparse"
         cache.save()
-    assert len(told) == 1
-    assert choose(DecisionCache(path)).remembered
+    assert len(reports) == 1
+    assert choose(DecisionCache(path)).from_cache
 
 
 def test_a_missing_cache_is_no_news(tmp_path: Path) -> None:
@@ -191,9 +198,9 @@ def test_a_place_that_cannot_be_written_costs_a_warning(
         path.parent.write_text("")
     else:
         (path / "inner").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="SPARSEFLOW_CACHE|rebuilt"):
+    with pytest.warns(UserWarning, match="SPARSEFLOW_CACHE|decision cache"):
         cache = DecisionCache(path)
-        assert choose(cache).way == "sparse"
+        assert choose(cache).choice == "sparse"
         cache.save()
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -201,37 +208,37 @@ def test_a_place_that_cannot_be_written_costs_a_warning(
 def test_two_processes_add_to_one_file(tmp_path: Path, prefer: Callable[..., Any]) -> None:
     prefer("sparse")
     path = tmp_path / "decisions.json"
-    ours, theirs = DecisionCache(path), DecisionCache(path)
-    choose(ours, "a")
-    choose(theirs, "b")
-    theirs.save()
-    ours.save()
-    assert choose(DecisionCache(path), "a").remembered and choose(DecisionCache(path), "b").remembered
+    first_cache, second_cache = DecisionCache(path), DecisionCache(path)
+    choose(first_cache, "a")
+    choose(second_cache, "b")
+    second_cache.save()
+    first_cache.save()
+    assert choose(DecisionCache(path), "a").from_cache and choose(DecisionCache(path), "b").from_cache
 
 
 def test_what_others_measured_since_is_not_overwritten_with_what_was_read(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     old = DecisionCache(path)
-    old.put("a", Decision(way="module", why="old"))
+    old.put("a", Decision(choice="module", reason="old"))
     old.save()
-    ours, theirs = DecisionCache(path), DecisionCache(path)
-    theirs.put("a", Decision(way="sparse", why="new"))
-    theirs.save()
-    ours.put("b", Decision(way="dense", why="ours"))
-    ours.save()
-    found = DecisionCache(path)
-    assert (found.get("a") or old).why == "new"  # type: ignore[union-attr]
-    assert (found.get("b") or old).why == "ours"  # type: ignore[union-attr]
+    first_cache, second_cache = DecisionCache(path), DecisionCache(path)
+    second_cache.put("a", Decision(choice="sparse", reason="new"))
+    second_cache.save()
+    first_cache.put("b", Decision(choice="dense", reason="ours"))
+    first_cache.save()
+    actual = DecisionCache(path)
+    assert (actual.get("a") or old).reason == "new"  # type: ignore[union-attr]
+    assert (actual.get("b") or old).reason == "ours"  # type: ignore[union-attr]
 
 
 def test_where_decisions_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert default_cache_path() == Path(os.environ["SPARSEFLOW_CACHE"]) / "decisions.json"
+    assert get_default_cache_path() == Path(os.environ["SPARSEFLOW_CACHE"]) / "decisions.json"
     monkeypatch.delenv("SPARSEFLOW_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_path() == tmp_path / "sparseflow" / "decisions.json"
+    assert get_default_cache_path() == tmp_path / "sparseflow" / "decisions.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_path() == tmp_path / "home" / ".cache" / "sparseflow" / "decisions.json"
+    assert get_default_cache_path() == tmp_path / "home" / ".cache" / "sparseflow" / "decisions.json"
 
 
 def test_file_errors_are_none_of_the_callers_business() -> None:

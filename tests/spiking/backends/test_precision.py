@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.spiking.backends.precision import full_precision, tf32_allowed
+from sparseflow.spiking.backends.precision import full_precision, is_tf32_allowed
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,11 @@ def test_tf32_is_off_within_and_back_afterwards(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
     try:
         with full_precision(torch.float16):
-            assert tf32_allowed() is allowed
+            assert is_tf32_allowed() is allowed
         with pytest.raises(ZeroDivisionError), full_precision(torch.float32):
-            assert not tf32_allowed()
+            assert not is_tf32_allowed()
             raise ZeroDivisionError
-        assert tf32_allowed() is allowed
+        assert is_tf32_allowed() is allowed
     finally:
         torch.backends.cudnn.allow_tf32 = before
 
@@ -38,12 +38,12 @@ def test_the_newer_settings_work_too() -> None:
     try:
         conv.fp32_precision = "tf32"
         with full_precision(torch.float32):
-            assert not tf32_allowed()
-        assert tf32_allowed()
+            assert not is_tf32_allowed()
+        assert is_tf32_allowed()
         assert conv.fp32_precision == "tf32"
         conv.fp32_precision = "ieee"
         with full_precision(torch.float32):
-            assert not tf32_allowed()
+            assert not is_tf32_allowed()
         assert conv.fp32_precision == "ieee"
     finally:
         conv.fp32_precision = before

@@ -67,5 +67,5 @@ def test_group_keeps_the_callers_dtype_and_membrane() -> None:
 
 def test_group_refuses_the_wrong_number_of_inputs() -> None:
     spec = GroupSpec(sources=(), bias=torch.zeros(1), neuron=_neuron(), dense_inputs=1)
-    with pytest.raises(ValueError, match="takes 1 `dense`, got 0"):
+    with pytest.raises(ValueError, match="1 `dense`, got 0"):
         run_group_reference(spec, [])

@@ -37,12 +37,12 @@ CASES = st.builds(
     cases.Job,
     model=st.sampled_from(["spiking_resnet18", "sew_resnet50"]),
     settings=st.builds(
-        model_zoo.Settings,
-        steps=st.integers(1, 32),
-        image=st.sampled_from([16, 32, 64]),
-        classes=st.sampled_from([3, 10, 100]),
+        model_zoo.NetworkConfig,
+        time_steps=st.integers(1, 32),
+        image_size=st.sampled_from([16, 32, 64]),
+        num_classes=st.sampled_from([3, 10, 100]),
         width=st.sampled_from([8, 64]),
-        firing=st.sampled_from([None, 0.05, 0.3]),
+        firing_rate=st.sampled_from([None, 0.05, 0.3]),
     ),
     batch=st.integers(1, 64),
     silent=st.sampled_from([0.0, 0.25, 0.5]),
@@ -56,7 +56,7 @@ def test_a_case_is_what_its_name_says(job: Any) -> None:
 
 def test_a_case_without_options() -> None:
     job = cases.parse("spiking_resnet50:4:32")
-    assert job.name == "spiking_resnet50:4:32" and job.settings == model_zoo.Settings()
+    assert job.name == "spiking_resnet50:4:32" and job.settings == model_zoo.NetworkConfig()
     assert cases.parse("spiking_resnet50:4:32:32,classes=10").name == job.name, "usual values are not named"
 
 
@@ -74,7 +74,7 @@ def test_the_grid_is_whole_and_has_no_case_twice() -> None:
     quick, full = cases.grid("quick"), cases.grid("full")
     assert full[: len(quick)] == quick
     plain = {
-        (job.model, job.settings.classes, job.settings.steps, job.batch)
+        (job.model, job.settings.num_classes, job.settings.time_steps, job.batch)
         for job in full
         if job.settings.firing is None
     }
@@ -87,9 +87,9 @@ def test_the_grid_is_whole_and_has_no_case_twice() -> None:
 
 
 def test_networks_of_the_same_layers_are_prepared_once() -> None:
-    found = cases.distinct(cases.grid("full"))
-    assert len(found) == 2 * 2 * 3
-    assert {job.model for job in found} == {"spiking_resnet18", "spiking_resnet50"}
+    actual = cases.distinct(cases.grid("full"))
+    assert len(actual) == 2 * 2 * 3
+    assert {job.model for job in actual} == {"spiking_resnet18", "spiking_resnet50"}
     assert len(cases.distinct([cases.parse("a_resnet18:4:1"), cases.parse("a_resnet18:4:1,silent=0.5")])) == 2
 
 
@@ -113,17 +113,17 @@ def test_whole_groups_fall_silent(channels: int, share: float, count: int) -> No
 
 
 def channels_firing(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
 
     def look(name: str, spikes: torch.Tensor) -> None:
-        found[name] = spikes.transpose(0, 2).flatten(1).any(1)
+        actual[name] = spikes.transpose(0, 2).flatten(1).any(1)
 
     for name, module in net.named_modules():
         if isinstance(module, neuron.BaseNode):
-            module.register_forward_hook(lambda *seen, name=name: look(name, seen[-1]))
+            module.register_forward_hook(lambda *observed, name=name: look(name, observed[-1]))
     with torch.no_grad():
         net(x)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("text", [
@@ -132,13 +132,13 @@ def channels_firing(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 ])  # fmt: skip
 def test_exactly_the_wanted_channels_never_fire(text: str) -> None:
     job = cases.parse(text)
-    net = model_zoo.build(job.model, job.settings)
-    silent = silenced.silence(net, job.silent)
-    model_zoo.follow(net, model_zoo.sample(job.settings, 4))
+    net = model_zoo.build_network(job.model, job.settings)
+    silent = silenced.silence_channels(net, job.silent)
+    model_zoo.calibrate_batchnorm(net, model_zoo.sample_images(job.settings, 4))
     # Brighter than what the statistics were taken from: the others have every occasion to fire.
-    found = channels_firing(net, 1.5 * model_zoo.sample(job.settings, 16))
-    assert set(found) == set(silent), "every neuron has silent channels"
-    for name, fires in found.items():
+    actual = channels_firing(net, 1.5 * model_zoo.sample_images(job.settings, 16))
+    assert set(actual) == set(silent), "every neuron has silent channels"
+    for name, fires in actual.items():
         quiet = torch.zeros_like(fires)
         quiet[silent[name]] = True
         assert int(quiet.sum()) == silenced.silent_count(len(fires), job.silent)
@@ -151,21 +151,28 @@ def test_exactly_the_wanted_channels_never_fire(text: str) -> None:
 
 
 def test_the_stages_of_a_spiking_network_share_their_silence() -> None:
-    net = model_zoo.build("spiking_resnet18", model_zoo.Settings(width=16, image=16, steps=1))
-    silent = silenced.silence(net, 0.5)
+    net = model_zoo.build_network(
+        "spiking_resnet18", model_zoo.NetworkConfig(width=16, image_size=16, time_steps=1)
+    )
+    silent = silenced.silence_channels(net, 0.5)
     assert torch.equal(silent["sn1"], silent["layer1.1.sn2"]), "identity shortcuts tie the stem to stage 1"
     assert torch.equal(silent["layer3.0.sn2"], silent["layer3.1.sn2"])
     assert not torch.equal(silent["layer3.0.sn1"], silent["layer3.1.sn1"]), "inner ones are drawn anew"
-    again = model_zoo.build("spiking_resnet18", model_zoo.Settings(width=16, image=16, steps=1))
-    assert all(torch.equal(a, silent[name]) for name, a in silenced.silence(again, 0.5).items())
+    second = model_zoo.build_network(
+        "spiking_resnet18", model_zoo.NetworkConfig(width=16, image_size=16, time_steps=1)
+    )
+    assert all(torch.equal(a, silent[name]) for name, a in silenced.silence_channels(second, 0.5).items())
 
 
 def test_what_cannot_be_silenced() -> None:
     with pytest.raises(InputError, match="Small"):
-        silenced.silence(Small(), 0.5)
+        silenced.silence_channels(Small(), 0.5)
     with pytest.raises(InputError, match="`share`"):
-        silenced.silence(
-            model_zoo.build("spiking_resnet18", model_zoo.Settings(width=8, steps=1, image=8)), 1.0
+        silenced.silence_channels(
+            model_zoo.build_network(
+                "spiking_resnet18", model_zoo.NetworkConfig(width=8, time_steps=1, image_size=8)
+            ),
+            1.0,
         )
 
 
@@ -182,18 +189,24 @@ def comparison(**times: float) -> Comparison:
 
 
 def test_only_forms_near_the_fastest_dense_one_are_timed_on() -> None:
-    seen = comparison(eager=9.0, tf32=2.0, fp16=2.4, bf16=2.6, optimised=1.0)
-    assert networks.fastest_dense(seen) == "tf32"
-    assert set(networks.finalists(seen, eager=False)) == {"tf32", "fp16", "optimised"}
-    assert set(networks.finalists(seen, eager=True)) == {"tf32", "fp16", "optimised", "eager"}
-    alone = comparison(eager=2.0, optimised=3.0)
-    assert set(networks.finalists(alone, eager=False)) == {"eager", "optimised"}
-    ours = {networks.OUR_DENSE: (0.1,), "eager": (1.0,), "optimised": (0.2,)}
+    observed = comparison(eager=9.0, tf32=2.0, fp16=2.4, bf16=2.6, optimised=1.0)
+    assert networks.fastest_dense(observed) == "tf32"
+    assert set(networks.finalists(observed, eager=False)) == {"tf32", "fp16", "optimised"}
+    assert set(networks.finalists(observed, eager=True)) == {"tf32", "fp16", "optimised", "eager"}
+    single = comparison(eager=2.0, optimised=3.0)
+    assert set(networks.finalists(single, eager=False)) == {"eager", "optimised"}
+    times_ms = {networks.FUSED_DENSE: (0.1,), "eager": (1.0,), "optimised": (0.2,)}
     with_ours = Comparison(
-        baseline="eager", times_ms=ours, order=((*ours,),), timer="", device="cpu", warmup=0, seed=0
+        baseline="eager",
+        times_ms=times_ms,
+        order=((*times_ms,),),
+        timer="",
+        device="cpu",
+        warmup=0,
+        seed=0,
     )
     assert networks.fastest_dense(with_ours) == "eager", "nobody has ours without SparseFlow"
-    assert networks.OUR_DENSE in networks.finalists(with_ours, eager=False)
+    assert networks.FUSED_DENSE in networks.finalists(with_ours, eager=False)
 
 
 # A run
@@ -229,9 +242,9 @@ def test_a_run_on_a_cpu_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("argv", [[], ["--trained", "x"], ["--case", "nonsense"], ["--grid", "huge"]])
 def test_bad_arguments_exit_with_2(argv: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as first:
         networks.main(["--out", str(tmp_path / "x.json"), "--cpu", *argv])
-    assert left.value.code == 2
+    assert first.value.code == 2
 
 
 # What is recorded
@@ -240,7 +253,7 @@ def test_bad_arguments_exit_with_2(argv: list[str], tmp_path: Path) -> None:
 def row(text: str, dense: float = 1.6, **more: Any) -> dict[str, Any]:
     """A row as a GPU would have given it."""
     span = {"median": dense, "low": dense, "high": dense}
-    times = {"eager": [5.0], "tf32": [dense], networks.OUR_DENSE: [2.0], "optimised": [1.0]}
+    times = {"eager": [5.0], "tf32": [dense], networks.FUSED_DENSE: [2.0], "optimised": [1.0]}
     return {
         **cases.parse(text).facts(), "dtype": "torch.float16", "compiled": False, "command": "networks.py",
         "baseline": "tf32", "speedup": span, "speedup_our_dense": {**span, "median": 2.0},

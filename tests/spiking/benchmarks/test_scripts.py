@@ -63,17 +63,17 @@ def test_not_replaced(tmp_path: Path) -> None:
     assert all(len(row["ratios"]) >= 3 for row in rows)
 
 
-@pytest.mark.parametrize("together", [1, 16])
+@pytest.mark.parametrize("channels_per_block", [1, 16])
 @pytest.mark.parametrize(
     ("size", "channels", "block", "zero"), [(14, 40, 8, 0.97), (9, 16, 4, 1.0), (7, 33, 16, 0.5)]
 )
 def test_spikes_have_exactly_the_stated_zero_blocks(
-    size: int, channels: int, block: int, zero: float, together: int
+    size: int, channels: int, block: int, zero: float, channels_per_block: int
 ) -> None:
     layer = user_table.Layer(name="x", size=size, channels=channels, block=block, zero=zero, T=3, batch=5)
-    x = user_table.draw_spikes(layer, together, 0.01, 1, torch.device("cpu"))
-    blocks = 15 * -(-channels // together) * (-(-size // block)) ** 2
-    assert user_table.zero_blocks(x, block, together) == pytest.approx(
+    x = user_table.draw_spikes(layer, channels_per_block, 0.01, 1, torch.device("cpu"))
+    blocks = 15 * -(-channels // channels_per_block) * (-(-size // block)) ** 2
+    assert user_table.zero_blocks(x, block, channels_per_block) == pytest.approx(
         1 - round((1 - zero) * blocks) / blocks
     )
     assert set(x.unique().tolist()) <= {0.0, 1.0}
@@ -102,24 +102,24 @@ def test_the_time_limit_ends_even_a_script_that_hangs(tmp_path: Path) -> None:
     )
     paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
     out = tmp_path / "r.json"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, str(out)],
         env={**os.environ, "PYTHONPATH": paths},
         timeout=90,
         check=False,
     )
-    assert done.returncode == 3
+    assert completed.returncode == 3
     content = json.loads(out.read_text())
     assert content["status"] == "stopped after 5 s" and content["rows"] == [{"name": "kept"}]
 
 
 @pytest.mark.parametrize("script", [user_table, not_replaced])
 def test_bad_arguments_exit_with_2(script: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as first:
         script.main(["--out", str(tmp_path / "x.json"), "--gpu", "99"])
-    assert left.value.code == 2
+    assert first.value.code == 2
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as first:
             script.main(["--out", str(tmp_path / "x.json")])
-        assert left.value.code == 2
+        assert first.value.code == 2
     assert not (tmp_path / "x.json").exists()

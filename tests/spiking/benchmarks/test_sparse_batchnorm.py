@@ -45,10 +45,10 @@ def test_matches_float64(
     assert (y - expected).abs().max().item() <= TOLERANCE[dtype] * scale
 
 
-@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1])
-def test_one_spike_at_each_edge_of_a_block(place: int) -> None:
+@pytest.mark.parametrize("position", [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1])
+def test_one_spike_at_each_edge_of_a_block(position: int) -> None:
     x = torch.zeros(2, 4, 16, 20, device=DEVICE)
-    x.view(-1)[place] = 1
+    x.view(-1)[position] = 1
     parameters = _parameters(4)
     assert torch.allclose(
         sparse_batchnorm2d(x, *parameters).double(), run_batchnorm2d_reference(x, *parameters), atol=1e-6

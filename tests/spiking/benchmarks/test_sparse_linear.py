@@ -30,9 +30,9 @@ def test_matches_float64(shape: tuple[int, int, int], rate: float, dtype: torch.
     x = ((torch.rand((m, k), generator=g) < rate) * torch.randn((m, k), generator=g)).to(dtype).to(DEVICE)
     weight = (torch.randn((n, k), generator=g) / k**0.5).to(dtype).to(DEVICE)
     bias = torch.randn(n, generator=g).to(dtype).to(DEVICE)
-    for given in (bias, None):
-        y = sparse_linear(x, weight, given)
-        expected = run_linear_reference(x, weight, given)
+    for inputs in (bias, None):
+        y = sparse_linear(x, weight, inputs)
+        expected = run_linear_reference(x, weight, inputs)
         assert y.dtype == dtype and y.shape == (m, n)
         scale = max(expected.abs().max().item(), 1.0)
         assert (y - expected).abs().max().item() <= TOLERANCE[dtype] * scale

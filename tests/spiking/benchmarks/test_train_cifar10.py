@@ -97,8 +97,8 @@ def test_unreadable_archives(tmp_path: Path, archive: Path) -> None:
     (tmp_path / "junk.tar.gz").write_bytes(b"\x80\x04junk")
     with pytest.raises(FileFormatError, match="not a readable"):
         cifar10.load_archive(tmp_path / "junk.tar.gz")
-    whole = archive.read_bytes()
-    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
+    full = archive.read_bytes()
+    (tmp_path / "cut.tar.gz").write_bytes(full[: len(full) // 2])
     with pytest.raises(FileFormatError, match="not a readable"):
         cifar10.load_archive(tmp_path / "cut.tar.gz")
 
@@ -129,9 +129,11 @@ def test_triton_neuron_equals_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     code = "import torch, training_lif; print(training_lif.disagreement(torch.device('cpu')))"
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SCRIPTS)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-5
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert float(completed.stdout) < 1e-5
 
 
 def test_disagreement_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +158,13 @@ def test_rate_carries_a_gradient_per_channel() -> None:
 
 
 def test_progress_takes_whichever_limit_is_ahead() -> None:
-    now = [0.0]
-    progress = train.Progress(steps=100, seconds=50.0, start=0.5, clock=lambda: now[0])
+    elapsed_s = [0.0]
+    progress = train.Progress(steps=100, seconds=50.0, start=0.5, clock=lambda: elapsed_s[0])
     assert progress.fraction(0) == 0.5
     assert progress.fraction(50) == 0.75
-    now[0] = 40.0
+    elapsed_s[0] = 40.0
     assert progress.fraction(50) == pytest.approx(0.9)
-    now[0] = 60.0
+    elapsed_s[0] = 60.0
     assert progress.fraction(50) == 1.0
     assert train.Progress(steps=10, seconds=0.0).fraction(5) == 0.5
 
@@ -260,15 +262,15 @@ def test_packaged_run_is_what_the_zoo_loads(
 ) -> None:
     written = package_network.package(finished, None, "tiny-net", tmp_path)
     assert [path.name for path in written] == ["tiny-net.safetensors", "tiny-net.json"]
-    monkeypatch.setattr(pretrained, "_data", lambda: tmp_path)
-    pretrained._card.cache_clear()
+    monkeypatch.setattr(pretrained, "_get_data_dir", lambda: tmp_path)
+    pretrained._read_card.cache_clear()
     try:
         data = cifar10.load_archive(archive)
         with torch.no_grad():
-            logits = pretrained.load("tiny-net")(pretrained.normalize(data.images, "tiny-net"))
-        card = pretrained.card("tiny-net")
+            logits = pretrained.load_network("tiny-net")(pretrained.normalize(data.images, "tiny-net"))
+        card = pretrained.load_card("tiny-net")
     finally:
-        pretrained._card.cache_clear()
+        pretrained._read_card.cache_clear()
     assert int((logits.argmax(1).numpy() == data.labels).sum()) == card["correct"]
     assert "--width 4" in card["command"] and str(archive) not in json.dumps(card)
 
@@ -288,7 +290,7 @@ def test_shipped_images_are_even_over_the_classes() -> None:
     test = cifar10.Images(
         images=np.arange(400, dtype=np.uint8).reshape(400, 1, 1, 1), labels=np.repeat(np.arange(10), 40)
     )
-    chosen = package_network.choose_images(test)
-    counts = np.bincount(chosen.labels)
-    assert len(chosen) == 256 and counts.max() - counts.min() <= 1
-    assert (np.diff(chosen.labels) < 0).any(), "not sorted by class"
+    selected = package_network.choose_images(test)
+    counts = np.bincount(selected.labels)
+    assert len(selected) == 256 and counts.max() - counts.min() <= 1
+    assert (np.diff(selected.labels) < 0).any(), "not sorted by class"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.graph import Refusal, SpikeGraph, Value, analyze
+from sparseflow.spiking.graph import Refusal, SpikeGraph, SpikeValue, analyze
 from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
 from sparseflow.spiking.graph.tracing import UntraceableError
 from tests.spiking import families
@@ -163,12 +163,12 @@ def test_binary_stays_binary(name: str) -> None:
 
 @pytest.mark.parametrize("name", INTEGER)
 def test_sums_of_spikes_are_small_integers(name: str) -> None:
-    op, most = INTEGER[name]
+    op, max_value = INTEGER[name]
     for graph in all_ways(OneOp(op).eval(), X):
         site = graph.sites[0]
-        assert (site.value.kind, site.value.max_value) == ("integer", most), str(graph)
+        assert (site.value.kind, site.value.max_value) == ("integer", max_value), str(graph)
         assert site.fed_by and set(site.fed_by) <= set(AB)
-        assert site.replaceable and site.notes == (f"integer-values: 0 to {most}",)
+        assert site.replaceable and site.notes == (f"integer-values: 0 to {max_value}",)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -333,12 +333,12 @@ class Fork(nn.Module):
 
 def test_a_fork_reaches_every_successor() -> None:
     for graph in all_ways(Fork().eval(), X):
-        found = {site.name: site for site in graph.sites}
-        assert found["main"].fed_by == found["short"].fed_by == ("sn",)
-        assert found["last"].fed_by == ("sn2",)
-        assert found["stem"].refusal is found["after"].refusal is Refusal.NOT_SPIKE_FED
-        assert found["stem"].reason == "fed by the network's input"
-        assert found["unused"].refusal is Refusal.NOT_CALLED
+        actual = {site.name: site for site in graph.sites}
+        assert actual["main"].fed_by == actual["short"].fed_by == ("sn",)
+        assert actual["last"].fed_by == ("sn2",)
+        assert actual["stem"].refusal is actual["after"].refusal is Refusal.NOT_SPIKE_FED
+        assert actual["stem"].reason == "fed by the network's input"
+        assert actual["unused"].refusal is Refusal.NOT_CALLED
         assert list(graph.neurons) == ["sn", "sn2"]
         assert len(graph.replaceable) == 3
 
@@ -382,11 +382,11 @@ def assign(x: torch.Tensor) -> None:
 )
 def test_in_place_changes_are_seen(change: Callable[[torch.Tensor], Any], kind: str) -> None:
     for graph in all_ways(InPlaceBehindTheBack(change).eval(), X):
-        found = {site.name: site for site in graph.sites}
-        assert found["before"].value.kind == "binary"
+        actual = {site.name: site for site in graph.sites}
+        assert actual["before"].value.kind == "binary"
         # The run that is watched may give up earlier, never later.
         kinds = (kind, "dense") if graph.method == "hooks" else (kind,)
-        assert found["later"].value.kind in kinds, str(graph)
+        assert actual["later"].value.kind in kinds, str(graph)
         if graph.method == "fx":
             assert graph.values["sn"].kind == kind
 
@@ -394,12 +394,12 @@ def test_in_place_changes_are_seen(change: Callable[[torch.Tensor], Any], kind: 
 class Twice(nn.Module):
     """One convolution read at two places."""
 
-    def __init__(self, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, second: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.sn, self.conv, self.again = neuron.IFNode(), nn.Conv2d(4, 4, 1), again
+        self.sn, self.conv, self.second = neuron.IFNode(), nn.Conv2d(4, 4, 1), second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(self.sn(x)) + self.conv(self.again(self.sn(x)))
+        return self.conv(self.sn(x)) + self.conv(self.second(self.sn(x)))
 
 
 def test_a_shared_convolution_is_judged_over_all_its_calls() -> None:
@@ -410,7 +410,7 @@ def test_a_shared_convolution_is_judged_over_all_its_calls() -> None:
     for graph in all_ways(Twice(lambda x: x + 0.5).eval(), X):
         (site,) = graph.sites
         assert site.refusal is Refusal.SHARED_MODULE and site.fed_by == ()
-        assert site.reason == "called 2 times, of which only 1 read spikes"
+        assert site.reason == "called 2 times, but only 1 of the calls read spikes"
 
 
 def test_a_convolution_within_an_opaque_module_is_refused() -> None:
@@ -481,21 +481,19 @@ def test_the_fallback_watches_a_run() -> None:
     assert {site.refusal for site in blind.sites} == {Refusal.UNTRACEABLE}
     assert list(blind.neurons) == ["sn", "sn2"]
     net.sn(torch.ones(1))
-    held = net.sn.v
+    saved = net.sn.v
     graph = analyze(net, X)
-    assert net.sn.v is held and net.sn2.v == 0.0
+    assert net.sn.v is saved and net.sn2.v == 0.0
     assert (
-        graph.method == "hooks"
-        and graph.module is None
-        and "depends on the numbers" in str(graph.trace_error)
+        graph.method == "hooks" and graph.module is None and "depends on the values" in str(graph.trace_error)
     )
-    found = {site.name: site for site in graph.sites}
-    assert found["third"].refusal is Refusal.NOT_SPIKE_FED  # a constant of unknown numbers was added
-    assert found["conv"].fed_by == ("sn",)
-    assert found["other"].reason == "fed by average pooling at `pool`"
+    actual = {site.name: site for site in graph.sites}
+    assert actual["third"].refusal is Refusal.NOT_SPIKE_FED  # a constant of unknown numbers was added
+    assert actual["conv"].fed_by == ("sn",)
+    assert actual["other"].reason == "fed by average pooling at `pool`"
     assert graph.values["sn2"].kind == "binary" and graph.values["sn2"].shape == (2, 4, 4, 4)
-    assert any("branches" in sentence for sentence in graph.ambiguous)
-    with pytest.raises(UntraceableError, match="numbers"):
+    assert any("branches" in sentence for sentence in graph.warnings)
+    with pytest.raises(UntraceableError, match="tensor"):
         analyze(net, X, method="fx")
 
 
@@ -552,19 +550,19 @@ REPLACED = {
 def test_every_family(name: str, step_mode: str) -> None:
     net, sample = families.FAMILIES[name](step_mode)
     graphs = list(all_ways(net, sample))
-    blind, seen, watched = graphs
-    assert blind.method == seen.method == "fx" and watched.method == "hooks"
-    assert verdicts(blind) == verdicts(seen) == verdicts(watched)
-    assert [site.reason for site in blind.sites] == [site.reason for site in seen.sites]
-    assert (len(seen.replaceable), len(seen.sites)) == REPLACED[name]
+    blind, observed, watched = graphs
+    assert blind.method == observed.method == "fx" and watched.method == "hooks"
+    assert verdicts(blind) == verdicts(observed) == verdicts(watched)
+    assert [site.reason for site in blind.sites] == [site.reason for site in observed.sites]
+    assert (len(observed.replaceable), len(observed.sites)) == REPLACED[name]
     convs = [key for key, module in net.named_modules() if isinstance(module, nn.Conv2d)]
-    assert [site.name for site in seen.sites] == convs
-    assert all(site.replaceable or site.reason for site in seen.sites)
-    rates = check_at_run_time(seen, net, sample)
-    fed = {neuron_name for site in seen.sites for neuron_name in site.fed_by}
+    assert [site.name for site in observed.sites] == convs
+    assert all(site.replaceable or site.reason for site in observed.sites)
+    rates = check_at_run_time(observed, net, sample)
+    fed = {neuron_name for site in observed.sites for neuron_name in site.fed_by}
     assert all(0.01 < rates[neuron_name] < 0.95 for neuron_name in fed), "tests need networks that fire"
-    text = str(seen)
-    assert all(site.name in text for site in seen.sites) and seen.method in text
+    text = str(observed)
+    assert all(site.name in text for site in observed.sites) and observed.method in text
 
 
 @pytest.mark.parametrize("cnf, kind", [("ADD", "integer"), ("AND", "binary"), ("IAND", "binary")])
@@ -572,9 +570,9 @@ def test_every_family(name: str, step_mode: str) -> None:
 def test_sew_connections(cnf: str, kind: str, step_mode: str) -> None:
     net, sample = families.sew(step_mode, cnf)
     for graph in all_ways(net, sample):
-        found = {site.name: site for site in graph.sites}
-        assert found["layer1.1.conv1"].value.kind == kind
-        assert found["layer2.0.conv1"].value.max_value == (3 if cnf == "ADD" else 1)
+        actual = {site.name: site for site in graph.sites}
+        assert actual["layer1.1.conv1"].value.kind == kind
+        assert actual["layer2.0.conv1"].value.max_value == (3 if cnf == "ADD" else 1)
     check_at_run_time(analyze(net, sample), net, sample)
 
 
@@ -594,21 +592,21 @@ def check_at_run_time(graph: SpikeGraph, net: nn.Module, sample: torch.Tensor) -
         node.v_threshold = 1e30
     runs.append(Recorder(graph.module))
     runs[1].run(sample)
-    for node, kept in thresholds:
-        node.v_threshold = kept
+    for node, saved_state in thresholds:
+        node.v_threshold = saved_state
     functional.reset_net(net)
     for firing, run in zip((True, False), runs, strict=True):
-        for name, tensors in run.seen.items():
+        for name, tensors in run.recorded.items():
             value = graph.values[name]
             for tensor in tensors:
                 holds(value, tensor, firing)
             assert value.shape == tuple(tensors[0].shape)
     calls = {node.name: str(node.target) for node in graph.module.graph.nodes if node.op == "call_module"}
-    fired = {calls[name]: tensors[0] for name, tensors in runs[0].seen.items() if name in calls}
+    fired = {calls[name]: tensors[0] for name, tensors in runs[0].recorded.items() if name in calls}
     return {name: float(tensor.mean()) for name, tensor in fired.items() if name in graph.neurons}
 
 
-def holds(value: Value, tensor: torch.Tensor, firing: bool) -> None:
+def holds(value: SpikeValue, tensor: torch.Tensor, firing: bool) -> None:
     if value.kind == "dense":
         return
     if not firing:
@@ -631,20 +629,20 @@ class Recorder(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.seen: dict[str, list[torch.Tensor]] = {}
+        self.recorded: dict[str, list[torch.Tensor]] = {}
 
     @torch.no_grad()
     def run(self, *args: Any) -> Any:  # type: ignore[override]
         result = super().run(*args)
         for node, tensor in self.env.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel():
-                self.seen.setdefault(node.name, []).append(tensor)
+                self.recorded.setdefault(node.name, []).append(tensor)
         return result
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, torch.Tensor) and result.numel():
-            self.seen.setdefault(n.name, []).append(result.clone())
+            self.recorded.setdefault(n.name, []).append(result.clone())
         return result
 
 
@@ -712,18 +710,18 @@ class Random(nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in steps)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        made, read = [self.first(x), self.second(x)], []
-        for number, (what, *rest) in enumerate(self.steps):
-            picked = made[rest[0] % len(made)]
-            if what == "neuron":
+        created, read = [self.first(x), self.second(x)], []
+        for number, (operation, *choices) in enumerate(self.steps):
+            picked = created[choices[0] % len(created)]
+            if operation == "neuron":
                 result = self.more[number](picked)
-            elif what == "unary":
-                result = UNARY[rest[1]](picked)
+            elif operation == "unary":
+                result = UNARY[choices[1]](picked)
             else:
-                result = PAIRS[rest[2]](picked, made[rest[1] % len(made)])
-            made.append(result)
+                result = PAIRS[choices[2]](picked, created[choices[1] % len(created)])
+            created.append(result)
             read.append(self.convs[number](result))
-        return [*made, *read]
+        return [*created, *read]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -770,9 +768,9 @@ def test_analysis_changes_nothing() -> None:
     for _ in all_ways(net, sample):
         pass
     assert all(torch.equal(tensor, state[key]) for key, tensor in net.state_dict().items())
-    for name, (held, copy) in memories.items():
-        now: Any = net.get_submodule(name).v
-        assert now is held and torch.equal(now, copy)
+    for name, (saved, copy) in memories.items():
+        current: Any = net.get_submodule(name).v
+        assert current is saved and torch.equal(current, copy)
     assert hooks == [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in net.modules()]
     assert torch.equal(torch.get_rng_state(), rng)
 
@@ -788,7 +786,7 @@ def test_a_registered_neuron_is_a_source_and_its_promise_is_checked() -> None:
         register_neuron(Step)
         assert analyze(net).sites[0].value.kind == "binary"
         for method in ("fx", "hooks"):
-            with pytest.raises(ModelError, match=r"neuron `0`.* put out 2\.0.*register_neuron\(Step"):
+            with pytest.raises(ModelError, match=r"neuron `0`.* 2\.0.*register_neuron\(Step"):
                 analyze(net, X, method=method)
         register_neuron(Step, output="integer", max_value=2)
         for graph in all_ways(net, X):
@@ -820,12 +818,12 @@ def test_samples_come_in_several_forms() -> None:
             super().__init__()
             self.sn, self.conv = neuron.IFNode(), nn.Conv2d(4, 4, 1)
 
-        def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             x = self.sn(x)
-            return self.conv(x if gate is None else x * self.sn(gate))
+            return self.conv(x if mask is None else x * self.sn(mask))
 
     net = Two().eval()
-    for sample in (X, (X,), [X, X], {"gate": X, "x": X}):
+    for sample in (X, (X,), [X, X], {"mask": X, "x": X}):
         for method in ("fx", "hooks"):
             assert analyze(net, sample, method=method).sites[0].fed_by == ("sn",)
 

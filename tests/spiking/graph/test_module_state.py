@@ -12,7 +12,12 @@ pytest.importorskip("spikingjelly")
 
 from spikingjelly.activation_based import functional, neuron
 
-from sparseflow.spiking.graph.module_state import kept_state, memories, put_back, untouched
+from sparseflow.spiking.graph.module_state import (
+    copy_neuron_states,
+    preserve_state,
+    preserve_state_without_grad,
+    restore_neuron_states,
+)
 from tests.spiking.nets import from_rest, images, membranes, same, small
 
 Held = dict[tuple[str, str, str], tuple[Any, torch.Tensor | None]]
@@ -20,49 +25,49 @@ Held = dict[tuple[str, str, str], tuple[Any, torch.Tensor | None]]
 
 def state(net: nn.Module) -> Held:
     """Everything that a module holds, by identity and by bits."""
-    found: Held = {}
+    actual: Held = {}
     for name, module in net.named_modules():
         for key, value in vars(module).items():
             items = value.items() if isinstance(value, dict) else [("", value)]
             for inner, item in items:
                 bits = item.detach().clone() if isinstance(item, torch.Tensor) else None
-                found[name, key, str(inner)] = (item if isinstance(item, float) else id(item), bits)
-    return found
+                actual[name, key, str(inner)] = (item if isinstance(item, float) else id(item), bits)
+    return actual
 
 
-def differences(left: Held, right: Held) -> list[tuple[str, str, str]]:
+def differences(first: Held, right: Held) -> list[tuple[str, str, str]]:
     return [
         key
-        for key in left.keys() | right.keys()
-        if key not in left
+        for key in first.keys() | right.keys()
+        if key not in first
         or key not in right
-        or left[key][0] != right[key][0]
-        or not same(left[key][1], right[key][1])
+        or first[key][0] != right[key][0]
+        or not same(first[key][1], right[key][1])
     ]
 
 
 def test_memories_are_copies_that_can_be_put_back_again_and_again() -> None:
     net, x = small(), images(3, 2)
     from_rest(net, x)
-    saved = memories(net)
+    saved = copy_neuron_states(net)
     assert {type(m) for m in saved} >= {neuron.IFNode}
     before = membranes(net)
     with torch.no_grad():
         first = net(x)
         for _ in range(2):
-            put_back(saved)
+            restore_neuron_states(saved)
             assert same(membranes(net), before)
             assert same(net(x), first)
             net.sn1.v.fill_(99.0)
-    put_back(saved)
+    restore_neuron_states(saved)
     assert same(membranes(net), before)
 
 
 def test_memories_at_rest_are_numbers() -> None:
     net = small()
-    saved = memories(net)
+    saved = copy_neuron_states(net)
     from_rest(net, images(3, 2))
-    put_back(saved)
+    restore_neuron_states(saved)
     assert net.sn1.v == 0.0 and not isinstance(net.sn1.v, torch.Tensor)
 
 
@@ -73,9 +78,9 @@ def test_a_neuron_of_the_users_own_is_remembered_by_its_v() -> None:
             self.v: Any = 0.0
 
     net = nn.Sequential(Own())
-    saved = memories(net)
+    saved = copy_neuron_states(net)
     net[0].v = torch.ones(2)
-    put_back(saved)
+    restore_neuron_states(saved)
     assert net[0].v == 0.0
 
 
@@ -88,7 +93,7 @@ def test_running_leaves_no_trace(carried: bool) -> None:
     if carried:
         from_rest(net, x)
     before, seed = state(net), torch.random.get_rng_state()
-    with untouched(net):
+    with preserve_state_without_grad(net):
         assert not torch.is_grad_enabled()
         net(x + 1)
         torch.rand(3)
@@ -100,7 +105,7 @@ def test_running_leaves_no_trace(carried: bool) -> None:
 def test_a_failure_inside_leaves_no_trace_either() -> None:
     net, x = small(), images(3, 2)
     before = state(net)
-    with pytest.raises(RuntimeError), untouched(net):
+    with pytest.raises(RuntimeError), preserve_state_without_grad(net):
         net(x)
         net(x[..., :1, :, :, :3])
         raise RuntimeError
@@ -129,11 +134,11 @@ def test_tensors_of_every_kind_come_back(value: torch.Tensor) -> None:
     net = nn.Module()
     net.register_buffer("held", value)
     before = value.clone()
-    with kept_state(net):
+    with preserve_state(net):
         pass
     assert net.held is value
     if 0 not in value.stride() or value.numel() == 0:
-        with kept_state(net):
+        with preserve_state(net):
             value.zero_()
     assert net.held is value and torch.equal(value.nan_to_num(7.0), before.nan_to_num(7.0))
 
@@ -141,6 +146,6 @@ def test_tensors_of_every_kind_come_back(value: torch.Tensor) -> None:
 def test_the_sign_of_zero_comes_back() -> None:
     net = nn.Module()
     net.register_buffer("held", torch.tensor([-0.0]))
-    with kept_state(net):
+    with preserve_state(net):
         net.held.abs_()  # type: ignore[union-attr, operator]
     assert net.held.signbit().item()  # type: ignore[union-attr, operator]

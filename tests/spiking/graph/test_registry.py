@@ -13,8 +13,8 @@ from torch import nn
 
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.registry import (
+    get_neuron_info,
     is_spiking_neuron,
-    neuron_info,
     register_neuron,
     unregister_neuron,
 )
@@ -56,7 +56,7 @@ def test_the_spec_reproduces_the_neuron(
     name: str, make: Callable[..., nn.Module], v_threshold: float, v_reset: float | None
 ) -> None:
     node: Any = make(v_threshold=v_threshold, v_reset=v_reset).eval().double()
-    info = neuron_info(node)
+    info = get_neuron_info(node)
     assert info is not None and info.output == "binary" and info.max_value == 1
     assert info.reason is None and info.spec is not None
     x = 3 * torch.randn(12, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -71,9 +71,9 @@ def test_the_spec_reproduces_the_neuron(
 
 def test_a_parametric_lif_is_read_anew_each_time() -> None:
     node = neuron.ParametricLIFNode(init_tau=2.0)
-    first = neuron_info(node)
+    first = get_neuron_info(node)
     node.w.data.fill_(1.0)
-    second = neuron_info(node)
+    second = get_neuron_info(node)
     assert first is not None and first.spec is not None and first.spec.beta == pytest.approx(0.5)
     assert second is not None and second.spec is not None
     assert second.spec.beta == pytest.approx(float(torch.tensor(1.0).sigmoid()))
@@ -132,7 +132,7 @@ class _SimpleUsers(neuron.SimpleBaseNode):
 
 
 def test_a_subclass_that_overrides_nothing_keeps_its_parents_spec() -> None:
-    info = neuron_info(_Quiet())
+    info = get_neuron_info(_Quiet())
     assert info is not None and info.reason is None and info.spec is not None
     assert info.spec.beta == pytest.approx(0.25) and info.type == "_Quiet"
 
@@ -159,7 +159,7 @@ def test_a_subclass_with_its_own_dynamics_loses_the_spec(
 ) -> None:
     node = make().eval()
     node.step_mode = step_mode
-    info = neuron_info(node)
+    info = get_neuron_info(node)
     assert info is not None and is_spiking_neuron(node)
     assert info.spec is None and info.reason is not None and word in info.reason
     assert info.output == output
@@ -170,16 +170,16 @@ def test_looking_at_a_neuron_leaves_it_alone() -> None:
     node: Any = _Sluggish()
     node(torch.rand(2, 3))
     before, rng = node.v.clone(), torch.get_rng_state()
-    held = node.v
-    neuron_info(node)
-    assert node.v is held and torch.equal(node.v, before)
+    saved = node.v
+    get_neuron_info(node)
+    assert node.v is saved and torch.equal(node.v, before)
     assert torch.equal(torch.get_rng_state(), rng)
 
 
 def test_a_patched_instance_loses_the_spec() -> None:
     node = neuron.IFNode()
     node.forward = lambda x: x * 2  # type: ignore[method-assign]
-    info = neuron_info(node)
+    info = get_neuron_info(node)
     assert info is not None and info.spec is None and info.output == "real"
 
 
@@ -201,7 +201,7 @@ def test_a_patched_instance_loses_the_spec() -> None:
 def test_the_surrogate_function_decides_what_comes_out(
     function: Any, output: str, max_value: int | None, has_spec: bool
 ) -> None:
-    info = neuron_info(neuron.LIFNode(surrogate_function=function).eval())
+    info = get_neuron_info(neuron.LIFNode(surrogate_function=function).eval())
     assert info is not None
     assert (info.output, info.max_value) == (output, max_value)
     assert (info.spec is not None) == has_spec and (info.reason is None) == has_spec
@@ -228,7 +228,7 @@ def test_the_surrogate_function_decides_what_comes_out(
     ],
 )
 def test_other_dynamics_are_neurons_with_a_named_refusal(make: Callable[[], nn.Module], output: str) -> None:
-    info = neuron_info(make().eval())
+    info = get_neuron_info(make().eval())
     assert info is not None and info.spec is None and info.reason
     assert info.output == output
 
@@ -240,13 +240,13 @@ def test_what_a_fused_kernel_would_not_keep_up_refuses_the_spec() -> None:
     shifted = neuron.IFNode()
     shifted.set_reset_value("v", 0.25)
     for node, word in ((recording, "store_v_seq"), (hooked, "hooks"), (shifted, "0.25")):
-        info = neuron_info(node)
+        info = get_neuron_info(node)
         assert info is not None and info.output == "binary" and info.spec is None
         assert info.reason is not None and word in info.reason
 
 
 def test_an_online_neuron_in_training_mode_is_not_binary() -> None:
-    info = neuron_info(neuron.OTTTLIFNode().train())
+    info = get_neuron_info(neuron.OTTTLIFNode().train())
     assert info is not None and info.output == "real" and info.spec is None
 
 
@@ -254,7 +254,7 @@ def test_an_online_neuron_in_training_mode_is_not_binary() -> None:
     "module", [nn.ReLU(), nn.Conv2d(1, 1, 1), neuron.NonSpikingIFNode(), nn.Sequential()]
 )
 def test_everything_else_is_no_neuron(module: nn.Module) -> None:
-    assert not is_spiking_neuron(module) and neuron_info(module) is None
+    assert not is_spiking_neuron(module) and get_neuron_info(module) is None
 
 
 # --- the user's own -----------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class _MineScaled(_Mine):
 
 
 @pytest.fixture
-def mine() -> Iterator[type[_Mine]]:
+def user_module() -> Iterator[type[_Mine]]:
     yield _Mine
     unregister_neuron(_Mine)
 
@@ -283,27 +283,27 @@ def mine() -> Iterator[type[_Mine]]:
 SPEC = NeuronSpec(alpha=0.0, beta=1.0, delta=0.0, v_threshold=0.5, v_reset=0.0)
 
 
-def test_a_registered_class_and_its_quiet_subclasses_are_neurons(mine: type[_Mine]) -> None:
-    assert register_neuron(mine, spec=SPEC) is mine
+def test_a_registered_class_and_its_quiet_subclasses_are_neurons(user_module: type[_Mine]) -> None:
+    assert register_neuron(user_module, spec=SPEC) is user_module
     for cls in (_Mine, _MineToo):
-        info = neuron_info(cls())
+        info = get_neuron_info(cls())
         assert info is not None and info.spec == SPEC and info.output == "binary" and info.step_mode is None
-    scaled = neuron_info(_MineScaled())
+    scaled = get_neuron_info(_MineScaled())
     assert scaled is not None and scaled.spec is None and scaled.output == "real"
-    unregister_neuron(mine)
+    unregister_neuron(user_module)
     assert not is_spiking_neuron(_Mine())
 
 
-def test_a_spec_may_be_a_function_of_the_module(mine: type[_Mine]) -> None:
-    register_neuron(mine, spec=lambda module: SPEC)
-    info = neuron_info(_Mine())
+def test_a_spec_may_be_a_function_of_the_module(user_module: type[_Mine]) -> None:
+    register_neuron(user_module, spec=lambda module: SPEC)
+    info = get_neuron_info(_Mine())
     assert info is not None and info.spec == SPEC
 
 
 def test_a_user_may_overrule_what_is_known() -> None:
     try:
         register_neuron(_Halved, output="integer", max_value=2)
-        info = neuron_info(_Halved())
+        info = get_neuron_info(_Halved())
         assert info is not None and (info.output, info.max_value, info.spec) == ("integer", 2, None)
     finally:
         unregister_neuron(_Halved)
@@ -338,7 +338,7 @@ def test_spikingjelly_is_not_imported_for_a_network_without_it() -> None:
 
 def test_reset_net_keeps_working_on_a_neuron_that_was_looked_at() -> None:
     node = _Sluggish()
-    neuron_info(node)
+    get_neuron_info(node)
     node(torch.ones(2, 2))
     functional.reset_net(node)
     assert node.v == 0.0

@@ -40,23 +40,23 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         images=np.zeros((4, 3, 32, 32), np.uint8),
         labels=np.arange(4, dtype=np.uint8),
     )
-    monkeypatch.setattr(pretrained, "_data", lambda: tmp_path)
-    pretrained._card.cache_clear()
+    monkeypatch.setattr(pretrained, "_get_data_dir", lambda: tmp_path)
+    pretrained._read_card.cache_clear()
     yield tmp_path
-    pretrained._card.cache_clear()
+    pretrained._read_card.cache_clear()
 
 
 def test_load_gives_the_stored_weights_in_float32(shelf: Path) -> None:
-    assert pretrained.names() == ["tiny"]
-    net = pretrained.load("tiny")
+    assert pretrained.list_names() == ["tiny"]
+    net = pretrained.load_network("tiny")
     assert not net.training and net.T == 2
     assert all(p.dtype == torch.float32 for p in net.parameters())
     assert torch.equal(net.conv1.weight, net.conv1.weight.half().float())  # pyright: ignore
-    assert net(pretrained.normalize(pretrained.images()[0], "tiny")).shape == (4, 10)
+    assert net(pretrained.normalize(pretrained.load_images()[0], "tiny")).shape == (4, 10)
 
 
 def test_images_and_normalisation(shelf: Path) -> None:
-    pixels, labels = pretrained.images()
+    pixels, labels = pretrained.load_images()
     assert pixels.dtype == np.uint8 and labels.dtype == np.int64
     assert pretrained.normalize(pixels, "tiny").unique().tolist() == [-2.0]
     with pytest.raises(InputError, match="float32"):
@@ -64,39 +64,39 @@ def test_images_and_normalisation(shelf: Path) -> None:
 
 
 def test_card_is_a_copy(shelf: Path) -> None:
-    pretrained.card("tiny")["network"]["depth"] = 50
-    assert pretrained.card("tiny")["network"]["depth"] == 18
+    pretrained.load_card("tiny")["network"]["depth"] = 50
+    assert pretrained.load_card("tiny")["network"]["depth"] == 18
 
 
 def test_unknown_name_lists_the_known(shelf: Path) -> None:
     with pytest.raises(InputError, match=r"'other'.*tiny"):
-        pretrained.load("other")
+        pretrained.load_network("other")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}"])
 def test_damaged_card(shelf: Path, content: bytes) -> None:
     (shelf / "tiny.json").write_bytes(content)
     with pytest.raises(FileFormatError, match=r"tiny\.json"):
-        pretrained.load("tiny")
+        pretrained.load_network("tiny")
 
 
 def test_damaged_weights(shelf: Path) -> None:
     path = shelf / "tiny.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
+    full = path.read_bytes()
+    path.write_bytes(full[:-10])
     with pytest.raises(FileFormatError, match=r"tiny\.safetensors"):
-        pretrained.load("tiny")
+        pretrained.load_network("tiny")
     path.unlink()
     with pytest.raises(InputError, match="tiny"):
-        pretrained.load("tiny")
+        pretrained.load_network("tiny")
 
 
 def test_weights_of_another_width(shelf: Path) -> None:
     card = json.loads((shelf / "tiny.json").read_text())
     card["network"]["width"] = 4
     (shelf / "tiny.json").write_text(json.dumps(card))
-    with pytest.raises(FileFormatError, match="does not fit its card"):
-        pretrained.load("tiny")
+    with pytest.raises(FileFormatError, match="card"):
+        pretrained.load_network("tiny")
 
 
 def pickled() -> bytes:
@@ -109,10 +109,10 @@ def pickled() -> bytes:
 def test_damaged_images(shelf: Path, content: bytes) -> None:
     (shelf / "images.npz").write_bytes(content)
     with pytest.raises(FileFormatError, match=r"images\.npz"):
-        pretrained.images()
+        pretrained.load_images()
 
 
 def test_missing_images(shelf: Path) -> None:
     (shelf / "images.npz").unlink()
-    with pytest.raises(FileFormatError, match=r"images\.npz' is missing"):
-        pretrained.images()
+    with pytest.raises(FileFormatError, match=r"images\.npz"):
+        pretrained.load_images()

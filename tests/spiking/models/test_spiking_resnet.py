@@ -133,9 +133,9 @@ def test_what_convolutions_are_fed(residual: str, binary: bool) -> None:
 
 def test_neuron_factory_is_used_for_every_neuron() -> None:
     net = spiking_resnet(18, width=2, neuron=if_neuron)
-    found = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
-    assert len(found) == 17
-    assert all(type(m) is neuron.IFNode for m in found)
+    actual = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
+    assert len(actual) == 17
+    assert all(type(m) is neuron.IFNode for m in actual)
 
 
 @pytest.mark.parametrize(

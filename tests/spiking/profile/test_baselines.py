@@ -13,11 +13,10 @@ from torch import nn
 pytest.importorskip("spikingjelly")
 
 from spikingjelly.activation_based import functional, neuron
-from tests.spiking.runtime.test_plan import NEURONS
 
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.graph.registry import neuron_info
-from sparseflow.spiking.profile.baselines import EAGER, PlainNeuron, dense_forms, folded_twin
+from sparseflow.spiking.graph.registry import get_neuron_info
+from sparseflow.spiking.profile.baselines import EAGER, LoopNeuron, build_baselines, fold_network
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.nets import (
     Constant,
@@ -31,6 +30,7 @@ from tests.spiking.nets import (
     same,
     small,
 )
+from tests.spiking.runtime.test_plan import NEURONS
 
 X = images(3, 2)
 
@@ -38,14 +38,14 @@ X = images(3, 2)
 @pytest.mark.parametrize("shape", [(4, 2, 3, 5, 6), (4, 2, 7)])
 @pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
 def test_a_plain_neuron_is_the_neuron(make: Any, shape: tuple[int, ...]) -> None:
-    own = make().eval()
-    own.step_mode = "m"
-    info = neuron_info(own)
+    original = make().eval()
+    original.step_mode = "m"
+    info = get_neuron_info(original)
     assert info is not None and info.spec is not None
-    plain = PlainNeuron(info.spec)
+    plain = LoopNeuron(info.spec)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(48).round().div(16)
     with torch.no_grad():
-        expected = own(x)
+        expected = original(x)
         for _ in range(2):
             assert same(plain(x), expected)
         if len(shape) == 5:
@@ -60,16 +60,16 @@ def test_a_plain_neuron_is_the_neuron(make: Any, shape: tuple[int, ...]) -> None
 def test_a_folded_twin_has_no_batchnorm_and_the_same_output(plain: bool) -> None:
     net = small(make=neuron.LIFNode)
     expected = from_rest(net, X)
-    kept = copy.deepcopy(net.state_dict())
-    twin = folded_twin(analyze(net, X), plain=plain)
-    called = {str(n.target) for n in twin.graph.nodes if n.op == "call_module"}
+    saved_state = copy.deepcopy(net.state_dict())
+    duplicate = fold_network(analyze(net, X), plain=plain)
+    called = {str(n.target) for n in duplicate.graph.nodes if n.op == "call_module"}
     assert called == {"conv1", "conv2", "conv3", "sn1", "sn2", "sn3", "fc"}
-    assert isinstance(twin.get_submodule("sn1"), PlainNeuron) == plain
+    assert isinstance(duplicate.get_submodule("sn1"), LoopNeuron) == plain
     for _ in range(2):
-        functional.reset_net(twin) if not plain else None
+        functional.reset_net(duplicate) if not plain else None
         with torch.no_grad():
-            assert same(twin(X), expected)
-    assert same(net.state_dict(), kept) and type(net.sn1) is neuron.LIFNode
+            assert same(duplicate(X), expected)
+    assert same(net.state_dict(), saved_state) and type(net.sn1) is neuron.LIFNode
 
 
 def test_a_shared_batchnorm_stays() -> None:
@@ -80,28 +80,28 @@ def test_a_shared_batchnorm_stays() -> None:
 
     net = ready(Shared())
     expected = from_rest(net, X)
-    twin = folded_twin(analyze(net, X))
+    duplicate = fold_network(analyze(net, X))
     with torch.no_grad():
-        assert same(twin(X), expected)
+        assert same(duplicate(X), expected)
 
 
 def test_only_a_traced_network_has_a_twin() -> None:
     with pytest.raises(ValueError, match="traced"):
-        folded_twin(analyze(ready(Opaque()), X))
+        fold_network(analyze(ready(Opaque()), X))
 
 
 def check_forms(net: nn.Module, x: torch.Tensor, *, exact: bool = True, **options: Any) -> set[str]:
     expected = from_rest(net, x)
-    held = copy.deepcopy(net.state_dict())
-    forms = dense_forms(net, analyze(net, x), x, **options)
+    saved = copy.deepcopy(net.state_dict())
+    forms = build_baselines(net, analyze(net, x), x, **options)
     for name, form in forms.items():
         for _ in range(2):
-            found = form(x)
+            actual = form(x)
             if exact:
-                assert same(found, expected), name
+                assert same(actual, expected), name
             else:
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert same(net.state_dict(), held)
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert same(net.state_dict(), saved)
     return set(forms)
 
 
@@ -113,18 +113,18 @@ ALL = {EAGER, "channels_last", "folded", "folded, channels_last"}
 )
 def test_every_form_is_the_network_from_rest(build: Any, x: torch.Tensor) -> None:
     net = build()
-    assert check_forms(net, x, compiled=False) == ALL
+    assert check_forms(net, x, compile=False) == ALL
 
 
 def test_neurons_that_keep_their_own_code_start_from_rest_too() -> None:
     """A neuron without a plain twin would otherwise carry its membrane from one timing round to the next."""
     net = Small(make=lambda: neuron.KLIFNode())
     net.sn1 = neuron.IFNode(step_mode="m")
-    assert check_forms(ready(net), X, compiled=False, exact=False) == ALL
+    assert check_forms(ready(net), X, compile=False, exact=False) == ALL
 
 
 def test_a_network_that_cannot_be_traced_has_two_forms() -> None:
-    assert check_forms(ready(Opaque()), X, compiled=False) == {EAGER, "channels_last"}
+    assert check_forms(ready(Opaque()), X, compile=False) == {EAGER, "channels_last"}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_network_that_cannot_be_traced_has_two_forms() -> None:
 def test_families(name: str, mode: str) -> None:
     net, x = FAMILIES[name](mode)
     dyadic(net)
-    check_forms(net, x.mul(16).round().div(16), compiled=False)
+    check_forms(net, x.mul(16).round().div(16), compile=False)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_compiled_forms() -> None:
 def test_the_networks_membranes_are_its_own() -> None:
     """Only the eager form runs the network itself."""
     net = small()
-    forms = dense_forms(net, analyze(net, X), X, compiled=False)
+    forms = build_baselines(net, analyze(net, X), X, compile=False)
     functional.reset_net(net)
     for name, form in forms.items():
         if name != EAGER:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparseflow.spiking.runtime.mutation_guard import Watch
+from sparseflow.spiking.runtime.mutation_guard import MutationGuard
 
 
 class Neuron(nn.Module):
@@ -27,14 +27,14 @@ def net() -> Net:
     return Net().eval()
 
 
-def watch(net: Net) -> Watch:
-    return Watch(net, [net.neuron])
+def watch(net: Net) -> MutationGuard:
+    return MutationGuard(net, [net.neuron])
 
 
 def test_an_untouched_network_is_the_same(net: Net) -> None:
-    seen = watch(net)
+    observed = watch(net)
     net.neuron.v = torch.ones(2)  # a membrane is no constant
-    assert seen.same_parts() and seen.same_numbers()
+    assert observed.is_structure_unchanged() and observed.are_values_unchanged()
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_an_untouched_network_is_the_same(net: Net) -> None:
     ids=["weight", "buffer", "load_state_dict", "other memory"],
 )
 def test_new_numbers_are_noticed(net: Net, write) -> None:  # type: ignore[no-untyped-def]
-    seen = watch(net)
+    observed = watch(net)
     with torch.no_grad():
         write(net)
-    assert seen.same_parts()
-    assert not seen.same_numbers()
+    assert observed.is_structure_unchanged()
+    assert not observed.are_values_unchanged()
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_new_numbers_are_noticed(net: Net, write) -> None:  # type: ignore[no-un
     ids=["module", "parameter", "threshold", "reset", "deleted", "added"],
 )
 def test_other_parts_are_noticed(net: Net, swap) -> None:  # type: ignore[no-untyped-def]
-    seen = watch(net)
+    observed = watch(net)
     swap(net)
-    assert not seen.same_parts()
+    assert not observed.is_structure_unchanged()
 
 
 def test_inference_tensors_can_be_watched() -> None:
     with torch.inference_mode():
         net = Net().eval()
-    seen = watch(net)
-    assert seen.same_parts() and seen.same_numbers()
+    observed = watch(net)
+    assert observed.is_structure_unchanged() and observed.are_values_unchanged()

@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, layer, neuron
 
 from sparseflow.spiking.backends.events.backend import EventBackend
-from sparseflow.spiking.runtime.spike_passthrough import Passage, passage
+from sparseflow.spiking.runtime.spike_passthrough import Passthrough, match_passthrough
 from tests.spiking.nets import force, from_rest, images, planned, ready, same
 
 
@@ -60,10 +60,10 @@ def test_outputs_are_the_networks_own(step_mode: str, layers: list[nn.Module]) -
     net, x = between(step_mode, *layers)
     plan = planned(net, x)
     expected = from_rest(net, x)
-    for way in ("sparse", "dense", "module"):
-        force(plan, way, x)
+    for group_mode in ("sparse", "dense", "module"):
+        force(plan, group_mode, x)
         with torch.no_grad():
-            assert same(plan.run(x), expected), way
+            assert same(plan.run(x), expected), group_mode
     assert expected.any(), "a silent network would prove nothing"
 
 
@@ -71,7 +71,7 @@ def test_what_passes_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = between("m", nn.Identity(), layer.Dropout(0.5))
     plan = planned(net, x)
     force(plan, "sparse", x)
-    assert [group.emit for group in plan.groups] == ["native", "native"]
+    assert [group.output_form for group in plan.groups] == ["native", "native"]
     calls: list[str] = []
     for name in ("encode", "decode"):
         original = getattr(EventBackend, name)
@@ -86,33 +86,33 @@ def test_what_passes_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hook_or_training_on_what_is_passed_rules_the_plan_out() -> None:
     net, x = between("m", layer.Dropout(0.5))
     plan = planned(net, x)
-    assert plan.overruled() is None
+    assert plan.get_bypass_conflict() is None
     net.between[0].train()
-    assert "training" in str(plan.overruled())
+    assert "training" in str(plan.get_bypass_conflict())
     net.between[0].eval()
     net.between[0].register_forward_hook(lambda *_: None)
-    assert "hooked" in str(plan.overruled())
+    assert "hooks" in str(plan.get_bypass_conflict())
 
 
 @pytest.mark.parametrize(
     ("module", "single", "expected"),
     [
-        (nn.Identity(), True, Passage("same")),
+        (nn.Identity(), True, Passthrough("same")),
         (nn.Dropout(0.5).train(), True, None),
-        (nn.MaxPool2d(2), True, Passage("max", 2, 2, 0)),
+        (nn.MaxPool2d(2), True, Passthrough("max", 2, 2, 0)),
         (nn.MaxPool2d(2), False, None),
-        (layer.MaxPool2d(3, 2, 1, step_mode="m"), False, Passage("max", 3, 2, 1)),
+        (layer.MaxPool2d(3, 2, 1, step_mode="m"), False, Passthrough("max", 3, 2, 1)),
         (layer.MaxPool2d(3, 2, 1, step_mode="m"), True, None),
-        (nn.MaxPool2d((2, 2), (1, 1)), True, Passage("max", 2, 1, 0)),
+        (nn.MaxPool2d((2, 2), (1, 1)), True, Passthrough("max", 2, 1, 0)),
         (nn.MaxPool2d((2, 3)), True, None),
         (nn.MaxPool2d(5, padding=2), True, None),
         (nn.MaxPool2d(2, dilation=2), True, None),
-        (nn.AdaptiveAvgPool2d(1), True, Passage("mean")),
-        (nn.AdaptiveAvgPool2d((1, 1)), True, Passage("mean")),
+        (nn.AdaptiveAvgPool2d(1), True, Passthrough("mean")),
+        (nn.AdaptiveAvgPool2d((1, 1)), True, Passthrough("mean")),
         (nn.AdaptiveAvgPool2d(2), True, None),
         (nn.AdaptiveMaxPool2d(1), True, None),
         (nn.Flatten(), True, None),
     ],
 )
-def test_passage(module: nn.Module, single: bool, expected: Passage | None) -> None:
-    assert passage(module, single=single) == expected
+def test_passage(module: nn.Module, single: bool, expected: Passthrough | None) -> None:
+    assert match_passthrough(module, single_step=single) == expected

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
-from sparseflow.core.files import get_cache_dir, write_atomic
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.config import StrictModel
+from sparseflow.core.files import get_cache_dir
+from sparseflow.errors import SparseFlowError
 
-CACHE_VERSION = 1
 
-
-class Decision(BaseModel):
-    """How one group (or layer) runs, and why.
+class Decision(StrictModel):
+    """How one group, layer or network runs.
 
     Attributes:
-        way: The chosen candidate.
-        why: A sentence for people.
-        ms: Median milliseconds of every candidate that was timed.
-        remembered: The decision came from the disk.
+        choice: The selected candidate.
+        reason: A sentence for users.
+        latency_ms: Median latency of each candidate that was timed.
+        from_cache: The decision was read from disk.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    way: str
-    why: str
-    ms: dict[str, float] = {}
-    remembered: bool = False
+    choice: str
+    reason: str
+    latency_ms: dict[str, float] = Field(default_factory=dict)
+    from_cache: bool = False
 
 
-class _CacheFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _CacheFile(Artifact):
+    FORMAT: ClassVar[str] = "sparseflow.spiking.decision-cache"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "delete the file to rebuild it"
 
-    version: Literal[1] = CACHE_VERSION
-    decisions: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = Field(default_factory=dict)
 
 
 class DecisionCache:
-    """Decisions on disk, one JSON file; rebuilt with a warning when it cannot be read.
+    """Decisions on disk, one JSON file; rebuilt with a warning if it cannot be read.
 
     Args:
         path: The file; by default `decisions.json` under `$SPARSEFLOW_CACHE`, else under
@@ -48,48 +47,43 @@ class DecisionCache:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or default_cache_path()
-        self._learned: dict[str, Decision] = {}
-        self._content, problem = self._read()
+        self.path = path or get_default_cache_path()
+        self._added: dict[str, Decision] = {}
+        self._decisions, problem = self._read()
         if problem is not None:
-            warnings.warn(
-                f"the decision cache {self.path} cannot be used ({problem}); it is rebuilt", stacklevel=3
-            )
+            warnings.warn(f"rebuilding the decision cache: {problem}", stacklevel=3)
 
-    def _read(self) -> tuple[_CacheFile, str | None]:
-        """What the file holds, and what is wrong with it."""
+    def _read(self) -> tuple[dict[str, Decision], str | None]:
+        """Read the file; return its decisions and what is wrong with it."""
         try:
-            return _CacheFile.model_validate_json(self.path.read_bytes()), None
-        except FileNotFoundError:
-            return _CacheFile(), None
-        except (OSError, ValidationError, ValueError) as error:
-            return _CacheFile(), str(error).splitlines()[0]
+            if not self.path.exists():
+                return {}, None
+            return _CacheFile.load(self.path).decisions, None
+        except (OSError, SparseFlowError) as error:
+            return {}, str(error).splitlines()[0]
 
     def get(self, key: str) -> Decision | None:
-        found = self._content.decisions.get(key)
-        return None if found is None else found.model_copy(update={"remembered": True})
+        decision = self._decisions.get(key)
+        return None if decision is None else decision.model_copy(update={"from_cache": True})
 
     def put(self, key: str, decision: Decision) -> None:
-        self._content.decisions[key] = self._learned[key] = decision
+        self._decisions[key] = self._added[key] = decision
 
     def save(self) -> None:
-        """Write what was learned, merged with what other processes have written since.
+        """Write the decisions, merged with those that other processes have written since.
 
-        A place that cannot be written to costs the memory, not the work: it is a warning.
+        Warns if the file cannot be written.
         """
-        merged = {**self._read()[0].decisions, **self._learned}
-        content = _CacheFile(decisions=merged).model_dump(mode="json")
+        merged = {**self._read()[0], **self._added}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, json.dumps(content, indent=1, sort_keys=True).encode())
+            _CacheFile(decisions=dict(sorted(merged.items()))).save(self.path, indent=1)
         except OSError as error:
             warnings.warn(
-                f"decisions cannot be remembered in {self.path} ({error}); set SPARSEFLOW_CACHE to a folder "
-                "that can be written",
+                f"cannot write the decision cache {self.path} ({error}); set SPARSEFLOW_CACHE to a writable "
+                "directory",
                 stacklevel=2,
             )
 
 
-def default_cache_path() -> Path:
-    """Where decisions are remembered unless the caller says otherwise."""
+def get_default_cache_path() -> Path:
     return get_cache_dir() / "decisions.json"

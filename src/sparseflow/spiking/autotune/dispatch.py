@@ -1,10 +1,10 @@
-"""Decide how each group runs: measured on this device, or by the fixed block rule.
+"""Selection among candidates by timing them on this device.
 
-`measured` (the default) times every way that a group can run, on its real input, and keeps the fastest.
-Sparse or folded ways must beat the network's own modules with the whole interval of the paired ratio above 1;
-otherwise the modules stay. Decisions are remembered on disk by device, shape, dtype and firing rate.
+The policy `measured` (the default) times all ways to run a group on its real input and selects the fastest.
+A sparse or folded candidate must beat the network's own modules with the whole interval of the paired ratio
+above 1; otherwise the modules stay. Decisions are cached on disk by device, shape, dtype and firing rate.
 
-`static` is the rule of thumb by feature-map height: blocks of 16, 8 or 4 pixels, nothing below 8.
+The policy `static` is a rule by feature-map height (`backends.blocks.geometry.select_block_size`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
 Policy = Literal["measured", "static"]
 
 
-def rate_bucket(rate: float) -> int:
-    """Firing rates within a factor of 1.25 share a decision."""
+def compute_rate_bucket(rate: float) -> int:
+    """Compute the bucket of a firing rate; rates within a factor of 1.25 share a decision."""
     return -99 if rate <= 0 else round(math.log(rate) / math.log(1.25))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chooser:
-    """Measures candidates and keeps the fastest.
+class CandidateSelector:
+    """Times candidates and selects the fastest.
 
     Attributes:
-        device: Where the candidates run ("cpu", "cuda:0").
-        rounds, warmup: Interleaved timing rounds that count, and that do not.
-        cache: Remembers decisions; None measures every time.
-        seed: Orders the candidates within each round.
-        calls_per_sample: Calls timed as one; more than 1 hides what it costs to start work on an idle GPU.
+        device: Device of the candidates ("cpu", "cuda:0").
+        rounds: Interleaved timing rounds.
+        warmup: Rounds before them that do not count.
+        cache: Cache of decisions; None measures every time.
+        seed: Seed of the order of candidates within each round.
+        calls_per_sample: Calls timed as one; more than 1 hides the start-up time of an idle GPU.
     """
 
     device: str
@@ -45,19 +46,19 @@ class Chooser:
     seed: int = 0
     calls_per_sample: int = 1
 
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
-        """Time `candidates` and keep the fastest; `baseline` stays unless another is surely faster.
+    def select(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
+        """Time `candidates` and select the fastest; `baseline` stays unless another is significantly faster.
 
         Args:
             key: What the decision depends on, without the device.
-            candidates: Name to a call that runs it once.
+            candidates: Name -> call that runs it once.
             baseline: The candidate that is always safe.
         """
-        known = self.recall(key, candidates)
-        if known is not None:
-            return known
+        cached = self.lookup(key, candidates)
+        if cached is not None:
+            return cached
         if len(candidates) == 1:
-            return Decision(way=baseline, why="nothing else can run this group")
+            return Decision(choice=baseline, reason="no other candidate")
         result = timing.compare(
             candidates,
             baseline=baseline,
@@ -67,24 +68,27 @@ class Chooser:
             seed=self.seed,
             calls_per_sample=self.calls_per_sample,
         )
-        ms = {name: result.samples(name).median_ms for name in candidates}
-        best = min((n for n in candidates if n != baseline), key=ms.__getitem__)
+        latency_ms = {name: result.samples(name).median_ms for name in candidates}
+        best = min((n for n in candidates if n != baseline), key=latency_ms.__getitem__)
         ratio = result.speedup(best)
         if ratio.low > 1.0:
-            way = best
-            why = f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f}) over the network's own modules"
+            choice = best
+            reason = f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f}) over the network's own modules"
         else:
-            way = baseline
-            why = f"nothing surely beat the network's own modules (best: {best}, {ratio.median:.2f}x)"
-        decision = Decision(way=way, why=why, ms=ms)
+            choice = baseline
+            reason = (
+                "no candidate is significantly faster than the network's own modules "
+                f"(best: {best}, {ratio.median:.2f}x)"
+            )
+        decision = Decision(choice=choice, reason=reason, latency_ms=latency_ms)
         if self.cache:
-            self.cache.put(self._full(key), decision)
+            self.cache.put(self._make_cache_key(key), decision)
         return decision
 
-    def recall(self, key: str, candidates: Container[str]) -> Decision | None:
-        """What was decided before, if that is still among the candidates."""
-        known = self.cache.get(self._full(key)) if self.cache else None
-        return known if known is not None and known.way in candidates else None
+    def lookup(self, key: str, candidates: Container[str]) -> Decision | None:
+        """Return the cached decision if it is still among the candidates."""
+        cached = self.cache.get(self._make_cache_key(key)) if self.cache else None
+        return cached if cached is not None and cached.choice in candidates else None
 
-    def _full(self, key: str) -> str:
+    def _make_cache_key(self, key: str) -> str:
         return f"{devices.describe_device(self.device).key()}|{key}"

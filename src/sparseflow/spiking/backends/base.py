@@ -1,8 +1,10 @@
-"""What a device brings to a plan: its own form of spikes, and groups prepared to run on it.
+"""What a backend provides to a plan: a spike format, and groups prepared to run on a device.
 
-A plan (`plan.py`) holds spikes in whatever form the backend likes best and converts only where somebody needs
-a dense tensor. Two backends exist: `EventBackend` (CPU, Numba: lists of events) and `PackedBackend` (GPU,
-Triton: one bit a spike). Shapes: spikes are [T, N, C, H, W].
+A plan (`runtime/plan.py`) keeps spikes in the backend's native form and converts them only where a dense
+tensor is read. There are two backends: `EventBackend` (CPU, Numba: lists of events) and `PackedBackend`
+(GPU, Triton: one bit per spike).
+
+Shapes: T time steps, N images, C channels, H x W pixels; spikes are [T, N, C, H, W].
 """
 
 from __future__ import annotations
@@ -16,56 +18,64 @@ from torch import Tensor
 
 from sparseflow.spiking.backends.spec import GroupSpec
 
-Convolution = Literal["sparse", "dense"]
-Form = Literal["native", "dense"]
+ConvolutionKind = Literal["sparse", "dense"]
+SpikeForm = Literal["native", "dense"]
 
-TILE = 16
-"""Pixels that are looked at together; what the kernels note activity for."""
+ACTIVITY_TILE = 16
+"""Pixels per activity word of a group's output."""
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class ChannelOrder:
     """A permutation of channels.
 
     Attributes:
-        places: int64 [C]: which of the network's channels lies at each place.
-        inverse: int64 [C]: at which place each of the network's channels lies.
+        permutation: int64 [C], the network's channel at each position.
+        inverse: int64 [C], the position of each of the network's channels.
     """
 
-    places: Tensor
+    permutation: Tensor
     inverse: Tensor
 
     @classmethod
-    def of(cls, places: Tensor) -> Order:
-        """The order with these `places`."""
-        return cls(places, torch.argsort(places))
+    def from_permutation(cls, permutation: Tensor) -> ChannelOrder:
+        return cls(permutation, torch.argsort(permutation))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """How channels lie in what a group reads and yields.
+class ChannelLayout:
+    """Channel orders of what a group reads and writes.
 
     Attributes:
-        output: Order of its output channels, and of everything that is added to its input or output.
+        output: Order of the output channels and of everything added to the group's input or output; None for
+            the network's.
         inputs: Order of the input channels of each source.
-        silent: Share of the first source's blocks that were silent on the sample; 0 when it is not worth
-            looking for them.
-        marks: Whether a reader wants to know where the group's output is silent.
+        silent_fraction: Fraction of the first source's channel blocks that were silent on the sample; 0
+            disables skipping.
+        emit_activity: Whether the output carries activity words for its readers.
     """
 
-    output: Order | None = None
-    inputs: tuple[Order | None, ...] = ()
-    silent: float = 0.0
-    marks: bool = False
+    output: ChannelOrder | None = None
+    inputs: tuple[ChannelOrder | None, ...] = ()
+    silent_fraction: float = 0.0
+    emit_activity: bool = False
 
 
-NATURAL = Arrangement()
-"""Channels as the network has them, and nothing silent."""
+NATURAL_LAYOUT = ChannelLayout()
+"""The network's own channel orders, without skipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShape:
-    """Sizes of one group's work: its inputs' [C, H, W] and its output's, T time steps and N images."""
+    """Sizes of one group.
+
+    Attributes:
+        steps: T.
+        images: N.
+        sources: (C, H, W) of each source's input.
+        output: (C, H, W) of the output.
+        max_value: Largest spike value in the sources' inputs.
+    """
 
     steps: int
     images: int
@@ -75,7 +85,7 @@ class GroupShape:
 
 
 class PreparedGroup(Protocol):
-    """A group ready to run: weights laid out, buffers allocated."""
+    """A group with its weights laid out and its buffers allocated."""
 
     def __call__(
         self,
@@ -86,18 +96,19 @@ class PreparedGroup(Protocol):
         *,
         steps: int,
         v: torch.Tensor | None,
-        out: Form,
+        out: SpikeForm,
     ) -> tuple[Any, torch.Tensor]:
         """Run the group.
 
         Args:
-            sources: One spike value a source: in the backend's form when prepared for a sparse convolution,
-                else dense float tensors [T, N, C, H, W].
-            skips, post_skips: Spike values in the backend's form.
-            dense: Real tensors [T, N, C, H, W], or [1, N, C, H, W] when constant over time.
+            sources: One spike value per source: in native form for a sparse convolution, else dense float [T,
+                N, C, H, W].
+            skips: Spikes added to the neuron's input, in native form.
+            dense: Real tensors [T, N, C, H, W], or [1, N, C, H, W] if constant over time.
+            post_skips: Spikes added to the neuron's output, in native form.
             steps: T.
-            v: Membrane [N, C, H, W] float32 to start from; None for a network at rest.
-            out: Which form the output is wanted in.
+            v: Initial membrane [N, C, H, W], float32; None for the rest value.
+            out: Form of the output.
 
         Returns:
             The spikes, and the membrane after the last step, [N, C, H, W] float32.
@@ -106,54 +117,58 @@ class PreparedGroup(Protocol):
 
 
 class Backend(Protocol):
-    """One device's way to run groups.
+    """Runs groups on one device.
 
     Attributes:
-        name: Short, for people and for cache keys.
-        dtype: In which dense convolutions of a group run.
-        block: Channels that a sparse convolution skips together where all are silent; None where it gains
-            nothing by that.
-        fits_every_shape: Whether a prepared group runs on inputs of any shape.
-        adds_dense: Whether groups prepared for a dense convolution add dense spikes as gladly as their own.
+        name: Short name, also used in cache keys.
+        dtype: Data type of a group's dense convolutions.
+        shape_agnostic: Whether a prepared group runs on inputs of any shape.
+        adds_dense_spikes: Whether groups prepared for a dense convolution add dense spikes at no extra cost.
+        channel_block: Channels that a sparse convolution skips together if all are silent; None if it does
+            not skip.
     """
 
     name: str
     dtype: torch.dtype
-    fits_every_shape: bool
-    adds_dense: bool
+    shape_agnostic: bool
+    adds_dense_spikes: bool
 
     @property
-    def block(self) -> int | None: ...
+    def channel_block(self) -> int | None: ...
 
-    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
-        """Why the sparse convolution cannot run here (a sentence), or None when it can."""
+    def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        """Return why the sparse convolution cannot run (a sentence), or None if it can."""
         ...
 
     def prepare(
-        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+        self,
+        spec: GroupSpec,
+        shape: GroupShape,
+        convolution: ConvolutionKind,
+        layout: ChannelLayout = NATURAL_LAYOUT,
     ) -> PreparedGroup:
-        """Lay out weights and buffers for one group.
+        """Lay out weights and buffers of one group.
 
-        `spec` has its channels in the arrangement's orders already; membranes come and go in the network's.
+        The channels of `spec` already follow `layout`; membranes are passed in the network's order.
         """
         ...
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:
-        """[T, N, C, H, W] spikes to the backend's own form."""
+        """Convert spikes [T, N, C, H, W] to native form."""
         ...
 
-    def lend(self, dense: torch.Tensor, max_value: int) -> Any:
-        """As `encode`, for a group prepared for a dense convolution that only adds these spikes."""
+    def encode_addend(self, dense: torch.Tensor, max_value: int) -> Any:
+        """Convert spikes [T, N, C, H, W] to a form that dense groups can add."""
         ...
 
     def decode(self, native: Any) -> torch.Tensor:
-        """The backend's own form to float spikes [T, N, C, H, W]."""
+        """Convert native spikes to float [T, N, C, H, W]."""
         ...
 
     def spatial_mean(self, native: Any) -> torch.Tensor:
-        """Mean over H and W: float32 [T, N, C]."""
+        """Average native spikes over H and W: [T, N, C]."""
         ...
 
     def max_pool(self, native: Any, kernel: int, stride: int, padding: int) -> Any:
-        """Maximum over windows, in the backend's own form; `padding` is 0 or 1, at most half the window."""
+        """Max-pool native spikes; `padding` is 0 or 1, at most half the window."""
         ...

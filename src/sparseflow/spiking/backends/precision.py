@@ -1,7 +1,7 @@
-"""Whether cuDNN may round float32 convolutions to TF32, and keeping our own from it.
+"""TF32 rounding of float32 convolutions in cuDNN.
 
-TF32 keeps 10 of 23 bits of every factor. PyTorch allows it to cuDNN by default, and cuDNN takes it up for
-some shapes and layouts and not for others: a network that runs in float32 today may not be rounded at all.
+TF32 keeps 10 of 23 mantissa bits of each factor. PyTorch allows it by default, and cuDNN uses it for some
+shapes and layouts only, so a network that runs in float32 may or may not be rounded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 
-def _setting() -> tuple[Any, str, object]:
-    """Where torch keeps the setting of convolutions: its owner, its name, and its value for no rounding."""
+def _find_setting() -> tuple[Any, str, object]:
+    """Return the owner, the name and the exact (no TF32) value of torch's setting for convolutions."""
     cudnn: Any = torch.backends.cudnn
     try:
         cudnn.allow_tf32  # noqa: B018 - reading it tells
@@ -24,22 +24,22 @@ def _setting() -> tuple[Any, str, object]:
     return cudnn, "allow_tf32", False
 
 
-def tf32_allowed() -> bool:
-    """Whether the network's own float32 convolutions on a GPU may be rounded to TF32."""
-    owner, name, exact = _setting()
+def is_tf32_allowed() -> bool:
+    """Return whether cuDNN may round float32 convolutions to TF32."""
+    owner, name, exact = _find_setting()
     return getattr(owner, name) != exact
 
 
 @contextmanager
 def full_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Within, convolutions of `dtype` are not rounded further than `dtype` itself is."""
+    """Disable TF32 for convolutions of `dtype` inside the context."""
     if dtype != torch.float32 or not torch.cuda.is_available():
         yield
         return
-    owner, name, exact = _setting()
-    held = getattr(owner, name)
+    owner, name, exact = _find_setting()
+    saved = getattr(owner, name)
     setattr(owner, name, exact)
     try:
         yield
     finally:
-        setattr(owner, name, held)
+        setattr(owner, name, saved)

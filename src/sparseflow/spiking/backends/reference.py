@@ -1,7 +1,7 @@
-"""The plain-torch meaning of one fused group (`spec.GroupSpec`); every backend is tested against it.
+"""Plain-torch reference of a fused group (`GroupSpec`); all backends are tested against it.
 
-Nothing here is fast and nothing is clever. It follows the recurrence in `spec.py` line by line, in whatever
-floating dtype the caller asks for; float64 makes it the yardstick for rounding errors.
+It follows the recurrence of `spec.py` line by line, in the dtype that the caller passes. float64 measures
+rounding errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 
 def run_convolution_reference(source: SpikeSource, spikes: torch.Tensor) -> torch.Tensor:
-    """One convolution of spikes, without bias.
+    """Run one convolution of spikes, without bias.
 
     Args:
         source: Weight [C_out, C_in, k, k], stride and padding.
@@ -35,9 +35,9 @@ def run_neuron_reference(
     """Charge, fire and reset over time.
 
     Args:
-        neuron: The dynamics.
+        neuron: Neuron dynamics.
         x: Input current [T, N, C, H, W].
-        v: Membrane before the first step [N, C, H, W]; `neuron.v_rest` when None.
+        v: Membrane before the first step [N, C, H, W]; `neuron.v_rest` if None.
 
     Returns:
         Spikes [T, N, C, H, W] (0 or 1) and the membrane after the last step [N, C, H, W], both in x's dtype.
@@ -64,15 +64,15 @@ def run_group_input_reference(
     time_steps: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What reaches the group's neuron: x [T, N, C_out, H_out, W_out] in `dtype`.
+    """Compute the input of the group's neuron, [T, N, C_out, H_out, W_out] in `dtype`.
 
     Args:
         spec: The group.
-        spikes: One [T, N, C_in, H, W] for each of `spec.sources`.
+        spikes: One [T, N, C_in, H, W] per source.
         skips: `spec.skips` tensors [T, N, C_out, H_out, W_out].
         dense: `spec.dense_inputs` tensors [T or 1, N, C_out, H_out, W_out].
-        time_steps: T, which constant dense inputs alone do not tell.
-        dtype: Floating dtype of the whole computation.
+        time_steps: T.
+        dtype: Floating dtype of the computation.
     """
     terms = [run_convolution_reference(s, x.to(dtype)) for s, x in zip(spec.sources, spikes, strict=True)]
     terms += [skip.to(dtype) for skip in skips]
@@ -94,32 +94,32 @@ def run_group_reference(
     dtype: torch.dtype = torch.float32,
     time_steps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole group: convolutions, residuals, neuron, SEW addition.
+    """Run a whole group: convolutions, residuals, neuron and SEW addition.
 
     Args:
         spec: The group.
-        spikes: One [T, N, C_in, H, W] for each of `spec.sources`.
+        spikes: One [T, N, C_in, H, W] per source.
         skips: `spec.skips` spike tensors added to the neuron's input.
         dense: `spec.dense_inputs` real tensors [T or 1, N, C_out, H_out, W_out] added to the neuron's input.
         post_skips: `spec.post_skips` spike tensors added to the neuron's output.
-        v: Membrane before the first step [N, C_out, H_out, W_out]; the neuron's rest value when None.
-        dtype: Floating dtype of the whole computation.
+        v: Membrane before the first step [N, C_out, H_out, W_out]; the rest value if None.
+        dtype: Floating dtype of the computation.
         time_steps: T; by default the longest leading dimension among the inputs.
 
     Returns:
         Output [T, N, C_out, H_out, W_out] and final membrane [N, C_out, H_out, W_out], in `dtype`.
 
     Raises:
-        ValueError: The number of inputs is not what the spec says.
+        ValueError: The number of inputs does not match the spec.
     """
-    for name, given, expected in (
+    for name, actual, expected in (
         ("spikes", len(spikes), len(spec.sources)),
         ("skips", len(skips), spec.skips),
         ("dense", len(dense), spec.dense_inputs),
         ("post_skips", len(post_skips), spec.post_skips),
     ):
-        if given != expected:
-            raise ValueError(f"the group takes {expected} `{name}`, got {given}")
+        if actual != expected:
+            raise ValueError(f"the group takes {expected} `{name}`, got {actual}")
     steps = time_steps or max(x.shape[0] for x in (*spikes, *skips, *dense, *post_skips))
     x = run_group_input_reference(spec, spikes, skips, dense, time_steps=steps, dtype=dtype)
     out, v_final = run_neuron_reference(spec.neuron, x, v)

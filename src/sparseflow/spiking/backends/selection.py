@@ -1,4 +1,4 @@
-"""Select the backend for a device and data type."""
+"""Selection of the backend for a device and data type."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from torch import nn
 from sparseflow.core import extras
 from sparseflow.spiking.backends.base import Backend
 
-TUNED_VARIANTS = 2
+NUM_TUNED_VARIANTS = 2
 """Variants of a GPU kernel that are timed when a group is prepared."""
 
 
-def backend_for(sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | None = None) -> Backend | None:
-    """The backend for a network and its input, or None where none exists for the device or dtype.
+def select_backend(
+    sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | None = None
+) -> Backend | None:
+    """Select the backend of a network, or return None if none supports its device and dtype.
 
     Args:
-        sample: An input; its device counts.
-        model: The network; its parameters' dtype counts unless `dtype` is given.
-        dtype: What the user asked for.
+        sample: An input; only its device and dtype are read.
+        model: The network.
+        dtype: Requested precision; by default that of the parameters.
 
     Raises:
         MissingExtraError: The device has a backend whose packages are not installed.
     """
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
-    dtype = dtype or own
-    if sample.device.type == "cpu" and dtype == torch.float32 == own:
+    model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
+    dtype = dtype or model_dtype
+    if sample.device.type == "cpu" and dtype == torch.float32 == model_dtype:
         extras.require("numba", "spiking")
         from sparseflow.spiking.backends.events.backend import EventBackend
 
@@ -34,5 +36,5 @@ def backend_for(sample: torch.Tensor, model: nn.Module, dtype: torch.dtype | Non
         extras.require("triton", "spiking")
         from sparseflow.spiking.backends.packed.backend import PackedBackend
 
-        return PackedBackend(dtype=dtype, device=sample.device, tune=TUNED_VARIANTS)
+        return PackedBackend(dtype=dtype, device=sample.device, tune=NUM_TUNED_VARIANTS)
     return None

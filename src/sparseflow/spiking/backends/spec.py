@@ -1,4 +1,4 @@
-"""What one fused group computes, in words that every backend shares.
+"""Arithmetic of one fused group, shared by all backends.
 
 A *group* is everything between two layers of spikes::
 
@@ -8,8 +8,8 @@ A *group* is everything between two layers of spikes::
     u[t] = v_reset if s[t] else v[t]                        (hard reset, v_reset is a number)
     u[t] = v[t] - s[t] * v_threshold                        (soft reset, v_reset is None)
 
-BatchNorm in eval mode is already folded into `weight` and `bias`. A residual branch that is itself a
-convolution of spikes (the down-sampling 1x1) is one more `SpikeSource`; an identity residual is a skip.
+BatchNorm in eval mode is already folded into `weight` and `bias`. A residual branch that is a convolution of
+spikes (the downsampling 1x1) is one more `SpikeSource`; an identity residual is a skip.
 
 Shapes: T time steps, N images, C channels, H x W pixels. Spikes are [T, N, C, H, W].
 """
@@ -23,10 +23,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronSpec:
-    """Charge, fire and reset of one layer of neurons (no unit; membrane values share the input's scale).
+    """Charge, fire and reset of one layer of neurons, in the scale of its input.
 
-    IF is alpha=1, beta=1; LIF with decayed input is alpha=1-1/tau, beta=1/tau; without, beta=1.
-    `delta` carries `v_reset/tau` when `v_reset` is neither None nor 0.
+    IF is alpha=1, beta=1. LIF is alpha=1-1/tau with beta=1/tau (decayed input) or beta=1.
+
+    Attributes:
+        alpha: Factor of the previous membrane.
+        beta: Factor of the input.
+        delta: Constant term of the charge: `v_reset / tau` if `v_reset` is neither None nor 0.
+        v_threshold: Membrane value from which the neuron fires.
+        v_reset: Membrane after a spike; None for a soft reset.
     """
 
     alpha: float
@@ -37,42 +43,42 @@ class NeuronSpec:
 
     @property
     def v_rest(self) -> float:
-        """The membrane's value after a reset of the network."""
+        """Membrane value after the network is reset."""
         return 0.0 if self.v_reset is None else self.v_reset
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeSource:
-    """One convolution of spikes that feeds the group.
+    """One convolution of spikes that feeds a group.
 
     Attributes:
         weight: float32 [C_out, C_in, k, k], k in {1, 3}, BatchNorm folded in.
         stride: 1 or 2, the same in both directions.
-        padding: zeros on every side, 0 or 1.
+        padding: Zeros on each side, 0 or 1.
     """
 
     weight: torch.Tensor
     stride: int = 1
     padding: int = 0
 
-    def out_size(self, size: int) -> int:
-        """Output height (or width) for an input height (or width) of `size`."""
+    def compute_out_size(self, size: int) -> int:
+        """Compute the output height (or width) for an input height (or width) of `size`."""
         return (size + 2 * self.padding - self.weight.shape[-1]) // self.stride + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """One group: its convolutions, its residuals and its neuron.
+    """Convolutions, residuals and neuron of one group.
 
     Attributes:
-        sources: Convolutions of spikes, summed. May be empty when `dense_inputs` > 0.
+        sources: Convolutions of spikes, summed; may be empty if `dense_inputs` > 0.
         bias: float32 [C_out].
-        neuron: The dynamics.
-        skips: How many spike tensors [T, N, C_out, H_out, W_out] are added to the neuron's *input*.
-        dense_inputs: How many real tensors are added to the neuron's input, each [T, N, C_out, H_out, W_out]
-            or, when constant over time, [1, N, C_out, H_out, W_out].
-        post_skips: How many spike tensors are added to the neuron's *output* (SEW ADD); the group's
-            output is then small integers rather than bits.
+        neuron: Neuron dynamics.
+        skips: Number of spike tensors [T, N, C_out, H_out, W_out] added to the neuron's input.
+        dense_inputs: Number of real tensors added to the neuron's input, each [T, N, C_out, H_out, W_out], or
+            [1, N, C_out, H_out, W_out] if constant over time.
+        post_skips: Number of spike tensors added to the neuron's output (SEW ADD); the output then holds
+            small integers.
     """
 
     sources: tuple[SpikeSource, ...]
@@ -83,6 +89,6 @@ class GroupSpec:
     post_skips: int = 0
 
     def without_weights(self) -> GroupSpec:
-        """The same with weights on `meta`: what a prepared group needs to remember of its convolutions."""
+        """Return the spec with its weights on `meta`, which keeps shapes and frees memory."""
         sources = tuple(replace(source, weight=source.weight.to("meta")) for source in self.sources)
         return replace(self, sources=sources)

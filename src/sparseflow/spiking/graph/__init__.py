@@ -9,11 +9,11 @@ from sparseflow.core.lazy import attach
 if TYPE_CHECKING:
     from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
     from sparseflow.spiking.graph.sites import ConvSite, Refusal
-    from sparseflow.spiking.graph.values import Value
+    from sparseflow.spiking.graph.values import SpikeValue
 
-__all__ = ["ConvSite", "Refusal", "SpikeGraph", "Value", "analyze"]
+__all__ = ["ConvSite", "Refusal", "SpikeGraph", "SpikeValue", "analyze"]
 
 __getattr__, __dir__ = attach(
     __name__,
-    {"analysis": ["SpikeGraph", "analyze"], "sites": ["ConvSite", "Refusal"], "values": ["Value"]},
+    {"analysis": ["SpikeGraph", "analyze"], "sites": ["ConvSite", "Refusal"], "values": ["SpikeValue"]},
 )

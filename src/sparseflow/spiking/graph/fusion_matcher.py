@@ -1,10 +1,10 @@
-"""Find the groups of a spiking network: convolution(s) + BatchNorm + residual + neuron, as one piece of work.
+"""Matching of fusable groups: convolutions, BatchNorm, residual and neuron as one unit.
 
-Starting at each neuron, walk back through additions, BatchNorms and convolutions that nobody else reads.
-What the walk ends on says how the value enters the neuron: as a convolution of spikes (a *source*), as spikes
-added as they are (a *skip*), or as a dense tensor (computed by a *dense convolution* of the group, or by
-anything else in the network). `kernels/spec.py` gives the arithmetic; this file only decides what belongs
-together. Nothing is measured here.
+From each neuron, the matcher walks back through additions, BatchNorms and convolutions that have no other
+reader. The end of the walk determines how the value enters the neuron: as a convolution of spikes (a
+*source*), as spikes added directly (a *skip*), or as a dense tensor (from a *dense convolution* of the
+group, or from elsewhere in the network). `backends/spec.py` defines the arithmetic; nothing is measured
+here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 from sparseflow.spiking.graph import SpikeGraph
-from sparseflow.spiking.graph.layer_rules import forward_is_librarys
-from sparseflow.spiking.graph.sites import is_plain, padding_of
+from sparseflow.spiking.graph.layer_rules import has_library_forward
+from sparseflow.spiking.graph.sites import get_padding, is_plain_conv
 
 SPIKE_KINDS = ("binary", "integer")
 _ADDITIONS = {operator.add, operator.iadd, torch.add}
@@ -31,10 +31,12 @@ class ConvMatch:
 
     Attributes:
         input: The fx node whose value is convolved; for a time-constant stem, the node before the repetition.
-        node, bn_node: The convolution's and the BatchNorm's own nodes.
-        name, bn_name: Their module names.
+        node: The convolution's node.
+        name: The convolution's module name.
+        bn_node: The BatchNorm's node.
+        bn_name: The BatchNorm's module name.
         repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once;
-            None when the input has a time axis of its own.
+            None if the input has its own time axis.
     """
 
     input: fx.Node
@@ -47,16 +49,18 @@ class ConvMatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMatch:
-    """One group: everything that is added up before a neuron, the neuron, and what is added to its spikes.
+    """One group: the terms added before a neuron, the neuron, and what is added to its spikes.
 
     Attributes:
-        neuron: The neuron's node; `neuron_name` is its module name.
+        neuron: The neuron's node.
+        neuron_name: The neuron's module name.
         output: The node whose value the group yields (the neuron, or the SEW addition behind it).
         sources: Convolutions of spikes.
         dense_convs: Convolutions of dense values (a stem).
-        skips, dense: Nodes added to the neuron's input as spikes, or as dense tensors.
+        skips: Nodes of spikes added to the neuron's input.
+        dense: Nodes of dense tensors added to the neuron's input.
         post_skips: Nodes of spikes added to the neuron's output.
-        inner: Every node that the group replaces, in graph order, `output` last.
+        inner: All nodes that the group replaces, in graph order, `output` last.
     """
 
     neuron: fx.Node
@@ -71,20 +75,20 @@ class GroupMatch:
 
     @property
     def name(self) -> str:
-        """The main convolution's name, or the neuron's when no convolution belongs to the group."""
+        """Name of the main convolution, or of the neuron if the group has no convolution."""
         convs = self.sources or self.dense_convs
         return convs[0].name if convs else self.neuron_name
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """Every node whose value the group reads, without repetition."""
+        """All nodes whose values the group reads, without repetition."""
         nodes = [c.input for c in (*self.sources, *self.dense_convs)]
         return tuple(dict.fromkeys([*nodes, *self.skips, *self.dense, *self.post_skips]))
 
 
 @dataclass
-class _Terms:
-    """What the walk back from one neuron has collected."""
+class _GroupTerms:
+    """Terms collected on the walk back from one neuron."""
 
     sources: list[ConvMatch] = field(default_factory=list)
     dense_convs: list[ConvMatch] = field(default_factory=list)
@@ -93,16 +97,16 @@ class _Terms:
     inner: set[fx.Node] = field(default_factory=set)
 
 
-class GroupFinder:
-    """Finds the groups of one analysed network.
+class FusionMatcher:
+    """Finds the groups of one analyzed network.
 
     Args:
-        graph: What `graph.analyze` found; its fx module must be there.
+        graph: The analysis; it must have a traced module.
     """
 
     def __init__(self, graph: SpikeGraph) -> None:
         if graph.module is None:
-            raise ValueError("groups are found on a traced network; this one could not be traced")
+            raise ValueError("groups can only be matched in a traced network")
         self._graph = graph
         self._modules = dict(graph.module.named_modules())
         self._calls: dict[int, int] = {}
@@ -113,8 +117,8 @@ class GroupFinder:
         self._replaceable = {site.name for site in graph.sites if site.replaceable}
         self._claimed: set[fx.Node] = set()
 
-    def groups(self) -> Iterator[GroupMatch]:
-        """Yield every group, in the order in which the network runs them."""
+    def find_groups(self) -> Iterator[GroupMatch]:
+        """Yield the groups in the order in which the network runs them."""
         module = self._graph.module
         assert module is not None
         order = {node: i for i, node in enumerate(module.graph.nodes)}
@@ -125,9 +129,9 @@ class GroupFinder:
                 continue
             if self._calls[id(self._modules[node.target])] > 1:
                 continue
-            terms = _Terms()
-            self._collect(node.all_input_nodes[0], node, terms)
-            output, post_skips = self._sew_addition(node)
+            terms = _GroupTerms()
+            self._collect_terms(node.all_input_nodes[0], node, terms)
+            output, post_skips = self._match_sew_addition(node)
             inner = sorted({*terms.inner, node, output}, key=order.__getitem__)
             yield GroupMatch(
                 neuron=node,
@@ -141,61 +145,61 @@ class GroupFinder:
                 inner=tuple(inner),
             )
 
-    def _kind(self, node: fx.Node) -> str:
+    def _get_kind(self, node: fx.Node) -> str:
         value = self._graph.values.get(node.name)
         return "dense" if value is None else value.kind
 
-    def _called(self, node: fx.Node) -> nn.Module | None:
-        """The module that `node` calls, if that is the only call of it."""
+    def _get_called_module(self, node: fx.Node) -> nn.Module | None:
+        """Return the module that `node` calls, if it is called once only."""
         if node.op != "call_module":
             return None
         module = self._modules[str(node.target)]
         return module if self._calls[id(module)] == 1 else None
 
-    def _collect(self, node: fx.Node, reader: fx.Node, terms: _Terms) -> None:
-        """Sort the value of `node`, which `reader` takes in, into `terms`."""
-        alone = set(node.users) == {reader}
-        if self._kind(node) in SPIKE_KINDS:
+    def _collect_terms(self, node: fx.Node, reader: fx.Node, terms: _GroupTerms) -> None:
+        """Add the value of `node`, read by `reader`, to `terms`."""
+        single_reader = set(node.users) == {reader}
+        if self._get_kind(node) in SPIKE_KINDS:
             terms.skips.append(node)
             return
-        if alone and _is_addition(node):
-            left, right = node.args
-            assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-            if left is not right:
+        if single_reader and _is_addition(node):
+            first, second = node.args
+            assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
+            if first is not second:
                 terms.inner.add(node)
-                self._collect(left, node, terms)
-                self._collect(right, node, terms)
+                self._collect_terms(first, node, terms)
+                self._collect_terms(second, node, terms)
                 return
-        conv = self._convolution(node) if alone else None
+        conv = self._match_convolution(node) if single_reader else None
         if conv is None:
             terms.dense.append(node)
             return
-        spikes = self._kind(conv.input) in SPIKE_KINDS
-        if spikes and conv.name not in self._replaceable:
+        reads_spikes = self._get_kind(conv.input) in SPIKE_KINDS
+        if reads_spikes and conv.name not in self._replaceable:
             terms.dense.append(node)
             return
         terms.inner.update(n for n in (conv.node, conv.bn_node) if n is not None)
-        (terms.sources if spikes else terms.dense_convs).append(conv)
+        (terms.sources if reads_spikes else terms.dense_convs).append(conv)
 
-    def _convolution(self, node: fx.Node) -> ConvMatch | None:
+    def _match_convolution(self, node: fx.Node) -> ConvMatch | None:
         bn_node: fx.Node | None = None
-        module = self._called(node)
+        module = self._get_called_module(node)
         if isinstance(module, nn.BatchNorm2d):
-            if not forward_is_librarys(module) or not module.track_running_stats or module.training:
+            if not has_library_forward(module) or not module.track_running_stats or module.training:
                 return None
             if len(node.all_input_nodes) != 1:
                 return None
             bn_node, node = node, node.all_input_nodes[0]
             if set(node.users) != {bn_node}:
                 return None
-            module = self._called(node)
+            module = self._get_called_module(node)
         if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
             return None
-        if not is_plain(module) or not forward_is_librarys(module) or module.padding_mode != "zeros":
+        if not is_plain_conv(module) or not has_library_forward(module) or module.padding_mode != "zeros":
             return None
         source, repeats = node.all_input_nodes[0], None
-        if self._kind(source) not in SPIKE_KINDS:
-            source, repeats = before_repetition(source)
+        if self._get_kind(source) not in SPIKE_KINDS:
+            source, repeats = skip_repetition(source)
         return ConvMatch(
             input=source,
             node=node,
@@ -205,15 +209,15 @@ class GroupFinder:
             repeats=repeats,
         )
 
-    def _sew_addition(self, neuron: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    def _match_sew_addition(self, neuron: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         users = list(neuron.users)
         if len(users) != 1 or not _is_addition(users[0]) or users[0] in self._claimed:
             return neuron, ()
-        others = [a for a in users[0].all_input_nodes if a is not neuron]
-        if len(others) != 1 or self._kind(others[0]) not in SPIKE_KINDS:
+        other_inputs = [a for a in users[0].all_input_nodes if a is not neuron]
+        if len(other_inputs) != 1 or self._get_kind(other_inputs[0]) not in SPIKE_KINDS:
             return neuron, ()
         self._claimed.add(users[0])
-        return users[0], (others[0],)
+        return users[0], (other_inputs[0],)
 
 
 def _is_addition(node: fx.Node) -> bool:
@@ -224,33 +228,33 @@ def _is_addition(node: fx.Node) -> bool:
     )
 
 
-def before_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """See through `x.unsqueeze(0).repeat(T, 1, …)` and `.expand(T, -1, …)`.
+def skip_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """Find the input of `x.unsqueeze(0).repeat(T, 1, …)` and `.expand(T, -1, …)`.
 
     Returns:
-        The node of `x` and T, or `node` itself and None when it is not such a repetition.
+        The node of `x` and T, or `node` itself and None if it is not such a repetition.
     """
     if node.op != "call_method" or node.target not in ("repeat", "expand"):
         return node, None
     sizes: list[object] = list(node.args[1:])
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         sizes = list(sizes[0])
-    keep = 1 if node.target == "repeat" else -1
-    if len(sizes) < 2 or any(size != keep for size in sizes[1:]):
+    unchanged = 1 if node.target == "repeat" else -1
+    if len(sizes) < 2 or any(size != unchanged for size in sizes[1:]):
         return node, None
     steps = sizes[0]
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target not in ("unsqueeze", torch.unsqueeze):
         return node, None
-    source, *rest = inner.args
-    position = rest[0] if rest else inner.kwargs.get("dim")
+    source, *arguments = inner.args
+    position = arguments[0] if arguments else inner.kwargs.get("dim")
     if position != 0 or not isinstance(source, fx.Node) or not isinstance(steps, int):
         return node, None
     return source, steps
 
 
-def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fold an eval-mode BatchNorm into the convolution before it.
+def fold_batchnorm(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold an eval-mode BatchNorm into the convolution in front of it.
 
     Returns:
         float32 weight [C_out, C_in, k, k] and float32 bias [C_out], computed in float64.
@@ -271,23 +275,23 @@ def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, to
     return weight.float(), bias.float()
 
 
-def group_spec(
+def make_group_spec(
     match: GroupMatch, modules: dict[str, nn.Module], neuron: NeuronSpec, channels: int
 ) -> GroupSpec:
-    """The arithmetic of `match`, with today's weights, for a neuron layer of `channels` channels."""
+    """Make the spec of `match` with the current weights, for a neuron layer of `channels` channels."""
     sources: list[SpikeSource] = []
     bias = torch.zeros(channels)
     for conv in match.sources:
         module = modules[conv.name]
         assert isinstance(module, nn.Conv2d)
-        padding = padding_of(module)
+        padding = get_padding(module)
         assert padding is not None and padding[0] == padding[1]
-        weight, shift = fold_match(conv, modules)
+        weight, shift = fold_conv_match(conv, modules)
         sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
         bias = bias.to(shift.device) + shift
     for conv in match.dense_convs:
-        # The neuron adds it on its way; a convolution with a bias of its own costs a GPU one more pass.
-        _, shift = fold_match(conv, modules)
+        # The neuron kernel adds the bias; in the convolution it would cost a GPU one more pass.
+        _, shift = fold_conv_match(conv, modules)
         bias = bias.to(shift.device) + shift
     return GroupSpec(
         sources=tuple(sources),
@@ -299,9 +303,9 @@ def group_spec(
     )
 
 
-def fold_match(conv: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`folded` for a `ConvMatch`."""
+def fold_conv_match(conv: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fold_batchnorm` for a `ConvMatch`."""
     module = modules[conv.name]
     bn = None if conv.bn_name is None else modules[conv.bn_name]
     assert isinstance(module, nn.Conv2d) and (bn is None or isinstance(bn, nn.BatchNorm2d))
-    return folded(module, bn)
+    return fold_batchnorm(module, bn)

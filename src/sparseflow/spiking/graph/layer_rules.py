@@ -1,6 +1,6 @@
-"""What each leaf layer (other than a neuron) does to what is known about its input.
+"""Effect of each leaf layer (other than a neuron) on what is known about its input.
 
-A layer that is not named here yields a dense value.
+A layer that is not listed here yields a dense value.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from sparseflow.spiking.graph import values as v
-from sparseflow.spiking.graph.values import Value
+from sparseflow.spiking.graph.values import SpikeValue
 
-_KEEPING_LAYERS = (
+_PRESERVING_LAYERS = (
     nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle,
     nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
@@ -20,7 +20,7 @@ _KEEPING_LAYERS = (
     nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
 )  # fmt: skip
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_PLAIN_LAYERS: tuple[tuple[tuple[type, ...], str], ...] = (
+_DENSE_LAYER_NAMES: tuple[tuple[tuple[type, ...], str], ...] = (
     ((nn.modules.batchnorm._NormBase,), "batch normalisation"),
     ((nn.GroupNorm, nn.LayerNorm), "normalisation"),
     ((nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd), "average pooling"),
@@ -30,31 +30,33 @@ _PLAIN_LAYERS: tuple[tuple[tuple[type, ...], str], ...] = (
 )
 
 
-def apply_layer(layer: nn.Module, name: str, values: tuple[Any, ...]) -> Value:
-    """What is known about the output of a leaf module that is not a neuron."""
-    kept = _kept_by(layer, values)
-    if kept is not None:
-        return kept.step(f"{type(layer).__name__}@{name}")
-    plain = next((words for types, words in _PLAIN_LAYERS if isinstance(layer, types)), type(layer).__name__)
-    return v.dense(f"{plain} at `{name}`")
+def apply_layer_rule(layer: nn.Module, name: str, values: tuple[Any, ...]) -> SpikeValue:
+    """Compute what is known about the output of a leaf module that is not a neuron."""
+    preserved = _preserve_value(layer, values)
+    if preserved is not None:
+        return preserved.append_op(f"{type(layer).__name__}@{name}")
+    description = next(
+        (words for types, words in _DENSE_LAYER_NAMES if isinstance(layer, types)), type(layer).__name__
+    )
+    return v.make_dense(f"{description} at `{name}`")
 
 
-def _kept_by(layer: nn.Module, values: tuple[Any, ...]) -> Value | None:
-    """The input as far as it survives; None when nothing does."""
-    if len(values) != 1 or not isinstance(values[0], Value) or not forward_is_librarys(layer):
+def _preserve_value(layer: nn.Module, values: tuple[Any, ...]) -> SpikeValue | None:
+    """Return what the layer preserves of its input's value; None if nothing."""
+    if len(values) != 1 or not isinstance(values[0], SpikeValue) or not has_library_forward(layer):
         return None
-    value: Value = values[0]
-    if isinstance(layer, _KEEPING_LAYERS):
+    value: SpikeValue = values[0]
+    if isinstance(layer, _PRESERVING_LAYERS):
         return None if getattr(layer, "return_indices", False) else value
-    theirs = (
+    spikingjelly_type = (
         type(layer).__name__
         if type(layer).__module__.startswith("spikingjelly.activation_based.layer")
         else ""
     )
-    if theirs == "PrintShapeModule":
+    if spikingjelly_type == "PrintShapeModule":
         return value
-    if isinstance(layer, _DROPOUTS) or theirs in ("Dropout", "Dropout2d"):
-        return v.multiply(value, v.dense("an active dropout")) if layer.training else value
+    if isinstance(layer, _DROPOUTS) or spikingjelly_type in ("Dropout", "Dropout2d"):
+        return v.multiply(value, v.make_dense("an active dropout")) if layer.training else value
     if isinstance(layer, (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)):
         dilation = layer.dilation if isinstance(layer.dilation, int) else max(layer.dilation)
         return value if dilation == 1 and not layer.return_indices else None
@@ -63,22 +65,22 @@ def _kept_by(layer: nn.Module, values: tuple[Any, ...]) -> Value | None:
     if isinstance(layer, nn.Upsample):
         return value if layer.mode in ("nearest", "nearest-exact") else None
     if isinstance(layer, nn.ReLU):
-        return v.floor_at_zero(value) if value.kind != "dense" else None
+        return v.clamp_at_zero(value) if value.kind != "dense" else None
     return None
 
 
-def forward_is_librarys(layer: nn.Module) -> bool:
-    """Whether forward is the library's own, with nothing hooked in that could change the output."""
+def has_library_forward(layer: nn.Module) -> bool:
+    """Return whether forward is the library's own and has no hooks that could change the output."""
     if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
         return False
-    author = type(layer).forward.__module__ or ""
-    return author.startswith(
+    defining_module = type(layer).forward.__module__ or ""
+    return defining_module.startswith(
         ("torch.nn.", "spikingjelly.activation_based.layer", "spikingjelly.activation_based.base")
     )
 
 
 def layer_may_alias(layer: nn.Module) -> bool:
-    """Whether a leaf module that is not a neuron may return (a view of) its input."""
+    """Return whether a leaf module that is not a neuron may return (a view of) its input."""
     if getattr(layer, "inplace", False) or isinstance(layer.__dict__.get("_memories"), dict):
         return True
     computes = (

@@ -1,6 +1,6 @@
-"""Put a network back as it was, bit for bit, after looking at it.
+"""Snapshots of module state: run a network and restore it bit for bit.
 
-Looking means running, and a spiking network remembers what it was shown.
+Analysis and timing run the network, and a spiking network keeps state between calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
-def kept_state(model: nn.Module) -> Iterator[None]:
-    """Run the body, then put everything in `model` back as it was, bit for bit.
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Run the body, then restore everything in `model` bit for bit.
 
-    Covers every module's attributes (membranes, recorded sequences, mode, anything a forward pass may write),
-    buffers and torch's random state. Parameters are not copied: a forward pass does not write them.
+    Covers all attributes of modules (membranes, recorded sequences, mode, anything a forward pass may
+    write), buffers and torch's random state. Parameters are not copied: a forward pass does not write them.
     """
-    saved = [(module, _snapshot(vars(module))) for module in model.modules()]
+    saved = [(module, _take_snapshot(vars(module))) for module in model.modules()]
     devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices=sorted(device for device in devices if device is not None)):
         try:
@@ -32,20 +32,20 @@ def kept_state(model: nn.Module) -> Iterator[None]:
                 _restore(vars(module), snapshot)
 
 
-def _snapshot(holder: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with a copy of its contents, where its contents can change."""
-    return {key: (value, _contents(value)) for key, value in holder.items()}
+def _take_snapshot(holder: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute with a copy of its contents, if its contents can change."""
+    return {key: (value, _copy_contents(value)) for key, value in holder.items()}
 
 
-def _contents(value: Any) -> Any:
+def _copy_contents(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (list, tuple)):
-        return [(item, _contents(item)) for item in value]
+        return [(item, _copy_contents(item)) for item in value]
     if isinstance(value, dict):
-        return {key: (item, _contents(item)) for key, item in value.items()}
+        return {key: (item, _copy_contents(item)) for key, item in value.items()}
     return None
 
 
@@ -53,74 +53,74 @@ def _restore(holder: dict[str, Any], snapshot: dict[str, tuple[Any, Any]]) -> No
     for key in [key for key in holder if key not in snapshot]:
         del holder[key]
     for key, (value, contents) in snapshot.items():
-        holder[key] = _restored(value, contents)
+        holder[key] = _restore_value(value, contents)
 
 
-def _restored(value: Any, contents: Any) -> Any:
-    """`value`, the same object, holding `contents` again."""
+def _restore_value(value: Any, contents: Any) -> Any:
+    """Return `value`, the same object, with `contents` restored."""
     if isinstance(value, torch.Tensor):
-        if contents is not None and not _same_bits(value, contents):
+        if contents is not None and not _has_same_bits(value, contents):
             value.detach().copy_(contents)
     elif isinstance(value, list):
-        value[:] = [_restored(item, inner) for item, inner in contents]
+        value[:] = [_restore_value(item, inner) for item, inner in contents]
     elif isinstance(value, tuple):
         for item, inner in contents:
-            _restored(item, inner)
+            _restore_value(item, inner)
     elif isinstance(value, dict):
         for key in [key for key in value if key not in contents]:
             del value[key]
         for key, (item, inner) in contents.items():
-            value[key] = _restored(item, inner)
+            value[key] = _restore_value(item, inner)
     return value
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.is_meta:
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.is_meta:
         return False
-    bits = _BITS.get(left.element_size())
-    # As integers of the same width, which every layout allows: -0.0 is not 0.0, and a NaN equals itself.
-    return torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits))
+    bits = _BITS.get(first.element_size())
+    # Compared as integers of the same width: -0.0 differs from 0.0, and a NaN equals itself.
+    return torch.equal(first, second) if bits is None else torch.equal(first.view(bits), second.view(bits))
 
 
-Memories = dict[nn.Module, dict[str, Any]]
+NeuronStates = dict[nn.Module, dict[str, Any]]
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, list):
-        return [_copied(item) for item in value]
+        return [_copy_value(item) for item in value]
     return value
 
 
-def memories(model: nn.Module) -> Memories:
-    """Every stateful module's memories (spikingjelly's registry, or a registered neuron's `v`), copied."""
-    found: Memories = {}
+def copy_neuron_states(model: nn.Module) -> NeuronStates:
+    """Copy the state of all stateful modules (spikingjelly's registry, or a registered neuron's `v`)."""
+    states: NeuronStates = {}
     for module in model.modules():
         registry = module.__dict__.get("_memories")
         if isinstance(registry, dict):
-            found[module] = {name: _copied(value) for name, value in registry.items()}
+            states[module] = {name: _copy_value(value) for name, value in registry.items()}
         elif "v" in module.__dict__:
-            found[module] = {"v": _copied(module.__dict__["v"])}
-    return found
+            states[module] = {"v": _copy_value(module.__dict__["v"])}
+    return states
 
 
-def put_back(saved: Memories) -> None:
-    """Restore what `memories` took down. The same snapshot can be put back again and again."""
+def restore_neuron_states(saved: NeuronStates) -> None:
+    """Restore the result of `copy_neuron_states`, which can be restored repeatedly."""
     for module, values in saved.items():
         for name, value in values.items():
-            setattr(module, name, _copied(value))
+            setattr(module, name, _copy_value(value))
 
 
-def reset(model: nn.Module) -> None:
-    """Reset every stateful module, as spikingjelly's `functional.reset_net` does."""
+def reset_neurons(model: nn.Module) -> None:
+    """Reset all stateful modules, like spikingjelly's `functional.reset_net`."""
     for module in model.modules():
         if callable(getattr(module, "reset", None)):
             module.reset()  # type: ignore[operator]
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Run the body without gradients and leave `model` as it was, bit for bit."""
-    with kept_state(model), torch.no_grad():
+def preserve_state_without_grad(model: nn.Module) -> Iterator[None]:
+    """Run the body without gradients and restore `model` bit for bit."""
+    with preserve_state(model), torch.no_grad():
         yield

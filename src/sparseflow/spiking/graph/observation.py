@@ -1,9 +1,9 @@
-"""What is known about the tensors of one live run, for networks that cannot be traced.
+"""Values of the tensors of one live run, for networks that cannot be traced.
 
-The run is watched from two sides: hooks see every layer, and a function mode sees every tensor operation
-between layers. Both apply the rules of `rules.py` and `layers.py`, so a verdict rests on the operations that
-ran and never on the numbers that came out. A tensor whose making nobody saw is dense, and so is one that was
-changed in place behind our back.
+The run is observed in two ways: hooks see all layers, and a function mode sees all tensor operations
+between layers. Both apply `rules.py` and `layer_rules.py`, so a verdict depends on the operations that ran
+and never on the numbers. A tensor of unobserved origin is dense, and so is one that was changed in place
+unobserved.
 """
 
 from __future__ import annotations
@@ -21,24 +21,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparseflow.errors import SampleError, SparseFlowError
 from sparseflow.spiking.graph import layer_rules, rules
 from sparseflow.spiking.graph import values as v
-from sparseflow.spiking.graph.module_state import kept_state
-from sparseflow.spiking.graph.propagation import VIEW_ATTRIBUTES, check_output, constant, neuron_value
+from sparseflow.spiking.graph.module_state import preserve_state
+from sparseflow.spiking.graph.propagation import (
+    VIEW_ATTRIBUTES,
+    check_neuron_output,
+    extract_scalar,
+    make_neuron_value,
+)
 from sparseflow.spiking.graph.registry import NeuronInfo
-from sparseflow.spiking.graph.tracing import Sample, SpikingTracer, call_arguments
-from sparseflow.spiking.graph.values import Value
+from sparseflow.spiking.graph.tracing import Sample, SpikingTracer, split_arguments
+from sparseflow.spiking.graph.values import SpikeValue
 
 
-def observe(model: nn.Module, sample: Sample, neurons: Mapping[str, NeuronInfo]) -> Observer:
-    """Run `model` once on `sample` and watch. The model is left as it was.
+def observe_run(model: nn.Module, sample: Sample, neurons: Mapping[str, NeuronInfo]) -> RunObserver:
+    """Run `model` once on `sample` and observe it. The model is not modified.
 
     Raises:
         SampleError: The model cannot run the sample.
-        ModelError: A neuron put out what it was declared not to.
+        ModelError: The output of a neuron does not match its declaration.
     """
-    observer = Observer(model, neurons)
-    args, kwargs = call_arguments(sample)
-    with kept_state(model), torch.inference_mode(False), torch.no_grad(), observer.watching():
-        observer.note((args, kwargs), v.dense("the network's input"))
+    observer = RunObserver(model, neurons)
+    args, kwargs = split_arguments(sample)
+    with preserve_state(model), torch.inference_mode(False), torch.no_grad(), observer.observe_calls():
+        observer.set_value((args, kwargs), v.make_dense("the network's input"))
         try:
             model(*args, **kwargs)
         except SparseFlowError:
@@ -48,16 +53,16 @@ def observe(model: nn.Module, sample: Sample, neurons: Mapping[str, NeuronInfo])
     return observer
 
 
-class Observer:
-    """Follows values through one run.
+class RunObserver:
+    """Propagates values through one run.
 
     Args:
         model: The network.
         neurons: Its neurons by module name.
 
     Attributes:
-        inputs: For each convolution, what each of its calls read.
-        values: What is known about each layer's output (of its first call) by module name.
+        inputs: For each convolution, the input value of each of its calls.
+        values: Value of each layer's output (of its first call) by module name.
         called: Names of the layers that were called.
     """
 
@@ -66,22 +71,22 @@ class Observer:
         self._leaves = {module: name for name, module in model.named_modules() if leaf(module, name)}
         self._neurons = neurons
         self._constants = WeakTensorKeyDictionary()
-        for held in _tensors_of(model):
-            self._constants[held] = True
+        for tensor in _iterate_model_tensors(model):
+            self._constants[tensor] = True
         self._tags: Any = WeakTensorKeyDictionary()
-        # What each running module reads, if it is a layer and not within one; else None.
+        # For each running module: its input values if it is an outermost layer, else None.
         self._stack: list[tuple[Any, ...] | None] = []
-        self.inputs: dict[str, list[Value]] = {}
-        self.values: dict[str, Value] = {}
+        self.inputs: dict[str, list[SpikeValue]] = {}
+        self.values: dict[str, SpikeValue] = {}
         self.called: set[str] = set()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch everything that runs in the body."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave)
+    def observe_calls(self) -> Iterator[None]:
+        """Observe everything that runs in the body."""
+        before = register_module_forward_pre_hook(self._on_enter)
+        after = register_module_forward_hook(self._on_exit)
         try:
-            with _Mode(self):
+            with _ObserverMode(self):
                 yield
         finally:
             before.remove()
@@ -89,73 +94,75 @@ class Observer:
 
     @property
     def inside_layer(self) -> bool:
-        """Whether a layer is running, whose inner operations are its own business."""
+        """Whether a layer is running, whose inner operations are not observed."""
         return any(reads is not None for reads in self._stack)
 
-    def note(self, tree: Any, value: Value) -> None:
-        """Write down what is known about the tensors in `tree`."""
-        for tensor in _tensors_in(tree):
-            self._tags[tensor] = (value.with_shape(tensor.shape), _version(tensor))
+    def set_value(self, tree: Any, value: SpikeValue) -> None:
+        """Set the value of the tensors in `tree`."""
+        for tensor in _iterate_tensors(tree):
+            self._tags[tensor] = (value.with_shape(tensor.shape), _get_version(tensor))
 
-    def forget(self, written: torch.Tensor) -> None:
-        """Give up what is known about every tensor that shares memory with `written`."""
-        # A version counter is shared by views, but not by `x.data`.
-        memory = _memory(written)
-        for tensor in [tensor for tensor in self._tags if _memory(tensor) == memory]:
-            self._tags[tensor] = (v.dense("a tensor that was changed in place"), _version(tensor))
+    def invalidate(self, written: torch.Tensor) -> None:
+        """Mark all tensors that share memory with `written` as dense."""
+        # Views share a version counter, but `x.data` does not.
+        memory = _get_storage_id(written)
+        for tensor in [tensor for tensor in self._tags if _get_storage_id(tensor) == memory]:
+            self._tags[tensor] = (v.make_dense("a tensor that was changed in place"), _get_version(tensor))
 
-    def known(self, tree: Any) -> Any:
-        """`tree` with what is known in place of every tensor."""
+    def substitute_values(self, tree: Any) -> Any:
+        """Return `tree` with each tensor replaced by its value."""
         if isinstance(tree, torch.Tensor):
-            return self._value(tree)
+            return self._get_value(tree)
         if isinstance(tree, (list, tuple)):
-            return tuple(self.known(item) for item in tree)
+            return tuple(self.substitute_values(item) for item in tree)
         if isinstance(tree, dict):
-            return {key: self.known(item) for key, item in tree.items()}
+            return {key: self.substitute_values(item) for key, item in tree.items()}
         return tree
 
-    def _value(self, tensor: torch.Tensor) -> Any:
+    def _get_value(self, tensor: torch.Tensor) -> Any:
         tag = self._tags.get(tensor)
         if tag is None:
-            unseen = v.dense("a tensor of unknown making")
-            return constant(tensor, unseen) if tensor in self._constants else unseen
+            default = v.make_dense("a tensor of unknown origin")
+            return extract_scalar(tensor, default) if tensor in self._constants else default
         value, version = tag
-        return value if version == _version(tensor) else v.dense("a tensor that was changed in place")
+        return (
+            value if version == _get_version(tensor) else v.make_dense("a tensor that was changed in place")
+        )
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _on_enter(self, module: nn.Module, args: Any) -> None:
         if self.inside_layer or module not in self._leaves:
             self._stack.append(None)
             return
-        # Now, not on leaving: a layer may write into its input.
-        reads = tuple(self._value(tensor) for tensor in _tensors_in(args))
+        # Read before the layer runs, which may write into its input.
+        reads = tuple(self._get_value(tensor) for tensor in _iterate_tensors(args))
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
-            read = next((item for item in reads if isinstance(item, Value)), None)
+            read = next((item for item in reads if isinstance(item, SpikeValue)), None)
             self.inputs.setdefault(self._leaves[module], []).append(
-                read or v.dense("a tensor passed by name")
+                read or v.make_dense("a tensor passed by name")
             )
         self._stack.append(reads)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_exit(self, module: nn.Module, args: Any, output: Any) -> None:
         reads = self._stack.pop()
         if reads is None:
             return
         name = self._leaves[module]
         self.called.add(name)
         if name in self._neurons:
-            check_output(name, self._neurons[name], output)
-            value = neuron_value(name, self._neurons[name])
+            check_neuron_output(name, self._neurons[name], output)
+            value = make_neuron_value(name, self._neurons[name])
         else:
-            value = layer_rules.apply_layer(module, name, reads)
-        self.note(output, value)
+            value = layer_rules.apply_layer_rule(module, name, reads)
+        self.set_value(output, value)
         if isinstance(output, torch.Tensor):
             value = value.with_shape(output.shape)
         self.values.setdefault(name, value)
 
 
-class _Mode(TorchFunctionMode):
-    """Tells the observer about every tensor operation outside of layers."""
+class _ObserverMode(TorchFunctionMode):
+    """Reports all tensor operations outside of layers to the observer."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: RunObserver) -> None:
         super().__init__()
         self._observer = observer
 
@@ -163,60 +170,63 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._observer.inside_layer:
             return func(*args, **kwargs)
-        known_args, known_kwargs = self._observer.known(args), self._observer.known(kwargs)
+        known_args, known_kwargs = (
+            self._observer.substitute_values(args),
+            self._observer.substitute_values(kwargs),
+        )
         result = func(*args, **kwargs)
-        value = _applied(func, known_args, known_kwargs)
-        written = args[0] if args and rules.mutates_first(func, args, kwargs) else None
+        value = _apply_operation(func, known_args, known_kwargs)
+        written = args[0] if args and rules.mutates_first_argument(func, args, kwargs) else None
         if isinstance(written, torch.Tensor):
-            self._observer.forget(written)
-        if isinstance(result, (tuple, list)) and rules.operation_name(func) in rules.PAIRS:
-            self._observer.note(result[0], value)
-            self._observer.note(result[1:], v.dense("indices"))
+            self._observer.invalidate(written)
+        if isinstance(result, (tuple, list)) and rules.get_operation_name(func) in rules.VALUE_INDEX_OPS:
+            self._observer.set_value(result[0], value)
+            self._observer.set_value(result[1:], v.make_dense("indices"))
         else:
-            self._observer.note(result, value)
-        self._observer.note(written, value)
+            self._observer.set_value(result, value)
+        self._observer.set_value(written, value)
         return result
 
 
-def _applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+def _apply_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpikeValue:
     if getattr(func, "__name__", "") == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-        known = args[0] if args and isinstance(args[0], Value) else v.dense("a constant")
-        return known.step(name) if name in VIEW_ATTRIBUTES else v.dense(f"`{name}`")
-    op = rules.operation_name(func)
+        known = args[0] if args and isinstance(args[0], SpikeValue) else v.make_dense("a constant")
+        return known.append_op(name) if name in VIEW_ATTRIBUTES else v.make_dense(f"`{name}`")
+    op = rules.get_operation_name(func)
     if op is None or "out" in kwargs:
-        return v.dense(f"`{getattr(func, '__name__', func)}`")
-    return rules.apply(rules.Call(op=op, args=args, kwargs=kwargs))
+        return v.make_dense(f"`{getattr(func, '__name__', func)}`")
+    return rules.apply_rule(rules.OperationCall(op=op, args=args, kwargs=kwargs))
 
 
-def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
+def _iterate_tensors(tree: Any) -> Iterable[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from _tensors_in(item)
+            yield from _iterate_tensors(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _tensors_in(item)
+            yield from _iterate_tensors(item)
 
 
-def _tensors_of(model: nn.Module) -> Iterable[torch.Tensor]:
-    """Parameters and other one-element tensors that the model holds, but no membranes."""
+def _iterate_model_tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    """Iterate over parameters and other tensors of the model, except membranes."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():
-        yield from (held for held in vars(module).values() if isinstance(held, torch.Tensor))
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _get_storage_id(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse tensors have none
+    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage
         return id(tensor)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _get_version(tensor: torch.Tensor) -> int:
     try:
         return tensor._version
-    except RuntimeError:  # tensors made in inference mode are not counted
+    except RuntimeError:  # inference tensors have no version counter
         return -1

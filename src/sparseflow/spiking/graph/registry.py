@@ -1,10 +1,10 @@
-"""Which modules are spiking neurons, what they put out, and the constants of their dynamics.
+"""Registry of spiking neurons: their outputs and the constants of their dynamics.
 
-spikingjelly's neurons are known by name (`known_neurons.py`); users add their own with `register_neuron`.
+spikingjelly's neurons are built in (`builtin_neurons.py`); users add their own with `register_neuron`.
 
-A class inherits what is known about its parent only where it overrides nothing that matters. A neuron whose
-dynamics are not of the linear form in `kernels/spec.py` still counts as a neuron; its `spec` is None and
-`reason` says why.
+A class inherits the entry of its parent only if it overrides nothing that matters. A neuron whose dynamics
+do not have the linear form of `backends/spec.py` still counts as a neuron; its `spec` is None and `reason`
+says why.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ import torch
 from torch import nn
 
 from sparseflow.spiking.backends.spec import NeuronSpec
-from sparseflow.spiking.graph.builtin_neurons import Entry, Output, device_of, known_entry, known_output
-from sparseflow.spiking.graph.module_state import kept_state
+from sparseflow.spiking.graph.builtin_neurons import (
+    NeuronEntry,
+    NeuronOutputKind,
+    determine_output,
+    find_builtin_neuron,
+    get_module_device,
+)
+from sparseflow.spiking.graph.module_state import preserve_state
 
 _NeuronClass = TypeVar("_NeuronClass", bound=type[nn.Module])
 
-# What a subclass may define without changing what the neuron computes.
-_HARMLESS = {
+# Names that a subclass may define without changing the neuron's computation.
+_IGNORED_NAMES = {
     "__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__dict__", "__weakref__",
     "__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
     "_abc_impl", "__repr__", "__hash__", "extra_repr", "supported_step_mode", "_get_name",
     "__annotate_func__",
 }  # fmt: skip
-# Set on instances, so a class attribute or property of the same name takes their place.
-_STATE = {
+# Set on instances, so that a class attribute or property of the same name overrides them.
+_INSTANCE_ATTRIBUTES = {
     "v",
     "v_threshold",
     "v_reset",
@@ -46,43 +52,44 @@ _STATE = {
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronInfo:
-    """What is known about one neuron module.
+    """Properties of one neuron module.
 
     Attributes:
-        type: The class's name.
+        type: Name of the class.
         output: 'binary' (0 and 1), 'integer' (0 … `max_value`) or 'real' (anything else).
         max_value: The largest output; 1 for binary, None for real.
-        spec: Charge, fire and reset as constants read from the module now; None when `reason` is set.
+        spec: Charge, fire and reset as constants, read from the module; None if `reason` is set.
         reason: Why there is no spec, as a sentence without a full stop.
-        step_mode: 's' (one time step a call), 'm' (all steps in one call), or None for a class without modes.
+        step_mode: 's' (one time step per call), 'm' (all steps in one call), or None for a class without
+            modes.
     """
 
     type: str
-    output: Output
+    output: NeuronOutputKind
     max_value: int | None
     spec: NeuronSpec | None
     reason: str | None
     step_mode: Literal["s", "m"] | None = None
 
 
-_registered: dict[type[nn.Module], Entry] = {}
+_registered: dict[type[nn.Module], NeuronEntry] = {}
 
 
 def register_neuron(
     cls: _NeuronClass,
     *,
     spec: NeuronSpec | Callable[[Any], NeuronSpec] | None = None,
-    output: Output = "binary",
+    output: NeuronOutputKind = "binary",
     max_value: int | None = None,
 ) -> _NeuronClass:
-    """Declare that modules of class `cls` are spiking neurons. Usable as a class decorator.
+    """Register modules of class `cls` as spiking neurons. Usable as a class decorator.
 
     The output must have the input's shape.
 
     Args:
-        cls: The module's class. Subclasses count too, unless they override what `cls` defines.
-        spec: The dynamics: constants, or a function from the module to them. None if of another form.
-        output: 'binary' when outputs are exactly 0 or 1, 'integer' for 0 … `max_value`, else 'real'.
+        cls: Class of the modules. Subclasses count too, unless they override what `cls` defines.
+        spec: The dynamics: constants, or a function from the module to them. None if they have another form.
+        output: 'binary' if outputs are exactly 0 or 1, 'integer' for 0 … `max_value`, else 'real'.
         max_value: Largest output; required for 'integer'.
 
     Returns:
@@ -90,7 +97,7 @@ def register_neuron(
 
     Raises:
         TypeError: `cls` is not a subclass of `torch.nn.Module`.
-        ValueError: `output` is unknown, or 'integer' comes without a positive `max_value`.
+        ValueError: `output` is unknown, or 'integer' has no positive `max_value`.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"`cls` must be a subclass of torch.nn.Module, got {cls!r}")
@@ -100,43 +107,43 @@ def register_neuron(
         raise ValueError(f"`max_value` (={max_value}) must be a positive integer when output is 'integer'")
     bound = {"binary": 1, "integer": max_value, "real": None}[output]
     reason = None if spec is not None else f"`{cls.__name__}` was registered without a spec"
-    _registered[cls] = Entry(spec=spec, output=output, max_value=bound, reason=reason)
+    _registered[cls] = NeuronEntry(spec=spec, output=output, max_value=bound, reason=reason)
     return cls
 
 
 def unregister_neuron(cls: type[nn.Module]) -> None:
-    """Take back `register_neuron(cls)`; a class that was not registered is no error."""
+    """Undo `register_neuron(cls)`; does nothing if the class is not registered."""
     _registered.pop(cls, None)
 
 
 def is_spiking_neuron(module: nn.Module) -> bool:
-    """Whether `module` is a registered neuron or one of spikingjelly's."""
-    return _lookup(type(module)) is not None
+    """Return whether `module` is a registered neuron or one of spikingjelly's."""
+    return _find_entry(type(module)) is not None
 
 
-def neuron_info(module: nn.Module) -> NeuronInfo | None:
-    """What is known about `module`; None when it is not a spiking neuron.
+def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
+    """Return the properties of `module`; None if it is not a spiking neuron.
 
-    The spec is read from the module each time (a ParametricLIF's tau may have been trained since).
+    The spec is read from the module at each call (a ParametricLIF's tau may have been trained since).
     """
-    found = _lookup(type(module))
-    if found is None:
+    match = _find_entry(type(module))
+    if match is None:
         return None
-    parent, entry = found
+    parent, entry = match
     output, max_value, reason = entry.output, entry.max_value, entry.reason
     spec: NeuronSpec | None = None
     if parent not in _registered:
-        output, max_value, why = known_output(module, parent, output)
-        reason = reason or why
-    overridden = _overridden(module, parent)
+        output, max_value, spec_problem = determine_output(module, parent, output)
+        reason = reason or spec_problem
+    overridden = _find_overrides(module, parent)
     if overridden:
         reason = f"`{type(module).__name__}` overrides {overridden} of `{parent.__name__}`"
-        output, max_value = _observed(module, output, max_value)
+        output, max_value = _test_output(module, output, max_value)
     if reason is None:
-        built = entry.spec(module) if callable(entry.spec) else entry.spec
-        spec, reason = (built, None) if isinstance(built, NeuronSpec) else (None, built)
-    if spec is not None and (why := _keeps_more_than_spikes(module)):
-        spec, reason = None, why
+        built_spec = entry.spec(module) if callable(entry.spec) else entry.spec
+        spec, reason = (built_spec, None) if isinstance(built_spec, NeuronSpec) else (None, built_spec)
+    if spec is not None and (spec_problem := _get_side_output(module)):
+        spec, reason = None, spec_problem
     mode = getattr(module, "step_mode", None)
     return NeuronInfo(
         type=type(module).__name__,
@@ -148,53 +155,55 @@ def neuron_info(module: nn.Module) -> NeuronInfo | None:
     )
 
 
-def _lookup(cls: type) -> tuple[type, Entry] | None:
-    """The nearest ancestor of `cls` (itself included) that is known, and what is known about it."""
+def _find_entry(cls: type) -> tuple[type, NeuronEntry] | None:
+    """Find the nearest registered ancestor of `cls` (itself included) and its entry."""
     for parent in cls.__mro__:
         if parent in _registered:
             return parent, _registered[parent]
-        entry = known_entry(parent)
+        entry = find_builtin_neuron(parent)
         if entry is not None:
             return parent, entry
     return None
 
 
-def _overridden(module: nn.Module, parent: type) -> str | None:
-    """Names that the module's class (or the module itself) defines in place of `parent`'s, for a sentence."""
-    theirs = _names_of(parent)
+def _find_overrides(module: nn.Module, parent: type) -> str | None:
+    """List the names that the module or its class defines instead of `parent`, formatted for a sentence."""
+    parent_names = _list_relevant_names(parent)
     below = [cls for cls in type(module).__mro__ if cls not in parent.__mro__]
-    names = {name for cls in below for name in vars(cls) if name in theirs}
-    names |= {name for name in vars(module) if name in theirs and callable(getattr(parent, name, None))}
+    names = {name for cls in below for name in vars(cls) if name in parent_names}
+    names |= {name for name in vars(module) if name in parent_names and callable(getattr(parent, name, None))}
     return ", ".join(f"`{name}`" for name in sorted(names)) or None
 
 
 @lru_cache(maxsize=256)
-def _names_of(cls: type) -> frozenset[str]:
-    return frozenset((set(dir(cls)) | _STATE) - _HARMLESS)
+def _list_relevant_names(cls: type) -> frozenset[str]:
+    return frozenset((set(dir(cls)) | _INSTANCE_ATTRIBUTES) - _IGNORED_NAMES)
 
 
-def _keeps_more_than_spikes(module: nn.Module) -> str | None:
-    """What somebody reads from the module besides its output, so that nothing else may stand in for it."""
+def _get_side_output(module: nn.Module) -> str | None:
+    """Describe what is read from the module besides its output, which prevents its replacement."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks"
     if getattr(module, "store_v_seq", False):
         return "it stores its membrane at every step (store_v_seq)"
     if getattr(module, "_neuron_precision", None) is not None:
-        return "it keeps its membrane in another precision"
+        return "its membrane has another precision"
     return None
 
 
-def _observed(module: nn.Module, output: Output, max_value: int | None) -> tuple[Output, int | None]:
-    """The declared output if the module's own code keeps to it, else 'real'.
+def _test_output(
+    module: nn.Module, output: NeuronOutputKind, max_value: int | None
+) -> tuple[NeuronOutputKind, int | None]:
+    """Return the declared output if the module's own code complies with it, else 'real'.
 
-    A subclass that overrides its parent's dynamics may put out anything. It is run from rest on inputs of
-    many sizes, its state is put back, and its promise holds only if every output keeps to it and some output
-    is not zero. `register_neuron` overrules this.
+    A subclass that overrides its parent's dynamics may yield anything. It is run from rest on inputs of
+    many scales and its state is restored. The declaration is accepted only if all outputs comply and some
+    output is not zero. `register_neuron` takes precedence.
     """
     if output == "real" or max_value is None:
         return "real", None
-    sizes = [held.numel() for held in (*module.parameters(), *module.buffers()) if held.dim() == 1]
-    device = device_of(module)
+    sizes = [tensor.numel() for tensor in (*module.parameters(), *module.buffers()) if tensor.dim() == 1]
+    device = get_module_device(module)
     if device.type == "meta":
         return "real", None
     generator = torch.Generator().manual_seed(0)
@@ -202,7 +211,7 @@ def _observed(module: nn.Module, output: Output, max_value: int | None) -> tuple
     shape = (len(scales), 2, sizes[0] if sizes else 8, 4, 4)
     inputs = (torch.randn(shape, generator=generator) * scales).to(device)
     try:
-        with kept_state(module), torch.no_grad():
+        with preserve_state(module), torch.no_grad():
             if callable(reset := getattr(module, "reset", None)):
                 reset()
             outputs = (
@@ -212,7 +221,7 @@ def _observed(module: nn.Module, output: Output, max_value: int | None) -> tuple
             )
             if not isinstance(outputs, torch.Tensor) or outputs.shape != inputs.shape:
                 return "real", None
-            whole = bool(((outputs >= 0) & (outputs <= max_value) & (outputs == outputs.round())).all())
-            return (output, max_value) if whole and bool(outputs.any()) else ("real", None)
+            is_valid = bool(((outputs >= 0) & (outputs <= max_value) & (outputs == outputs.round())).all())
+            return (output, max_value) if is_valid and bool(outputs.any()) else ("real", None)
     except Exception:
         return "real", None

@@ -1,7 +1,7 @@
-"""What each tensor operation does to what is known about its input.
+"""Effect of each tensor operation on what is known about its input.
 
-One table, read in two ways: over the nodes of a traced graph (`walk.py`) and over the calls of a live run
-(`observe.py`). An operation that is not in the table yields a dense value: nothing is guessed.
+One table is used in two ways: over the nodes of a traced graph (`propagation.py`) and over the calls of a
+live run (`observation.py`). An operation that is not in the table yields a dense value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from sparseflow.spiking.graph import values as v
-from sparseflow.spiking.graph.values import Value
+from sparseflow.spiking.graph.values import SpikeValue
 
-Rule = Callable[["Call"], Value]
+Rule = Callable[["OperationCall"], SpikeValue]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OperationCall:
     """One call of an operation.
 
     Attributes:
-        op: The operation's name, without underscores: `add` for `+`, `torch.add`, `Tensor.add_` and `+=`.
-        args, kwargs: Its arguments, with a `Value` in place of every tensor.
+        op: Name of the operation, without underscores: `add` for `+`, `torch.add`, `Tensor.add_` and `+=`.
+        args, kwargs: Its arguments, with a `SpikeValue` instead of each tensor.
     """
 
     op: str
@@ -36,182 +36,196 @@ class Call:
     kwargs: Mapping[str, Any]
 
     @property
-    def input(self) -> Value:
+    def input(self) -> SpikeValue:
         """The first argument."""
         first = self.args[0] if self.args else self.kwargs.get("input")
-        return first if isinstance(first, Value) else v.dense(f"`{self.op}`")
+        return first if isinstance(first, SpikeValue) else v.make_dense(f"`{self.op}`")
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument given by position or by name."""
+    def get_argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument passed by position or by name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
 
-def _keep(call: Call) -> Value:
-    return call.input.step(call.op)
+def _keep_value(call: OperationCall) -> SpikeValue:
+    return call.input.append_op(call.op)
 
 
-def _view(call: Call) -> Value:
+def _view(call: OperationCall) -> SpikeValue:
     if any(isinstance(argument, torch.dtype) for argument in (*call.args, *call.kwargs.values())):
-        return v.dense("bits read as another dtype")
-    return _keep(call)
+        return v.make_dense("bits viewed as another dtype")
+    return _keep_value(call)
 
 
-def _repeat_interleave(call: Call) -> Value:
-    # With one argument it turns counts into indices.
-    return _keep(call) if len(call.args) + len(call.kwargs) > 1 else v.dense("indices")
+def _repeat_interleave(call: OperationCall) -> SpikeValue:
+    # With one argument it converts counts to indices.
+    return _keep_value(call) if len(call.args) + len(call.kwargs) > 1 else v.make_dense("indices")
 
 
-def _clamp(call: Call) -> Value:
-    low, high = call.argument(1, "min"), call.argument(2, "max")
+def _clamp(call: OperationCall) -> SpikeValue:
+    low, high = call.get_argument(1, "min"), call.get_argument(2, "max")
     value, bounded = call.input, isinstance(high, (int, float)) and high >= 1 and high == int(high)
     if value.kind in ("binary", "integer") and low in (None, 0) and (high is None or bounded):
         bound = value.max_value or 0
-        return v.integer(
+        return v.make_integer(
             bound if high is None else min(bound, int(high)), value.sources, (*value.path, call.op)
         )
-    return v.dense(value.cause or f"`{call.op}`")
+    return v.make_dense(value.cause or f"`{call.op}`")
 
 
-def _first_of_pair(call: Call) -> Value:
+def _first_of_pair(call: OperationCall) -> SpikeValue:
     """max/min: elementwise with a second tensor, else a selection of elements (whose indices are dropped)."""
-    other = call.argument(1, "other")
-    if isinstance(other, Value):
+    other = call.get_argument(1, "other")
+    if isinstance(other, SpikeValue):
         return v.join((call.input, other), call.op)
-    return _keep(call)
+    return _keep_value(call)
 
 
-def _add(call: Call) -> Value:
+def _add(call: OperationCall) -> SpikeValue:
     return _sum(call, 1)
 
 
-def _sub(call: Call) -> Value:
+def _sub(call: OperationCall) -> SpikeValue:
     return _sum(call, -1)
 
 
-def _sum(call: Call, sign: int) -> Value:
-    left, right = call.argument(0, "input"), call.argument(1, "other")
-    alpha = call.argument(2, "alpha", 1)
+def _sum(call: OperationCall, sign: int) -> SpikeValue:
+    first, second = call.get_argument(0, "input"), call.get_argument(1, "other")
+    alpha = call.get_argument(2, "alpha", 1)
     if not isinstance(alpha, (int, float)):
-        return v.dense(f"`{call.op}`")
-    if isinstance(right, Value) and alpha != 1:
-        right = v.scale_by(right, alpha, call.op)
-    if isinstance(left, Value) and isinstance(right, Value):
-        return (v.add if sign > 0 else v.subtract)(left, right, call.op)
-    tensor, number = (left, right) if isinstance(left, Value) else (right, left)
-    if not isinstance(tensor, Value) or not isinstance(number, (int, float)):
-        return v.dense(f"`{call.op}`")
-    if sign < 0 and tensor is right:
-        return v.one_minus(tensor, call.op) if number == 1 else v.dense(f"{number} - spikes")
+        return v.make_dense(f"`{call.op}`")
+    if isinstance(second, SpikeValue) and alpha != 1:
+        second = v.scale_by(second, alpha, call.op)
+    if isinstance(first, SpikeValue) and isinstance(second, SpikeValue):
+        return (v.add if sign > 0 else v.subtract)(first, second, call.op)
+    tensor, number = (first, second) if isinstance(first, SpikeValue) else (second, first)
+    if not isinstance(tensor, SpikeValue) or not isinstance(number, (int, float)):
+        return v.make_dense(f"`{call.op}`")
+    if sign < 0 and tensor is second:
+        return v.subtract_from_one(tensor, call.op) if number == 1 else v.make_dense(f"{number} - spikes")
     if number * alpha == 0:
-        return tensor.step(call.op)
-    return v.dense(tensor.cause or f"a constant added by `{call.op}`")
+        return tensor.append_op(call.op)
+    return v.make_dense(tensor.cause or f"a constant added by `{call.op}`")
 
 
-def _reverse_sub(call: Call) -> Value:
-    return _sub(Call(op="sub", args=(call.args[1], call.args[0]), kwargs=call.kwargs))
+def _reverse_sub(call: OperationCall) -> SpikeValue:
+    return _sub(OperationCall(op="sub", args=(call.args[1], call.args[0]), kwargs=call.kwargs))
 
 
-def _mul(call: Call) -> Value:
-    left, right = call.argument(0, "input"), call.argument(1, "other")
-    if isinstance(left, Value) and isinstance(right, Value):
-        return v.multiply(left, right, call.op)
-    tensor, number = (left, right) if isinstance(left, Value) else (right, left)
-    if isinstance(tensor, Value) and isinstance(number, (int, float)):
+def _mul(call: OperationCall) -> SpikeValue:
+    first, second = call.get_argument(0, "input"), call.get_argument(1, "other")
+    if isinstance(first, SpikeValue) and isinstance(second, SpikeValue):
+        return v.multiply(first, second, call.op)
+    tensor, number = (first, second) if isinstance(first, SpikeValue) else (second, first)
+    if isinstance(tensor, SpikeValue) and isinstance(number, (int, float)):
         return v.scale_by(tensor, float(number), call.op)
-    return v.dense(f"`{call.op}`")
+    return v.make_dense(f"`{call.op}`")
 
 
-def _div(call: Call) -> Value:
-    left, right = call.argument(0, "input"), call.argument(1, "other")
-    number = isinstance(right, (int, float)) and right != 0 and math.isfinite(right)
-    if not isinstance(left, Value) or not number or call.kwargs.get("rounding_mode") is not None:
-        return v.dense(f"`{call.op}`")
-    if math.frexp(right)[0] in (0.5, -0.5):
-        return v.scale_by(left, 1.0 / right, call.op)
+def _div(call: OperationCall) -> SpikeValue:
+    dividend, divisor = call.get_argument(0, "input"), call.get_argument(1, "other")
+    is_finite_number = isinstance(divisor, (int, float)) and divisor != 0 and math.isfinite(divisor)
+    if (
+        not isinstance(dividend, SpikeValue)
+        or not is_finite_number
+        or call.kwargs.get("rounding_mode") is not None
+    ):
+        return v.make_dense(f"`{call.op}`")
+    if math.frexp(divisor)[0] in (0.5, -0.5):
+        return v.scale_by(dividend, 1.0 / divisor, call.op)
     # x / d rounds differently from x * (1 / d), so the result has no known scale.
-    return v.multiply(left, v.dense("a quotient"), call.op)
+    return v.multiply(dividend, v.make_dense("a quotient"), call.op)
 
 
-def _neg(call: Call) -> Value:
+def _neg(call: OperationCall) -> SpikeValue:
     return v.scale_by(call.input, -1.0, call.op)
 
 
-def _relu(call: Call) -> Value:
-    return v.floor_at_zero(call.input, call.op)
+def _relu(call: OperationCall) -> SpikeValue:
+    return v.clamp_at_zero(call.input, call.op)
 
 
-def _abs(call: Call) -> Value:
+def _abs(call: OperationCall) -> SpikeValue:
     if call.input.kind == "sparse_real":
-        return Value(kind="sparse_real", sources=call.input.sources, path=(*call.input.path, call.op))
+        return SpikeValue(kind="sparse_real", sources=call.input.sources, path=(*call.input.path, call.op))
     return _relu(call)
 
 
-def _join(call: Call) -> Value:
-    tensors = call.argument(0, "tensors")
-    if isinstance(tensors, Value):  # what chunk or split gave, as a whole
-        return tensors.step(call.op)
-    if isinstance(tensors, (list, tuple)) and all(isinstance(item, Value) for item in tensors):
+def _join(call: OperationCall) -> SpikeValue:
+    tensors = call.get_argument(0, "tensors")
+    if isinstance(tensors, SpikeValue):  # the result of chunk or split
+        return tensors.append_op(call.op)
+    if isinstance(tensors, (list, tuple)) and all(isinstance(item, SpikeValue) for item in tensors):
         return v.join(tensors, call.op)
-    return v.dense(f"`{call.op}`")
+    return v.make_dense(f"`{call.op}`")
 
 
-def _zeros(call: Call) -> Value:
+def _zeros(call: OperationCall) -> SpikeValue:
     return v.ZERO
 
 
-def _cast(call: Call) -> Value:
+def _cast(call: OperationCall) -> SpikeValue:
     value = call.input
     if value.kind == "sparse_real":
-        return v.multiply(value, v.dense("a cast"), call.op)
-    # Up to 127 every dtype holds every integer.
-    return _keep(call) if (value.max_value or 0) <= 127 else v.dense(f"`{call.op}`")
+        return v.multiply(value, v.make_dense("a cast"), call.op)
+    # All dtypes represent the integers up to 127 exactly.
+    return _keep_value(call) if (value.max_value or 0) <= 127 else v.make_dense(f"`{call.op}`")
 
 
-def _copy(call: Call) -> Value:
-    source = call.argument(1, "src")
-    return source.step(call.op) if isinstance(source, Value) else v.dense(f"`{call.op}`")
+def _copy(call: OperationCall) -> SpikeValue:
+    source = call.get_argument(1, "src")
+    return source.append_op(call.op) if isinstance(source, SpikeValue) else v.make_dense(f"`{call.op}`")
 
 
-def _dropout(call: Call) -> Value:
-    # The functional form is active unless told otherwise; then kept elements grow by 1 / (1 - p).
-    active = call.argument(2, "training", True) is not False
-    return v.multiply(call.input, v.dense("an active dropout"), call.op) if active else _keep(call)
+def _dropout(call: OperationCall) -> SpikeValue:
+    # The functional form is active by default and scales by 1 / (1 - p).
+    active = call.get_argument(2, "training", True) is not False
+    return v.multiply(call.input, v.make_dense("an active dropout"), call.op) if active else _keep_value(call)
 
 
-def _adaptive_max_pool(call: Call) -> Value:
-    return v.dense(f"`{call.op}` with indices") if call.argument(2, "return_indices", False) else _keep(call)
+def _adaptive_max_pool(call: OperationCall) -> SpikeValue:
+    return (
+        v.make_dense(f"`{call.op}` with indices")
+        if call.get_argument(2, "return_indices", False)
+        else _keep_value(call)
+    )
 
 
-def _max_pool(call: Call) -> Value:
+def _max_pool(call: OperationCall) -> SpikeValue:
     # max_pool(input, kernel_size, stride, padding, dilation, …): with a dilation a window may miss the input.
-    dilation = call.argument(4, "dilation", 1)
-    indices = call.argument(6, "return_indices", False)
+    dilation = call.get_argument(4, "dilation", 1)
+    indices = call.get_argument(6, "return_indices", False)
     if indices or (dilation if isinstance(dilation, int) else max(dilation)) != 1:
-        return v.dense(f"`{call.op}` with a dilation or with indices")
-    return _keep(call)
+        return v.make_dense(f"`{call.op}` with a dilation or with indices")
+    return _keep_value(call)
 
 
-def _interpolate(call: Call) -> Value:
-    mode = call.argument(3, "mode", "nearest")
-    return _keep(call) if mode in ("nearest", "nearest-exact") else v.dense(f"{mode} interpolation")
+def _interpolate(call: OperationCall) -> SpikeValue:
+    mode = call.get_argument(3, "mode", "nearest")
+    return (
+        _keep_value(call) if mode in ("nearest", "nearest-exact") else v.make_dense(f"{mode} interpolation")
+    )
 
 
-def _pad(call: Call) -> Value:
-    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value", None)
+def _pad(call: OperationCall) -> SpikeValue:
+    mode, fill = call.get_argument(2, "mode", "constant"), call.get_argument(3, "value", None)
     if mode == "constant" and fill not in (None, 0):
-        return v.dense(f"padding with {fill}")
-    return _keep(call)
+        return v.make_dense(f"padding with {fill}")
+    return _keep_value(call)
 
 
-def _assign(call: Call) -> Value:
+def _assign(call: OperationCall) -> SpikeValue:
     """target[index] = value: each element is the target's or the value's."""
-    target, new = call.input, call.argument(2, "value")
-    if isinstance(new, Value):
-        return v.join((target, new), "setitem")
-    return v.join((target, v.ZERO), "setitem") if new == 0 else v.dense("a constant assigned to elements")
+    target, assigned = call.input, call.get_argument(2, "value")
+    if isinstance(assigned, SpikeValue):
+        return v.join((target, assigned), "setitem")
+    return (
+        v.join((target, v.ZERO), "setitem")
+        if assigned == 0
+        else v.make_dense("a constant assigned to elements")
+    )
 
 
-_MOVES = (
+_ELEMENT_MOVES = (
     *(
         "flatten",
         "unflatten",
@@ -255,9 +269,9 @@ _CASTS = (
     "cpu",
     "cuda",
 )
-PAIRS = ("max", "min")  # with a dimension these yield (values, indices)
+VALUE_INDEX_OPS = ("max", "min")  # with `dim` these yield (values, indices)
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_MOVES, _keep),
+    **dict.fromkeys(_ELEMENT_MOVES, _keep_value),
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(("clamp", "clip"), _clamp),
     **dict.fromkeys(("max", "min", "maximum", "minimum"), _first_of_pair),
@@ -287,14 +301,14 @@ _RULES: dict[str, Rule] = {
 }
 # Operations whose result may share memory with their first argument.
 _VIEWS = {
-    *(set(_MOVES) - {"clone", "repeat", "tile", "roll", "gather", "take", "amax", "amin"}),
+    *(set(_ELEMENT_MOVES) - {"clone", "repeat", "tile", "roll", "gather", "take", "amax", "amin"}),
     *_CASTS,
     *("view", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout"),
     *("as_strided", "view_as_real", "view_as_complex", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
     *("broadcast_tensors", "meshgrid", "conj", "resolve_conj", "resolve_neg", "positive", "real", "imag"),
     *("adjoint", "numpy", "values", "rename", "refine_names", "align_to", "set", "slice"),
 }
-_WORDS = {
+_DESCRIPTIONS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "a convolution"),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), "average pooling"),
     **{f"adaptive_avg_pool{rank}d": "average pooling" for rank in (1, 2, 3)},
@@ -306,8 +320,8 @@ _WORDS = {
 }
 
 
-def operation_name(target: Any) -> str | None:
-    """The table's name for a function or method; None for one that is neither torch's nor Python's."""
+def get_operation_name(target: Any) -> str | None:
+    """Return the table's name of a function or method; None if it is neither torch's nor Python's."""
     if isinstance(target, str):
         name, owner = target, "torch"
     else:
@@ -325,8 +339,8 @@ def operation_name(target: Any) -> str | None:
     )
 
 
-def mutates_first(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a function or method writes into its first argument."""
+def mutates_first_argument(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of a function or method writes into its first argument."""
     if target in (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem):
         return True
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -338,28 +352,28 @@ def mutates_first(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return kwargs.get("inplace") is True or (position < len(args) and args[position] is True)
 
 
-def _inplace_positions() -> dict[str, int]:
-    """Where torch.nn.functional's functions take their `inplace` flag."""
-    found: dict[str, int] = {}
+def _find_inplace_positions() -> dict[str, int]:
+    """Find the position of the `inplace` flag of torch.nn.functional's functions."""
+    positions: dict[str, int] = {}
     for name, function in vars(nn.functional).items():
         if inspect.isfunction(function) and "inplace" in (
             names := list(inspect.signature(function).parameters)
         ):
-            found[name] = names.index("inplace")
-    return found
+            positions[name] = names.index("inplace")
+    return positions
 
 
-_INPLACE_POSITION = _inplace_positions()
+_INPLACE_POSITION = _find_inplace_positions()
 
 
 def may_alias(op: str | None) -> bool:
-    """Whether the result of `op` may share memory with an argument; unknown functions may."""
+    """Return whether the result of `op` may share memory with an argument; True for unknown functions."""
     return op is None or op in _VIEWS
 
 
-def apply(call: Call) -> Value:
-    """What is known about the result of one operation."""
+def apply_rule(call: OperationCall) -> SpikeValue:
+    """Compute what is known about the result of one operation."""
     rule = _RULES.get(call.op)
     if rule is None:
-        return v.dense(_WORDS.get(call.op, f"`{call.op}`"))
+        return v.make_dense(_DESCRIPTIONS.get(call.op, f"`{call.op}`"))
     return rule(call)

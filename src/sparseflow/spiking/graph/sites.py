@@ -1,4 +1,4 @@
-"""The convolutions of a network: what feeds each, and whether a sparse one may stand in for it."""
+"""The convolutions of a network: what feeds them, and whether a sparse one can replace them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from torch import nn
 
 from sparseflow.spiking.graph import values as v
-from sparseflow.spiking.graph.values import Value
+from sparseflow.spiking.graph.values import SpikeValue
 
 
 class Refusal(StrEnum):
-    """Why a convolution is left as it is."""
+    """Why a convolution is not replaced."""
 
     NOT_SPIKE_FED = "not-spike-fed"
     REAL_VALUES = "real-values"
@@ -37,18 +37,19 @@ class ConvSite:
     """One convolution module.
 
     Attributes:
-        name: The module's name.
-        node: The fx node that calls it, the first one when there are several; None when it was not found.
+        name: Module name.
+        node: The first fx node that calls it; None if there is none.
         nodes: All fx nodes that call it.
         type: 'Conv2d' or 'ConvTranspose2d'.
         kernel_size, stride, padding: (height, width). `padding` is in pixels, also for 'same' and 'valid';
-            (-1, -1) where the two sides differ.
+        (-1, -1) if
+            the two sides differ.
         fed_by: Names of the neurons whose spikes it reads, sorted.
         value: What is known about its input (over all its calls).
-        replaceable: Whether a sparse convolution may stand in for it.
-        refusal: Why not, as a code; None when replaceable.
-        reason: The same as a sentence.
-        notes: What a replacement must know: 'integer-values', 'called 4 times', …
+        replaceable: Whether a sparse convolution can replace it.
+        refusal: Why not, as a code; None if replaceable.
+        reason: The refusal as a sentence.
+        notes: Facts that a replacement must respect: 'integer-values', 'called 4 times', …
     """
 
     name: str
@@ -62,7 +63,7 @@ class ConvSite:
     in_channels: int
     out_channels: int
     fed_by: tuple[str, ...]
-    value: Value
+    value: SpikeValue
     replaceable: bool
     refusal: Refusal | None
     reason: str | None
@@ -70,30 +71,30 @@ class ConvSite:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
-    """One call of a convolution: the fx node (None outside a traced graph) and what it read."""
+class ConvCall:
+    """One call of a convolution: the fx node (None outside a traced graph) and its input value."""
 
     node: str | None
-    value: Value
+    value: SpikeValue
 
 
-def site(
-    name: str, conv: nn.Conv2d | nn.ConvTranspose2d, reads: Sequence[Read], absent: tuple[Refusal, str]
+def describe_site(
+    name: str, conv: nn.Conv2d | nn.ConvTranspose2d, reads: Sequence[ConvCall], absent: tuple[Refusal, str]
 ) -> ConvSite:
-    """Judge one convolution.
+    """Describe one convolution and decide whether it can be replaced.
 
     Args:
-        name: Its module name.
+        name: Module name.
         conv: The module.
         reads: Its calls, in order.
-        absent: Refusal and sentence to use when there are no calls.
+        absent: Refusal and sentence to use if there are no calls.
     """
     value = (
         v.join([read.value for read in reads], "calls")
         if len(reads) > 1
-        else (reads[0].value if reads else v.dense(absent[1]))
+        else (reads[0].value if reads else v.make_dense(absent[1]))
     )
-    refusal = (_input(value, reads) if reads else absent) or _structure(conv)
+    refusal = (_check_input(value, reads) if reads else absent) or _check_geometry(conv)
     notes = []
     if value.kind == "integer":
         notes.append(f"integer-values: 0 to {value.max_value}")
@@ -105,9 +106,9 @@ def site(
         node=nodes[0] if nodes else None,
         nodes=nodes,
         type="ConvTranspose2d" if isinstance(conv, nn.ConvTranspose2d) else "Conv2d",
-        kernel_size=_pair(conv.kernel_size),
-        stride=_pair(conv.stride),
-        padding=padding_of(conv) or (-1, -1),
+        kernel_size=_to_pair(conv.kernel_size),
+        stride=_to_pair(conv.stride),
+        padding=get_padding(conv) or (-1, -1),
         groups=conv.groups,
         in_channels=conv.in_channels,
         out_channels=conv.out_channels,
@@ -120,40 +121,43 @@ def site(
     )
 
 
-def padding_of(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[int, int] | None:
-    """Zeros on either side of (height, width); None when the sides differ ('same', even kernel)."""
+def get_padding(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[int, int] | None:
+    """Return the zeros on either side of (height, width); None if the sides differ ('same', even kernel)."""
     if conv.padding == "valid":
         return 0, 0
     if conv.padding == "same":
         spans = [step * (size - 1) for step, size in zip(conv.dilation, conv.kernel_size, strict=True)]
         return None if any(span % 2 for span in spans) else (spans[0] // 2, spans[1] // 2)
-    return _pair(conv.padding)
+    return _to_pair(conv.padding)
 
 
-def _pair(sizes: object) -> tuple[int, int]:
+def _to_pair(sizes: object) -> tuple[int, int]:
     assert isinstance(sizes, Sequence) and len(sizes) == 2
     return int(sizes[0]), int(sizes[1])
 
 
-def _input(value: Value, reads: Sequence[Read]) -> tuple[Refusal, str] | None:
+def _check_input(value: SpikeValue, reads: Sequence[ConvCall]) -> tuple[Refusal, str] | None:
     if value.is_spikes:
         return None
     if any(read.value.is_spikes for read in reads):
-        fed = sum(read.value.is_spikes for read in reads)
-        return Refusal.SHARED_MODULE, f"called {len(reads)} times, of which only {fed} read spikes"
+        num_spike_calls = sum(read.value.is_spikes for read in reads)
+        return (
+            Refusal.SHARED_MODULE,
+            f"called {len(reads)} times, but only {num_spike_calls} of the calls read spikes",
+        )
     if value.kind == "sparse_real":
-        return Refusal.REAL_VALUES, "fed by spikes that were scaled or subtracted: " + " > ".join(value.path)
+        return Refusal.REAL_VALUES, "fed by scaled or subtracted spikes: " + " > ".join(value.path)
     return Refusal.NOT_SPIKE_FED, f"fed by {value.cause or 'no neuron'}"
 
 
-def _structure(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | None:
-    """What about the convolution itself stands in the way."""
+def _check_geometry(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | None:
+    """Return why the convolution itself is not supported, or None."""
     if isinstance(conv, nn.ConvTranspose2d):
         return Refusal.TRANSPOSED, "transposed convolutions are not replaced"
-    if not is_plain(conv):
+    if not is_plain_conv(conv):
         return Refusal.CUSTOM_CONV, f"`{type(conv).__name__}` defines its own forward pass"
     if conv._forward_hooks or conv._forward_pre_hooks:
-        return Refusal.HOOKED, "it has forward hooks, which would not be called"
+        return Refusal.HOOKED, "it has forward hooks, which a replacement would not call"
     if conv.kernel_size not in ((1, 1), (3, 3)):
         return Refusal.KERNEL_SIZE, f"`kernel_size` (={conv.kernel_size}) is neither 3x3 nor 1x1"
     if conv.stride not in ((1, 1), (2, 2)):
@@ -162,19 +166,19 @@ def _structure(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | No
         return Refusal.DILATION, f"`dilation` (={conv.dilation}) is not 1"
     if conv.groups != 1:
         return Refusal.GROUPS, f"`groups` (={conv.groups}) is not 1"
-    if padding_of(conv) not in ((0, 0), (1, 1)):
+    if get_padding(conv) not in ((0, 0), (1, 1)):
         return Refusal.PADDING, f"`padding` (={conv.padding}) is neither 0 nor 1 on every side"
     if conv.padding_mode != "zeros":
         return Refusal.PADDING_MODE, f"`padding_mode` (={conv.padding_mode!r}) is not 'zeros'"
     return None
 
 
-def is_plain(conv: nn.Conv2d) -> bool:
-    """Whether the module computes what nn.Conv2d computes from `weight` and `bias`, and nothing else."""
+def is_plain_conv(conv: nn.Conv2d) -> bool:
+    """Return whether the module computes exactly nn.Conv2d from `weight` and `bias`."""
     cls = type(conv)
     if "forward" in vars(conv) or cls._conv_forward is not nn.Conv2d._conv_forward:
         return False
     if cls.forward is nn.Conv2d.forward:
         return True
-    author = cls.forward.__qualname__, cls.forward.__module__
-    return author == ("Conv2d.forward", "spikingjelly.activation_based.layer.stateless_wrapper")
+    defining_function = cls.forward.__qualname__, cls.forward.__module__
+    return defining_function == ("Conv2d.forward", "spikingjelly.activation_based.layer.stateless_wrapper")

@@ -1,12 +1,12 @@
 """A network as a `torch.fx` graph whose nodes are its neurons, layers and tensor operations.
 
-Leaves are registered neurons, torch's own layers and spikingjelly's layers; containers (Sequential,
-SeqToANNContainer, MultiStepContainer, …) are seen through, so every convolution in them is a node of its own
-under its full module name.
+Leaves are registered neurons, torch's own layers and spikingjelly's layers. Containers (Sequential,
+SeqToANNContainer, MultiStepContainer, …) are inlined, so each convolution in them is a node under its full
+module name.
 
-Tracing is symbolic wherever possible. Given a sample, proxies also carry the tensors of one run: where a
+Tracing is symbolic where possible. Given a sample, proxies also carry the tensors of one run: where a
 network branches on a shape or loops over time steps, the sample's answer is taken and an assertion is added
-to the graph, so that the traced network refuses inputs for which the answer would differ.
+to the graph, so that the traced network refuses inputs for which the answer differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.graph.module_state import kept_state
+from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -30,19 +30,19 @@ _UNKNOWN = object()
 
 
 class UntraceableError(ModelError):
-    """The network's forward pass cannot be written down as an fx graph; the message says where it failed."""
+    """The network's forward pass cannot be expressed as an fx graph; the message says where it failed."""
 
 
 def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
     """Trace `model` into an fx graph that computes what `model` computes.
 
-    The result shares the model's modules, parameters and state: resetting the model resets it too. The model
-    is left as it was, bit for bit (membranes, buffers, attributes, mode, random state).
+    The result shares the model's modules, parameters and state: resetting the model resets it too. The
+    model is restored bit for bit (membranes, buffers, attributes, mode, random state).
 
     Args:
         model: The network.
-        sample: Its input: a tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
-            Only needed by networks that branch on shapes or loop over an input's time steps.
+        sample: Its input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments. Only needed by networks that branch on shapes or loop over an input's time steps.
 
     Returns:
         The traced network; `call_module` targets are `model`'s own module names.
@@ -50,7 +50,8 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
     Raises:
         ModelError: `model` is not a module.
         SampleError: The model cannot run `sample`.
-        UntraceableError: Tracing failed; a sample may help, or the model does what no graph can express.
+        UntraceableError: Tracing failed; a sample may help, or the model does something that no graph can
+            express.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -63,41 +64,43 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
 
 
 def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.GraphModule:
-    """`trace`, either running the sample or only reading from it which arguments are given."""
+    """`trace` that either runs the sample or only reads from it which arguments are passed."""
     tracer = SpikingTracer(sample, run=run)
-    with kept_state(model), torch.no_grad():
+    with preserve_state(model), torch.no_grad():
         try:
-            graph = tracer.trace(model, tracer.concrete_args(model))
+            graph = tracer.trace(model, tracer.bind_concrete_args(model))
         except (SampleError, UntraceableError):
             raise
         except Exception as error:
-            inside = [name for name, _ in tracer.module_stack.values() if name]
-            place = f" in `{inside[-1]}`" if inside else ""
+            module_names = [name for name, _ in tracer.module_stack.values() if name]
+            location = f" in `{module_names[-1]}`" if module_names else ""
             raise UntraceableError(
-                f"`{type(model).__name__}` cannot be traced{place}: {_one_line(error)}"
+                f"`{type(model).__name__}` cannot be traced{location}: {_format_error(error)}"
             ) from error
-        _drop_unread(graph)
-        leaks = _stored_proxies(model)
-        if leaks and not run:
+        _erase_unused_queries(graph)
+        stored = _find_stored_proxies(model)
+        if stored and not run:
             raise UntraceableError(
-                f"`{type(model).__name__}` keeps activations in {', '.join(leaks)}; "
-                "a sample is needed to check that they do not outlive a call"
+                f"`{type(model).__name__}` stores activations in {', '.join(stored)}; "
+                "give a sample to check that they are not used by later calls"
             )
-        # fx hangs constants on the root: the graph module takes them over before the model loses them again.
+        # fx stores constants on the root: the graph module copies them before the model's state is restored.
         return fx.GraphModule(model, graph, class_name=type(model).__name__)
 
 
-def _drop_unread(graph: fx.Graph) -> None:
-    """Erase questions about shapes that nobody needs any more, so that they do not count as readers."""
+def _erase_unused_queries(graph: fx.Graph) -> None:
+    """Erase unused queries of shapes, so that they do not count as readers."""
     for node in reversed(graph.nodes):
-        asks = node.op == "call_function" and node.target in _QUESTIONS
-        asks = asks or (node.op == "call_method" and node.target in ("size", "dim", "ndimension", "numel"))
-        if asks and not node.users:
+        is_query = node.op == "call_function" and node.target in _QUERY_FUNCTIONS
+        is_query = is_query or (
+            node.op == "call_method" and node.target in ("size", "dim", "ndimension", "numel")
+        )
+        if is_query and not node.users:
             graph.erase_node(node)
 
 
-def call_arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for one call of the model, from a sample in any accepted form."""
+def split_arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split a sample in any accepted form into positional and keyword arguments."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     if isinstance(sample, (tuple, list)):
@@ -105,30 +108,30 @@ def call_arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample,), {}
 
 
-def _one_line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
 
 
-def _stored_proxies(model: nn.Module) -> list[str]:
-    """Attributes of `model`'s modules that hold a proxy after tracing, as `module.attribute`."""
-    found = []
+def _find_stored_proxies(model: nn.Module) -> list[str]:
+    """List attributes of `model`'s modules that hold a proxy after tracing, as `module.attribute`."""
+    attributes = []
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            held = [value, *value] if isinstance(value, (list, tuple)) else [value]
+            items = [value, *value] if isinstance(value, (list, tuple)) else [value]
             if isinstance(value, dict) and key not in ("_modules", "_parameters"):
-                held = list(value.values())
-            if any(isinstance(item, fx.Proxy) for item in held):
-                found.append(f"`{name}.{key}`" if name else f"`{key}`")
-    return found
+                items = list(value.values())
+            if any(isinstance(item, fx.Proxy) for item in items):
+                attributes.append(f"`{name}.{key}`" if name else f"`{key}`")
+    return attributes
 
 
 class SpikingTracer(fx.Tracer):
-    """An fx tracer that knows neurons and, given a sample, the tensor behind every proxy.
+    """An fx tracer that knows neurons and, given a sample, the tensor behind each proxy.
 
     Args:
         sample: The model's input, or None.
-        run: Whether to run the sample; otherwise it only says which arguments are given.
+        run: Whether to run the sample; otherwise it only determines which arguments are passed.
     """
 
     def __init__(self, sample: Sample | None = None, *, run: bool = False) -> None:
@@ -136,15 +139,15 @@ class SpikingTracer(fx.Tracer):
         self._sample, self._run_sample = sample, run
         self._inputs: dict[str, Any] = {}
         self._placeholders: list[fx.Proxy] = []
-        self._ranks_fixed = False
+        self._ranks_asserted = False
         self._running = False
 
-    def concrete_args(self, model: nn.Module) -> dict[str, Any] | None:
-        """Bind the sample to the model's signature; parameters that get no tensor become constants."""
+    def bind_concrete_args(self, model: nn.Module) -> dict[str, Any] | None:
+        """Bind the sample to the model's signature; parameters without a tensor become constants."""
         signature = inspect.signature(model.forward)
         arguments: dict[str, Any] = {}
         if self._sample is not None:
-            args, kwargs = call_arguments(self._sample)
+            args, kwargs = split_arguments(self._sample)
             try:
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
             except TypeError as error:
@@ -165,11 +168,11 @@ class SpikingTracer(fx.Tracer):
         return constants or None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Neurons, convolutions, torch's and spikingjelly's layers, and modules with a memory."""
+        """Return whether a module is a neuron, a convolution, a library layer or has state."""
         if is_spiking_neuron(m) or isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
             return True
         if isinstance(m.__dict__.get("_memories"), dict):
-            return True  # a recurrent container, a delay: traced into, its memory would become a constant
+            return True  # its state would become a constant if traced into
         author = inspect.unwrap(type(m).forward).__module__ or ""
         if author.startswith("spikingjelly.activation_based.layer"):
             return not any(m.children())
@@ -179,7 +182,7 @@ class SpikingTracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._running or m not in (self.submodule_paths or {}):
-            # A module made during the call (a resize, an activation) has no name: its operations stand in.
+            # A module created during the call has no name: trace its operations instead.
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -192,24 +195,30 @@ class SpikingTracer(fx.Tracer):
         return _ValueProxy(node, self)
 
     def create_proxy(
-        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **more: Any
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *positional: Any,
+        **keywords: Any,
     ) -> Any:
-        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        proxy = super().create_proxy(kind, target, args, kwargs, *positional, **keywords)
         if kind == "placeholder":
             self._placeholders.append(proxy)
-        # The value lives as long as its proxy does, as a tensor lives in an ordinary run.
+        # The value lives as long as its proxy, like a tensor in an ordinary run.
         proxy.__dict__["value"] = (
-            _UNKNOWN if not self._run_sample else self._run(kind, target, args, kwargs, proxy)
+            _UNKNOWN if not self._run_sample else self._run_operation(kind, target, args, kwargs, proxy)
         )
         return proxy
 
-    def fix(self, proxy: fx.Proxy, value: Any) -> None:
+    def assert_value(self, proxy: fx.Proxy, value: Any) -> None:
         """Make the graph refuse inputs for which `proxy` is not `value`."""
-        if not _asks_only_for_ranks(proxy.node):
+        if not _depends_only_on_ranks(proxy.node):
             self._assert_equal(proxy, value)
-        elif not self._ranks_fixed:
-            # The inputs' ranks settle every other: one check at the door instead of one a question.
-            self._ranks_fixed = True
+        elif not self._ranks_asserted:
+            # The inputs' ranks determine all others: one check per input instead of one per query.
+            self._ranks_asserted = True
             for placeholder in self._placeholders:
                 tensor = placeholder.__dict__["value"]
                 if isinstance(tensor, torch.Tensor):
@@ -217,14 +226,14 @@ class SpikingTracer(fx.Tracer):
 
     def _assert_equal(self, proxy: fx.Proxy, value: Any) -> None:
         message = f"traced for an input in which `{proxy.node.name}` is {value}; trace again for this one"
-        held = self.create_proxy("call_function", operator.eq, (proxy, value), {})
-        self.create_proxy("call_function", torch._assert, (held, message), {})
+        condition = self.create_proxy("call_function", operator.eq, (proxy, value), {})
+        self.create_proxy("call_function", torch._assert, (condition, message), {})
 
-    def _run(self, kind: str, target: Any, args: Any, kwargs: Any, proxy: fx.Proxy) -> Any:
-        """Compute one node for real. State changes are undone by whoever traces."""
+    def _run_operation(self, kind: str, target: Any, args: Any, kwargs: Any, proxy: fx.Proxy) -> Any:
+        """Run one node; the caller of the tracer undoes state changes."""
         if kind == "placeholder":
             return self._inputs.get(str(target), _UNKNOWN)
-        args, kwargs = _values(args), _values(kwargs)
+        args, kwargs = _substitute_values(args), _substitute_values(kwargs)
         if _holds_unknown((args, kwargs)):
             return _UNKNOWN
         self._running = True
@@ -238,28 +247,32 @@ class SpikingTracer(fx.Tracer):
             return target(*args, **kwargs)
         except Exception as error:
             name = proxy.node.name
-            raise SampleError(f"the model cannot run the sample, at `{name}`: {_one_line(error)}") from error
+            raise SampleError(
+                f"the model cannot run the sample, at `{name}`: {_format_error(error)}"
+            ) from error
         finally:
             self._running = False
 
 
-_QUESTIONS = {
+_QUERY_FUNCTIONS = {
     getattr, operator.getitem, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
     operator.add, operator.sub, operator.mul, operator.floordiv,
 }  # fmt: skip
 
 
-def _values(tree: Any) -> Any:
-    """`tree` with every proxy replaced by its value in the sample's run."""
+def _substitute_values(tree: Any) -> Any:
+    """Return `tree` with each proxy replaced by its value in the sample's run."""
     if isinstance(tree, _ValueProxy):
-        return tree.known()
+        return tree.get_value()
     if isinstance(tree, (list, tuple)):
-        items = [_values(item) for item in tree]
+        items = [_substitute_values(item) for item in tree]
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, dict):
-        return {key: _values(item) for key, item in tree.items()}
+        return {key: _substitute_values(item) for key, item in tree.items()}
     if isinstance(tree, slice):
-        return slice(_values(tree.start), _values(tree.stop), _values(tree.step))
+        return slice(
+            _substitute_values(tree.start), _substitute_values(tree.stop), _substitute_values(tree.step)
+        )
     return tree
 
 
@@ -271,8 +284,8 @@ def _holds_unknown(tree: Any) -> bool:
     return tree is _UNKNOWN
 
 
-def _asks_only_for_ranks(node: fx.Node) -> bool:
-    """Whether `node` is a number of dimensions, or a comparison of such with constants."""
+def _depends_only_on_ranks(node: fx.Node) -> bool:
+    """Return whether `node` is a number of dimensions, or a comparison of such with constants."""
     if node.op == "call_method":
         return node.target in ("dim", "ndimension")
     if node.op != "call_function":
@@ -280,52 +293,52 @@ def _asks_only_for_ranks(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] == "ndim"
     compares = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-    return node.target in compares and all(_asks_only_for_ranks(inner) for inner in node.all_input_nodes)
+    return node.target in compares and all(_depends_only_on_ranks(inner) for inner in node.all_input_nodes)
 
 
 class _ValueProxy(fx.Proxy):
-    """A proxy that answers questions about its value where a sample's run is known."""
+    """A proxy that knows its value in the sample's run."""
 
     tracer: SpikingTracer
 
     def __getattr__(self, k: str) -> Any:
         return _ValueAttribute(self, k)
 
-    def known(self) -> Any:
-        """What this proxy stands for in the run with the sample; `_UNKNOWN` without one."""
+    def get_value(self) -> Any:
+        """Return the value in the sample's run; `_UNKNOWN` without one."""
         return self.__dict__.get("value", _UNKNOWN)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
 
-    def _concrete(self, what: str) -> Any:
-        value = self.known()
+    def _require_value(self, property_name: str) -> Any:
+        value = self.get_value()
         if value is _UNKNOWN:
-            raise TraceError(f"{what} of `{self.node.name}` depends on the input; a sample is needed")
+            raise TraceError(f"{property_name} of `{self.node.name}` depends on the input; give a sample")
         return value
 
-    def _fixed(self, what: str) -> Any:
-        """The value as a number, which the graph insists on from now on."""
-        value = self._concrete(what)
+    def _require_constant(self, property_name: str) -> Any:
+        """Return the value as a number, which the graph asserts from then on."""
+        value = self._require_value(property_name)
         if isinstance(value, torch.Tensor):
-            raise TraceError(f"{what} of `{self.node.name}` depends on the numbers in a tensor")
-        self.tracer.fix(self, value)
+            raise TraceError(f"{property_name} of `{self.node.name}` depends on the values of a tensor")
+        self.tracer.assert_value(self, value)
         return value
 
     def __bool__(self) -> bool:
-        return bool(self._fixed("the truth"))
+        return bool(self._require_constant("the truth"))
 
     def __int__(self) -> int:
-        return int(self._fixed("the size"))
+        return int(self._require_constant("the size"))
 
     def __float__(self) -> float:
-        return float(self._fixed("the size"))
+        return float(self._require_constant("the size"))
 
     def __index__(self) -> int:
-        return operator.index(self._fixed("the size"))
+        return operator.index(self._require_constant("the size"))
 
     def __len__(self) -> int:
-        value = self._concrete("the length")
+        value = self._require_value("the length")
         if isinstance(value, torch.Tensor):
             return int(self.shape[0])
         return len(value)
@@ -333,15 +346,15 @@ class _ValueProxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
-        if self.known() is _UNKNOWN:
+        if self.get_value() is _UNKNOWN:
             assert caller is not None
-            return _unpacked(self, caller)
+            return _unpack_by_bytecode(self, caller)
         return iter([self[index] for index in range(len(self))])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
-    # Without these Python falls back on the out-of-place operator and the graph loses the change of an alias.
+    # Without these, Python falls back to the out-of-place operator, which does not change aliases.
     def __iadd__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
@@ -356,13 +369,13 @@ class _ValueProxy(fx.Proxy):
 
 
 class _ValueAttribute(_ValueProxy, Attribute):
-    """`proxy.name`: a method call if it is called, else a getattr node made when it is first used."""
+    """`proxy.name`: a method call if it is called, else a getattr node created on first use."""
 
     def __init__(self, root: fx.Proxy, attr: str) -> None:
         Attribute.__init__(self, root, attr)
 
-    def known(self) -> Any:
-        root = self.root.known()  # type: ignore[attr-defined]
+    def get_value(self) -> Any:
+        root = self.root.get_value()  # type: ignore[attr-defined]
         return _UNKNOWN if root is _UNKNOWN else getattr(root, self.attr)
 
     @property
@@ -373,9 +386,9 @@ class _ValueAttribute(_ValueProxy, Attribute):
         return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
 
 
-def _unpacked(proxy: _ValueProxy, caller: Any) -> Iterator[Any]:
-    """`a, b = proxy` without a sample: the number of names tells the length."""
+def _unpack_by_bytecode(proxy: _ValueProxy, caller: Any) -> Iterator[Any]:
+    """`a, b = proxy` without a sample: the bytecode gives the number of names."""
     for instruction in dis.get_instructions(caller.f_code):
         if instruction.offset == caller.f_lasti and instruction.opname == "UNPACK_SEQUENCE":
             return iter([proxy[index] for index in range(instruction.argval)])
-    raise TraceError(f"a loop over `{proxy.node.name}` depends on the input; a sample is needed")
+    raise TraceError(f"a loop over `{proxy.node.name}` depends on the input; give a sample")

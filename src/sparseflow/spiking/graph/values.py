@@ -1,13 +1,13 @@
-"""What is known about a tensor without looking at its numbers, and how arithmetic changes it.
+"""Abstract values of tensors: what is known without their numbers, and how arithmetic changes it.
 
-The kinds form a chain; whatever holds for one holds for all that follow::
+The kinds form a chain; a tensor of one kind also satisfies the kinds below it::
 
-    binary       every element is 0 or 1
-    integer      every element is one of 0, 1, …, max_value       (spikes added to spikes)
+    binary       each element is 0 or 1
+    integer      each element is one of 0, 1, …, max_value       (spikes added to spikes)
     sparse_real  an element is 0 wherever all its sources are 0   (spikes times a constant)
     dense        nothing is known
 
-Each function here takes values and returns the strongest value that is *proven* for the result.
+Each function takes values and returns the strongest value that is *proven* for the result.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["binary", "integer", "sparse_real", "dense"]
-_RANK: dict[Kind, int] = {"binary": 0, "integer": 1, "sparse_real": 2, "dense": 3}
-_EXACT_INTEGERS = 2048  # beyond this float16 no longer holds every integer, and sums would round
+ValueKind = Literal["binary", "integer", "sparse_real", "dense"]
+_RANK: dict[ValueKind, int] = {"binary": 0, "integer": 1, "sparse_real": 2, "dense": 3}
+_MAX_EXACT_INTEGER = 2048  # beyond this float16 no longer holds every integer, and sums would round
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class SpikeValue:
     """What is known about one tensor.
 
     Attributes:
         kind: See the module's docstring.
         max_value: The largest element of a binary (1, or 0 for a constant zero) or integer tensor; else None.
         sources: Names of the neuron modules that its non-zeros come from; empty for dense values.
-        path: Operations walked since those neurons, in order, as `op` or `op@module`.
-        shape: The tensor's shape in the run with the sample; None without one.
-        scale: For `sparse_real`: the constant c when every element is c times a small non-negative
-            integer (at most `count`), else None.
+        path: Operations since those neurons, in order, as `op` or `op@module`.
+        shape: Shape of the tensor in the sample's run; None without one.
+        scale: For `sparse_real`: the constant c if each element is c times a small non-negative integer (at
+            most `count`), else None.
         count: For `sparse_real` with a `scale`: the largest such integer.
-        inverted: True for 1 - spikes: elements are 0 or 1 but mostly 1. Such a value is `dense` and turns
+        inverted: True for 1 - spikes: elements are 0 or 1 but mostly 1. Such a value is `dense` and becomes
             binary again when multiplied by spikes (SEW's IAND).
         cause: For dense values: what made them so, in words that fit after "fed by".
     """
 
-    kind: Kind
+    kind: ValueKind
     max_value: int | None = None
     sources: frozenset[str] = frozenset()
     path: tuple[str, ...] = ()
@@ -55,41 +55,40 @@ class Value:
         """Whether the elements are 0/1 or small integers, and come from at least one neuron."""
         return self.kind in ("binary", "integer") and bool(self.sources)
 
-    def step(self, op: str) -> Value:
-        """The same value after `op`, which changed no element's range."""
+    def append_op(self, op: str) -> SpikeValue:
+        """Return the value after `op`, which does not change the range of any element."""
         return self if self.kind == "dense" and not self.inverted else replace(self, path=(*self.path, op))
 
-    def with_shape(self, shape: Iterable[int] | None) -> Value:
-        """The same value with the shape seen in a run."""
+    def with_shape(self, shape: Iterable[int] | None) -> SpikeValue:
         return replace(self, shape=None if shape is None else tuple(int(size) for size in shape))
 
 
-ZERO = Value(kind="binary", max_value=0)
+ZERO = SpikeValue(kind="binary", max_value=0)
 
 
-def binary(*sources: str, path: tuple[str, ...] = ()) -> Value:
-    """Spikes of the neurons named `sources`."""
-    return Value(kind="binary", max_value=1, sources=frozenset(sources), path=path)
+def make_binary(*sources: str, path: tuple[str, ...] = ()) -> SpikeValue:
+    """Make the value of spikes of the neurons named `sources`."""
+    return SpikeValue(kind="binary", max_value=1, sources=frozenset(sources), path=path)
 
 
-def integer(max_value: int, sources: Iterable[str], path: tuple[str, ...] = ()) -> Value:
-    """Integers 0 … `max_value`; binary when that is 1, dense when it is too large to be exact."""
-    if max_value > _EXACT_INTEGERS:
-        return dense("integers too large to be exact in float16")
-    kind: Kind = "binary" if max_value <= 1 else "integer"
-    return Value(kind=kind, max_value=max_value, sources=frozenset(sources), path=path)
+def make_integer(max_value: int, sources: Iterable[str], path: tuple[str, ...] = ()) -> SpikeValue:
+    """Make integers 0 … `max_value`; binary if that is 1, dense if it is too large to be exact."""
+    if max_value > _MAX_EXACT_INTEGER:
+        return make_dense("integers too large to be exact in float16")
+    kind: ValueKind = "binary" if max_value <= 1 else "integer"
+    return SpikeValue(kind=kind, max_value=max_value, sources=frozenset(sources), path=path)
 
 
-def dense(cause: str) -> Value:
-    """A value about which nothing is known, because of `cause`."""
-    return Value(kind="dense", cause=cause)
+def make_dense(cause: str) -> SpikeValue:
+    """Make a value about which nothing is known, because of `cause`."""
+    return SpikeValue(kind="dense", cause=cause)
 
 
-def _sparse(
-    values: Iterable[Value], path: tuple[str, ...], scale: float | None = None, count: int | None = None
-) -> Value:
+def _make_sparse(
+    values: Iterable[SpikeValue], path: tuple[str, ...], scale: float | None = None, count: int | None = None
+) -> SpikeValue:
     sources = frozenset[str]().union(*(value.sources for value in values))
-    return Value(
+    return SpikeValue(
         kind="sparse_real",
         sources=sources,
         path=path,
@@ -98,123 +97,125 @@ def _sparse(
     )
 
 
-def _longest_path(values: Iterable[Value]) -> tuple[str, ...]:
+def _find_longest_path(values: Iterable[SpikeValue]) -> tuple[str, ...]:
     return max((value.path for value in values), key=len, default=())
 
 
-def _bound(value: Value) -> int:
+def _get_max_value(value: SpikeValue) -> int:
     assert value.max_value is not None
     return value.max_value
 
 
-def join(values: Iterable[Value], op: str) -> Value:
-    """The value of a tensor each of whose elements comes from one of `values` (cat, stack, a merge)."""
-    present = list(values)
-    if not present:
-        return dense(f"`{op}` of nothing")
-    path = (*_longest_path(present), op)
-    worst = max(present, key=lambda value: _RANK[value.kind])
-    if worst.kind == "dense":
-        if all(value.inverted for value in present):
-            sources = frozenset[str]().union(*(value.sources for value in present))
-            return Value(kind="dense", inverted=True, sources=sources, path=path, cause=worst.cause)
-        return dense(worst.cause or f"`{op}`")
-    if worst.kind == "sparse_real":
-        scales = {value.scale for value in present if value != ZERO}
-        same = scales.pop() if len(scales) == 1 else None
-        return _sparse(present, path, same, max(value.count or 0 for value in present))
-    sources = frozenset[str]().union(*(value.sources for value in present))
-    return integer(max(_bound(value) for value in present), sources, path)
+def join(values: Iterable[SpikeValue], op: str) -> SpikeValue:
+    """Value of a tensor each of whose elements comes from one of `values` (cat, stack, a merge)."""
+    operands = list(values)
+    if not operands:
+        return make_dense(f"`{op}` of nothing")
+    path = (*_find_longest_path(operands), op)
+    weakest = max(operands, key=lambda value: _RANK[value.kind])
+    if weakest.kind == "dense":
+        if all(value.inverted for value in operands):
+            sources = frozenset[str]().union(*(value.sources for value in operands))
+            return SpikeValue(kind="dense", inverted=True, sources=sources, path=path, cause=weakest.cause)
+        return make_dense(weakest.cause or f"`{op}`")
+    if weakest.kind == "sparse_real":
+        scales = {value.scale for value in operands if value != ZERO}
+        scale = scales.pop() if len(scales) == 1 else None
+        return _make_sparse(operands, path, scale, max(value.count or 0 for value in operands))
+    sources = frozenset[str]().union(*(value.sources for value in operands))
+    return make_integer(max(_get_max_value(value) for value in operands), sources, path)
 
 
-def add(left: Value, right: Value, op: str = "add") -> Value:
-    """left + right, element by element."""
-    if left.max_value == 0:
-        return right.step(op)
-    if right.max_value == 0:
-        return left.step(op)
-    for value in (left, right):
+def add(first: SpikeValue, second: SpikeValue, op: str = "add") -> SpikeValue:
+    """Value of first + second, elementwise."""
+    if first.max_value == 0:
+        return second.append_op(op)
+    if second.max_value == 0:
+        return first.append_op(op)
+    for value in (first, second):
         if value.kind == "dense":
-            return dense(value.cause or f"`{op}`")
-    path = (*_longest_path((left, right)), op)
-    if "sparse_real" in (left.kind, right.kind):
-        same = left.scale if left.scale == right.scale else None
-        return _sparse((left, right), path, same, (left.count or 0) + (right.count or 0))
-    return integer(_bound(left) + _bound(right), left.sources | right.sources, path)
+            return make_dense(value.cause or f"`{op}`")
+    path = (*_find_longest_path((first, second)), op)
+    if "sparse_real" in (first.kind, second.kind):
+        scale = first.scale if first.scale == second.scale else None
+        return _make_sparse((first, second), path, scale, (first.count or 0) + (second.count or 0))
+    return make_integer(_get_max_value(first) + _get_max_value(second), first.sources | second.sources, path)
 
 
-def subtract(left: Value, right: Value, op: str = "sub") -> Value:
-    """left - right, element by element."""
-    if right.max_value == 0:
-        return left.step(op)
-    for value in (left, right):
+def subtract(first: SpikeValue, second: SpikeValue, op: str = "sub") -> SpikeValue:
+    """Value of first - second, elementwise."""
+    if second.max_value == 0:
+        return first.append_op(op)
+    for value in (first, second):
         if value.kind == "dense":
-            return dense(value.cause or f"`{op}`")
-    return _sparse((left, right), (*_longest_path((left, right)), op))
+            return make_dense(value.cause or f"`{op}`")
+    return _make_sparse((first, second), (*_find_longest_path((first, second)), op))
 
 
-def one_minus(value: Value, op: str = "sub") -> Value:
-    """1 - value."""
+def subtract_from_one(value: SpikeValue, op: str = "sub") -> SpikeValue:
+    """Value of 1 - value."""
     path = (*value.path, op)
     if value.inverted:
-        return Value(kind="binary", max_value=1, sources=value.sources, path=path)
+        return SpikeValue(kind="binary", max_value=1, sources=value.sources, path=path)
     if value.kind == "binary":
-        return Value(
+        return SpikeValue(
             kind="dense",
             inverted=True,
             sources=value.sources,
             path=path,
             cause="1 - spikes, which are mostly ones",
         )
-    return dense(value.cause or "a difference from one")
+    return make_dense(value.cause or "a difference from one")
 
 
-def multiply(left: Value, right: Value, op: str = "mul") -> Value:
-    """left * right, element by element. Zeros win: 0 * anything finite is 0."""
-    if left.max_value == 0 or right.max_value == 0:
+def multiply(first: SpikeValue, second: SpikeValue, op: str = "mul") -> SpikeValue:
+    """Value of first * second, elementwise; 0 times anything finite is 0."""
+    if first.max_value == 0 or second.max_value == 0:
         return ZERO
-    path = (*_longest_path((left, right)), op)
-    if left.inverted and right.inverted:
+    path = (*_find_longest_path((first, second)), op)
+    if first.inverted and second.inverted:
         # Both factors are 0 or 1 and so is their product, but nothing makes it sparse.
-        return Value(
+        return SpikeValue(
             kind="dense",
             inverted=True,
-            sources=left.sources | right.sources,
+            sources=first.sources | second.sources,
             path=path,
             cause="1 - spikes, which are mostly ones",
         )
-    for value, other in ((left, right), (right, left)):
+    for value, other in ((first, second), (second, first)):
         if other.inverted and value.kind != "dense":
             return replace(value, path=path, shape=None)
-    if left.kind == "dense" and right.kind == "dense":
-        return dense(left.cause or right.cause or f"`{op}`")
-    if "dense" in (left.kind, right.kind) or "sparse_real" in (left.kind, right.kind):
-        return _sparse([value for value in (left, right) if value.kind != "dense"], path)
-    return integer(_bound(left) * _bound(right), left.sources | right.sources, path)
+    if first.kind == "dense" and second.kind == "dense":
+        return make_dense(first.cause or second.cause or f"`{op}`")
+    if "dense" in (first.kind, second.kind) or "sparse_real" in (first.kind, second.kind):
+        return _make_sparse([value for value in (first, second) if value.kind != "dense"], path)
+    return make_integer(_get_max_value(first) * _get_max_value(second), first.sources | second.sources, path)
 
 
-def scale_by(value: Value, factor: float, op: str = "mul") -> Value:
-    """value * a Python number."""
+def scale_by(value: SpikeValue, factor: float, op: str = "mul") -> SpikeValue:
+    """Value of value * a Python number."""
     if not math.isfinite(factor):
-        return dense(f"a product with {factor}")
+        return make_dense(f"a product with {factor}")
     if factor == 1:
-        return value.step(op)
+        return value.append_op(op)
     if factor == 0 and value.kind != "dense":
         return ZERO
     if value.kind == "dense":
-        return dense(value.cause or f"`{op}`")
+        return make_dense(value.cause or f"`{op}`")
     path = (*value.path, op)
     if value.kind == "sparse_real":
         scale = None if value.scale is None else value.scale * factor
-        return _sparse((value,), path, scale, value.count)
-    return _sparse((value,), path, float(factor), _bound(value))
+        return _make_sparse((value,), path, scale, value.count)
+    return _make_sparse((value,), path, float(factor), _get_max_value(value))
 
 
-def floor_at_zero(value: Value, op: str = "relu") -> Value:
-    """max(value, 0): spikes and integers are unchanged, other zeros stay zeros."""
+def clamp_at_zero(value: SpikeValue, op: str = "relu") -> SpikeValue:
+    """Value of max(value, 0): spikes and integers are unchanged, other zeros stay zeros."""
     if value.kind in ("binary", "integer") or value.inverted:
-        return value.step(op)
+        return value.append_op(op)
     if value.kind == "sparse_real":
-        keep = value.scale is not None and value.scale > 0
-        return _sparse((value,), (*value.path, op), value.scale if keep else None, value.count)
-    return dense(f"`{op}`")
+        scale_preserved = value.scale is not None and value.scale > 0
+        return _make_sparse(
+            (value,), (*value.path, op), value.scale if scale_preserved else None, value.count
+        )
+    return make_dense(f"`{op}`")

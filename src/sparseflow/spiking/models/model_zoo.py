@@ -1,11 +1,12 @@
-"""Networks by name: for the command line and the benchmarks.
+"""Networks by name, for the command line and the benchmarks.
 
 A name is one of
 
-* a shipped network (`zoo.names()`), trained;
-* `spiking_resnet<depth>` or `sew_resnet<depth>`, depth 18, 34, 50, 101 or 152, with random weights and its
-  BatchNorm statistics set so that it fires (`make_it_fire`);
-* `package.module:factory`, a callable of yours without arguments that returns a module in eval mode.
+* a pretrained network (`pretrained.list_names()`);
+* `spiking_resnet<depth>` or `sew_resnet<depth>`, depth 18, 34, 50, 101 or 152, with random weights and
+BatchNorm
+  statistics calibrated so that it fires (`calibrate_firing`);
+* `package.module:factory`, a callable without arguments that returns a module in eval mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 
 from sparseflow.core import factory
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.spiking.graph.module_state import reset
+from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 from sparseflow.spiking.models import pretrained
 
@@ -27,123 +28,123 @@ _RESIDUAL = {"spiking": "spiking", "sew": "sew_add"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to build a network that does not say so itself.
+class NetworkConfig:
+    """Configuration of a network with random weights.
 
     Attributes:
-        steps: T.
-        classes: Outputs.
-        image: Height and width of its input, in pixels; up to 64 the stem is CIFAR's, above ImageNet's.
+        time_steps: T.
+        num_classes: Number of outputs.
+        image_size: Height and width of the input, in pixels; up to 64 the stem is CIFAR's, above ImageNet's.
         width: Channels of the first stage.
-        firing: Mean firing rate to set the network to, above 0 and below 1; None for what `make_it_fire`
-            gives by itself, which is 10 to 20 %.
-        seed: Of random weights and random input.
+        firing_rate: Mean firing rate to calibrate to, above 0 and below 1; None for the default of
+            `calibrate_firing`, 10 to 20 %.
+        seed: Seed of random weights and random input.
     """
 
-    steps: int = 4
-    classes: int = 10
-    image: int = 32
+    time_steps: int = 4
+    num_classes: int = 10
+    image_size: int = 32
     width: int = 64
-    firing: float | None = None
+    firing_rate: float | None = None
     seed: int = 0
 
 
-def build(
+def build_network(
     name: str,
-    settings: Settings | None = None,
+    config: NetworkConfig | None = None,
     *,
     weights: Path | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The network called `name`, in eval mode, on `device`.
+    """Build the network called `name`, in eval mode, on `device`.
 
     Args:
-        name: See the module's text.
-        settings: For networks with random weights.
+        name: See the module's docstring.
+        config: Configuration of networks with random weights.
         weights: A safetensors file to load instead.
-        device: Random weights are drawn and set to fire there, which saves time and gives other numbers on
-            another kind of device.
+        device: Random weights are sampled and calibrated on this device, which is faster; another kind of
+            device gives other numbers.
 
     Raises:
-        InputError: There is no such network.
-        FileFormatError: The weights do not fit.
+        InputError: The name is unknown.
+        FileFormatError: The weights do not match the network.
     """
-    settings = settings or Settings()
-    found = re.fullmatch(r"(spiking|sew)_resnet(\d+)", name)
-    if name in pretrained.names():
-        model: nn.Module = pretrained.load(name)
-    elif found:
-        model = _random_resnet(found[1], int(found[2]), settings, torch.device(device))
+    config = config or NetworkConfig()
+    match = re.fullmatch(r"(spiking|sew)_resnet(\d+)", name)
+    if name in pretrained.list_names():
+        model: nn.Module = pretrained.load_network(name)
+    elif match:
+        model = _build_random_resnet(match[1], int(match[2]), config, torch.device(device))
     elif ":" in name:
         model = factory.build_model(name)
     else:
         raise InputError(
-            f"no network is called {name!r}; there are {', '.join(pretrained.names())}, spiking_resnet18 (34, 50, "
-            "101, 152), sew_resnet18 (…), or give your own as package.module:factory"
+            f"unknown network {name!r}; available: {', '.join(pretrained.list_names())}, "
+            "spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory"
         )
     if weights is not None:
-        _load(model, weights)
+        _load_weights(model, weights)
     return model.to(device)
 
 
-def _random_resnet(residual: str, depth: int, settings: Settings, device: torch.device) -> nn.Module:
+def _build_random_resnet(residual: str, depth: int, config: NetworkConfig, device: torch.device) -> nn.Module:
     from sparseflow.spiking.models.spiking_resnet import spiking_resnet
 
-    x = sample(settings, 4).to(device)
+    x = sample_images(config, 4).to(device)
     with torch.random.fork_rng(devices=[x.get_device()] if x.is_cuda else []), device:
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(config.seed)
         net = spiking_resnet(
             depth,  # type: ignore[arg-type]
-            width=settings.width,
-            num_classes=settings.classes,
-            T=settings.steps,
-            stem="cifar" if settings.image <= 64 else "imagenet",
+            width=config.width,
+            num_classes=config.num_classes,
+            T=config.time_steps,
+            stem="cifar" if config.image_size <= 64 else "imagenet",
             residual=_RESIDUAL[residual],  # type: ignore[arg-type]
         )
-    make_it_fire(net, x, firing=settings.firing)
+    calibrate_firing(net, x, firing_rate=config.firing_rate)
     return net
 
 
-def make_it_fire(
-    net: nn.Module, x: torch.Tensor, *, gain: float = 1.6, passes: int = 3, firing: float | None = None
+def calibrate_firing(
+    net: nn.Module, x: torch.Tensor, *, gain: float = 1.6, passes: int = 3, firing_rate: float | None = None
 ) -> None:
     """Give random weights the statistics of a working network: BatchNorms follow `x`, scaled by `gain`.
 
     Args:
         net: Changed in place and left in eval mode.
-        x: Input to set the statistics from.
+        x: Input that sets the statistics.
         gain: Standard deviation behind each BatchNorm; thresholds are usually 1.
         passes: Runs in training mode.
-        firing: Mean firing rate of the neurons on `x` to aim at, to about a hundredth; it is reached by one
-            bias for all BatchNorms. None leaves their biases as they are.
+        firing_rate: Target mean firing rate of the neurons on `x`, reached to about 0.01 by one bias for
+            all BatchNorms. None keeps their biases.
 
     Raises:
-        InputError: `firing` is not above 0 and below 1.
+        InputError: `firing_rate` is not above 0 and below 1.
     """
     norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
         nn.init.constant_(norm.weight, gain)
-    if firing is None:
-        follow(net, x, passes=passes)
+    if firing_rate is None:
+        calibrate_batchnorm(net, x, passes=passes)
         return
-    if not 0 < firing < 1:
-        raise InputError(f"`firing` (={firing}) must be above 0 and below 1")
+    if not 0 < firing_rate < 1:
+        raise InputError(f"`firing_rate` (={firing_rate}) must be above 0 and below 1")
     low, high = -4 * gain, 4 * gain
     while high - low > 0.01 * gain:
         middle = (low + high) / 2
         for norm in norms:
             nn.init.constant_(norm.bias, middle)
-        # Statistics are taken anew each time, or a bias would add up from layer to layer.
-        follow(net, x, passes=1)
-        rate = _mean_rate(net, x)
-        if abs(rate - firing) < 0.005:
+        # Statistics are recomputed each time; otherwise a bias would accumulate over layers.
+        calibrate_batchnorm(net, x, passes=1)
+        rate = _measure_mean_rate(net, x)
+        if abs(rate - firing_rate) < 0.005:
             break
-        low, high = (middle, high) if rate < firing else (low, middle)
-    follow(net, x, passes=passes)
+        low, high = (middle, high) if rate < firing_rate else (low, middle)
+    calibrate_batchnorm(net, x, passes=passes)
 
 
-def follow(net: nn.Module, x: torch.Tensor, *, passes: int = 3) -> None:
-    """Take every BatchNorm's mean and variance from `x`, leaving weights and biases.
+def calibrate_batchnorm(net: nn.Module, x: torch.Tensor, *, passes: int = 3) -> None:
+    """Set each BatchNorm's mean and variance from `x`, keeping weights and biases.
 
     Args:
         net: Changed in place and left in eval mode, at rest.
@@ -152,19 +153,19 @@ def follow(net: nn.Module, x: torch.Tensor, *, passes: int = 3) -> None:
     """
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None  # a plain average over the passes
+            module.momentum = None  # average over the passes
             module.reset_running_stats()
     net.train()
     with torch.no_grad():
         for _ in range(passes):
-            reset(net)
+            reset_neurons(net)
             net(x)
-    reset(net)
+    reset_neurons(net)
     net.eval()
 
 
-def _mean_rate(net: nn.Module, x: torch.Tensor) -> float:
-    """Mean over neurons of the fraction of their outputs that fire, from rest to rest."""
+def _measure_mean_rate(net: nn.Module, x: torch.Tensor) -> float:
+    """Mean over neurons of the fraction of their outputs that fire; starts and ends at rest."""
     rates: list[torch.Tensor] = []
     handles = [
         module.register_forward_hook(lambda _, args, out: rates.append((out != 0).float().mean()))
@@ -172,70 +173,70 @@ def _mean_rate(net: nn.Module, x: torch.Tensor) -> float:
         if is_spiking_neuron(module)
     ]
     try:
-        reset(net)
+        reset_neurons(net)
         with torch.no_grad():
             net(x)
     finally:
         for handle in handles:
             handle.remove()
-    reset(net)
+    reset_neurons(net)
     return torch.stack(rates).mean().item()
 
 
-def sample(settings: Settings, batch: int) -> torch.Tensor:
-    """Random images, float32 [batch, 3, image, image], smooth as photographs are rather than white noise."""
-    generator = torch.Generator().manual_seed(settings.seed)
+def sample_images(config: NetworkConfig, batch_size: int) -> torch.Tensor:
+    """Sample random images, float32 [batch_size, 3, image_size, image_size], smooth like photographs."""
+    generator = torch.Generator().manual_seed(config.seed)
     coarse = torch.randn(
-        batch, 3, max(2, settings.image // 4), max(2, settings.image // 4), generator=generator
+        batch_size, 3, max(2, config.image_size // 4), max(2, config.image_size // 4), generator=generator
     )
-    size = (settings.image, settings.image)
+    size = (config.image_size, config.image_size)
     return nn.functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
 
 
-def _load(model: nn.Module, weights: Path) -> None:
+def _load_weights(model: nn.Module, weights: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         model.load_state_dict(load_file(weights))
     except FileNotFoundError as error:
-        raise InputError(f"there is no file {weights}") from error
+        raise InputError(f"file not found: {weights}") from error
     except (SafetensorError, RuntimeError) as error:
-        raise FileFormatError(f"{weights} does not fit {type(model).__name__}: {error}") from error
+        raise FileFormatError(f"{weights} does not match {type(model).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One network and input of a grid.
+class BenchCase:
+    """One network and input of a benchmark grid.
 
     Attributes:
-        model: See the module's text.
-        settings: How to build it, where it does not say so itself.
-        batch: Images.
+        model: Name of the network; see the module's docstring.
+        config: Configuration of networks with random weights.
+        batch_size: Images per batch.
     """
 
     model: str
-    settings: Settings
-    batch: int
+    config: NetworkConfig
+    batch_size: int
 
     @property
     def name(self) -> str:
-        s = self.settings
-        if self.model in pretrained.names():
-            return f"{self.model}, batch {self.batch}"
-        shape = f"width {s.width}, {s.image}x{s.image}, {s.classes} classes, T {s.steps}"
-        firing = "" if s.firing is None else f", firing {100 * s.firing:g} %"
-        return f"{self.model}, {shape}{firing}, batch {self.batch}"
+        s = self.config
+        if self.model in pretrained.list_names():
+            return f"{self.model}, batch {self.batch_size}"
+        shape = f"width {s.width}, {s.image_size}x{s.image_size}, {s.num_classes} classes, T {s.time_steps}"
+        firing = "" if s.firing_rate is None else f", firing {100 * s.firing_rate:g} %"
+        return f"{self.model}, {shape}{firing}, batch {self.batch_size}"
 
     def build(
         self, weights: Path | None = None, *, device: torch.device | str = "cpu"
     ) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
-        """The network, one batch, and its labels where they are known, all on `device`."""
-        model = build(self.model, self.settings, weights=weights, device=device)
-        if self.model not in pretrained.names():
-            return model, sample(self.settings, self.batch).to(device), None
-        pixels, labels = pretrained.images()
-        times = -(-self.batch // len(pixels))
-        x = pretrained.normalize(pixels, self.model).repeat(times, 1, 1, 1)[: self.batch]
-        known = torch.from_numpy(labels).repeat(times)[: self.batch]
+        """Build the network, one batch, and its labels (None if unknown), all on `device`."""
+        model = build_network(self.model, self.config, weights=weights, device=device)
+        if self.model not in pretrained.list_names():
+            return model, sample_images(self.config, self.batch_size).to(device), None
+        pixels, labels = pretrained.load_images()
+        times = -(-self.batch_size // len(pixels))
+        x = pretrained.normalize(pixels, self.model).repeat(times, 1, 1, 1)[: self.batch_size]
+        known = torch.from_numpy(labels).repeat(times)[: self.batch_size]
         return model, x.to(device), known.to(device)

@@ -1,8 +1,8 @@
-"""The trained network and the test images that ship with the package.
+"""The pretrained network and the test images shipped with the package.
 
 A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in fp16) and
-``<name>.json`` (its card: architecture, normalisation, exact score, firing rates, how it was trained).
-Images are one ``images.npz``; nothing is ever unpickled.
+``<name>.json`` (its card: architecture, normalization, accuracy, firing rates, training). The images are one
+``images.npz``; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,47 +22,49 @@ if TYPE_CHECKING:
 
     from sparseflow.spiking.models.spiking_resnet import SpikingResNet
 
-DEFAULT = "cifar10-sew-resnet18"
+DEFAULT_NETWORK = "cifar10-sew-resnet18"
 _CARD_FIELDS = ("network", "normalization", "test_accuracy", "correct", "test_images")
 
 
-def _data() -> Traversable:
+def _get_data_dir() -> Traversable:
     return files("sparseflow.spiking") / "data"
 
 
-def _damaged(name: str, what: str) -> FileFormatError:
-    return FileFormatError(f"package data {name!r} {what}; reinstall sparseflow")
+def _make_damaged_error(name: str, problem: str) -> FileFormatError:
+    return FileFormatError(f"package data {name!r} {problem}; reinstall sparseflow")
 
 
 def _read(name: str) -> bytes:
     try:
-        return (_data() / name).read_bytes()
+        return (_get_data_dir() / name).read_bytes()
     except FileNotFoundError as error:
-        raise _damaged(name, "is missing") from error
+        raise _make_damaged_error(name, "is missing") from error
 
 
-def names() -> list[str]:
-    """Names that :func:`load` accepts."""
-    found = (f.name for f in _data().iterdir())
-    return sorted(name.removesuffix(".safetensors") for name in found if name.endswith(".safetensors"))
+def list_names() -> list[str]:
+    """List the names that `load_network` accepts."""
+    file_names = (f.name for f in _get_data_dir().iterdir())
+    return sorted(name.removesuffix(".safetensors") for name in file_names if name.endswith(".safetensors"))
 
 
 @cache
-def _card(name: str) -> dict[str, Any]:
-    if name not in names():
-        raise InputError(f"no shipped network is called {name!r}; there are: {', '.join(names()) or 'none'}")
+def _read_card(name: str) -> dict[str, Any]:
+    if name not in list_names():
+        raise InputError(
+            f"unknown pretrained network {name!r}; available: {', '.join(list_names()) or 'none'}"
+        )
     try:
         card = json.loads(_read(f"{name}.json"))
     except ValueError as error:
-        raise _damaged(f"{name}.json", f"is not JSON ({error})") from error
+        raise _make_damaged_error(f"{name}.json", f"is not JSON ({error})") from error
     missing = [field for field in _CARD_FIELDS if field not in card]
     if missing:
-        raise _damaged(f"{name}.json", f"lacks {', '.join(missing)}")
+        raise _make_damaged_error(f"{name}.json", f"lacks {', '.join(missing)}")
     return card
 
 
-def card(name: str = DEFAULT) -> dict[str, Any]:
-    """What is known about a shipped network.
+def load_card(name: str = DEFAULT_NETWORK) -> dict[str, Any]:
+    """Load the card of a pretrained network.
 
     Returns:
         ``network`` (depth, width, T, residual, …), ``normalization`` (``mean``, ``std``), ``test_accuracy``
@@ -70,21 +72,21 @@ def card(name: str = DEFAULT) -> dict[str, Any]:
         convolution, ``seed``, ``command`` and more. A fresh copy.
 
     Raises:
-        InputError: No network has this name.
+        InputError: The name is unknown.
         FileFormatError: The card is damaged.
     """
-    return json.loads(json.dumps(_card(name)))
+    return json.loads(json.dumps(_read_card(name)))
 
 
-def load(name: str = DEFAULT) -> SpikingResNet:
-    """A shipped network in eval mode, float32, on the CPU, in multi-step mode.
+def load_network(name: str = DEFAULT_NETWORK) -> SpikingResNet:
+    """Load a pretrained network in eval mode, float32, on the CPU, in multi-step mode.
 
     Args:
-        name: One of :func:`names`.
+        name: One of `list_names()`.
 
     Raises:
-        InputError: No network has this name.
-        FileFormatError: Its files are damaged.
+        InputError: The name is unknown.
+        FileFormatError: The files are damaged.
         MissingExtraError: spikingjelly is not installed.
     """
     from safetensors import SafetensorError
@@ -92,7 +94,7 @@ def load(name: str = DEFAULT) -> SpikingResNet:
 
     from sparseflow.spiking.models.spiking_resnet import spiking_resnet
 
-    network = _card(name)["network"]
+    network = _read_card(name)["network"]
     net = spiking_resnet(
         network["depth"],
         width=network["width"],
@@ -106,12 +108,12 @@ def load(name: str = DEFAULT) -> SpikingResNet:
         # load_state_dict copies into float32 parameters, so the fp16 values arrive exactly.
         net.load_state_dict(tensors)
     except (SafetensorError, RuntimeError) as error:
-        raise _damaged(f"{name}.safetensors", f"does not fit its card ({error})") from error
+        raise _make_damaged_error(f"{name}.safetensors", f"does not match its card ({error})") from error
     return net.eval()
 
 
-def images() -> tuple[np.ndarray, np.ndarray]:
-    """256 test images, classes evenly mixed.
+def load_images() -> tuple[np.ndarray, np.ndarray]:
+    """Load 256 test images with balanced classes.
 
     Returns:
         ``uint8 [256, 3, 32, 32]`` (RGB) and ``int64 [256]`` labels.
@@ -126,12 +128,12 @@ def images() -> tuple[np.ndarray, np.ndarray]:
         with np.load(io.BytesIO(_read("images.npz")), allow_pickle=False) as archive:
             pixels, labels = archive["images"], archive["labels"]
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise _damaged("images.npz", f"cannot be read ({error})") from error
+        raise _make_damaged_error("images.npz", f"cannot be read ({error})") from error
     return pixels, labels.astype(np.int64)
 
 
-def normalize(pixels: np.ndarray, name: str = DEFAULT) -> torch.Tensor:
-    """Images as a shipped network wants them.
+def normalize(pixels: np.ndarray, name: str = DEFAULT_NETWORK) -> torch.Tensor:
+    """Normalize images for a pretrained network.
 
     Args:
         pixels: ``uint8 [N, 3, H, W]``.
@@ -146,7 +148,7 @@ def normalize(pixels: np.ndarray, name: str = DEFAULT) -> torch.Tensor:
         raise InputError(
             f"`pixels` is {pixels.dtype} {list(pixels.shape)}; expected uint8 [N, 3, H, W] (RGB)"
         )
-    normalization = _card(name)["normalization"]
+    normalization = _read_card(name)["normalization"]
     mean = torch.tensor(normalization["mean"]).view(1, 3, 1, 1)
     std = torch.tensor(normalization["std"]).view(1, 3, 1, 1)
     return (torch.from_numpy(pixels).float() / 255 - mean) / std

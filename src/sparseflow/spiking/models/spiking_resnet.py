@@ -1,14 +1,16 @@
-"""Spiking ResNets built from spikingjelly layers, in the form that the rest of this wing expects.
+"""Spiking ResNets built from spikingjelly layers.
 
-Two ways to join a block's residual are offered:
+Two kinds of residual connections are supported:
 
-* ``"spiking"``: the residual is added to the current *before* the block's last neuron, so every activation
-  between convolutions is binary (SpikingResNet, Zheng et al., arXiv 2011.05280).
+* ``"spiking"``: the residual is added to the current *before* the block's last neuron, so all activations
+between
+  convolutions are binary (SpikingResNet, Zheng et al., arXiv 2011.05280).
 * ``"sew_add"``: the residual is added to the spikes *after* the last neuron, so activations are small
-  integers (SEW-ResNet with ADD, Fang et al., arXiv 2102.04159).
+integers
+  (SEW-ResNet with ADD, Fang et al., arXiv 2102.04159).
 
-Nothing in ``forward`` depends on data or shapes, so torch.fx traces a network with the spikingjelly layers
-and neurons as leaves.
+``forward`` does not depend on data or shapes, so torch.fx traces a network with the spikingjelly layers and
+neurons as leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ DEPTHS: dict[int, tuple[bool, tuple[int, int, int, int]]] = {
 """Depth -> (bottleneck blocks?, blocks in each of the four stages)."""
 
 
-def _layers() -> Any:
+def _import_layers() -> Any:
     try:
         from spikingjelly.activation_based import layer
     except ImportError as error:
@@ -47,12 +49,12 @@ def lif_neuron(*, tau: float = 2.0, v_threshold: float = 1.0) -> nn.Module:
 
     Args:
         tau: Membrane time constant, in time steps; more than 1.
-        v_threshold: Membrane value at and above which the neuron fires.
+        v_threshold: Membrane value from which the neuron fires.
 
     Raises:
         MissingExtraError: spikingjelly is not installed.
     """
-    _layers()
+    _import_layers()
     from spikingjelly.activation_based import neuron, surrogate
 
     return neuron.LIFNode(
@@ -70,7 +72,7 @@ def if_neuron(*, v_threshold: float = 1.0) -> nn.Module:
     Raises:
         MissingExtraError: spikingjelly is not installed.
     """
-    _layers()
+    _import_layers()
     from spikingjelly.activation_based import neuron, surrogate
 
     return neuron.IFNode(
@@ -81,7 +83,9 @@ def if_neuron(*, v_threshold: float = 1.0) -> nn.Module:
     )
 
 
-def _conv_bn(layer: Any, c_in: int, c_out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+def _make_conv_bn(
+    layer: Any, c_in: int, c_out: int, kernel: int, stride: int = 1
+) -> tuple[nn.Module, nn.Module]:
     conv = layer.Conv2d(c_in, c_out, kernel, stride=stride, padding=kernel // 2, bias=False, step_mode="m")
     return conv, layer.BatchNorm2d(c_out, step_mode="m")
 
@@ -90,12 +94,12 @@ class SpikingBlock(nn.Module):
     """A residual block of two 3x3 convolutions, or of 1x1, 3x3, 1x1 ones (bottleneck).
 
     Args:
-        c_in: Channels in.
+        c_in: Input channels.
         width: Channels of the inner convolutions.
         bottleneck: Whether the block ends with a 1x1 convolution to ``4 * width`` channels.
         stride: Stride of the (first) 3x3 convolution and of the shortcut.
-        residual: Where the shortcut joins; see the module's docstring.
-        neuron: Makes one multi-step neuron.
+        residual: Kind of the residual connection; see the module's docstring.
+        neuron: Creates one multi-step neuron.
     """
 
     def __init__(
@@ -109,29 +113,29 @@ class SpikingBlock(nn.Module):
         neuron: NeuronFactory,
     ) -> None:
         super().__init__()
-        layer = _layers()
+        layer = _import_layers()
         c_out = 4 * width if bottleneck else width
         self.residual = residual
         self.bottleneck = bottleneck
         if bottleneck:
-            self.conv1, self.bn1 = _conv_bn(layer, c_in, width, 1)
+            self.conv1, self.bn1 = _make_conv_bn(layer, c_in, width, 1)
             self.sn1 = neuron()
-            self.conv2, self.bn2 = _conv_bn(layer, width, width, 3, stride)
+            self.conv2, self.bn2 = _make_conv_bn(layer, width, width, 3, stride)
             self.sn2 = neuron()
-            self.conv3, self.bn3 = _conv_bn(layer, width, c_out, 1)
+            self.conv3, self.bn3 = _make_conv_bn(layer, width, c_out, 1)
             self.sn3 = neuron()
         else:
-            self.conv1, self.bn1 = _conv_bn(layer, c_in, width, 3, stride)
+            self.conv1, self.bn1 = _make_conv_bn(layer, c_in, width, 3, stride)
             self.sn1 = neuron()
-            self.conv2, self.bn2 = _conv_bn(layer, width, c_out, 3)
+            self.conv2, self.bn2 = _make_conv_bn(layer, width, c_out, 3)
             self.sn2 = neuron()
         self.downsample: nn.Module | None = None
         if stride != 1 or c_in != c_out:
-            parts = list(_conv_bn(layer, c_in, c_out, 1, stride))
-            # A SEW shortcut has to carry spikes, for it is added to spikes.
+            modules = list(_make_conv_bn(layer, c_in, c_out, 1, stride))
+            # A SEW shortcut must carry spikes, because it is added to spikes.
             if residual == "sew_add":
-                parts.append(neuron())
-            self.downsample = nn.Sequential(*parts)
+                modules.append(neuron())
+            self.downsample = nn.Sequential(*modules)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -146,13 +150,12 @@ class SpikingBlock(nn.Module):
 
 
 class SpikingResNet(nn.Module):
-    """A spiking ResNet with direct encoding; see :func:`spiking_resnet` for the arguments.
+    """A spiking ResNet with direct encoding; see `spiking_resnet` for the arguments.
 
-    In step mode ``"m"`` (the default) ``forward`` takes a constant image ``[N, 3, H, W]``, which it shows
-    for ``T`` steps, or a sequence ``[T, N, 3, H, W]``, and returns logits ``[N, num_classes]`` averaged over
-    time.
-    In step mode ``"s"`` (set by ``functional.set_step_mode``) one call is one time step:
-    ``[N, 3, H, W]`` in, that step's logits out; the caller loops and averages. Call
+    In step mode ``"m"`` (the default) ``forward`` takes a constant image ``[N, 3, H, W]``, presented for
+    ``T`` steps, or a sequence ``[T, N, 3, H, W]``, and returns logits ``[N, num_classes]`` averaged over
+    time. In step mode ``"s"`` (set by ``functional.set_step_mode``) one call is one time step: it takes
+    ``[N, 3, H, W]`` and returns that step's logits; the caller loops and averages. Call
     ``functional.reset_net`` between inputs in both modes.
     """
 
@@ -169,15 +172,15 @@ class SpikingResNet(nn.Module):
         stem_once: bool,
     ) -> None:
         super().__init__()
-        layer = _layers()
+        layer = _import_layers()
         bottleneck, counts = DEPTHS[depth]
         self.T = T
         self.step_mode = "m"
         self.stem_once = stem_once
         if stem == "cifar":
-            self.conv1, self.bn1 = _conv_bn(layer, 3, width, 3)
+            self.conv1, self.bn1 = _make_conv_bn(layer, 3, width, 3)
         else:
-            self.conv1, self.bn1 = _conv_bn(layer, 3, width, 7, 2)
+            self.conv1, self.bn1 = _make_conv_bn(layer, 3, width, 7, 2)
         self.sn1 = neuron()
         self.maxpool = (
             layer.MaxPool2d(3, stride=2, padding=1, step_mode="m") if stem == "imagenet" else nn.Identity()
@@ -209,23 +212,23 @@ class SpikingResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward_steps(self, x: Tensor) -> Tensor:
-        """Logits of every time step, ``[T, N, num_classes]``; multi-step mode only."""
+        """Compute the logits of each time step, ``[T, N, num_classes]``; multi-step mode only."""
         if self.stem_once:
-            # expand() refuses a sequence of T > 1 here, which is right: only a constant input may be shared.
+            # expand() raises for a sequence of T > 1: only a constant input can be shared.
             x = self.bn1(self.conv1(x.expand(1, -1, -1, -1, -1))).expand(self.T, -1, -1, -1, -1)
         else:
             # On a 4-D image this repeats it T times; on a 5-D sequence of T steps it does nothing.
             x = self.bn1(self.conv1(x.expand(self.T, -1, -1, -1, -1)))
-        return self._body(x)
+        return self._run_body(x)
 
-    def _body(self, x: Tensor) -> Tensor:
+    def _run_body(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.sn1(x))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.flatten(self.avgpool(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.step_mode == "s":
-            return self._body(self.bn1(self.conv1(x)))
+            return self._run_body(self.bn1(self.conv1(x)))
         return self.forward_steps(x).mean(0)
 
 
@@ -245,16 +248,17 @@ def spiking_resnet(
     Args:
         depth: 18, 34, 50, 101 or 152.
         width: Channels of the stem and of the first stage; each later stage doubles them.
-        num_classes: Size of the output.
+        num_classes: Number of outputs.
         T: Time steps.
         stem: ``"cifar"`` (3x3, stride 1) or ``"imagenet"`` (7x7, stride 2, then max pooling).
         residual: ``"spiking"`` or ``"sew_add"``; see the module's docstring.
-        neuron: Makes one multi-step neuron; called once for every neuron layer.
-        stem_once: Compute the first convolution and its BN once for a constant image instead of ``T`` times.
-            The result is the same; the input must then be ``[N, 3, H, W]`` and the step mode ``"m"``.
+        neuron: Creates one multi-step neuron; called once per neuron layer.
+        stem_once: Compute the first convolution and its BN once for a constant image instead of ``T``
+            times. The result is the same; the input must then be ``[N, 3, H, W]`` and the step mode
+            ``"m"``.
 
     Raises:
-        InputError: An argument is out of its range.
+        InputError: An argument is out of range.
         MissingExtraError: spikingjelly is not installed.
     """
     if depth not in DEPTHS:

@@ -1,6 +1,6 @@
-"""The strongest dense form of a network: what an accelerated one is measured against.
+"""Dense baselines of a network, against which the optimized network is measured.
 
-`dense_forms` builds every dense setting worth trying on a device from the network's own graph: as it is,
+`build_baselines` builds all dense settings worth trying on a device from the network's graph: eager,
 channels-last, with BatchNorm folded into the convolutions, with the neurons as plain fused loops, compiled;
 on a GPU also TF32, fp16 and bf16, spikingjelly's own fused neurons, and all of it as one CUDA graph. All of
 them compute what the network computes from rest. The fastest of them is the baseline.
@@ -15,32 +15,32 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from sparseflow.spiking.backends.selection import backend_for
+from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph import SpikeGraph
-from sparseflow.spiking.graph.fusion_matcher import GroupFinder, fold_match
-from sparseflow.spiking.graph.module_state import reset
-from sparseflow.spiking.runtime.cuda_graphs import Replay
+from sparseflow.spiking.graph.fusion_matcher import FusionMatcher, fold_conv_match
+from sparseflow.spiking.graph.module_state import reset_neurons
+from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.plan import Plan
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-OUR_DENSE = "our fused neuron, dense, fp16 channels_last, CUDA graph"
-"""Name of the form that shares our neuron kernel but neither packs nor skips; told, but not a baseline:
-nobody has it without SparseFlow."""
+FUSED_DENSE = "our fused neuron, dense, fp16 channels_last, CUDA graph"
+"""Name of the setting that shares SparseFlow's neuron kernel but neither packs nor skips. It is reported
+but is not a baseline, because it is not available without SparseFlow.
+"""
 
 EAGER = "eager"
-"""Name of the network as its user runs it today: float32, NCHW, nothing folded."""
+"""Uses the fused neuron kernel but neither packs nor skips; reported, but not a baseline."""
 
 
-class PlainNeuron(nn.Module):
-    """A neuron from rest as a loop of plain operations over T, which compilers fuse.
+class LoopNeuron(nn.Module):
+    """A neuron from rest as a loop of plain operations over T, which compilers can fuse.
 
     Args:
-        spec: The dynamics.
-        single: Input has no time axis.
+        spec: Neuron dynamics.
 
-    Input and output: float [T, N, C, H, W] (any memory format; channels-last stays so).
+    Input and output: float [T, N, C, H, W] (any memory format, which is preserved).
     """
 
     def __init__(self, spec: NeuronSpec) -> None:
@@ -67,143 +67,143 @@ class PlainNeuron(nn.Module):
         return out.permute(0, 1, 4, 2, 3) if x.dim() == 5 else out
 
 
-def folded_twin(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
-    """A copy of the network with BatchNorm folded.
+def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
+    """Copy a network with BatchNorm folded into its convolutions.
 
     Args:
         graph: The network's analysis.
-        plain: Put a `PlainNeuron` in place of each known neuron in step mode 'm', which starts every call
-            from rest. Otherwise the network's own neurons stay.
+        plain: Replace each known neuron in step mode 'm' by a `LoopNeuron`, which starts each call from
+            rest. Otherwise the network's own neurons stay.
 
     Raises:
         ValueError: The network was not traced.
     """
     if graph.module is None:
-        raise ValueError("only a traced network has a folded twin")
+        raise ValueError("only a traced network can be folded")
     original: dict[str, nn.Module] = dict(graph.module.named_modules())
-    twin = copy.deepcopy(graph.module)
-    nodes = {node.name: node for node in twin.graph.nodes}
-    for match in GroupFinder(graph).groups():
+    folded = copy.deepcopy(graph.module)
+    nodes = {node.name: node for node in folded.graph.nodes}
+    for match in FusionMatcher(graph).find_groups():
         spec = graph.neurons[match.neuron_name].spec
         neuron = original[match.neuron_name]
         if plain and spec is not None and getattr(neuron, "step_mode", "m") == "m":
-            _replace(twin, match.neuron_name, PlainNeuron(spec))
+            _set_submodule(folded, match.neuron_name, LoopNeuron(spec))
         for conv in (*match.sources, *match.dense_convs):
             if conv.bn_node is None:
                 continue
-            weight, bias = fold_match(conv, original)
-            module = twin.get_submodule(conv.name)
+            weight, bias = fold_conv_match(conv, original)
+            module = folded.get_submodule(conv.name)
             assert isinstance(module, nn.Conv2d)
             module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
             module.bias = nn.Parameter(bias.to(module.weight.dtype), requires_grad=False)
             bn = nodes[conv.bn_node.name]
             bn.replace_all_uses_with(nodes[conv.node.name])
-            twin.graph.erase_node(bn)
-    twin.graph.lint()
-    twin.recompile()
-    return twin.eval()
+            folded.graph.erase_node(bn)
+    folded.graph.lint()
+    folded.recompile()
+    return folded.eval()
 
 
-def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
+def _set_submodule(module: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent) if parent else module, leaf, new)
 
 
-def dense_forms(
-    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compiled: bool = True
+def build_baselines(
+    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compile: bool = True
 ) -> dict[str, Forward]:
-    """Every dense setting to try on the sample's device: name to a forward that starts from rest.
+    """Build all dense settings to try on the sample's device: name -> forward that starts from rest.
 
     Args:
-        model: The network itself, not optimised; its memories are reset before each call.
+        model: The network, not optimized; its state is reset before each call.
         graph: Its analysis.
-        sample: An input; CUDA graphs are captured on its shape.
-        compiled: Try `torch.compile` too.
+        sample: An input; CUDA graphs are captured for its shape.
+        compile: Also try `torch.compile`.
     """
     if sample.device.type == "cuda":
-        return _gpu_forms(model, graph, sample, compiled=compiled)
-    forms: dict[str, Forward] = {EAGER: from_rest(model)}
-    last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    forms["channels_last"] = _channels_last(from_rest(last))
+        return _build_gpu_baselines(model, graph, sample, compile=compile)
+    baselines: dict[str, Forward] = {EAGER: make_stateless(model)}
+    channels_last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    baselines["channels_last"] = _with_channels_last(make_stateless(channels_last))
     if graph.module is None:
-        return forms
-    twin = folded_twin(graph)
-    forms["folded"] = from_rest(twin)
-    twin_last = copy.deepcopy(twin).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    forms["folded, channels_last"] = _channels_last(from_rest(twin_last))
-    if compiled:
-        # On a CPU torch remarks that Triton is missing, which no CPU code needs.
+        return baselines
+    folded = fold_network(graph)
+    baselines["folded"] = make_stateless(folded)
+    folded_channels_last = copy.deepcopy(folded).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    baselines["folded, channels_last"] = _with_channels_last(make_stateless(folded_channels_last))
+    if compile:
+        # torch warns that Triton is missing, which CPU code does not need.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-        for name, module in (("folded", twin), ("folded, channels_last", twin_last)):
-            form = from_rest(torch.compile(copy.deepcopy(module)))  # type: ignore[arg-type]
-            forms[f"{name}, compiled"] = _channels_last(form) if "last" in name else form
-    return forms
+        for name, module in (("folded", folded), ("folded, channels_last", folded_channels_last)):
+            baseline = make_stateless(torch.compile(copy.deepcopy(module)))  # type: ignore[arg-type]
+            baselines[f"{name}, compiled"] = _with_channels_last(baseline) if "last" in name else baseline
+    return baselines
 
 
-def _gpu_forms(
-    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compiled: bool
+def _build_gpu_baselines(
+    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compile: bool
 ) -> dict[str, Forward]:
-    """Dense settings on a GPU.
+    """Build the dense settings on a GPU.
 
-    "tf32" is float32 with TF32 convolutions, which is also what eager PyTorch does unless told otherwise.
+    "tf32" is float32 with TF32 convolutions, PyTorch's default.
     """
-    forms: dict[str, Forward] = {EAGER: from_rest(model)}
+    baselines: dict[str, Forward] = {EAGER: make_stateless(model)}
     if graph.module is None:
-        return forms
-    own = folded_twin(graph, plain=False)
+        return baselines
+    folded = fold_network(graph, plain=False)
     for name, dtype in (("tf32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         for layout in (torch.contiguous_format, torch.channels_last):
-            twin = copy.deepcopy(own).to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
+            cast_network = copy.deepcopy(folded).to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
             label = f"{name} {'NCHW' if layout == torch.contiguous_format else 'channels_last'}, folded"
-            eager = _cast(from_rest(twin), dtype, layout)
-            forms[f"{label}, CUDA graph"] = _graphed(eager, sample)
-    forms[OUR_DENSE] = _graphed(_dense_plan(graph, sample, torch.float16), sample)
-    if compiled:
-        half = folded_twin(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        form = _cast(from_rest(torch.compile(half)), torch.float16, torch.channels_last)  # type: ignore[arg-type]
-        forms["fp16 channels_last, folded, compiled, CUDA graph"] = _graphed(form, sample)
-    return forms
+            eager = _with_cast(make_stateless(cast_network), dtype, layout)
+            baselines[f"{label}, CUDA graph"] = _with_cuda_graph(eager, sample)
+    baselines[FUSED_DENSE] = _with_cuda_graph(_make_dense_plan(graph, sample, torch.float16), sample)
+    if compile:
+        half = fold_network(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        baseline = _with_cast(make_stateless(torch.compile(half)), torch.float16, torch.channels_last)  # type: ignore[arg-type]
+        baselines["fp16 channels_last, folded, compiled, CUDA graph"] = _with_cuda_graph(baseline, sample)
+    return baselines
 
 
-def _dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype) -> Forward:
-    """Every group as the library's convolution with our fused neuron behind it: nothing is skipped."""
-    backend = backend_for(sample, graph.model, dtype)
+def _make_dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype) -> Forward:
+    """Make a plan that runs each group as a library convolution plus the fused neuron, without skipping."""
+    backend = select_backend(sample, graph.model, dtype)
     assert backend is not None
     plan = Plan(graph, backend)
     for group in plan.groups:
-        group.way, group.emit = "dense", "dense"
+        group.mode, group.output_form = "dense", "dense"
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        reset(graph.model)
+        reset_neurons(graph.model)
         with torch.no_grad():
             return plan.run(x)
 
     return run
 
 
-def _cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:
+def _with_cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:
     def run(x: torch.Tensor) -> torch.Tensor:
-        fits = x.dim() == 4
-        return forward(x.to(dtype=dtype, memory_format=layout) if fits else x.to(dtype)).to(x.dtype)
+        is_image_batch = x.dim() == 4
+        return forward(x.to(dtype=dtype, memory_format=layout) if is_image_batch else x.to(dtype)).to(x.dtype)
 
     return run
 
 
-def _graphed(forward: Forward, sample: torch.Tensor) -> Forward:
-    """`forward` as one CUDA graph, captured when first called."""
-    made: list[Replay] = []
+def _with_cuda_graph(forward: Forward, sample: torch.Tensor) -> Forward:
+    """Run `forward` as one CUDA graph, captured on the first call."""
+    replays: list[GraphReplay] = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        if not made:
-            made.append(Replay(forward, (sample,), ()))
-        return made[0](x)
+        if not replays:
+            replays.append(GraphReplay(forward, (sample,), ()))
+        return replays[0](x)
 
     return run
 
 
-def from_rest(model: nn.Module) -> Forward:
-    """`model` from rest at every call, without gradients."""
-    # Found once: walking a network's modules costs a fifth of a millisecond, which is not the network's time.
+def make_stateless(model: nn.Module) -> Forward:
+    """Wrap `model` to start from rest at each call, without gradients."""
+    # Collected once: walking the modules takes 0.2 ms, which is not part of the network's latency.
     stateful = [module for module in model.modules() if callable(getattr(module, "reset", None))]
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def from_rest(model: nn.Module) -> Forward:
     return run
 
 
-def _channels_last(forward: Forward) -> Forward:
+def _with_channels_last(forward: Forward) -> Forward:
     def run(x: torch.Tensor) -> torch.Tensor:
         return forward(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
 

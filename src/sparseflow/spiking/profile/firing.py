@@ -1,4 +1,4 @@
-"""Measure what flows into each convolution: firing rate, zero blocks, silent channels."""
+"""Firing statistics of convolution inputs: firing rate, zero blocks, silent channels."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparseflow.spiking.backends.blocks.geometry import static_block
-from sparseflow.spiking.graph.module_state import untouched
+from sparseflow.spiking.backends.blocks.geometry import select_block_size
+from sparseflow.spiking.graph.module_state import preserve_state_without_grad
 
-SILENT_RATE = 0.001
-"""A layer that fires less than this is flagged: a speed-up on it says little about a working network."""
+NEARLY_SILENT_RATE = 0.001
+"""Layers that fire less than this are flagged: a speedup on them says little about a working network."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activity:
-    """What one convolution was fed with on the sample.
+class FiringStats:
+    """Statistics of one convolution's input on the sample.
 
     Attributes:
-        firing_rate: Fraction of non-zeros in the input.
+        firing_rate: Fraction of non-zeros.
         zero_block_ratio: Fraction of blocks without any spike; a block is `block` x `block` pixels of one
             channel of one image at one time step.
-        block: Edge of a block in pixels (the static rule's; 4 where that rule leaves the layer dense).
-        silent_channels: Fraction of input channels that never fired on the sample.
-        height, width: Of the input, in pixels.
+        block: Edge of a block in pixels (of the static rule; 4 if that rule leaves the layer dense).
+        silent_channels: Fraction of input channels that never fired.
+        height: Rows.
+        width: Columns.
     """
 
     firing_rate: float
@@ -39,29 +40,29 @@ class Activity:
 
     @property
     def nearly_silent(self) -> bool:
-        """The layer fires so little that its speed-up should not be taken at face value."""
-        return self.firing_rate < SILENT_RATE
+        """Whether the layer fires so little that its speedup is not meaningful."""
+        return self.firing_rate < NEARLY_SILENT_RATE
 
 
-def zero_block_ratio(x: torch.Tensor, block: int) -> float:
-    """Fraction of `block` x `block` pixel blocks of [..., H, W] that hold no non-zero.
+def compute_zero_block_ratio(x: torch.Tensor, block: int) -> float:
+    """Compute the fraction of `block` x `block` pixel blocks of [..., H, W] without a non-zero.
 
     Blocks at the right and lower edge may be cut off.
     """
     planes = (x != 0).flatten(0, -3).unsqueeze(1).float()
-    busy = F.max_pool2d(planes, block, stride=block, ceil_mode=True)
-    return 1.0 - busy.mean().item()
+    active = F.max_pool2d(planes, block, stride=block, ceil_mode=True)
+    return 1.0 - active.mean().item()
 
 
-def activity_of(x: torch.Tensor) -> Activity:
-    """Describe one convolution's input [C, H, W], [N, C, H, W] or [T, N, C, H, W]."""
+def measure_firing(x: torch.Tensor) -> FiringStats:
+    """Compute the statistics of one convolution's input [C, H, W], [N, C, H, W] or [T, N, C, H, W]."""
     x = x.unsqueeze(0) if x.dim() == 3 else x
     height, width = x.shape[-2:]
-    block = static_block(height) or 4
+    block = select_block_size(height) or 4
     fired = (x != 0).flatten(0, -4).sum(dim=(0, 2, 3))
-    return Activity(
+    return FiringStats(
         firing_rate=(x != 0).float().mean().item(),
-        zero_block_ratio=zero_block_ratio(x, block),
+        zero_block_ratio=compute_zero_block_ratio(x, block),
         block=block,
         silent_channels=(fired == 0).float().mean().item(),
         height=height,
@@ -69,26 +70,26 @@ def activity_of(x: torch.Tensor) -> Activity:
     )
 
 
-def activities(
+def profile_firing(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], names: Iterable[str]
-) -> dict[str, Activity]:
-    """Run `model` once and describe what each convolution in `names` was fed with.
+) -> dict[str, FiringStats]:
+    """Run `model` once and compute the input statistics of each convolution in `names`.
 
-    The model's memories and random state are put back afterwards. Where a convolution runs several times
-    (step mode 's'), its last input counts.
+    The model's state and the random state are restored. If a convolution runs several times (step mode
+    's'), its last input counts.
     """
-    found: dict[str, Activity] = {}
+    stats: dict[str, FiringStats] = {}
     handles = []
     for name in names:
 
-        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            found[name] = activity_of(args[0] if args else next(iter(kwargs.values())))
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            stats[name] = measure_firing(args[0] if args else next(iter(kwargs.values())))
 
-        handles.append(model.get_submodule(name).register_forward_pre_hook(look, with_kwargs=True))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
     try:
-        with untouched(model):
+        with preserve_state_without_grad(model):
             model(*inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return stats

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from sparseflow.core.progress import Progress
 from sparseflow.core.run import Run
-from sparseflow.spiking.models.model_zoo import Case, Settings
+from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
 from sparseflow.spiking.profile.bench import bench_grid
 
 Dataset = Literal["cifar10", "cifar100"]
@@ -47,7 +48,7 @@ def build_cases(
     image_size: int = 32,
     width: int = 64,
     full_grid: bool = False,
-) -> list[Case]:
+) -> list[BenchCase]:
     """Build the cases of a benchmark.
 
     Args:
@@ -60,10 +61,12 @@ def build_cases(
         full_grid: Use the defaults of the full grid.
     """
     return [
-        Case(
+        BenchCase(
             model=model,
-            settings=Settings(steps=steps, classes=NUM_CLASSES[name], image=image_size, width=width),
-            batch=batch_size,
+            config=NetworkConfig(
+                time_steps=steps, num_classes=NUM_CLASSES[name], image_size=image_size, width=width
+            ),
+            batch_size=batch_size,
         )
         for model, name, steps, batch_size in itertools.product(
             models or (GRID_MODELS if full_grid else (DEFAULT_MODEL,)),
@@ -75,15 +78,15 @@ def build_cases(
 
 
 def run_grid(
-    cases: Sequence[Case],
+    cases: Sequence[BenchCase],
     out_dir: Path,
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
     rounds: int = 20,
-    compiled: bool = True,
+    compile_baselines: bool = True,
     cache: bool = True,
-    progress: Callable[[str, float], None],
+    progress: Progress | None = None,
 ) -> GridResult:
     """Measure all cases in a new run below `out_dir`, or resume the run at `out_dir`.
 
@@ -93,9 +96,9 @@ def run_grid(
         device: Device of the measurements.
         dtype: Data type of the optimized networks; None for float32.
         rounds: Paired timing rounds.
-        compiled: Also compile the dense baselines with torch.compile.
-        cache: Cache autotuning decisions on disk.
-        progress: Callback that takes a message and the fraction done.
+        compiled: Let the dense baselines use `torch.compile` too.
+        cache: Cache the autotuner's decisions on disk.
+        progress: Called with a message and the fraction done.
 
     Raises:
         FileFormatError: The run to resume is damaged.
@@ -108,7 +111,7 @@ def run_grid(
             "cases": [case.name for case in cases],
             "half": dtype == torch.float16,
             "rounds": rounds,
-            "compiled": compiled,
+            "compiled": compile_baselines,
         }
         run = Run.start(out_dir, "sparseflow spiking bench", config, 0, device=device)
     with run:
@@ -118,7 +121,7 @@ def run_grid(
             device=device,
             dtype=dtype,
             rounds=rounds,
-            compiled=compiled,
+            compile_baselines=compile_baselines,
             cache=cache,
             progress=progress,
         )

@@ -10,12 +10,12 @@ from torch import nn
 
 from sparseflow.spiking.api import layer_times, optimize
 from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.profile.firing import Activity, activities
+from sparseflow.spiking.profile.firing import FiringStats, profile_firing
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """One convolution.
+    """Profile of one convolution.
 
     Attributes:
         name: Module name.
@@ -24,7 +24,7 @@ class LayerProfile:
         replaceable: Whether it can be replaced by a sparse group.
         reason: Why it cannot be replaced; None if it can.
         latency_ms: Latency of its group in the optimized network; None without a group.
-        activity: Sparsity of its input; None if no spikes feed it.
+        firing: Firing statistics of its input; None if it was not called.
     """
 
     name: str
@@ -33,13 +33,13 @@ class LayerProfile:
     replaceable: bool
     reason: str | None
     latency_ms: float | None
-    activity: Activity | None
+    firing: FiringStats | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types; the fields of `activity` become fields of the record."""
+        """Convert to JSON types; the fields of `firing` become fields of the record."""
         record: dict[str, Any] = {**asdict(self), "fed_by": list(self.fed_by)}
-        activity = record.pop("activity")
-        return record | (activity or {})
+        firing = record.pop("firing")
+        return record | (firing or {})
 
 
 def profile_layers(model: nn.Module, x: torch.Tensor) -> list[LayerProfile]:
@@ -53,7 +53,7 @@ def profile_layers(model: nn.Module, x: torch.Tensor) -> list[LayerProfile]:
         ModelError, SampleError: See `optimize`.
     """
     graph = analyze(model, x)
-    activity = activities(model, (x,), [site.name for site in graph.sites])
+    firing = profile_firing(model, (x,), [site.name for site in graph.sites])
     optimize(model, x)
     times = layer_times(model, x)
     return [
@@ -64,7 +64,7 @@ def profile_layers(model: nn.Module, x: torch.Tensor) -> list[LayerProfile]:
             replaceable=site.replaceable,
             reason=site.reason,
             latency_ms=times.get(site.name),
-            activity=activity.get(site.name),
+            firing=firing.get(site.name),
         )
         for site in graph.sites
     ]

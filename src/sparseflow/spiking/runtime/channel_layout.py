@@ -1,9 +1,9 @@
-"""Where channels lie between groups: in an order in which whole blocks of them fall silent together.
+"""Channel orders between groups in which whole blocks of channels are silent together.
 
-A GPU kernel skips a block of channels wherever none of them fires. Channels that rarely fire are scattered
-over a trained layer; put side by side they make silent blocks. The change is exact: a group's outputs are
-permuted with its weights, and whatever reads them expects that order. Layers whose spikes are added to each
-other share one order.
+A GPU kernel skips a block of channels if none of them fires. In a trained layer the channels that rarely
+fire are scattered; placed next to each other they form silent blocks. The change is exact: a group's
+outputs are permuted with its weights, and their readers expect that order. Layers whose spikes are added to
+each other share one order.
 """
 
 from __future__ import annotations
@@ -15,219 +15,227 @@ import torch
 from torch import Tensor, fx
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.base import TILE, Arrangement, Order
+from sparseflow.spiking.backends.base import ACTIVITY_TILE, ChannelLayout, ChannelOrder
 from sparseflow.spiking.backends.spec import GroupSpec, SpikeSource
 from sparseflow.spiking.graph.fusion_matcher import GroupMatch
-from sparseflow.spiking.runtime.spike_passthrough import Passage
+from sparseflow.spiking.runtime.spike_passthrough import Passthrough
 
-WINDOW = 8
-"""Tiles that a work item reads together, its halo included (about)."""
+WINDOW_TILES = 8
+"""Tiles that a work item reads together, including its halo (approximate)."""
 
-WORTHWHILE = 0.05
-"""Share of the work that must be silent before anybody looks for it."""
+MIN_SILENT_FRACTION = 0.05
+"""Minimum fraction of silent work for which skipping is enabled."""
 
-REPAID = 400.0
-"""Time steps x channels x share of the work saved from which an order pays for scattered membranes.
+MIN_REORDER_GAIN = 400.0
+"""Time steps x channels x saved fraction of the work from which reordering pays for scattered membranes.
 
-Skipping saves a neuron that much of its convolution; scattering its membrane costs about the same everywhere
-(measured on an H200: even at 128 channels, 4 time steps and half of the work).
+Skipping saves a neuron that much of its convolution; scattering its membrane costs about the same
+everywhere (measured on an H200: even at 128 channels, 4 time steps and half of the work).
 """
 
-GRAIN = 16
-"""Shares of silence are rounded to one in so many, so that equal layers are tuned once."""
+SILENT_FRACTION_LEVELS = 16
+"""Silent fractions are rounded to this many levels, so that similar layers are tuned once."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
-    """Where a layer's channels fire at all.
+class FiringPattern:
+    """Where a layer's channels fire.
 
     Attributes:
         steps: T.
-        fires: bool [C, ceil(N H W / TILE)]: whether a channel fires in any time step within so many pixels.
+        active: bool [C, ceil(N H W / ACTIVITY_TILE)], whether a channel fires in any time step within a tile.
     """
 
     steps: int
-    fires: Tensor
+    active: Tensor
 
     @classmethod
-    def of(cls, spikes: Tensor) -> Pattern:
-        """The pattern of spikes [T, N, C, H, W]."""
+    def from_spikes(cls, spikes: Tensor) -> FiringPattern:
+        """Compute the pattern of spikes [T, N, C, H, W]."""
         fires = (spikes != 0).any(0).transpose(0, 1).flatten(1)
-        missing = -fires.shape[1] % TILE
-        fires = torch.nn.functional.pad(fires, (0, missing)).unflatten(1, (-1, TILE)).any(-1)
+        missing = -fires.shape[1] % ACTIVITY_TILE
+        fires = torch.nn.functional.pad(fires, (0, missing)).unflatten(1, (-1, ACTIVITY_TILE)).any(-1)
         return cls(spikes.shape[0], fires)
 
 
-def silent_share(pattern: Pattern, block: int, order: Tensor | None = None) -> float:
-    """The share of a sparse convolution's work that meets nothing but silence.
+def compute_silent_fraction(pattern: FiringPattern, block: int, order: Tensor | None = None) -> float:
+    """Compute the fraction of a sparse convolution's work that reads only silent blocks.
 
     Args:
-        pattern: Where its input fires.
+        pattern: Firing pattern of its input.
         block: Channels that are skipped together.
-        order: Which channel lies at each place; None for as they are.
+        order: Channel at each position; None for the network's order.
     """
-    fires = pattern.fires if order is None else pattern.fires[order]
+    fires = pattern.active if order is None else pattern.active[order]
     channels, tiles = fires.shape
-    padded = torch.nn.functional.pad(fires, (0, -tiles % WINDOW, 0, -channels % block))
-    active = padded.unflatten(0, (-1, block)).any(1).unflatten(1, (-1, WINDOW)).any(-1)
+    padded = torch.nn.functional.pad(fires, (0, -tiles % WINDOW_TILES, 0, -channels % block))
+    active = padded.unflatten(0, (-1, block)).any(1).unflatten(1, (-1, WINDOW_TILES)).any(-1)
     return 1.0 - active.float().mean().item()
 
 
 def cluster_channels(rates: Tensor) -> Tensor:
-    """An order of channels, the most active first, in which blocks are silent as often as can be.
+    """Order channels by rate, descending, which maximizes the number of silent blocks.
 
-    A block is silent where none of its channels fires. If channels fire independently, no other order has
-    more silent blocks: the sum over blocks of the products of (1 - rate) is largest when equals sit together.
+    A block is silent if none of its channels fires. If channels fire independently, no other order has more
+    silent
+    blocks: the sum over blocks of the products of (1 - rate) is largest if similar rates are grouped.
 
     Args:
-        rates: How often each channel fires, [C]: a fraction of pixels and time steps, or better of the tiles
-            in which it fires at all.
+        rates: How often each channel fires, [C]: a fraction of pixels and time steps, or better of the
+            tiles in which it fires at all.
 
     Returns:
-        int64 [C], a permutation: place i gets channel `order[i]`. Channels of equal rates keep their order.
+        int64 [C], a permutation: position i gets channel `order[i]`. Channels of equal rates keep their
+        order.
 
     Raises:
-        InputError: `rates` is not one-dimensional, or holds NaN.
+        InputError: `rates` is not one-dimensional, or contains NaN.
     """
     if rates.dim() != 1 or rates.isnan().any():
         raise InputError(f"rates must be [C] without NaN, got {rates.dtype} {tuple(rates.shape)}")
     return torch.argsort(rates, descending=True, stable=True)
 
 
-def arrange(
+def choose_channel_layouts(
     groups: Sequence[GroupMatch],
-    passages: Mapping[fx.Node, Passage],
-    patterns: Mapping[fx.Node, Pattern],
+    passthroughs: Mapping[fx.Node, Passthrough],
+    patterns: Mapping[fx.Node, FiringPattern],
     block: int,
-) -> list[Arrangement]:
-    """Choose an order for every layer, and say where looking for silence is worth it.
+) -> list[ChannelLayout]:
+    """Choose the channel order of each layer, and where skipping silent blocks pays off.
 
     Args:
         groups: The network's groups.
-        passages: Layers that spikes pass in the form they have.
-        patterns: Where the output of every group fires on a sample.
+        passthroughs: Layers that spikes pass in native form.
+        patterns: Firing pattern of each group's output on a sample.
         block: Channels that are skipped together.
 
     Returns:
-        An arrangement a group.
+        One layout per group.
     """
-    ties = _Ties(groups, passages)
+    constraints = _OrderConstraints(groups, passthroughs)
     readers: dict[fx.Node, list[fx.Node]] = {}
     for group in groups:
         for conv in group.sources:
-            origin = ties.origin(conv.input)
+            origin = constraints.find_origin(conv.input)
             if origin in patterns:
-                readers.setdefault(ties.root(origin), []).append(origin)
-    orders: dict[fx.Node, Order] = {}
+                readers.setdefault(constraints.find_root(origin), []).append(origin)
+    orders: dict[fx.Node, ChannelOrder] = {}
     for root, read in readers.items():
-        seen = [patterns[origin] for origin in dict.fromkeys(read)]
-        channels = seen[0].fires.shape[0]
-        if root in ties.fixed or channels <= block:
+        read_patterns = [patterns[origin] for origin in dict.fromkeys(read)]
+        channels = read_patterns[0].active.shape[0]
+        if root in constraints.fixed or channels <= block:
             continue
-        places = cluster_channels(torch.stack([p.fires.float().mean(1) for p in seen]).amax(0))
-        # Within a block any order will do; the network's own keeps neighbouring membranes together.
-        places = torch.cat([part.sort().values for part in places.split(block)])
-        gain = sum(silent_share(p, block, places) - silent_share(p, block) for p in seen) / len(seen)
-        if gain >= WORTHWHILE and gain * channels * seen[0].steps >= REPAID:
-            orders[root] = Order.of(places)
+        permutation = cluster_channels(torch.stack([p.active.float().mean(1) for p in read_patterns]).amax(0))
+        # Within a block the order is arbitrary; the network's own keeps neighboring membranes together.
+        permutation = torch.cat([part.sort().values for part in permutation.split(block)])
+        gain = sum(
+            compute_silent_fraction(p, block, permutation) - compute_silent_fraction(p, block)
+            for p in read_patterns
+        ) / len(read_patterns)
+        if gain >= MIN_SILENT_FRACTION and gain * channels * read_patterns[0].steps >= MIN_REORDER_GAIN:
+            orders[root] = ChannelOrder.from_permutation(permutation)
 
-    def order_of(node: fx.Node) -> Order | None:
-        return orders.get(ties.root(node))
+    def get_order(node: fx.Node) -> ChannelOrder | None:
+        return orders.get(constraints.find_root(node))
 
-    silent: dict[int, float] = {}
-    marking: set[fx.Node] = set()
+    silent_fractions: dict[int, float] = {}
+    emitting: set[fx.Node] = set()
     for number, group in enumerate(groups):
-        origin = ties.origin(group.sources[0].input) if group.sources else None
+        origin = constraints.find_origin(group.sources[0].input) if group.sources else None
         if origin is None or origin not in patterns:
             continue
-        order = order_of(origin)
-        share = silent_share(patterns[origin], block, None if order is None else order.places)
-        if share >= WORTHWHILE:
-            silent[number] = round(share * GRAIN) / GRAIN
-            marking.add(origin)
+        order = get_order(origin)
+        fraction = compute_silent_fraction(
+            patterns[origin], block, None if order is None else order.permutation
+        )
+        if fraction >= MIN_SILENT_FRACTION:
+            silent_fractions[number] = round(fraction * SILENT_FRACTION_LEVELS) / SILENT_FRACTION_LEVELS
+            emitting.add(origin)
     return [
-        Arrangement(
-            output=order_of(group.output),
-            inputs=tuple(order_of(conv.input) for conv in group.sources),
-            silent=silent.get(number, 0.0),
-            marks=group.output in marking,
+        ChannelLayout(
+            output=get_order(group.output),
+            inputs=tuple(get_order(conv.input) for conv in group.sources),
+            silent_fraction=silent_fractions.get(number, 0.0),
+            emit_activity=group.output in emitting,
         )
         for number, group in enumerate(groups)
     ]
 
 
-class _Ties:
-    """Which values of a network must have their channels in one order, and which in the network's own."""
+class _OrderConstraints:
+    """Which values must share one channel order, and which must keep the network's."""
 
-    def __init__(self, groups: Sequence[GroupMatch], passages: Mapping[fx.Node, Passage]) -> None:
+    def __init__(self, groups: Sequence[GroupMatch], passthroughs: Mapping[fx.Node, Passthrough]) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
-        self._passages = {node for node, layer in passages.items() if layer.kind != "mean"}
+        self._passthroughs = {node for node, layer in passthroughs.items() if layer.kind != "mean"}
         outputs = {group.output for group in groups}
         inner = {node for group in groups for node in group.inner}
-        for node in self._passages:
-            self._tie(node, node.all_input_nodes[0])
+        for node in self._passthroughs:
+            self._union(node, node.all_input_nodes[0])
         fixed: set[fx.Node] = set()
         for group in groups:
             for node in (*group.skips, *group.post_skips):
-                self._tie(group.output, node)
+                self._union(group.output, node)
             if group.dense:
-                fixed.add(group.output)  # it comes with the network's channels as they are
-        members = [*outputs, *self._passages, *self._parent]
+                fixed.add(group.output)  # dense inputs have the network's channel order
+        members = [*outputs, *self._passthroughs, *self._parent]
         for node in members:
-            readers = [u for u in node.users if u not in passages]
-            made = node in outputs or node in self._passages
-            if not made or any(reader not in inner for reader in readers):
+            readers = [u for u in node.users if u not in passthroughs]
+            is_produced = node in outputs or node in self._passthroughs
+            if not is_produced or any(reader not in inner for reader in readers):
                 fixed.add(node)
-        self.fixed = {self.root(node) for node in fixed}
+        self.fixed = {self.find_root(node) for node in fixed}
 
-    def origin(self, node: fx.Node) -> fx.Node:
-        """The group's output that reaches `node` through passages alone, or `node`."""
-        while node in self._passages:
+    def find_origin(self, node: fx.Node) -> fx.Node:
+        """Find the group output that reaches `node` through passthroughs only, or `node`."""
+        while node in self._passthroughs:
             node = node.all_input_nodes[0]
         return node
 
-    def root(self, node: fx.Node) -> fx.Node:
-        """One node that stands for all that share an order with `node`."""
+    def find_root(self, node: fx.Node) -> fx.Node:
+        """Find the representative of all nodes that share an order with `node`."""
         while node in self._parent:
             node = self._parent[node]
         return node
 
-    def _tie(self, left: fx.Node, right: fx.Node) -> None:
-        one, other = self.root(left), self.root(right)
-        if one is not other:
-            self._parent[one] = other
+    def _union(self, first: fx.Node, second: fx.Node) -> None:
+        first_root, second_root = self.find_root(first), self.find_root(second)
+        if first_root is not second_root:
+            self._parent[first_root] = second_root
 
 
 def permute_group(
     spec: GroupSpec, *, outputs: Tensor | None = None, inputs: Sequence[Tensor | None] = ()
 ) -> GroupSpec:
-    """A group that reads and writes permuted channels.
+    """Permute the channels that a group reads and writes.
 
     Args:
-        spec: The group. Its skips and dense inputs must come in the order of `outputs`.
-        outputs: Order of its output channels; None leaves them.
-        inputs: Order of every source's input channels, None for those that stay; empty leaves all.
+        spec: The group. Its skips and dense inputs must be in the order of `outputs`.
+        outputs: Order of its output channels; None keeps them.
+        inputs: Order of each source's input channels, None to keep them; empty keeps all.
 
     Raises:
-        InputError: An order is not a permutation of the channels it is for, or `inputs` has not one for
-            every source.
+        InputError: An order is not a permutation of its channels, or `inputs` does not have one per source.
     """
     if inputs and len(inputs) != len(spec.sources):
-        raise InputError(f"{len(inputs)} orders of inputs for {len(spec.sources)} sources")
+        raise InputError(f"`inputs` has {len(inputs)} orders, expected {len(spec.sources)} (one per source)")
     sources = []
     for i, source in enumerate(spec.sources):
         weight = source.weight
         if outputs is not None:
-            weight = weight[_checked(outputs, weight.shape[0])]
+            weight = weight[_check_permutation(outputs, weight.shape[0])]
         order = inputs[i] if inputs else None
         if order is not None:
-            weight = weight[:, _checked(order, weight.shape[1])]
+            weight = weight[:, _check_permutation(order, weight.shape[1])]
         sources.append(SpikeSource(weight=weight, stride=source.stride, padding=source.padding))
-    bias = spec.bias if outputs is None else spec.bias[_checked(outputs, spec.bias.shape[0])]
+    bias = spec.bias if outputs is None else spec.bias[_check_permutation(outputs, spec.bias.shape[0])]
     return replace(spec, sources=tuple(sources), bias=bias)
 
 
-def _checked(order: Tensor, channels: int) -> Tensor:
+def _check_permutation(order: Tensor, channels: int) -> Tensor:
     if order.shape != (channels,) or not torch.equal(order.sort().values.cpu(), torch.arange(channels)):
-        raise InputError(f"not a permutation of {channels} channels: {order.dtype} {tuple(order.shape)}")
+        raise InputError(
+            f"expected a permutation of {channels} channels, got {order.dtype} {tuple(order.shape)}"
+        )
     return order

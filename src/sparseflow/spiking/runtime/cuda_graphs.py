@@ -1,8 +1,8 @@
 """CUDA graphs: one launch for many kernels.
 
-`captured` makes a callable replay what it did while it was watched. `Replay` does the same for a whole
-network with inputs, and keeps what the network keeps: membranes are handed back to the neurons after each
-replay. A network that was not reset since is to be run without the graph, from the membranes it has.
+`capture_replay` captures a callable. `GraphReplay` captures a whole network with inputs and its state:
+membranes are assigned to the neurons after each replay. A network that was not reset since its last run
+must run without the graph, from its membranes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-WARMUP = 3
+WARMUP_RUNS = 3
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """A replay of `work`, or `work` itself when it cannot be captured (it waits for the device, say)."""
+def capture_replay(work: Callable[[], object]) -> Callable[[], object]:
+    """Return a replay of `work`, or `work` itself if it cannot be captured (for example, if it waits for the
+    device).
+    """
     try:
         graph, _ = _capture(work)
     except RuntimeError:
@@ -30,7 +32,7 @@ def _capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
+        for _ in range(WARMUP_RUNS):
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -39,12 +41,12 @@ def _capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
-class Replay:
-    """A network's plan as one CUDA graph, for inputs of one shape.
+class GraphReplay:
+    """A plan as one CUDA graph, for inputs of one shape.
 
     Args:
-        run: The plan's run, from inputs to output; must not wait for the device.
-        inputs: Tensors of the shape, dtype and device to come.
+        run: The plan's run, from inputs to output; it must not wait for the device.
+        inputs: Tensors of the shape, dtype and device of later inputs.
         neurons: The modules whose `v` the plan writes; at rest when the graph is captured.
 
     Raises:
@@ -55,32 +57,34 @@ class Replay:
         self, run: Callable[..., Any], inputs: Sequence[torch.Tensor], neurons: Sequence[Any]
     ) -> None:
         self._neurons = list(neurons)
-        self._rest = [neuron.v for neuron in self._neurons]
+        self._rest_values = [neuron.v for neuron in self._neurons]
         self._inputs = [x.clone() for x in inputs]
 
         def work() -> Any:
-            for neuron, rest in zip(self._neurons, self._rest, strict=True):
-                neuron.v = rest
+            for neuron, rest_value in zip(self._neurons, self._rest_values, strict=True):
+                neuron.v = rest_value
             return run(*self._inputs)
 
         self._graph, self._output = _capture(work)
         self._membranes = [neuron.v for neuron in self._neurons]
-        # spikingjelly keeps memories in a registry of their own; reading that is quick, neuron.v is not.
-        self._held = [
+        # spikingjelly stores state in a registry, which is faster to read than neuron.v.
+        self._states = [
             neuron.__dict__["_memories"] if "v" in neuron.__dict__.get("_memories", ()) else neuron.__dict__
             for neuron in self._neurons
         ]
 
-    def at_rest(self) -> bool:
-        """Whether the network was reset since it last ran."""
-        return not any(isinstance(held["v"], torch.Tensor) for held in self._held)
+    def is_at_rest(self) -> bool:
+        """Return whether the network was reset since its last run."""
+        return not any(isinstance(state["v"], torch.Tensor) for state in self._states)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Replay on `inputs`. The output is a copy; the membranes are the graph's own tensors, which the next
-        replay overwrites."""
-        for held, given in zip(self._inputs, inputs, strict=True):
-            held.copy_(given)
+        """Replay on `inputs`.
+
+        The output is a copy; the membranes are the graph's own tensors, which the next replay overwrites.
+        """
+        for buffer, x in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(x)
         self._graph.replay()
-        for held, v in zip(self._held, self._membranes, strict=True):
-            held["v"] = v
+        for state, v in zip(self._states, self._membranes, strict=True):
+            state["v"] = v
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)

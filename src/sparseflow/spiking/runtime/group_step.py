@@ -1,4 +1,4 @@
-"""One group at run time: which way it runs, its prepared weights, and the membrane it leaves behind."""
+"""`GroupStep`: one group at run time, with its mode, its prepared weights and its membrane."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparseflow.spiking.backends.base import NATURAL, Arrangement, Backend, GroupShape, Order, PreparedGroup
+from sparseflow.spiking.backends.base import (
+    NATURAL_LAYOUT,
+    Backend,
+    ChannelLayout,
+    ChannelOrder,
+    GroupShape,
+    PreparedGroup,
+)
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import GroupSpec
-from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_match, group_spec
-from sparseflow.spiking.graph.registry import neuron_info
-from sparseflow.spiking.graph.sites import padding_of
+from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
+from sparseflow.spiking.graph.registry import get_neuron_info
+from sparseflow.spiking.graph.sites import get_padding
 from sparseflow.spiking.runtime.channel_layout import permute_group
-from sparseflow.spiking.runtime.spike_tensor import Env, Spikes, as_dense, run_node
+from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
 
-Way = Literal["sparse", "dense", "module"]
+GroupMode = Literal["sparse", "dense", "module"]
 
-Shared = WeakValueDictionary[tuple[str, Way], PreparedGroup]
-"""Groups that several plans of one network have prepared, by name and way."""
+SharedGroups = WeakValueDictionary[tuple[str, GroupMode], PreparedGroup]
+"""Prepared groups shared by the plans of one network, by name and mode."""
 
 
 @dataclass
@@ -31,28 +38,30 @@ class GroupStep:
     """One group at run time.
 
     Attributes:
-        match: What belongs to the group.
-        kinds: Largest value of every node that holds spikes.
-        dtype: What the network's own operations compute in.
-        way: How it runs; 'module' until somebody decides otherwise.
-        emit: The form in which its spikes are wanted by whoever reads them next.
-        arrangement: How channels lie in its spikes and in those that it reads; set by `arrange`.
-        shared: What other plans of the network have prepared, where the backend's groups fit every shape.
+        match: The group's nodes and modules.
+        backend: The plan's backend.
+        modules: The network's modules by name.
+        max_values: Largest value of each node that holds spikes.
+        dtype: Data type of the network's own operations.
+        mode: How the group runs.
+        output_form: Form in which its readers take its spikes.
+        layout: Channel orders of what it reads and writes; set by `set_layout`.
+        shared: Groups prepared by the network's other plans, used if the backend's groups are shape-agnostic.
     """
 
     match: GroupMatch
     backend: Backend
     modules: dict[str, nn.Module]
-    kinds: dict[fx.Node, int]
+    max_values: dict[fx.Node, int]
     dtype: torch.dtype
-    way: Way = "module"
-    emit: Literal["native", "dense"] = "native"
-    arrangement: Arrangement = NATURAL
-    shared: Shared = field(default_factory=WeakValueDictionary)
-    _prepared: dict[Way, PreparedGroup] = field(default_factory=dict)
-    _stem: dict[str, torch.Tensor] = field(default_factory=dict)
+    mode: GroupMode = "module"
+    output_form: Literal["native", "dense"] = "native"
+    layout: ChannelLayout = NATURAL_LAYOUT
+    shared: SharedGroups = field(default_factory=WeakValueDictionary)
+    _prepared: dict[GroupMode, PreparedGroup] = field(default_factory=dict)
+    _dense_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
-    _rest: float | None = None
+    _v_rest: float | None = None
 
     @property
     def name(self) -> str:
@@ -63,106 +72,117 @@ class GroupStep:
         return self.modules[self.match.neuron_name]
 
     @property
-    def single(self) -> bool:
+    def single_step(self) -> bool:
         return getattr(self.neuron, "step_mode", "m") == "s"
 
-    def settle(self, way: Way) -> None:
-        """Run this way from now on, and drop the buffers of the others."""
-        self.way = way
-        self._prepared = {kept: held for kept, held in self._prepared.items() if kept == way}
+    def fix_mode(self, mode: GroupMode) -> None:
+        """Set the mode and drop the buffers of the other modes."""
+        self.mode = mode
+        self._prepared = {
+            prepared_mode: prepared
+            for prepared_mode, prepared in self._prepared.items()
+            if prepared_mode == mode
+        }
 
-    def arrange(self, arrangement: Arrangement) -> None:
-        """Let channels lie in another order; the groups that read or add these spikes must agree."""
-        self.arrangement = arrangement
-        self.forget()
+    def set_layout(self, layout: ChannelLayout) -> None:
+        """Set the channel layout; the groups that read or add these spikes must agree."""
+        self.layout = layout
+        self.invalidate()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
-        self._stem.clear()
-        self._rest = None
+        self._dense_weights.clear()
+        self._v_rest = None
 
-    def spec(self, channels: int) -> GroupSpec:
-        """The group's arithmetic with the network's present weights, channels as the arrangement says."""
-        info = neuron_info(self.neuron)
+    def make_spec(self, channels: int) -> GroupSpec:
+        """Make the group's spec with the current weights, channels in the layout's orders."""
+        info = get_neuron_info(self.neuron)
         assert info is not None and info.spec is not None
-        spec = group_spec(self.match, self.modules, info.spec, channels)
-        lies = self.arrangement
-        inputs = [None if order is None else order.places for order in lies.inputs]
-        return permute_group(spec, outputs=None if lies.output is None else lies.output.places, inputs=inputs)
+        spec = make_group_spec(self.match, self.modules, info.spec, channels)
+        layout = self.layout
+        inputs = [None if order is None else order.permutation for order in layout.inputs]
+        return permute_group(
+            spec, outputs=None if layout.output is None else layout.output.permutation, inputs=inputs
+        )
 
-    def _prepare(self, way: Way, shape: GroupShape) -> PreparedGroup:
-        """The group laid out for `way`, by this plan or by another."""
-        fits_every_shape = self.backend.fits_every_shape
-        if self._shape != shape and not fits_every_shape:
+    def _prepare(self, mode: GroupMode, shape: GroupShape) -> PreparedGroup:
+        """Return the group prepared for `mode`, by this plan or another."""
+        shape_agnostic = self.backend.shape_agnostic
+        if self._shape != shape and not shape_agnostic:
             self._prepared.clear()
         self._shape = shape
-        if way not in self._prepared:
-            key = (self.name, way)
-            prepared = self.shared.get(key) if fits_every_shape else None
+        if mode not in self._prepared:
+            key = (self.name, mode)
+            prepared = self.shared.get(key) if shape_agnostic else None
             if prepared is None:
-                convolution = "sparse" if way == "sparse" else "dense"
-                spec = self.spec(shape.output[0])
-                prepared = self.backend.prepare(spec, shape, convolution, self.arrangement)
-                if fits_every_shape:
+                convolution = "sparse" if mode == "sparse" else "dense"
+                spec = self.make_spec(shape.output[0])
+                prepared = self.backend.prepare(spec, shape, convolution, self.layout)
+                if shape_agnostic:
                     self.shared[key] = prepared
-            self._prepared[way] = prepared
-        return self._prepared[way]
+            self._prepared[mode] = prepared
+        return self._prepared[mode]
 
-    def run(self, env: Env, way: Way | None = None, emit: Literal["native", "dense"] | None = None) -> Spikes:
-        """Run the group on the values in `env` and leave the membrane in the neuron."""
-        way = way or self.way
-        if way == "module":
+    def run(
+        self,
+        env: NodeValues,
+        mode: GroupMode | None = None,
+        output_form: Literal["native", "dense"] | None = None,
+    ) -> SpikeTensor:
+        """Run the group on the values in `env` and store the membrane in the neuron."""
+        mode = mode or self.mode
+        if mode == "module":
             return self._run_modules(env)
-        match, emit = self.match, emit or self.emit
-        dense = [self._dense_conv(conv, env) for conv in match.dense_convs]
-        dense += [self._sequence(node, env) for node in match.dense]
-        sources = self._sources(env)
-        added = [self._spikes(node, env) for node in (*match.skips, *match.post_skips)]
-        forms = [spikes.native if way == "sparse" else spikes.lent for spikes in added]
+        match, output_form = self.match, output_form or self.output_form
+        dense = [self._run_dense_conv(conv, env) for conv in match.dense_convs]
+        dense += [self._get_sequence(node, env) for node in match.dense]
+        sources = self._get_sources(env)
+        addends = [self._get_spikes(node, env) for node in (*match.skips, *match.post_skips)]
+        forms = [spikes.native if mode == "sparse" else spikes.addend for spikes in addends]
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
-        steps, shape = self._sizes(sources, match.skips, dense, env)
+        steps, shape = self._compute_shape(sources, match.skips, dense, env)
         v = self.neuron.v
         if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
-            # What becomes of the membranes of another batch is for the neuron to say.
+            # The neuron itself handles membranes of another batch size.
             return self._run_modules(env)
-        prepared = self._prepare(way, shape)
-        fed = [s.native if way == "sparse" else s.sequence for s in sources]
-        v = v if isinstance(v, torch.Tensor) else self._constant_membrane(v, shape)
-        out, v = prepared(fed, skips, dense, post, steps=steps, v=v, out=emit)
+        prepared = self._prepare(mode, shape)
+        source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
+        v = v if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
+        out, v = prepared(source_inputs, skips, dense, post, steps=steps, v=v, out=output_form)
         self.neuron.v = v
-        if emit == "dense":
-            out = out[0] if self.single else out
-            return self._wrap(self.match.output, dense=out, natural=False)
-        return self._wrap(self.match.output, native=out)
+        if output_form == "dense":
+            out = out[0] if self.single_step else out
+            return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)
+        return self._make_spike_tensor(self.match.output, native=out)
 
-    def misfit(self, env: Env) -> str | None:
-        """Why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
-        rank = 4 if self.single else 5
+    def get_shape_mismatch(self, env: NodeValues) -> str | None:
+        """Return why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
+        rank = 4 if self.single_step else 5
         stems = {conv.input for conv in self.match.dense_convs if conv.repeats}
-        if any(as_dense(env[node]).dim() != rank - (node in stems) for node in self.match.inputs):
-            return "its values are not feature maps"
+        if any(to_dense(env[node]).dim() != rank - (node in stems) for node in self.match.inputs):
+            return "its inputs are not feature maps"
         match = self.match
-        constant = [self._conv_shape(conv, env) for conv in match.dense_convs]
-        constant += [tuple(self._sequence(node, env).shape) for node in match.dense]
-        shapes = [self._conv_shape(conv, env) for conv in match.sources]
-        shapes += [tuple(self._sequence(node, env).shape) for node in (*match.skips, *match.post_skips)]
-        # Only a dense value may be constant over time; whatever else is broadcast is left to the network.
+        constant = [self._compute_conv_shape(conv, env) for conv in match.dense_convs]
+        constant += [tuple(self._get_sequence(node, env).shape) for node in match.dense]
+        shapes = [self._compute_conv_shape(conv, env) for conv in match.sources]
+        shapes += [tuple(self._get_sequence(node, env).shape) for node in (*match.skips, *match.post_skips)]
+        # Only dense values may be constant over time; other broadcasts are left to the network.
         steps = {s[0] for s in shapes} | {s[0] for s in constant if s[0] != 1}
         if len({s[1:] for s in (*shapes, *constant)}) > 1 or len(steps) > 1:
             return "it adds tensors of different shapes"
         return None
 
-    def _conv_shape(self, conv: ConvMatch, env: Env) -> tuple[int, ...]:
-        """[T, N, C, H, W] of what a convolution of the group yields."""
+    def _compute_conv_shape(self, conv: ConvMatch, env: NodeValues) -> tuple[int, ...]:
+        """Compute [T, N, C, H, W] of the output of a convolution of the group."""
         module = self.modules[conv.name]
         assert isinstance(module, nn.Conv2d)
-        value = as_dense(env[conv.input])
+        value = to_dense(env[conv.input])
         value = value.unsqueeze(0) if value.dim() == 4 else value
         if module.padding == "same":
             sides: list[int] = list(value.shape[-2:])
         else:
-            pads = padding_of(module)
+            pads = get_padding(module)
             assert pads is not None
             spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
             sides = [
@@ -172,73 +192,77 @@ class GroupStep:
         steps = conv.repeats or value.shape[0]
         return (steps, value.shape[1], module.out_channels, *sides)
 
-    def refusal(self, env: Env) -> str | None:
-        """Why the sparse way is closed to this group, or None."""
-        sources = self._sources(env)
-        dense = [self._dense_conv(conv, env) for conv in self.match.dense_convs]
-        dense += [self._sequence(node, env) for node in self.match.dense]
-        _, shape = self._sizes(sources, self.match.skips, dense, env)
-        return self.backend.refusal(self.spec(shape.output[0]), shape)
+    def get_unsupported_reason(self, env: NodeValues) -> str | None:
+        """Return why the group cannot run in sparse mode, or None if it can."""
+        sources = self._get_sources(env)
+        dense = [self._run_dense_conv(conv, env) for conv in self.match.dense_convs]
+        dense += [self._get_sequence(node, env) for node in self.match.dense]
+        _, shape = self._compute_shape(sources, self.match.skips, dense, env)
+        return self.backend.get_unsupported_reason(self.make_spec(shape.output[0]), shape)
 
-    def _wrap(
-        self, node: fx.Node, *, native: Any = None, dense: torch.Tensor | None = None, natural: bool = True
-    ) -> Spikes:
-        """The value of `node` as spikes."""
-        return Spikes(
+    def _make_spike_tensor(
+        self,
+        node: fx.Node,
+        *,
+        native: Any = None,
+        dense: torch.Tensor | None = None,
+        dense_in_network_order: bool = True,
+    ) -> SpikeTensor:
+        return SpikeTensor(
             self.backend,
             native=native,
             dense=dense,
-            single=self.single,
+            single_step=self.single_step,
             dtype=self.dtype,
-            max_value=self.kinds.get(node, 1),
-            order=self._order(node),
-            natural=natural,
+            max_value=self.max_values.get(node, 1),
+            order=self._get_order(node),
+            dense_in_network_order=dense_in_network_order,
         )
 
-    def _order(self, node: fx.Node) -> Order | None:
-        """How the channels of `node`, which the group reads or yields, lie."""
-        for conv, order in zip(self.match.sources, self.arrangement.inputs, strict=False):
+    def _get_order(self, node: fx.Node) -> ChannelOrder | None:
+        """Return the channel order of `node`, which the group reads or yields."""
+        for conv, order in zip(self.match.sources, self.layout.inputs, strict=False):
             if conv.input is node:
                 return order
-        return self.arrangement.output
+        return self.layout.output
 
-    def _constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
-        if self._rest is None:
-            # Kept, for asking a neuron with a learned leak waits for the GPU.
-            info = neuron_info(self.neuron)
+    def _make_constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
+        if self._v_rest is None:
+            # Cached, because reading a neuron with a learned leak waits for the GPU.
+            info = get_neuron_info(self.neuron)
             assert info is not None and info.spec is not None
-            self._rest = info.spec.v_rest
-        if float(value) == self._rest:
+            self._v_rest = info.spec.v_rest
+        if float(value) == self._v_rest:
             return None
         device = next((p.device for p in self.modules[self.match.name].parameters()), torch.device("cpu"))
         return torch.full((shape.images, *shape.output), float(value), device=device)
 
-    def _spikes(self, node: fx.Node, env: Env) -> Spikes:
+    def _get_spikes(self, node: fx.Node, env: NodeValues) -> SpikeTensor:
         value = env[node]
-        if not isinstance(value, Spikes):
-            value = self._wrap(node, dense=value)
+        if not isinstance(value, SpikeTensor):
+            value = self._make_spike_tensor(node, dense=value)
             env[node] = value
         return value
 
-    def _sources(self, env: Env) -> list[Spikes]:
-        return [self._spikes(conv.input, env) for conv in self.match.sources]
+    def _get_sources(self, env: NodeValues) -> list[SpikeTensor]:
+        return [self._get_spikes(conv.input, env) for conv in self.match.sources]
 
-    def _sequence(self, node: fx.Node, env: Env) -> torch.Tensor:
-        value = as_dense(env[node])
-        return value.unsqueeze(0) if self.single else value
+    def _get_sequence(self, node: fx.Node, env: NodeValues) -> torch.Tensor:
+        value = to_dense(env[node])
+        return value.unsqueeze(0) if self.single_step else value
 
-    def _dense_conv(self, conv: ConvMatch, env: Env) -> torch.Tensor:
-        """A convolution of dense values, without its bias, which the group's own bias holds."""
+    def _run_dense_conv(self, conv: ConvMatch, env: NodeValues) -> torch.Tensor:
+        """Run a convolution of dense values without its bias, which is part of the group's bias."""
         module = self.modules[conv.name]
         assert isinstance(module, nn.Conv2d)
-        if conv.name not in self._stem:
-            weight, _ = fold_match(conv, self.modules)
-            if self.arrangement.output is not None:
-                weight = weight[self.arrangement.output.places]
+        if conv.name not in self._dense_weights:
+            weight, _ = fold_conv_match(conv, self.modules)
+            if self.layout.output is not None:
+                weight = weight[self.layout.output.permutation]
             weight = weight.to(self.backend.dtype).contiguous(memory_format=torch.channels_last)
-            self._stem[conv.name] = weight
-        weight = self._stem[conv.name]
-        x = as_dense(env[conv.input])
+            self._dense_weights[conv.name] = weight
+        weight = self._dense_weights[conv.name]
+        x = to_dense(env[conv.input])
         lead = x.shape[:-3]
         x = x.reshape(-1, *x.shape[-3:]).to(self.backend.dtype, memory_format=torch.channels_last)
         with full_precision(self.backend.dtype):
@@ -246,42 +270,46 @@ class GroupStep:
         y = y.view(*lead, *y.shape[1:])
         return y.unsqueeze(0) if y.dim() == 4 else y
 
-    def _sizes(
-        self, sources: Sequence[Spikes], skips: Sequence[fx.Node], dense: Sequence[torch.Tensor], env: Env
+    def _compute_shape(
+        self,
+        sources: Sequence[SpikeTensor],
+        skips: Sequence[fx.Node],
+        dense: Sequence[torch.Tensor],
+        env: NodeValues,
     ) -> tuple[int, GroupShape]:
         repeats = [conv.repeats for conv in self.match.dense_convs if conv.repeats]
         shapes = [s.shape for s in sources]
-        whole = [self._spikes(node, env).shape for node in skips]
-        whole += [tuple(d.shape) for d in dense]
-        if whole:
-            output = whole[0][2:]
+        addend_shapes = [self._get_spikes(node, env).shape for node in skips]
+        addend_shapes += [tuple(d.shape) for d in dense]
+        if addend_shapes:
+            output = addend_shapes[0][2:]
         else:
             spec_conv = self.modules[self.match.sources[0].name]
-            padding = padding_of(spec_conv) if isinstance(spec_conv, nn.Conv2d) else None
+            padding = get_padding(spec_conv) if isinstance(spec_conv, nn.Conv2d) else None
             assert isinstance(spec_conv, nn.Conv2d) and padding is not None
             _, _, _, height, width = shapes[0]
             k, s, p = spec_conv.kernel_size[0], spec_conv.stride[0], padding[0]
             output = (spec_conv.out_channels, (height + 2 * p - k) // s + 1, (width + 2 * p - k) // s + 1)
-        every = [*shapes, *whole]
-        steps = max([*(shape[0] for shape in every), *repeats])
+        all_shapes = [*shapes, *addend_shapes]
+        steps = max([*(shape[0] for shape in all_shapes), *repeats])
         shape = GroupShape(
             steps=steps,
-            images=every[0][1],
+            images=all_shapes[0][1],
             sources=tuple((c, h, w) for _, _, c, h, w in shapes),
             output=(output[0], output[1], output[2]),
             max_value=max([1, *(s.max_value for s in sources)]),
         )
         return steps, shape
 
-    def _run_modules(self, env: Env) -> Spikes:
-        local: Env = dict(env)
+    def _run_modules(self, env: NodeValues) -> SpikeTensor:
+        local: NodeValues = dict(env)
         for node in self.match.inner:
             self._run_inner(node, local)
         value = local[self.match.output]
-        return self._wrap(self.match.output, dense=value)
+        return self._make_spike_tensor(self.match.output, dense=value)
 
-    def _run_inner(self, node: fx.Node, local: Env) -> None:
-        """Run `node`, and first whatever repetition of a constant input the plan had left out."""
+    def _run_inner(self, node: fx.Node, local: NodeValues) -> None:
+        """Run `node`, after any repetition of a constant input that the plan left out."""
         for needed in node.all_input_nodes:
             if needed not in local:
                 self._run_inner(needed, local)

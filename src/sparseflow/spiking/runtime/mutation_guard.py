@@ -1,9 +1,8 @@
-"""Notice, in microseconds, what changed in a network since it was looked at.
+"""Detection of changes to a network, in microseconds.
 
-A prepared plan holds folded weights and a captured graph holds addresses; both must go when somebody loads
-other weights, moves the network or swaps a module. The network is asked before every call, so looking has to
-be cheap: everything that can be walked once is walked once, and what remains is a few hundred comparisons by
-identity.
+A prepared plan holds folded weights and a captured graph holds addresses; both are invalid after weights
+are loaded, the network is moved or a module is replaced. The check runs before each call and must be cheap:
+the module tree is walked once, and each check is a few hundred comparisons by identity.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from torch import nn
 
 
-class Watch:
-    """A network as it is now.
+class MutationGuard:
+    """A snapshot of a network's structure and tensor versions.
 
     Args:
         model: The network.
-        neurons: Those whose constants (threshold, reset value, time constant, …) were built into a plan.
+        neurons: Neurons whose constants (threshold, reset value, time constant, …) are part of a plan.
 
-    Numbers written through `.data` in place leave no trace that could be seen here.
+    In-place writes through `.data` cannot be detected.
     """
 
     def __init__(self, model: nn.Module, neurons: Iterable[nn.Module]) -> None:
@@ -40,31 +39,33 @@ class Watch:
             for tensor in (*module._parameters.values(), *module._buffers.values())
             if tensor is not None and not tensor.is_inference()
         ]
-        self._numbers = self._look()
-        self._constants = [(held, _constants(held)) for held in map(vars, neurons)]
+        self._versions = self._read_versions()
+        self._constants = [(attributes, _collect_constants(attributes)) for attributes in map(vars, neurons)]
 
-    def same_parts(self) -> bool:
-        """Whether the network still consists of the same modules, tensors and neuron constants."""
+    def is_structure_unchanged(self) -> bool:
+        """Return whether the network still has the same modules, tensors and neuron constants."""
         for registry, values in self._registries:
             if len(registry) != len(values) or not all(map(is_, registry.values(), values)):
                 return False
-        return all(_unchanged(held, constants) for held, constants in self._constants)
+        return all(
+            _are_constants_unchanged(attributes, constants) for attributes, constants in self._constants
+        )
 
-    def same_numbers(self) -> bool:
-        """Whether nobody wrote into those tensors or gave them other memory."""
-        return self._look() == self._numbers
+    def are_values_unchanged(self) -> bool:
+        """Return whether the tensors were neither written to nor moved to other memory."""
+        return self._read_versions() == self._versions
 
-    def _look(self) -> list[int]:
+    def _read_versions(self) -> list[int]:
         return [t._version for t in self._tensors] + [t.data_ptr() for t in self._tensors]
 
 
-def _constants(held: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in held.items() if k != "v" and isinstance(v, int | float | str | None)}
+def _collect_constants(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in attributes.items() if k != "v" and isinstance(v, int | float | str | None)}
 
 
-def _unchanged(held: dict[str, Any], constants: dict[str, Any]) -> bool:
+def _are_constants_unchanged(attributes: dict[str, Any], constants: dict[str, Any]) -> bool:
     for name, value in constants.items():
-        now = held.get(name, constants)
-        if now is not value and (isinstance(now, torch.Tensor) or now != value):
+        current = attributes.get(name, constants)
+        if current is not value and (isinstance(current, torch.Tensor) or current != value):
             return False
     return True

@@ -1,16 +1,16 @@
-"""A plan: how an analysed network is run, group by group.
+"""`Plan`: execution of an analyzed network, group by group.
 
-The plan walks the traced network in its own order. Nodes that belong to a group (`match.py`) run as one piece
-on the backend (`backend.py`); everything else runs as the network's author wrote it. Spikes travel between
-groups in the backend's form and turn into dense tensors only where an ordinary operation reads them.
+The plan runs the traced network in graph order. Nodes of a group (`graph/fusion_matcher.py`) run as one
+unit on the backend; all other nodes run as in the original network. Spikes are passed between groups in the
+backend's native form and are converted to dense tensors only where an ordinary operation reads them.
 
-Each group runs in one of three ways, and `dispatch.py` measures which:
+Each group runs in one of three modes, selected by the autotuner:
 
 * ``sparse``: the backend's own convolution, which skips zeros;
-* ``dense``: the library's convolution with BatchNorm folded in, and the backend's neuron behind it;
-* ``module``: the network's own modules, untouched.
+* ``dense``: the library's convolution with BatchNorm folded in, followed by the backend's neuron;
+* ``module``: the network's own modules.
 
-Membranes live where the network keeps them (`neuron.v`), so resetting and carrying state work as before.
+Membranes stay in `neuron.v`, so resetting and carrying state work as before.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.graph import SpikeGraph
-from sparseflow.spiking.graph.aliasing import conflict
-from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, GroupFinder
-from sparseflow.spiking.runtime.channel_layout import Pattern, arrange
-from sparseflow.spiking.runtime.group_step import GroupStep, Shared, Way
-from sparseflow.spiking.runtime.spike_passthrough import Passage, passage
-from sparseflow.spiking.runtime.spike_tensor import Env, Spikes, as_dense, run_node
+from sparseflow.spiking.graph.aliasing import find_write_hazard
+from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher
+from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
+from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
+from sparseflow.spiking.runtime.spike_passthrough import Passthrough, match_passthrough
+from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One thing to do: a node on its own, or a group; and the values nobody needs after it."""
+class _PlanStep:
+    """One step: a single node or a group, and the values that are freed after it."""
 
     node: fx.Node
     group: GroupStep | None
@@ -45,196 +45,208 @@ class _Step:
 
 
 class Plan:
-    """A network, ready to run group by group.
+    """Executes a network group by group.
 
     Args:
-        graph: The analysed network (traced by fx).
+        graph: The analyzed network (traced by fx).
         backend: The device's backend.
         shared: Prepared groups of the network's other plans.
+
+    Attributes:
+        groups: The groups, in execution order.
+        write_hazard: Why the plan must not be used (a sentence), or None.
     """
 
-    def __init__(self, graph: SpikeGraph, backend: Backend, shared: Shared | None = None) -> None:
+    def __init__(self, graph: SpikeGraph, backend: Backend, shared: SharedGroups | None = None) -> None:
         assert graph.module is not None
         self.graph, self.backend = graph, backend
         self.modules: dict[str, nn.Module] = dict(graph.module.named_modules())
         nodes = list(graph.module.graph.nodes)
         self._placeholders = [n for n in nodes if n.op == "placeholder"]
-        kinds = {
+        max_values = {
             n: graph.values[n.name].max_value or 1
             for n in nodes
             if n.name in graph.values and graph.values[n.name].kind in SPIKE_KINDS
         }
-        matches = list(GroupFinder(graph).groups())
-        own = next((p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32)
+        matches = list(FusionMatcher(graph).find_groups())
+        model_dtype = next(
+            (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32
+        )
         self.groups = [
             GroupStep(
                 match=match,
                 backend=backend,
                 modules=self.modules,
-                kinds=kinds,
-                dtype=own,
+                max_values=max_values,
+                dtype=model_dtype,
                 shared=WeakValueDictionary() if shared is None else shared,
             )
             for match in matches
         ]
-        at_output = {g.match.output: g for g in self.groups}
-        self._passages = self._find_passages()
+        group_by_output = {g.match.output: g for g in self.groups}
+        self._passthroughs = self._find_passthroughs()
         inside = {n for g in self.groups for n in g.match.inner}
-        bypassed = _bypassed_repetitions(self.groups)
+        bypassed = _find_bypassed_repetitions(self.groups)
         owner = {n: g.match.output for g in self.groups for n in g.match.inner}
-        late = {
+        deferred = {
             n: g.match.output
             for g in self.groups
             for conv in g.match.dense_convs
             for n in bypassed
             if n is conv.node.all_input_nodes[0] or n in conv.node.all_input_nodes[0].all_input_nodes
         }
-        self.conflict = conflict(graph.module, graph.neurons, {**late, **owner}, kinds)
-        self._within = [module for module in graph.model.modules() if module is not graph.model]
-        self._bypassed_modules = self._not_called(inside)
+        self.write_hazard = find_write_hazard(graph.module, graph.neurons, {**deferred, **owner}, max_values)
+        self._submodules = [module for module in graph.model.modules() if module is not graph.model]
+        self._bypassed_modules = self._find_bypassed_modules(inside)
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
-        listed: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
+        entries: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
-            if node.op == "placeholder" or (node in inside and node not in at_output) or node in bypassed:
+            if (
+                node.op == "placeholder"
+                or (node in inside and node not in group_by_output)
+                or node in bypassed
+            ):
                 continue
-            group = at_output.get(node)
+            group = group_by_output.get(node)
             reads = group.match.inputs if group else node.all_input_nodes
-            listed.append((node, group, reads))
-        last = {read: i for i, (_, _, reads) in enumerate(listed) for read in reads}
+            entries.append((node, group, reads))
+        last_reader = {read: i for i, (_, _, reads) in enumerate(entries) for read in reads}
         self._steps = [
-            _Step(node, group, tuple(read for read in dict.fromkeys(reads) if last[read] == i))
-            for i, (node, group, reads) in enumerate(listed)
+            _PlanStep(node, group, tuple(read for read in dict.fromkeys(reads) if last_reader[read] == i))
+            for i, (node, group, reads) in enumerate(entries)
         ]
 
-    def forget(self) -> None:
-        """Drop every prepared weight, after the network's own have changed."""
+    def invalidate(self) -> None:
+        """Drop all prepared weights, after the network's own have changed."""
         for group in self.groups:
-            group.forget()
+            group.invalidate()
 
-    def _not_called(self, inside: set[fx.Node]) -> list[nn.Module]:
-        """The network's modules that a run of the plan may leave out: containers, and what groups replace."""
+    def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
+        """List the modules that a run of the plan may not call: containers, and modules of groups."""
         assert self.graph.module is not None
         called: set[nn.Module] = set()
         for node in self.graph.module.graph.nodes:
-            if node.op == "call_module" and node not in inside and node not in self._passages:
+            if node.op == "call_module" and node not in inside and node not in self._passthroughs:
                 called |= set(self.modules[str(node.target)].modules())
-        return [module for module in self._within if module not in called]
+        return [module for module in self._submodules if module not in called]
 
-    def overruled(self) -> str | None:
-        """Why the network's own code must run after all (a sentence), or None.
+    def get_bypass_conflict(self) -> str | None:
+        """Return why the network's own code must run (a sentence), or None.
 
-        Somebody watches a module that the plan would not call, put one of them into training mode, or gave it
-        another forward.
+        A module that the plan does not call has a hook, is in training mode, or has another forward.
         """
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return "every module is hooked"
+            return "a global module hook is registered"
         for module, forward in zip(self._bypassed_modules, self._forwards, strict=True):
             if module._forward_hooks or module._forward_pre_hooks:
-                return f"a {type(module).__name__} is hooked"
+                return f"a {type(module).__name__} has hooks"
             if vars(module).get("forward") is not forward:
-                return f"a {type(module).__name__} was given another forward"
+                return f"the forward of a {type(module).__name__} was replaced"
             if module.training:
                 return f"a {type(module).__name__} is in training mode"
         return None
 
-    def watched(self) -> bool:
-        """Whether any module within the network is hooked, so that it must be called each time."""
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._within)
+    def has_hooks(self) -> bool:
+        """Return whether any submodule has a hook, so that it must be called each time."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._submodules)
 
-    def arrange(self, *inputs: Any) -> None:
-        """See where the network is silent on a sample, and let channels lie so that blocks are skipped.
+    def choose_layouts(self, *inputs: Any) -> None:
+        """Observe where the network is silent on a sample and choose channel layouts that skip blocks.
 
-        Runs the network's own modules once, which changes its membranes. Nothing happens where the backend
-        skips no blocks of channels.
+        Runs the network's own modules once, which changes its membranes. Does nothing if the backend does
+        not skip blocks of channels.
         """
-        if self.backend.block is None:
+        if self.backend.channel_block is None:
             return
-        patterns: dict[fx.Node, Pattern] = {}
+        patterns: dict[fx.Node, FiringPattern] = {}
 
-        def around(group: GroupStep, env: Env) -> Spikes:
-            found = group.run(env, way="module")
-            patterns[group.match.output] = Pattern.of(found.sequence)
-            return found
+        def record_pattern(group: GroupStep, env: NodeValues) -> SpikeTensor:
+            spikes = group.run(env, mode="module")
+            patterns[group.match.output] = FiringPattern.from_spikes(spikes.sequence)
+            return spikes
 
-        self.run(*inputs, around=around)
-        found = arrange([g.match for g in self.groups], self._passages, patterns, self.backend.block)
-        for group, arrangement in zip(self.groups, found, strict=True):
-            group.arrange(arrangement)
+        self.run(*inputs, group_runner=record_pattern)
+        layouts = choose_channel_layouts(
+            [g.match for g in self.groups], self._passthroughs, patterns, self.backend.channel_block
+        )
+        for group, arrangement in zip(self.groups, layouts, strict=True):
+            group.set_layout(arrangement)
 
-    def run_all(self, ways: Mapping[str, Way]) -> None:
-        """Let groups run in these ways, by name; what is prepared for others stays."""
+    def set_modes(self, modes: Mapping[str, GroupMode]) -> None:
+        """Set the groups' modes by name; what is prepared for other modes is kept."""
         for group in self.groups:
-            group.way = ways[group.name]
-        self.settle_forms()
+            group.mode = modes[group.name]
+        self.update_output_forms()
 
-    def settle_forms(self) -> None:
-        """Let each group emit what its readers take, once every group's way is chosen."""
-        takers = {c.input for g in self.groups if g.way == "sparse" for c in g.match.sources}
+    def update_output_forms(self) -> None:
+        """Set the output form of each group to the one its readers take; requires final modes."""
+        native_readers = {c.input for g in self.groups if g.mode == "sparse" for c in g.match.sources}
         for group in self.groups:
-            if group.way == "sparse" or not self.backend.adds_dense:
-                takers |= {*group.match.skips, *group.match.post_skips}
-        takers |= {node for node, layer in self._passages.items() if layer.kind == "mean"}
+            if group.mode == "sparse" or not self.backend.adds_dense_spikes:
+                native_readers |= {*group.match.skips, *group.match.post_skips}
+        native_readers |= {node for node, layer in self._passthroughs.items() if layer.kind == "mean"}
         for group in self.groups:
-            native = not takers.isdisjoint(self._onward(group.match.output))
-            group.emit = "native" if native else "dense"
+            native = not native_readers.isdisjoint(self._iterate_reached(group.match.output))
+            group.output_form = "native" if native else "dense"
 
-    def _onward(self, node: fx.Node) -> Iterator[fx.Node]:
-        """`node` and every node behind it that its spikes reach in the form they have."""
+    def _iterate_reached(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Iterate over `node` and all nodes behind it that its spikes reach in native form."""
         yield node
         for user in node.users:
-            if user in self._passages:
-                yield from self._onward(user)
+            if user in self._passthroughs:
+                yield from self._iterate_reached(user)
 
-    def run(self, *inputs: Any, around: Callable[[GroupStep, Env], Spikes] | None = None) -> Any:
+    def run(
+        self, *inputs: Any, group_runner: Callable[[GroupStep, NodeValues], SpikeTensor] | None = None
+    ) -> Any:
         """Run the network.
 
         Args:
-            inputs: What the network's forward takes.
-            around: Called instead of `group.run(env)` for each group; for measuring.
+            inputs: Inputs of the network's forward.
+            group_runner: Called instead of `group.run(env)` for each group; for measurements.
         """
-        env: Env = {}
+        env: NodeValues = {}
         for i, node in enumerate(self._placeholders):
             env[node] = inputs[i] if i < len(inputs) else node.args[0]
         for step in self._steps:
             if step.group is not None:
-                env[step.node] = around(step.group, env) if around else step.group.run(env)
+                env[step.node] = group_runner(step.group, env) if group_runner else step.group.run(env)
             elif step.node.op == "output":
-                return map_arg(step.node.args[0], lambda n: as_dense(env[n]))
+                return map_arg(step.node.args[0], lambda n: to_dense(env[n]))
             else:
-                env[step.node] = self._run_plain(step.node, env)
+                env[step.node] = self._run_operation(step.node, env)
             for node in step.frees:
                 del env[node]
         raise AssertionError("a traced network ends in an output node")
 
-    def _run_plain(self, node: fx.Node, env: Env) -> Any:
-        """An operation outside all groups."""
-        value = env[node.all_input_nodes[0]] if node in self._passages else None
-        if isinstance(value, Spikes):
-            return value.through(self._passages[node])
+    def _run_operation(self, node: fx.Node, env: NodeValues) -> Any:
+        value = env[node.all_input_nodes[0]] if node in self._passthroughs else None
+        if isinstance(value, SpikeTensor):
+            return value.apply_passthrough(self._passthroughs[node])
         return run_node(node, env, self.modules)
 
-    def _find_passages(self) -> dict[fx.Node, Passage]:
-        """The layers that spikes of this network's groups pass in the form they have."""
+    def _find_passthroughs(self) -> dict[fx.Node, Passthrough]:
+        """Find the layers that spikes of the groups pass in native form."""
         assert self.graph.module is not None
-        reached = {group.match.output: group.single for group in self.groups}
+        reached = {group.match.output: group.single_step for group in self.groups}
         inside = {node for group in self.groups for node in group.match.inner}
-        found: dict[fx.Node, Passage] = {}
+        passthroughs: dict[fx.Node, Passthrough] = {}
         for node in self.graph.module.graph.nodes:
             if node.op != "call_module" or node in inside or len(node.all_input_nodes) != 1:
                 continue
             single = reached.get(node.all_input_nodes[0])
             if single is None:
                 continue
-            layer = passage(self.modules[str(node.target)], single=single)
+            layer = match_passthrough(self.modules[str(node.target)], single_step=single)
             if layer is not None:
-                found[node] = layer
+                passthroughs[node] = layer
                 if layer.kind != "mean":
                     reached[node] = single
-        return found
+        return passthroughs
 
 
-def _bypassed_repetitions(groups: Sequence[GroupStep]) -> set[fx.Node]:
-    """Nodes that only repeat a constant input over time for convolutions which now run once."""
+def _find_bypassed_repetitions(groups: Sequence[GroupStep]) -> set[fx.Node]:
+    """Find nodes that only repeat a constant input over time for convolutions that now run once."""
     bypassed: set[fx.Node] = set()
     for group in groups:
         for conv in group.match.dense_convs:

@@ -1,4 +1,4 @@
-"""`SparseConv2d`: a convolution that takes spikes and skips their zeros, in place of `nn.Conv2d`."""
+"""`SparseConv2d`: a drop-in `nn.Conv2d` for spikes that skips zeros."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.spec import SpikeSource
-from sparseflow.spiking.graph.sites import is_plain, padding_of
+from sparseflow.spiking.graph.sites import get_padding, is_plain_conv
 
 ConvBackend = Literal["dense", "events", "blocks"]
 BLOCK_SIZES = (4, 8, 16)
 
 
 class SparseConv2d(nn.Conv2d):
-    """A 3x3 or 1x1 convolution of spikes. Parameters and state_dict keys are those of `nn.Conv2d`.
+    """A 3x3 or 1x1 convolution of spikes with the parameters and state_dict keys of `nn.Conv2d`.
 
     In eval mode and without gradients it runs on `backend`; otherwise (training, an input that requires
-    gradients, an input that is not spikes) it is `F.conv2d`, gradients intact.
+    gradients, an input that is not spikes) it runs `F.conv2d` with gradients.
 
-    Input [N, C, H, W] or [T, N, C, H, W], floating point; output alike, in the input's dtype.
+    Input [N, C, H, W] or [T, N, C, H, W], floating point; the output has the same rank and dtype.
 
     Attributes:
         backend: "events" (CPU, Numba), "blocks" (GPU, Triton, two-stage) or "dense".
@@ -36,9 +36,9 @@ class SparseConv2d(nn.Conv2d):
         self, *args: Any, block_size: int = 16, backend: ConvBackend = "dense", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        reason = refusal(self)
+        reason = get_conv_unsupported_reason(self)
         if reason is not None:
-            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+            raise InputError(f"SparseConv2d does not support this convolution: {reason}")
         if block_size not in BLOCK_SIZES:
             raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
         self.block_size = block_size
@@ -51,23 +51,24 @@ class SparseConv2d(nn.Conv2d):
     def from_dense(
         cls, conv: nn.Conv2d, block_size: int = 16, *, backend: ConvBackend | None = None
     ) -> SparseConv2d:
-        """The sparse twin of `conv`, sharing its parameters.
+        """Create a sparse version of `conv` that shares its parameters.
 
         Args:
             conv: 3x3 or 1x1, stride 1 or 2, groups 1, dilation 1, zero padding.
             block_size: Edge of a block of pixels (4, 8 or 16).
-            backend: Where to run; by default what `conv`'s device can do.
+            backend: Backend; by default the one for `conv`'s device.
 
         Raises:
-            InputError: `conv` is not a plain `nn.Conv2d`, has another geometry, or `block_size` is unknown.
+            InputError: `conv` is not a plain `nn.Conv2d`, its geometry is not supported, or `block_size` is
+                unknown.
         """
-        if not isinstance(conv, nn.Conv2d) or not is_plain(conv):
+        if not isinstance(conv, nn.Conv2d) or not is_plain_conv(conv):
             raise InputError(
-                f"`conv` must compute what nn.Conv2d computes; {type(conv).__name__} has a forward of its own"
+                f"`conv` must be a plain nn.Conv2d; {type(conv).__name__} defines its own forward"
             )
-        reason = refusal(conv)
+        reason = get_conv_unsupported_reason(conv)
         if reason is not None:
-            raise InputError(f"SparseConv2d cannot take this convolution: {reason}")
+            raise InputError(f"SparseConv2d does not support this convolution: {reason}")
         sparse = cls(
             conv.in_channels,
             conv.out_channels,
@@ -76,7 +77,7 @@ class SparseConv2d(nn.Conv2d):
             padding=conv.padding,  # type: ignore[arg-type]
             bias=conv.bias is not None,
             block_size=block_size,
-            backend=backend or default_backend(conv.weight.device),
+            backend=backend or select_conv_backend(conv.weight.device),
             device="meta",
         )
         sparse.weight = conv.weight
@@ -89,7 +90,7 @@ class SparseConv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() not in (4, 5):
             raise InputError(
-                f"SparseConv2d takes [N, C, H, W] or [T, N, C, H, W], not a shape of {tuple(input.shape)}"
+                f"SparseConv2d expects [N, C, H, W] or [T, N, C, H, W], got shape {tuple(input.shape)}"
             )
         if not self.timed:
             return self._run(input)
@@ -104,24 +105,24 @@ class SparseConv2d(nn.Conv2d):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         if self.backend == "dense" or self.training or (torch.is_grad_enabled() and x.requires_grad):
-            return self._dense(x)
+            return self._run_dense(x)
         with torch.no_grad():
-            output = self._events(x) if self.backend == "events" else self._blocks(x)
-        return self._dense(x) if output is None else output
+            output = self._run_events(x) if self.backend == "events" else self._run_blocks(x)
+        return self._run_dense(x) if output is None else output
 
-    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+    def _run_dense(self, x: torch.Tensor) -> torch.Tensor:
         lead = x.shape[:-3]
         y = super().forward(x.flatten(0, -4))
         return y.view(*lead, *y.shape[1:])
 
-    def _events(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Event-driven; None when the input is not spikes or not float32 on a CPU."""
+    def _run_events(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Run on events; None if the input is not spikes or not float32 on a CPU."""
         if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
             return None
         from sparseflow.spiking.backends import events
 
         try:
-            coded = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
+            events_input = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
         except InputError:
             return None
         stamp = tuple(
@@ -131,18 +132,19 @@ class SparseConv2d(nn.Conv2d):
             for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
         )
         if self._prepared is None or self._prepared[0] != stamp:
-            source = SpikeSource(weight=self.weight.detach(), stride=self.stride[0], padding=self._pixels())
+            source = SpikeSource(
+                weight=self.weight.detach(), stride=self.stride[0], padding=self._get_square_padding()
+            )
             self._prepared = stamp, events.prepare_conv(source, self.bias)
-        y = self._prepared[1](coded)
+        y = self._prepared[1](events_input)
         return y if x.dim() == 5 else y[0]
 
-    def _pixels(self) -> int:
-        """Zeros on every side."""
-        padding = padding_of(self)
+    def _get_square_padding(self) -> int:
+        padding = get_padding(self)
         assert padding is not None
         return padding[0]
 
-    def _blocks(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _run_blocks(self, x: torch.Tensor) -> torch.Tensor | None:
         if not x.is_cuda:
             return None
         from sparseflow.spiking.backends.blocks import sparse_conv2d
@@ -152,21 +154,21 @@ class SparseConv2d(nn.Conv2d):
             self.weight,
             self.bias,
             stride=int(self.stride[0]),
-            padding=self._pixels(),
+            padding=self._get_square_padding(),
             block_size=self.block_size,
         )
         return y.view(*x.shape[:-3], *y.shape[1:])
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is prepared holds addresses of its own memory: a copy prepares anew.
+        # Prepared weights hold addresses of their own memory, so a copy prepares its own.
         return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}, block_size={self.block_size}"
 
 
-def refusal(conv: nn.Conv2d) -> str | None:
-    """Why `conv` cannot be replaced (a sentence), or None when it can."""
+def get_conv_unsupported_reason(conv: nn.Conv2d) -> str | None:
+    """Return why `conv` cannot be replaced (a sentence), or None if it can."""
     kernel = tuple(conv.kernel_size)
     if kernel not in ((3, 3), (1, 1)):
         return f"kernel_size {kernel} is neither 3x3 nor 1x1"
@@ -178,14 +180,14 @@ def refusal(conv: nn.Conv2d) -> str | None:
         return f"dilation {tuple(conv.dilation)} is not 1"
     if conv.padding_mode != "zeros":
         return f"padding_mode '{conv.padding_mode}' is not 'zeros'"
-    padding = padding_of(conv)
+    padding = get_padding(conv)
     if padding not in ((0, 0), (1, 1)) or (kernel == (1, 1) and padding != (0, 0)):
-        return f"padding {conv.padding} with kernel {kernel} is not covered"
+        return f"padding {conv.padding} with kernel {kernel} is not supported"
     return None
 
 
-def default_backend(device: torch.device) -> ConvBackend:
-    """What this machine can run on `device`."""
+def select_conv_backend(device: torch.device) -> ConvBackend:
+    """Select the backend of single convolutions on `device`."""
     if device.type == "cpu" and find_spec("numba"):
         return "events"
     if device.type == "cuda" and find_spec("triton"):

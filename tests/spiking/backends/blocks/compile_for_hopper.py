@@ -37,9 +37,9 @@ def compile_one(
             signature[name] = "fp32" if name == "eps" else "i32"
         if name.endswith("_ptr") or name == "CO_PAD":
             attributes[(i,)] = [["tt.divisibility", 16]]
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        ASTSource(kernel, signature, places, attributes),
+        ASTSource(kernel, signature, positions, attributes),
         target=GPUTarget("cuda", 90, 32), options={"num_warps": warps},
     )  # fmt: skip
     report = run_ptxas(compiled.asm["ptx"])
@@ -71,8 +71,10 @@ def main() -> None:
     fp32, small = {**conv, "XA": 4, "YA": 4}, {"K": 1, "P": 0, "GROUP": 32}
     wide = {**conv, "PIXELS": True, "TH": 8, "TW": 16}
     work: dict[str, tuple[Any, dict[str, Any], str, int, tuple[str, ...]]] = {
-        "words of planes": (blocks.words_of_planes, {**words, "COLS": 64, "FULL": True}, "fp32", 4, ("sw",)),
-        "words of pixels": (blocks.words_of_pixels, {**words, "CB": 64}, "fp32", 8, ("sc",)),
+        "words of planes": (
+            blocks.compute_plane_words, {**words, "COLS": 64, "FULL": True}, "fp32", 4, ("sw",),
+        ),
+        "words of pixels": (blocks.compute_pixel_words, {**words, "CB": 64}, "fp32", 8, ("sc",)),
         "lists": (blocks.list_chunks, listing, "fp32", 4, ()),
         "convolve fp16 planes": (blocks.convolve, conv, "fp16", 4, rows),
         "convolve bf16 pixels 1x1": (blocks.convolve, {**wide, **small}, "bf16", 4, pixels),

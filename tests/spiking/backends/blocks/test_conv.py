@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton", reason="the block kernels need triton")
 
 from sparseflow.errors import DeviceError, InputError
-from sparseflow.spiking.backends.blocks import ActiveChunks, Tiling, conv, prescan, sparse_conv2d
-from sparseflow.spiking.backends.blocks.geometry import choose_tiling, geometry_of, reach
+from sparseflow.spiking.backends.blocks import ActiveChunks, ConvTiling, conv, prescan, sparse_conv2d
+from sparseflow.spiking.backends.blocks.geometry import choose_tiling, compute_reach, make_geometry
 from sparseflow.spiking.backends.blocks.reference import (
     run_active_reference,
     run_conv2d_reference,
@@ -58,7 +58,7 @@ def _check(
     padding: int | None = None,
     block: int = 8,
     bias: bool = True,
-    tiling: Tiling | None = None,
+    tiling: ConvTiling | None = None,
 ) -> ActiveChunks:
     """Words, lists and output, all against the reference."""
     padding = k // 2 if padding is None else padding
@@ -69,9 +69,9 @@ def _check(
     lists = [row[:count].tolist() for row, count in zip(active.chunks, active.counts.tolist(), strict=True)]
     assert lists == run_active_reference(active.words, active.geometry, active.tiling)
     weight, offset = _parameters(c_out, x.shape[1], k, x.dtype)
-    given = offset if bias else None
-    y = sparse_conv2d(x, weight, given, stride=stride, padding=padding, block_size=block, active=active)
-    expected = run_conv2d_reference(x, weight, given, stride=stride, padding=padding)
+    inputs = offset if bias else None
+    y = sparse_conv2d(x, weight, inputs, stride=stride, padding=padding, block_size=block, active=active)
+    expected = run_conv2d_reference(x, weight, inputs, stride=stride, padding=padding)
     assert y.dtype == x.dtype and y.shape == expected.shape
     scale = max(expected.abs().max().item(), 1.0)
     assert (y.double() - expected).abs().max().item() <= TOLERANCE[x.dtype] * scale
@@ -93,7 +93,7 @@ def test_matches_float64(
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     active = _check(x, k, c_out=19, stride=stride, padding=padding, block=block)
-    assert 0 < active.active_ratio() <= 1
+    assert 0 < active.compute_active_ratio() <= 1
 
 
 def test_float64() -> None:
@@ -132,16 +132,16 @@ def test_one_spike_in_each_corner_of_blocks_and_image(
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     height, width = (8, 16) if block == 16 else (4, 4)
-    tiling = Tiling(tile_h=height, tile_w=width, tile_c=16, warps=1)
+    tiling = ConvTiling(tile_h=height, tile_w=width, tile_c=16, warps=1)
     active = _check(x, k, c_out=4, stride=stride, block=block, tiling=tiling)
     # one spike occupies one row and one column of one block: only tiles that read it have anything to do
-    assert active.zero_block_ratio() == 0.75
+    assert active.compute_zero_block_ratio() == 0.75
     read = run_conv2d_reference(x, torch.ones(1, 16, k, k, device=DEVICE), stride=stride, padding=k // 2)[
         :, 0
     ]
     read = torch.nn.functional.pad(read, (0, -read.shape[2] % width, 0, -read.shape[1] % height))
-    worked = read.unflatten(2, (-1, width)).unflatten(1, (-1, height)).sum((2, 4)) > 0
-    assert torch.equal(active.counts > 0, worked.flatten())
+    reached = read.unflatten(2, (-1, width)).unflatten(1, (-1, height)).sum((2, 4)) > 0
+    assert torch.equal(active.counts > 0, reached.flatten())
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -150,7 +150,7 @@ def test_all_zero_input_gives_the_bias(channels_last: bool) -> None:
     x[0, 3, 5, 5] = -0.0
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     active = _check(x, 3)
-    assert active.zero_block_ratio() == 1 and not active.counts.any()
+    assert active.compute_zero_block_ratio() == 1 and not active.counts.any()
     weight, bias = _parameters(16, 40, 3, torch.float32)
     assert torch.equal(sparse_conv2d(x, weight, bias), bias.view(-1, 1, 1).expand(2, 16, 16, 16))
     assert not sparse_conv2d(x, weight).any()
@@ -161,7 +161,7 @@ def test_all_zero_input_gives_the_bias(channels_last: bool) -> None:
 
 def test_all_ones() -> None:
     active = _check(torch.ones(1, 33, 9, 9, device=DEVICE), 3, bias=False)
-    assert active.zero_block_ratio() == 0 and active.active_ratio() == 1
+    assert active.compute_zero_block_ratio() == 0 and active.compute_active_ratio() == 1
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -169,7 +169,7 @@ def test_many_channels(channels_last: bool) -> None:
     x = _input(1, 274, 5, 4, rate=0.001, dtype=torch.float16, binary=True)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     for k in (3, 1):
-        assert _check(x, k, c_out=40, block=4).active_ratio() < 0.9
+        assert _check(x, k, c_out=40, block=4).compute_active_ratio() < 0.9
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 40), (3, 150), (7, 7)])
@@ -222,9 +222,9 @@ def test_a_changed_weight_is_noticed() -> None:
     assert [layout.data_ptr() for _, layout in conv._layouts[weight].values()] == [laid.data_ptr()]
     with torch.inference_mode():
         weight = weight.clone()
-        again = sparse_conv2d(x, weight)
+        second = sparse_conv2d(x, weight)
         weight.mul_(2)
-        assert torch.equal(sparse_conv2d(x, weight), 2 * again)
+        assert torch.equal(sparse_conv2d(x, weight), 2 * second)
 
 
 def test_layouts_go_with_their_weight() -> None:
@@ -246,15 +246,15 @@ def test_no_images() -> None:
 def test_reach_covers_every_field(block: int, channels_last: bool) -> None:
     for size in (4, 7, 14, 28, 56, 57):
         for k, stride, padding in ((3, 1, 1), (3, 1, 0), (3, 2, 1), (1, 1, 0), (1, 2, 0)):
-            g = geometry_of(
+            g = make_geometry(
                 (1, 64, size, size), kernel_size=k, stride=stride, padding=padding, block_size=block
             )
             t = choose_tiling(g, torch.float16, channels_last, 64)
             assert t.tile_h * t.tile_w >= 16
-            for tile, most in zip((t.tile_h, t.tile_w), reach(g, t), strict=True):
+            for tile, max_value in zip((t.tile_h, t.tile_w), compute_reach(g, t), strict=True):
                 for start in range(0, g.out_h, tile):
-                    first, last = g.field(tile, size, start)
-                    assert first // block + most - 1 >= last // block
+                    first, last = g.compute_field(tile, size, start)
+                    assert first // block + max_value - 1 >= last // block
 
 
 def test_refusals() -> None:
@@ -296,9 +296,9 @@ def test_a_cpu_tensor_is_refused_outside_the_interpreter(monkeypatch: pytest.Mon
 def test_compiles_for_hopper_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.spiking.backends.blocks.compile_for_hopper"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = json.loads(done.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    kernels = json.loads(completed.stdout)
     assert len(kernels) == 11
     for name, report in kernels.items():
         assert report["spill_bytes"] == 0, (name, report)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends import events as events_package
-from sparseflow.spiking.backends.events import Events, EventGroup, decode, encode, prepare_group
+from sparseflow.spiking.backends.events import EventGroup, Events, decode, encode, prepare_group
 from sparseflow.spiking.backends.events import group as group_module
 from sparseflow.spiking.backends.events.kernels import threads
 from sparseflow.spiking.backends.reference import run_convolution_reference, run_group_reference
@@ -71,15 +71,15 @@ def _check(
     for conv in ("event", "dense"):
         group = prepared if prepared is not None and conv == "event" else prepare_group(spec, conv=conv)
         inputs: list[Any] = [encode(x) for x in spikes] if conv == "event" else spikes
-        others = [encode(x) for x in skips], dense, [encode(x) for x in post_skips]
+        other_inputs = [encode(x) for x in skips], dense, [encode(x) for x in post_skips]
         out: Literal["events", "dense"]
         for out in ("events", "dense"):
-            found, found_v = group(inputs, *others, v, True, out, time_steps=time_steps)
-            assert isinstance(found, Events) == (out == "events")
-            assert torch.equal(_dense(found), expected), (conv, out)
+            actual, found_v = group(inputs, *other_inputs, v, True, out, time_steps=time_steps)
+            assert isinstance(actual, Events) == (out == "events")
+            assert torch.equal(_dense(actual), expected), (conv, out)
             assert found_v is not None and torch.equal(found_v, expected_v), (conv, out)
-            if isinstance(found, Events):
-                assert found.max_value >= expected.max()
+            if isinstance(actual, Events):
+                assert actual.max_value >= expected.max()
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +89,14 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(module, "empty", lambda *size, **kw: empty(*size, **kw).fill_(float("nan")))
     pool = events_package.format._POOL  # type: ignore[attr-defined]
-    take = pool.take
+    take = pool.acquire
 
     def poisoned(nbytes: int) -> Any:
         buffer = take(nbytes)
         buffer.raw[:] = 255
         return buffer
 
-    monkeypatch.setattr(pool, "take", poisoned)
+    monkeypatch.setattr(pool, "acquire", poisoned)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -157,7 +157,7 @@ def test_single_steps_carry_the_membrane() -> None:
     expected, expected_v = run_group_reference(spec, [x])
     group, v = prepare_group(spec, conv="event"), None
     for t in range(4):
-        out, v = group([encode(x[t : t + 1])], v=v, want_v=True)
+        out, v = group([encode(x[t : t + 1])], v=v, return_v=True)
         assert torch.equal(_dense(out), expected[t : t + 1])
     assert v is not None and torch.equal(v, expected_v)
 
@@ -207,7 +207,7 @@ def test_dense_convolution_of_a_constant_input_runs_once() -> None:
     spec = GroupSpec(sources=(_source(g, 3, 20, 3),), bias=_grid(g, 20), neuron=LIF)
     x = _grid(g, 1, 2, 3, 6, 6)
     expected, v = run_group_reference(spec, [x.expand(4, -1, -1, -1, -1)])
-    out, found_v = prepare_group(spec, conv="dense")([x], want_v=True, time_steps=4)
+    out, found_v = prepare_group(spec, conv="dense")([x], return_v=True, time_steps=4)
     assert torch.equal(_dense(out), expected)
     assert found_v is not None and torch.equal(found_v, v)
 
@@ -262,7 +262,7 @@ def test_rows_of_more_than_65536_entries() -> None:
 def test_any_number_of_threads(workers: int, openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_CYCLES_PER_THREAD", 1)
     if not openmp:
-        monkeypatch.setattr(threads, "_openmp", lambda: None)
+        monkeypatch.setattr(threads, "_load_openmp", lambda: None)
     g = torch.Generator().manual_seed(14)
     spec = GroupSpec(sources=(_source(g, 20, 130, 3),), bias=_grid(g, 130), neuron=LIF)
     before = torch.get_num_threads()
@@ -343,9 +343,9 @@ def test_random_groups(
 @pytest.mark.parametrize("cpu", [("generic", ""), ("haswell", "+avx,+avx2,+fma,+bmi,+bmi2,+popcnt,+sse4.2")])
 def test_machines_without_avx512(cpu: tuple[str, str], tmp_path: Path) -> None:
     """The same tests in a process that generates code for an older machine."""
-    chosen = "test_random_groups or test_every_kind or test_output_channels or test_rows_of_more"
+    selected = "test_random_groups or test_every_kind or test_output_channels or test_rows_of_more"
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selected, __file__],
         env=os.environ
         | {"NUMBA_CPU_NAME": cpu[0], "NUMBA_CPU_FEATURES": cpu[1], "NUMBA_CACHE_DIR": str(tmp_path)},
         capture_output=True,
@@ -378,7 +378,7 @@ def test_sums_are_the_convolution_alone() -> None:
     spec = GroupSpec(sources=(source,), bias=_grid(g, 70), neuron=IF)
     x = _spikes(g, 2, 3, 20, 7, 6, largest=2)
     expected = run_convolution_reference(source, x) + spec.bias.view(-1, 1, 1)
-    assert torch.equal(prepare_group(spec, conv="event").sums([encode(x)]), expected)
+    assert torch.equal(prepare_group(spec, conv="event").convolve([encode(x)]), expected)
 
 
 @pytest.mark.parametrize(
@@ -391,9 +391,11 @@ def test_error_against_float64_is_that_of_dense(c_in: int, c_out: int, k: int, r
     spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=IF)
     x = _spikes(g, 2, 2, c_in, 8, 8, rate=rate)
     exact = run_convolution_reference(source, x.double())
-    ours = (prepare_group(spec, conv="event").sums([encode(x)]).double() - exact).square().mean().sqrt()
+    own_error = (
+        (prepare_group(spec, conv="event").convolve([encode(x)]).double() - exact).square().mean().sqrt()
+    )
     dense = (run_convolution_reference(source, x).double() - exact).square().mean().sqrt()
-    assert ours <= 1.1 * dense
+    assert own_error <= 1.1 * dense
 
 
 def _spec(**changes: Any) -> GroupSpec:
@@ -427,7 +429,7 @@ def test_call_refuses_inputs_that_do_not_fit() -> None:
         "takes 3 channels": ([encode(x[:, :, :2])], [skip], [dense]),
         "different shapes": ([encode(x)], [encode(torch.zeros(2, 1, 4, 4, 5))], [dense]),
         "4 channels and 2 time steps": ([encode(x)], [skip], [torch.zeros(3, 1, 4, 4, 4)]),
-        "at least one of everything": ([encode(x[:, :0])], [skip_empty], [dense[:, :0]]),
+        "at least 1": ([encode(x[:, :0])], [skip_empty], [dense[:, :0]]),
         "must be .T or 1, N, C, H, W.": ([encode(x)], [skip], [torch.zeros(1, 4, 4, 4)]),
     }.items():
         with pytest.raises(InputError, match=message):

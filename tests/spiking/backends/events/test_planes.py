@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparseflow.spiking.backends.events.kernels.planes import MOST_SHARED, plane_table, planes_of
+from sparseflow.spiking.backends.events.kernels.planes import MAX_SHARED, build_plane_table, list_planes
 
 
 @pytest.mark.parametrize("channels", [16, 256])
@@ -15,32 +15,32 @@ def test_planes_partition_every_pattern(time_steps: int, channels: int) -> None:
     count = min(1 << time_steps, 2048)
     spikes = (np.arange(count)[None] >> np.arange(time_steps)[:, None]) & 1
     total = np.zeros_like(spikes)
-    for plane in planes_of(time_steps, channels):
-        total[list(plane.steps)] += plane.of(spikes)
+    for plane in list_planes(time_steps, channels):
+        total[list(plane.steps)] += plane.extract(spikes)
     assert (total == spikes).all()
 
 
 def test_four_steps() -> None:
-    wide = [p.steps for p in planes_of(4, 64)]
+    wide = [p.steps for p in list_planes(4, 64)]
     assert wide == [(0, 1, 2, 3), (0, 2), (0,), (1, 3), (1,), (2,), (3,)]
-    assert [p.steps for p in planes_of(4, 63)] == [s for s in wide if len(s) != 2]
+    assert [p.steps for p in list_planes(4, 63)] == [s for s in wide if len(s) != 2]
 
 
 @pytest.mark.parametrize("channels", [16, 256])
 @pytest.mark.parametrize("time_steps", [1, 3, 4, 10, 16])
 def test_a_walk_in_order_finds_every_sum_it_starts_from(time_steps: int, channels: int) -> None:
     """Walking the table as the kernel does gives each step the sum of the planes that hold it."""
-    planes, table = planes_of(time_steps, channels), plane_table(time_steps, channels)
+    planes, table = list_planes(time_steps, channels), build_plane_table(time_steps, channels)
     sums: dict[int, frozenset[int]] = {}
-    done = []
+    completed = []
     for number, (plane, row) in enumerate(zip(planes, table.tolist(), strict=True)):
-        above, place, lo, hi, spacing = row[:5]
+        above, position, lo, hi, spacing = row[:5]
         assert tuple(range(lo, hi, spacing)) == plane.steps
         total = (frozenset() if above < 0 else sums[above]) | {number}
-        if place >= 0:
-            assert place < MOST_SHARED
-            sums[place] = total
+        if position >= 0:
+            assert position < MAX_SHARED
+            sums[position] = total
         else:
             assert total == {n for n, p in enumerate(planes) if lo in p.steps}
-            done.append(lo)
-    assert done == list(range(time_steps))
+            completed.append(lo)
+    assert completed == list(range(time_steps))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sparseflow.spiking.backends.packed.format import PackedSpikes, mark, pack
+from sparseflow.spiking.backends.packed.format import PackedSpikes, add_activity, pack
 from sparseflow.spiking.backends.spec import NeuronSpec, SpikeSource
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,14 +44,14 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def assert_packed(found: PackedSpikes, expected: torch.Tensor) -> None:
+def assert_packed(actual: PackedSpikes, expected: torch.Tensor) -> None:
     """Every bit, border and padding included."""
-    assert found.shape == tuple(expected.shape)
-    assert torch.equal(found.data, pack(expected).data)
+    assert actual.shape == tuple(expected.shape)
+    assert torch.equal(actual.data, pack(expected).data)
 
 
-def assert_activity(found: PackedSpikes, tile: int) -> None:
+def assert_activity(actual: PackedSpikes, tile: int) -> None:
     """The activity words are exactly what the spikes say."""
-    expected = mark(found, tile).activity
-    assert expected is not None and found.activity is not None and found.tile == tile
-    assert torch.equal(found.activity, expected)
+    expected = add_activity(actual, tile).activity
+    assert expected is not None and actual.activity is not None and actual.tile == tile
+    assert torch.equal(actual.activity, expected)

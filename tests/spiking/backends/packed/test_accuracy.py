@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from sparseflow.spiking.backends.packed.format import BLOCK, K_CHANNEL, K_EXPONENT
-from sparseflow.spiking.backends.packed.hopper.group import layout_weights
-from sparseflow.spiking.backends.packed.hopper.variants import CHAIN, variants
-from sparseflow.spiking.backends.packed.triton_fallback import layout_twin_weights
+from sparseflow.spiking.backends.packed.hopper.group import pack_hopper_weights
+from sparseflow.spiking.backends.packed.hopper.variants import MAX_SPLIT_UNITS, list_hopper_variants
+from sparseflow.spiking.backends.packed.triton_fallback import pack_fallback_weights
 from sparseflow.spiking.backends.spec import GroupSpec, SpikeSource
 from tests.spiking.backends.packed.cases import IF, seeded
 
@@ -40,8 +40,8 @@ def truncating_sum(total: Tensor, spikes: Tensor, weights: Tensor) -> Tensor:
     for k in range(0, len(weights), STEP):
         products = spikes[:, None, k : k + STEP] * weights.T[None, :, k : k + STEP]
         terms = torch.cat([total[..., None], products], -1)
-        found = _cut(terms, _exponent(terms.abs().amax(-1, keepdim=True)), 25).sum(-1)
-        total = _cut(found, _exponent(found), 23)
+        actual = _cut(terms, _exponent(terms.abs().amax(-1, keepdim=True)), 25).sum(-1)
+        total = _cut(actual, _exponent(actual), 23)
     return total
 
 
@@ -78,35 +78,35 @@ def _case(c_in: int, k: int = 3, uneven: bool = False) -> tuple[GroupSpec, Tenso
 
 def _gluon(spec: GroupSpec, spikes: Tensor) -> tuple[Tensor, Tensor]:
     """Spikes and weight parts in the Hopper kernel's order along K, and with its powers."""
-    laid, scale = layout_weights(spec, 2)
+    laid, scale = pack_hopper_weights(spec, 2)
     value = torch.tensor([2.0**e for e in K_EXPONENT], dtype=torch.float64) * scale
     parts = laid.double().view(len(laid), -1, 2, BLOCK) * value
     order = torch.tensor(K_CHANNEL)
     return spikes[:, :, order].transpose(2, 3).flatten(1, 2), parts.permute(1, 2, 3, 0)
 
 
-def _twin(spec: GroupSpec, spikes: Tensor) -> tuple[Tensor, Tensor]:
-    laid, scale = layout_twin_weights(spec, 2)
+def _run_fallback(spec: GroupSpec, spikes: Tensor) -> tuple[Tensor, Tensor]:
+    laid, scale = pack_fallback_weights(spec, 2)
     parts = laid.double().view(-1, 2, BLOCK, laid.shape[1]) * (2 * scale)
     return spikes.transpose(2, 3).flatten(1, 2), parts
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
+def _error(actual: Tensor, exact: Tensor) -> float:
+    return ((actual - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("c_in", [64, 128, 256, 512])
 def test_short_chains_are_as_accurate_as_fp32(c_in: int) -> None:
     spec, spikes, exact = _case(c_in)
-    for chain in range(1, CHAIN + 1):
+    for chain in range(1, MAX_SPLIT_UNITS + 1):
         assert _error(chained_sum(*_gluon(spec, spikes), chain), exact) < FP32_LIKE
-    assert _error(chained_sum(*_twin(spec, spikes), 1), exact) < FP32_LIKE
+    assert _error(chained_sum(*_run_fallback(spec, spikes), 1), exact) < FP32_LIKE
 
 
 def test_the_parts_of_all_units_in_one_chain_are_not() -> None:
     """Why the kernels go to this trouble."""
     spec, spikes, exact = _case(256)
-    fed, parts = _twin(spec, spikes)
+    fed, parts = _run_fallback(spec, spikes)
     total = torch.zeros_like(exact)
     for unit in range(len(parts)):
         for part in (0, 1):
@@ -119,8 +119,10 @@ def test_uneven_weights_need_short_chains(c_in: int, k: int) -> None:
     spec, spikes, _ = _case(c_in, k, uneven=True)
     fed, parts = _gluon(spec, spikes)
     exact = fed.flatten(1) @ parts.sum(1).flatten(0, 1)  # of the weights as they are kept
-    short, chosen, long = (_error(chained_sum(fed, parts, chain), exact) for chain in (1, CHAIN, 9))
-    assert short < FP32_LIKE and chosen < FP32_LIKE and long > 2 * chosen, (short, chosen, long)
+    short, selected, long = (
+        _error(chained_sum(fed, parts, chain), exact) for chain in (1, MAX_SPLIT_UNITS, 9)
+    )
+    assert short < FP32_LIKE and selected < FP32_LIKE and long > 2 * selected, (short, selected, long)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8, 16])
@@ -128,6 +130,6 @@ def test_uneven_weights_need_short_chains(c_in: int, k: int) -> None:
 def test_every_variant_of_two_parts_has_short_chains(steps: int, c_in: int, k: int) -> None:
     weight = torch.ones(128, c_in, k, k)
     spec = GroupSpec(sources=(SpikeSource(weight=weight, padding=k // 2),), bias=torch.zeros(128), neuron=IF)
-    found = variants(spec, T=steps, N=32, H=14, W=14, parts=2)
-    assert all(v.ub <= CHAIN and v.tc // v.pair * v.bn <= 128 for v in found)
-    assert found or steps == 1  # one time step at a time pays only where all weights stay in shared memory
+    actual = list_hopper_variants(spec, T=steps, N=32, H=14, W=14, parts=2)
+    assert all(v.ub <= MAX_SPLIT_UNITS and v.tc // v.pair * v.bn <= 128 for v in actual)
+    assert actual or steps == 1  # one time step at a time pays only where all weights stay in shared memory

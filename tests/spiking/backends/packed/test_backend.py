@@ -18,19 +18,19 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.base import Arrangement, GroupShape, Order
+from sparseflow.spiking.backends.base import ChannelLayout, ChannelOrder, GroupShape
 from sparseflow.spiking.backends.packed import variant_timing
-from sparseflow.spiking.backends.packed.backend import DenseSpikes, PackedBackend
+from sparseflow.spiking.backends.packed.backend import PackedBackend, UnpackedSpikes
 from sparseflow.spiking.backends.packed.format import PackedSpikes, unpack
 from sparseflow.spiking.backends.packed.hopper import group as hopper
-from sparseflow.spiking.backends.packed.triton_fallback import PreparedTwinGroup
+from sparseflow.spiking.backends.packed.triton_fallback import TritonFallbackGroup
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec
 from sparseflow.spiking.graph import analyze
 from sparseflow.spiking.models.spiking_resnet import if_neuron, lif_neuron, spiking_resnet
 from sparseflow.spiking.runtime import channel_layout
 from sparseflow.spiking.runtime.channel_layout import permute_group
-from sparseflow.spiking.runtime.plan import Env, GroupStep, Plan, Spikes
+from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, Plan, SpikeTensor
 from tests.spiking.backends.packed.cases import DEVICE, LIF, SHIFTED, grid, seeded, source, spikes
 from tests.spiking.nets import Small, force, images, membranes, ready, same
 
@@ -60,7 +60,7 @@ def _shape(spec: GroupSpec, inputs: list[torch.Tensor], expected: torch.Tensor) 
 def _values(out: Any) -> torch.Tensor:
     if isinstance(out, PackedSpikes):
         return unpack(out)
-    return (out.values if isinstance(out, DenseSpikes) else out).float()
+    return (out.values if isinstance(out, UnpackedSpikes) else out).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -82,10 +82,10 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
     expected, expected_v = run_group_reference(spec, inputs, [bits, integers], dense, posts, v)
     backend = PackedBackend(DEVICE, dtype)
     shape = _shape(spec, inputs, expected)
-    assert backend.refusal(spec, shape) is None
+    assert backend.get_unsupported_reason(spec, shape) is None
     prepared = backend.prepare(spec, shape, convolution)
     fed = [backend.encode(x, 1) if convolution == "sparse" else x.to(dtype) for x in inputs]
-    found, found_v = prepared(
+    actual, found_v = prepared(
         fed,
         [backend.encode(bits, 1), backend.encode(integers)],
         [x.to(dtype) for x in dense],
@@ -95,11 +95,11 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
         out=out,
     )
     if out == "dense":
-        assert found.dtype == dtype
+        assert actual.dtype == dtype
     else:
-        assert isinstance(found, DenseSpikes if post else PackedSpikes)
-        assert (found.T, found.N, found.C, found.H, found.W) == expected.shape == found.shape
-    assert torch.equal(_values(found), expected)
+        assert isinstance(actual, UnpackedSpikes if post else PackedSpikes)
+        assert (actual.T, actual.N, actual.C, actual.H, actual.W) == expected.shape == actual.shape
+    assert torch.equal(_values(actual), expected)
     assert found_v.dtype == torch.float32 and torch.equal(found_v, expected_v)
     assert torch.equal(v, before), "the membrane handed in is the caller's"
 
@@ -112,39 +112,39 @@ def test_membranes_are_new_unless_the_backend_owns_them(convolution: Any) -> Non
     shape = GroupShape(steps=2, images=1, sources=((16, 4, 4),), output=(16, 4, 4))
     expected = [run_group_reference(spec, [x])]
     expected.append(run_group_reference(spec, [x], v=expected[0][1]))
-    for own in (False, True):
-        backend = PackedBackend(DEVICE, torch.float32, own_membranes=own)
+    for original in (False, True):
+        backend = PackedBackend(DEVICE, torch.float32, reuse_membranes=original)
         prepared = backend.prepare(spec, shape, convolution)
         fed = backend.encode(x, 1) if convolution == "sparse" else x
         out, first = prepared([fed], [], [], [], steps=2, v=None, out="dense")
         assert torch.equal(out, expected[0][0]) and torch.equal(first, expected[0][1])
-        again, second = prepared([fed], [], [], [], steps=2, v=first, out="dense")
-        assert torch.equal(again, expected[1][0]) and torch.equal(second, expected[1][1])
-        assert (second.data_ptr() == first.data_ptr()) == own
-        assert own or torch.equal(first, expected[0][1])
+        repeated, second = prepared([fed], [], [], [], steps=2, v=first, out="dense")
+        assert torch.equal(repeated, expected[1][0]) and torch.equal(second, expected[1][1])
+        assert (second.data_ptr() == first.data_ptr()) == original
+        assert original or torch.equal(first, expected[0][1])
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("convolution", ["sparse", "dense"])
-def test_membranes_keep_the_networks_channels(convolution: Any, own: bool) -> None:
+def test_membranes_keep_the_networks_channels(convolution: Any, original: bool) -> None:
     g = seeded(8)
     spec = GroupSpec(sources=(source(g, 16, 24, 3),), bias=grid(g, 24), neuron=LIF)
     x = spikes(g, 2, 1, 16, 4, 4)
     shape = GroupShape(steps=2, images=1, sources=((16, 4, 4),), output=(24, 4, 4))
-    order = Order.of(torch.randperm(24, generator=g).to(DEVICE))
-    backend = PackedBackend(DEVICE, torch.float32, own_membranes=own)
-    moved = permute_group(spec, outputs=order.places)
-    prepared = backend.prepare(moved, shape, convolution, Arrangement(output=order))
+    order = ChannelOrder.from_permutation(torch.randperm(24, generator=g).to(DEVICE))
+    backend = PackedBackend(DEVICE, torch.float32, reuse_membranes=original)
+    moved = permute_group(spec, outputs=order.permutation)
+    prepared = backend.prepare(moved, shape, convolution, ChannelLayout(output=order))
     fed = backend.encode(x, 1) if convolution == "sparse" else x
     v = expected_v = None
     for _ in range(3):
         expected, expected_v = run_group_reference(spec, [x], v=expected_v)
         before, start = v, None if v is None else v.clone()
         out, v = prepared([fed], [], [], [], steps=2, v=v, out="dense")
-        assert torch.equal(out, expected[:, :, order.places]) and torch.equal(v, expected_v)
+        assert torch.equal(out, expected[:, :, order.permutation]) and torch.equal(v, expected_v)
         if before is not None:
-            assert (v.data_ptr() == before.data_ptr()) == own
-            assert own or same(before, start)
+            assert (v.data_ptr() == before.data_ptr()) == original
+            assert original or same(before, start)
 
 
 def test_a_group_without_convolution() -> None:
@@ -154,9 +154,9 @@ def test_a_group_without_convolution() -> None:
     expected, expected_v = run_group_reference(spec, [], (), [x], time_steps=4)
     backend = PackedBackend(DEVICE, torch.float32)
     shape = GroupShape(steps=4, images=2, sources=(), output=(8, 3, 3))
-    assert "no convolution of spikes" in str(backend.refusal(spec, shape))
-    found, v = backend.prepare(spec, shape, "dense")([], [], [x], [], steps=4, v=None, out="native")
-    assert torch.equal(_values(found), expected) and torch.equal(v, expected_v)
+    assert "no convolution of spikes" in str(backend.get_unsupported_reason(spec, shape))
+    actual, v = backend.prepare(spec, shape, "dense")([], [], [x], [], steps=4, v=None, out="native")
+    assert torch.equal(_values(actual), expected) and torch.equal(v, expected_v)
 
 
 def test_refusals_have_reasons() -> None:
@@ -164,15 +164,15 @@ def test_refusals_have_reasons() -> None:
     spec = GroupSpec(sources=(source(g, 8, 8, 3),), bias=grid(g, 8), neuron=LIF)
     shape = GroupShape(steps=2, images=1, sources=((8, 4, 4),), output=(8, 4, 4))
     backend = PackedBackend(DEVICE, torch.float16)
-    assert backend.refusal(spec, shape) is None
+    assert backend.get_unsupported_reason(spec, shape) is None
     integers = replace(shape, max_value=2)
-    assert backend.refusal(spec, integers) == "small integers do not fit into one bit"
+    assert backend.get_unsupported_reason(spec, integers) == "integer spikes do not fit into one bit"
     with pytest.raises(InputError, match="one bit"):
         backend.prepare(spec, integers, "sparse")
     with pytest.raises(InputError, match="float64"):
         PackedBackend(DEVICE, torch.float64)
     prepared = backend.prepare(spec, shape, "sparse")
-    with pytest.raises(InputError, match="3 time steps, the group runs 2"):
+    with pytest.raises(InputError, match="3 time steps, expected 2"):
         prepared([backend.encode(spikes(g, 3, 1, 8, 4, 4), 1)], [], [], [], steps=2, v=None, out="native")
 
 
@@ -183,19 +183,19 @@ def test_codes_and_means() -> None:
         assert torch.equal(backend.decode(native), x.half())
         assert torch.equal(backend.spatial_mean(native), x.mean(dim=(-2, -1)).half())
     lazy = backend.encode(x)
-    assert isinstance(lazy, DenseSpikes) and lazy.packed() is lazy.packed()
+    assert isinstance(lazy, UnpackedSpikes) and lazy.pack() is lazy.pack()
 
 
 def test_variants_are_timed_once_for_groups_of_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    queries: list[list[str]] = []
 
     def fastest(candidates: Any) -> tuple[str, dict[str, float]]:
-        asked.append(list(candidates))
+        queries.append(list(candidates))
         for prepare in candidates.values():
             prepare()()
-        return asked[-1][-1], {}
+        return queries[-1][-1], {}
 
-    monkeypatch.setattr(variant_timing, "fastest", fastest)
+    monkeypatch.setattr(variant_timing, "find_fastest", fastest)
     g = seeded(6)
     shape = GroupShape(steps=2, images=1, sources=((8, 2, 2),), output=(8, 2, 2))
     backend = PackedBackend(DEVICE, torch.float16, tune=3)
@@ -204,26 +204,26 @@ def test_variants_are_timed_once_for_groups_of_the_same_shapes(monkeypatch: pyte
             sources=(source(g, 8, 8, 1),), bias=grid(g, 8), neuron=LIF, skips=skips, dense_inputs=skips
         )
         prepared: Any = backend.prepare(spec, shape, "sparse")
-        assert prepared.variant == asked[-1][-1]
-    assert len(asked) == 2 and len(asked[0]) == 3
+        assert prepared.variant == queries[-1][-1]
+    assert len(queries) == 2 and len(queries[0]) == 3
     default: Any = PackedBackend(DEVICE, torch.float16).prepare(spec, shape, "sparse")
-    assert default.variant == asked[0][0] and len(asked) == 2
+    assert default.variant == queries[0][0] and len(queries) == 2
 
 
 def test_on_hopper_the_gluon_kernel_gets_at_most_one_dense_addend(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
+    observed: list[tuple[int, int]] = []
 
-    class Stand(PreparedTwinGroup):
+    class Stand(TritonFallbackGroup):
         def __init__(self, spec: GroupSpec, *, variant: str | None, **options: Any) -> None:
-            assert hopper.refusal(spec) is None
+            assert hopper.get_hopper_unsupported_reason(spec) is None
             super().__init__(spec, **options)
 
-        def __call__(self, spikes: Any, skips: Any = (), dense: Any = (), *rest: Any) -> Any:
-            seen.append((len(skips), len(dense)))
-            return super().__call__(spikes, skips, dense, *rest)
+        def __call__(self, spikes: Any, skips: Any = (), dense: Any = (), *pending: Any) -> Any:
+            observed.append((len(skips), len(dense)))
+            return super().__call__(spikes, skips, dense, *pending)
 
     monkeypatch.setattr(PackedBackend, "is_hopper", lambda self: True)
-    monkeypatch.setattr(hopper, "PreparedPackedGroup", Stand)
+    monkeypatch.setattr(hopper, "HopperGroup", Stand)
     g = seeded(7)
     spec = GroupSpec(sources=(source(g, 64, 64, 3),), bias=grid(g, 64), neuron=LIF, skips=1, dense_inputs=2)
     x, integers = spikes(g, 4, 1, 64, 4, 4), 2 * spikes(g, 4, 1, 64, 4, 4)
@@ -232,14 +232,14 @@ def test_on_hopper_the_gluon_kernel_gets_at_most_one_dense_addend(monkeypatch: p
     backend = PackedBackend(DEVICE, torch.float16)
     prepared: Any = backend.prepare(spec, _shape(spec, [x], expected), "sparse")
     assert prepared.kernel == "gluon"
-    found, v = prepared(
+    actual, v = prepared(
         [backend.encode(x, 1)], [backend.encode(integers)], dense, [], steps=4, v=None, out="native"
     )
-    assert seen == [(0, 1)]
-    assert torch.equal(_values(found), expected) and torch.equal(v, expected_v)
+    assert observed == [(0, 1)]
+    assert torch.equal(_values(actual), expected) and torch.equal(v, expected_v)
     odd = GroupSpec(sources=(source(g, 64, 48, 3),), bias=grid(g, 48), neuron=LIF)
     other: Any = backend.prepare(odd, replace(_shape(spec, [x], expected), output=(48, 4, 4)), "sparse")
-    assert other.kernel == "twin"
+    assert other.kernel == "triton"
 
 
 # --- whole plans ------------------------------------------------------------------------------------------
@@ -247,16 +247,16 @@ def test_on_hopper_the_gluon_kernel_gets_at_most_one_dense_addend(monkeypatch: p
 
 def _run(plan: Plan, x: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
     """The network's output, and every group's spikes as the network would see them."""
-    seen: dict[str, torch.Tensor] = {}
+    observed: dict[str, torch.Tensor] = {}
 
-    def around(group: GroupStep, env: Env) -> Spikes:
-        found = group.run(env)
+    def record_group(group: GroupStep, env: NodeValues) -> SpikeTensor:
+        actual = group.run(env)
         # The native form must survive until others read it; what it holds now is what they will see.
-        seen[group.name] = found.dense.clone()
-        return found
+        observed[group.name] = actual.dense.clone()
+        return actual
 
     with torch.no_grad():
-        return plan.run(x, around=around), seen
+        return plan.run(x, group_runner=record_group), observed
 
 
 def _planned(net: nn.Module, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> Plan:
@@ -264,28 +264,32 @@ def _planned(net: nn.Module, x: torch.Tensor, dtype: torch.dtype = torch.float32
 
 
 def _agree(
-    net: nn.Module, x: torch.Tensor, way: str, dtype: torch.dtype = torch.float32, plan: Plan | None = None
+    net: nn.Module,
+    x: torch.Tensor,
+    group_mode: str,
+    dtype: torch.dtype = torch.float32,
+    plan: Plan | None = None,
 ) -> dict[str, str]:
     """Two calls in a row from rest: every spike and every membrane is the network's own."""
     net, x = net.to(DEVICE), x.to(DEVICE)
     plan = plan or _planned(net, x, dtype)
     functional.reset_net(net)
     expected = [(*_run(plan, x), membranes(net)) for _ in range(2)]
-    ways = force(plan, way, x)
+    ways = force(plan, group_mode, x)
     for run in expected:
-        found, seen, v = *_run(plan, x), membranes(net)
+        actual, observed, v = *_run(plan, x), membranes(net)
         for name, value in run[1].items():
-            assert torch.equal(seen[name].float(), value.float()), name
-        assert same(found, run[0])
+            assert torch.equal(observed[name].float(), value.float()), name
+        assert same(actual, run[0])
         for name, value in run[2].items():
             assert torch.equal(v[name].float(), value.float()), name
     assert all(value.unique().numel() > 1 for value in list(expected[0][1].values())[:3])
     assert not same(expected[0][2], expected[1][2]), "the second call starts from the first one's membranes"
     functional.reset_net(net)
     with torch.no_grad():
-        own = net(x)
+        original = net(x)
         functional.reset_net(net)
-        assert torch.equal(plan.run(x), own)
+        assert torch.equal(plan.run(x), original)
     return ways
 
 
@@ -296,30 +300,30 @@ def _short(net: Any) -> nn.Module:
     return ready(net)
 
 
-@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
-def test_a_spiking_resnet_runs_as_its_modules_do(residual: Any, stem: Any, way: str) -> None:
+def test_a_spiking_resnet_runs_as_its_modules_do(residual: Any, stem: Any, group_mode: str) -> None:
     width = 16 if residual == "spiking" else 8  # two blocks of channels at the end, or one
     net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=if_neuron))
-    ways = _agree(net, images(1, size=16 if stem == "imagenet" else 8), way)
+    ways = _agree(net, images(1, size=16 if stem == "imagenet" else 8), group_mode)
     assert "module" not in ways.values()
-    if way == "sparse":
+    if group_mode == "sparse":
         # behind a SEW addition, integers reach a block's first convolution and its shortcut's
-        taken = [name for name, chosen in ways.items() if chosen == "sparse"]
+        used = [name for name, selected in ways.items() if selected == "sparse"]
         blocks = [f"layer{i}.0.conv" for i in (1, 2, 3, 4)]
         second = ["layer1.0.conv1", *(f"{block}2" for block in blocks)]
         both = [f"{block}{i}" for block in blocks for i in (1, 2)]
-        assert sorted(taken) == sorted(both if residual == "spiking" else second)
+        assert sorted(used) == sorted(both if residual == "spiking" else second)
 
 
-@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
 def test_channels_in_another_order_change_nothing(
-    residual: Any, stem: Any, way: str, monkeypatch: pytest.MonkeyPatch
+    residual: Any, stem: Any, group_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width = 16 if residual == "sew_add" else 8
-    monkeypatch.setattr(PackedBackend, "block", width // 2)
-    monkeypatch.setattr(channel_layout, "REPAID", 0.0)
+    monkeypatch.setattr(PackedBackend, "channel_block", width // 2)
+    monkeypatch.setattr(channel_layout, "MIN_REORDER_GAIN", 0.0)
     net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=if_neuron))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -331,13 +335,13 @@ def test_channels_in_another_order_change_nothing(
     x = images(1, size=16 if stem == "imagenet" else 8).to(DEVICE)
     plan = _planned(net, x)
     with torch.no_grad():
-        plan.arrange(x)
-    lies = {group.name: group.arrangement for group in plan.groups}
-    moved = {name for name, found in lies.items() if found.output is not None}
+        plan.choose_layouts(x)
+    layouts = {group.name: group.layout for group in plan.groups}
+    moved = {name for name, actual in layouts.items() if actual.output is not None}
     assert {"layer1.0.conv1", "layer2.0.conv1", "layer4.0.conv1"} <= moved
-    assert any(found.silent >= 0.25 for found in lies.values())
-    assert any(found.marks for found in lies.values())
-    _agree(net, x, way, plan=plan)
+    assert any(actual.silent_fraction >= 0.25 for actual in layouts.values())
+    assert any(actual.emit_activity for actual in layouts.values())
+    _agree(net, x, group_mode, plan=plan)
 
 
 def test_a_bottleneck_with_lif_neurons() -> None:
@@ -345,9 +349,9 @@ def test_a_bottleneck_with_lif_neurons() -> None:
     assert list(ways.values()).count("sparse") == 12
 
 
-@pytest.mark.parametrize("way", ["dense", "sparse"])
+@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize("mode", ["s", "m"])
-def test_step_modes_in_half_precision(mode: str, way: str) -> None:
+def test_step_modes_in_half_precision(mode: str, group_mode: str) -> None:
     net = ready(Small(mode, lif_neuron, channels=6) if mode == "m" else Small(mode), gain=2.0)
     with torch.no_grad():
         for module in net.modules():
@@ -358,4 +362,4 @@ def test_step_modes_in_half_precision(mode: str, way: str) -> None:
             if isinstance(module, nn.BatchNorm2d):
                 module.reset_running_stats()
     x = images(3, 2) if mode == "m" else images(2)
-    _agree(net.half(), x.mul(2).round().div(2).half(), way, torch.float16)
+    _agree(net.half(), x.mul(2).round().div(2).half(), group_mode, torch.float16)

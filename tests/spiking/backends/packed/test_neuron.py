@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.packed.format import channel_table, empty_packed, pack
-from sparseflow.spiking.backends.packed.neuron import NeuronOutput, neuron
+from sparseflow.spiking.backends.packed.format import allocate_packed, make_channel_table, pack
+from sparseflow.spiking.backends.packed.neuron import NeuronOutput, run_neuron
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec
 from tests.spiking.backends.packed.cases import (
@@ -55,15 +55,15 @@ def _expected(
     return run_group_reference(group, [], skips, floats, posts, v, time_steps=steps)
 
 
-def _check(found: NeuronOutput, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _check(actual: NeuronOutput, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     out, v = expected
-    if found.packed is not None:
-        assert_packed(found.packed, out)
-    if found.dense is not None:
-        assert torch.equal(found.dense.float(), out)
-        assert found.dense.permute(0, 1, 3, 4, 2).is_contiguous()
-    if found.v is not None:
-        assert torch.equal(found.v.permute(0, 3, 1, 2), v)
+    if actual.packed is not None:
+        assert_packed(actual.packed, out)
+    if actual.dense is not None:
+        assert torch.equal(actual.dense.float(), out)
+        assert actual.dense.permute(0, 1, 3, 4, 2).is_contiguous()
+    if actual.v is not None:
+        assert torch.equal(actual.v.permute(0, 3, 1, 2), v)
 
 
 @pytest.mark.parametrize("name", NEURONS)
@@ -71,10 +71,10 @@ def _check(found: NeuronOutput, expected: tuple[torch.Tensor, torch.Tensor]) -> 
 def test_neurons_and_shapes(name: str, shape: tuple[int, ...]) -> None:
     g = seeded(1)
     x, bias = grid(g, *shape) * 3, grid(g, shape[2])
-    found = neuron([x], NEURONS[name], bias=bias, dense=torch.float16, v_out=True)
+    actual = run_neuron([x], NEURONS[name], bias=bias, dense=torch.float16, v_out=True)
     expected = _expected(NEURONS[name], [x], bias)
     assert 0 < expected[0].mean() < 1 or x.numel() < 9
-    _check(found, expected)
+    _check(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -83,7 +83,7 @@ def test_currents_of_any_dtype_and_order(dtype: torch.dtype, memory: str) -> Non
     x = (grid(seeded(2), 4, 2, 72, 4, 4) * 4).to(dtype)
     if memory == "channels last":
         x = x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-    _check(neuron([x], LIF, dense=dtype, v_out=True), _expected(LIF, [x]))
+    _check(run_neuron([x], LIF, dense=dtype, v_out=True), _expected(LIF, [x]))
 
 
 def test_everything_at_once() -> None:
@@ -96,23 +96,23 @@ def test_everything_at_once() -> None:
     before = rows.clone()
     currents = [x, y.half(), constant]
     for spec in (SHIFTED, SOFT):
-        found = neuron(currents, spec, bias=bias, skips=[pack(s) for s in skips], v=rows, v_out=True)
-        _check(found, _expected(spec, currents, bias, skips, v=v))
+        actual = run_neuron(currents, spec, bias=bias, skips=[pack(s) for s in skips], v=rows, v_out=True)
+        _check(actual, _expected(spec, currents, bias, skips, v=v))
         assert torch.equal(rows, before)
 
 
 def test_a_constant_current_runs_over_all_steps() -> None:
     x = grid(seeded(4), 1, 2, 64, 3, 3)
-    _check(neuron([x], LIF, steps=6, v_out=True), _expected(LIF, [x], steps=6))
+    _check(run_neuron([x], LIF, steps=6, v_out=True), _expected(LIF, [x], steps=6))
     repeated = x.expand(6, -1, -1, -1, -1)
-    _check(neuron([repeated], LIF, v_out=True), _expected(LIF, [x], steps=6))
+    _check(run_neuron([repeated], LIF, v_out=True), _expected(LIF, [x], steps=6))
 
 
 def test_only_skips() -> None:
     g = seeded(5)
     skips = [spikes(g, 4, 1, 65, 3, 3), spikes(g, 4, 1, 65, 3, 3)]
-    found = neuron([], LIF, skips=[pack(s) for s in skips], v_out=True)
-    _check(found, _expected(LIF, [], skips=skips))
+    actual = run_neuron([], LIF, skips=[pack(s) for s in skips], v_out=True)
+    _check(actual, _expected(LIF, [], skips=skips))
 
 
 def test_shortcuts_behind_the_neuron_are_added_in_dense_form() -> None:
@@ -120,23 +120,23 @@ def test_shortcuts_behind_the_neuron_are_added_in_dense_form() -> None:
     x, s = grid(g, 4, 2, 70, 3, 3) * 4, spikes(g, 4, 2, 70, 3, 3)
     integers = torch.randint(0, 4, x.shape, generator=g).to(DEVICE)
     posts: list[Any] = [pack(s), integers.half()]
-    found = neuron([x], IF, post_skips=posts, packed=False, dense=torch.float16)
-    assert found.packed is None and found.v is None
-    _check(found, _expected(IF, [x], posts=[s, integers.float()]))
-    assert found.dense is not None and found.dense.max() > 1
+    actual = run_neuron([x], IF, post_skips=posts, packed=False, dense=torch.float16)
+    assert actual.packed is None and actual.v is None
+    _check(actual, _expected(IF, [x], posts=[s, integers.float()]))
+    assert actual.dense is not None and actual.dense.max() > 1
     with pytest.raises(InputError, match="integers"):
-        neuron([x], IF, post_skips=posts)
+        run_neuron([x], IF, post_skips=posts)
 
 
 def test_the_membrane_is_carried_in_place() -> None:
     x = grid(seeded(7), 4, 2, 64, 3, 3)
     v = torch.zeros(2, 3, 3, 64, device=DEVICE)
-    first = neuron([x[:2]], LIF, v=v, v_out=v)
-    second = neuron([x[2:]], LIF, v=v, v_out=v)
+    first = run_neuron([x[:2]], LIF, v=v, v_out=v)
+    second = run_neuron([x[2:]], LIF, v=v, v_out=v)
     assert first.v is v and second.v is v
-    whole, last = _expected(LIF, [x])
+    full, last = _expected(LIF, [x])
     assert second.packed is not None
-    assert_packed(second.packed, whole[2:])
+    assert_packed(second.packed, full[2:])
     assert torch.equal(v.permute(0, 3, 1, 2), last)
 
 
@@ -144,24 +144,24 @@ def test_the_membrane_is_carried_in_place() -> None:
 def test_membranes_lie_in_an_order_of_their_own(channels: int) -> None:
     g = seeded(10)
     x, start = grid(g, 3, 2, channels, 3, 3) * 3, grid(g, 2, channels, 3, 3)
-    places = torch.randperm(channels, generator=g)
+    positions = torch.randperm(channels, generator=g)
     v = torch.empty(2, 3, 3, channels, device=DEVICE)
-    v[..., places] = start.permute(0, 2, 3, 1)
-    table = channel_table(places, channels, DEVICE)
-    found = neuron([x], SHIFTED, v=v, v_out=v, v_columns=table)
+    v[..., positions] = start.permute(0, 2, 3, 1)
+    table = make_channel_table(positions, channels, DEVICE)
+    actual = run_neuron([x], SHIFTED, v=v, v_out=v, v_columns=table)
     expected, last = _expected(SHIFTED, [x], v=start)
-    assert found.packed is not None and found.v is v
-    assert_packed(found.packed, expected)
-    assert torch.equal(v[..., places].permute(0, 3, 1, 2), last)
+    assert actual.packed is not None and actual.v is v
+    assert_packed(actual.packed, expected)
+    assert torch.equal(v[..., positions].permute(0, 3, 1, 2), last)
     with pytest.raises(InputError, match=f"int32 \\[{channels}\\]"):
-        neuron([x], SHIFTED, v=v, v_columns=places)
+        run_neuron([x], SHIFTED, v=v, v_columns=positions)
 
 
 def test_packed_output_goes_where_it_is_told() -> None:
     x = grid(seeded(8), 2, 1, 70, 3, 3) * 4
-    out = empty_packed(2, 1, 70, 3, 3, DEVICE)
-    found = neuron([x], IF, packed=out)
-    assert found.packed is out and found.dense is None and found.v is None
+    out = allocate_packed(2, 1, 70, 3, 3, DEVICE)
+    actual = run_neuron([x], IF, packed=out)
+    assert actual.packed is out and actual.dense is None and actual.v is None
     assert_packed(out, _expected(IF, [x])[0])
 
 
@@ -169,24 +169,24 @@ def test_packed_output_goes_where_it_is_told() -> None:
 @pytest.mark.parametrize("tile", [2, 16, 32])
 def test_what_fires_is_marked(shape: tuple[int, int, int, int, int], tile: int) -> None:
     x = (torch.rand(shape, generator=seeded(9)) < 0.002).float().to(DEVICE)
-    out = empty_packed(*shape, DEVICE, tile=tile)
+    out = allocate_packed(*shape, DEVICE, tile=tile)
     # without memory; behind the last pixel the bias alone would fire, if that counted
-    neuron([x * 2 - 2.0], replace(IF, alpha=0.0), bias=torch.ones(shape[2], device=DEVICE), packed=out)
+    run_neuron([x * 2 - 2.0], replace(IF, alpha=0.0), bias=torch.ones(shape[2], device=DEVICE), packed=out)
     assert_packed(out, x)
     assert_activity(out, tile)
     with pytest.raises(InputError, match="power of two"):
-        neuron([x], IF, packed=empty_packed(*shape, DEVICE, tile=48))
+        run_neuron([x], IF, packed=allocate_packed(*shape, DEVICE, tile=48))
 
 
 def test_unusable_input_is_named() -> None:
     x = torch.zeros(2, 1, 8, 3, 3, device=DEVICE)
-    with pytest.raises(InputError, match="needs a current"):
-        neuron([], IF)
+    with pytest.raises(InputError, match="current or skip"):
+        run_neuron([], IF)
     with pytest.raises(InputError, match=r"\(2, 1, 8, 3, 4\)"):
-        neuron([x, torch.zeros(2, 1, 8, 3, 4, device=DEVICE)], IF)
+        run_neuron([x, torch.zeros(2, 1, 8, 3, 4, device=DEVICE)], IF)
     with pytest.raises(InputError, match="membrane"):
-        neuron([x], IF, v=torch.zeros(1, 8, 3, 3, device=DEVICE))
-    with pytest.raises(InputError, match="packed spikes, dense ones, or both"):
-        neuron([x], IF, packed=False)
+        run_neuron([x], IF, v=torch.zeros(1, 8, 3, 3, device=DEVICE))
+    with pytest.raises(InputError, match="packed spikes"):
+        run_neuron([x], IF, packed=False)
     with pytest.raises(InputError, match="`packed`"):
-        neuron([x], IF, packed=empty_packed(1, 1, 8, 3, 3, DEVICE))
+        run_neuron([x], IF, packed=allocate_packed(1, 1, 8, 3, 3, DEVICE))

@@ -19,7 +19,7 @@ import json, sys
 import torch
 from benchmarks.spiking.offline_compile import compile_launches
 from sparseflow.spiking.backends.packed import codec, neuron, pooling, triton_fallback
-from sparseflow.spiking.backends.packed.format import empty_packed
+from sparseflow.spiking.backends.packed.format import allocate_packed
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
@@ -28,10 +28,11 @@ lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
 def group(t, n, c_in, c_out, k, size, parts):
     source = SpikeSource(weight=torch.ones(c_out, c_in, k, k), padding=k // 2)
     spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=lif, skips=1)
-    run = triton_fallback.PreparedTwinGroup(spec, T=t, N=n, H=size, W=size, device="cpu", parts=parts,
+    run = triton_fallback.TritonFallbackGroup(spec, T=t, N=n, H=size, W=size, device="cpu", parts=parts,
                                  emit_activity=int(sys.argv[1]) >= 90)  # only Hopper reads it
-    inputs = [empty_packed(t, n, c_in, size, size, "cpu")], [empty_packed(t, n, c_out, size, size, "cpu")]
-    run(*inputs, want_v=True)
+    inputs = [allocate_packed(t, n, c_in, size, size, "cpu")]
+    skips = [allocate_packed(t, n, c_out, size, size, "cpu")]
+    run(inputs, skips, write_v=True)
 
 
 with compile_launches(int(sys.argv[1])) as launches:
@@ -41,13 +42,13 @@ with compile_launches(int(sys.argv[1])) as launches:
         codec.unpack(p, torch.float16, add=[p])
         pooling.spatial_mean(p)
         v = torch.zeros(n, size, size, c)
-        neuron.neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, v_out=True)
+        neuron.run_neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, v_out=True)
         marked = codec.pack(x, tile=16)
-        neuron.neuron([x], lif, packed=marked)
-        neuron.neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
+        neuron.run_neuron([x], lif, packed=marked)
+        neuron.run_neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
         group(t, n, c, c, 3, size, 1)
     for c, tile in ((64, 0), (64, 16), (512, 16)):
-        pooling.max_pool(empty_packed(4, 2, c, 28, 28, "cpu"), 3, 2, 1, tile=tile)
+        pooling.max_pool(allocate_packed(4, 2, c, 28, 28, "cpu"), 3, 2, 1, tile=tile)
     group(4, 2, 256, 64, 1, 14, 2)
 rows = [(c.kernel, c.ptxas.registers, c.ptxas.spill_bytes, c.shared_bytes, c.asm["ptx"].count("mma"))
         for c in launches]
@@ -59,7 +60,7 @@ print(json.dumps(rows))
 def test_kernels_compile_without_spills(arch: int) -> None:
     # In a process of its own: in this one, Triton may be interpreting.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(arch)],
         capture_output=True,
         text=True,
@@ -67,23 +68,24 @@ def test_kernels_compile_without_spills(arch: int) -> None:
         cwd=ROOT,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    kernels = {name for name, *_ in found}
+    assert completed.returncode == 0, completed.stderr
+    actual = json.loads(completed.stdout)
+    kernels = {name for name, *_ in actual}
     assert kernels == {
         "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel", "neuron_kernel",
-        "twin_kernel",
+        "triton_group_kernel",
     }  # fmt: skip
-    for name, registers, spill_bytes, shared_bytes, multiplies in found:
+    for name, registers, spill_bytes, shared_bytes, multiplies in actual:
         assert spill_bytes == 0, (name, registers, spill_bytes)
         assert shared_bytes <= 99 * 1024, (name, shared_bytes)
-        assert (multiplies > 0) == (name == "twin_kernel"), name
+        assert (multiplies > 0) == (name == "triton_group_kernel"), name
 
 
 _COMPILE_HOPPER = """
 import json
 import torch
-from sparseflow.spiking.backends.packed.hopper.group import kernel_constants, variants
+from sparseflow.spiking.backends.packed.hopper.group import make_kernel_constants
+from sparseflow.spiking.backends.packed.hopper.variants import list_hopper_variants
 from benchmarks.spiking.offline_compile import compile_hopper_group
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -92,8 +94,8 @@ source = SpikeSource(weight=torch.ones(128, 128, 3, 3), padding=1)
 spec = GroupSpec(sources=(source,), bias=torch.zeros(128), neuron=lif)
 rows = []
 for parts, moved in ((1, False), (1, True), (2, False), (2, True)):
-    first = variants(spec, T=4, N=32, H=14, W=14, parts=parts)[0]
-    constants = kernel_constants(spec, first, H=14, W=14, in_sizes=[(14, 14)], parts=parts, read_v=True,
+    first = list_hopper_variants(spec, T=4, N=32, H=14, W=14, parts=parts)[0]
+    constants = make_kernel_constants(spec, first, H=14, W=14, in_sizes=[(14, 14)], parts=parts, read_v=True,
                                  write_v=True, v_columns=moved)
     report, _ = compile_hopper_group(constants, max_registers=first.max_registers if parts == 1 else None)
     rows.append((parts, moved, report.spill_bytes, report.serialized))
@@ -103,7 +105,7 @@ print(json.dumps(rows))
 
 def test_the_hopper_kernel_compiles_with_asynchronous_products() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _COMPILE_HOPPER],
         capture_output=True,
         text=True,
@@ -111,8 +113,8 @@ def test_the_hopper_kernel_compiles_with_asynchronous_products() -> None:
         cwd=ROOT,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    rows = json.loads(completed.stdout)
     assert len(rows) == 4
     for parts, moved, spill_bytes, serialised in rows:
         assert spill_bytes == 0 and not serialised, (parts, moved, spill_bytes, serialised)

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="the packed kernels need triton")
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.packed.format import pack, unpack
 from sparseflow.spiking.backends.packed.triton_fallback import (
-    PreparedTwinGroup,
-    layout_twin_weights,
-    twin_refusal,
-    twin_variants,
+    TritonFallbackGroup,
+    get_fallback_unsupported_reason,
+    list_fallback_variants,
+    pack_fallback_weights,
 )
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
@@ -46,10 +46,10 @@ def _spec(
 
 def _variants(spec: GroupSpec, *, parts: int = 1, T: int) -> list[str]:
     """Names of the variants that are different here: the interpreter has neither warps nor stages."""
-    found = twin_variants(spec, T=T, parts=parts)
+    actual = list_fallback_variants(spec, T=T, parts=parts)
     if DEVICE == "cpu":
-        found = list({(v.bm, v.bn, v.tc): v for v in reversed(found)}.values())[::-1]
-    return [v.name for v in found]
+        actual = list({(v.bm, v.bn, v.tc): v for v in reversed(actual)}.values())[::-1]
+    return [v.name for v in actual]
 
 
 def _check(
@@ -67,17 +67,17 @@ def _check(
     assert 0.02 < expected.mean() < 0.98, "the case says nothing: (almost) all neurons agree"
     t, n, _, h, w = expected.shape
     sizes = [(x.shape[3], x.shape[4]) for x in inputs]
-    group = PreparedTwinGroup(
+    group = TritonFallbackGroup(
         spec, T=t, N=n, H=h, W=w, device=DEVICE, parts=parts, variant=variant, in_sizes=sizes
     )
-    found, found_v = group(
+    actual, found_v = group(
         [pack(x) for x in inputs],
         [pack(s) for s in skips],
         [rows(d) for d in dense],
         None if v is None else v.permute(0, 2, 3, 1).contiguous(),
         True,
     )
-    assert_packed(found, expected)
+    assert_packed(actual, expected)
     assert found_v is not None and torch.equal(found_v.permute(0, 3, 1, 2), expected_v)
 
 
@@ -93,8 +93,8 @@ def test_geometry(k: int, stride: int, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("k", "padding"), [(3, 0), (1, 1)])
 def test_uncommon_padding(k: int, padding: int) -> None:
     g = seeded(2)
-    one = SpikeSource(weight=grid(g, 64, 32, k, k), padding=padding)
-    _check(_spec(g, one), [spikes(g, 2, 1, 32, 5, 4, rate=0.4)])
+    single_source = SpikeSource(weight=grid(g, 64, 32, k, k), padding=padding)
+    _check(_spec(g, single_source), [spikes(g, 2, 1, 32, 5, 4, rate=0.4)])
 
 
 @pytest.mark.parametrize("name", NEURONS)
@@ -115,22 +115,22 @@ def test_all_variants_with_everything(parts: int) -> None:
     skips = [spikes(g, 4, 2, 128, 5, 4), spikes(g, 4, 2, 128, 5, 4)]
     dense = [grid(g, 4, 2, 128, 5, 4).half(), grid(g, 1, 2, 128, 5, 4)]
     v = grid(g, 2, 128, 5, 4)
-    names = [found.name for found in twin_variants(spec, T=4, parts=parts)]
+    names = [actual.name for actual in list_fallback_variants(spec, T=4, parts=parts)]
     assert len(names) == len(set(names)) >= 4
     for name in _variants(spec, T=4, parts=parts):
         _check(spec, inputs, skips, dense, v, parts=parts, variant=name)
 
 
-@pytest.mark.parametrize("place", ["corner", "edge", "inside"])
-def test_one_spike_reaches_its_neighbours_only(place: str) -> None:
-    y, x = {"corner": (0, 0), "edge": (3, 5), "inside": (2, 2)}[place]
+@pytest.mark.parametrize("position", ["corner", "edge", "inside"])
+def test_one_spike_reaches_its_neighbours_only(position: str) -> None:
+    y, x = {"corner": (0, 0), "edge": (3, 5), "inside": (2, 2)}[position]
     weight = torch.ones(64, 64, 3, 3, device=DEVICE)
     spec = GroupSpec(
         sources=(SpikeSource(weight=weight, padding=1),), bias=torch.zeros(64, device=DEVICE), neuron=IF
     )
     s = torch.zeros(1, 2, 64, 4, 6, device=DEVICE)
     s[0, 1, 63, y, x] = 1
-    group = PreparedTwinGroup(spec, T=1, N=2, H=4, W=6, device=DEVICE)
+    group = TritonFallbackGroup(spec, T=1, N=2, H=4, W=6, device=DEVICE)
     fired = unpack(group([pack(s)])[0])
     expected = torch.zeros(4, 6, device=DEVICE)
     expected[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2] = 1
@@ -147,8 +147,8 @@ def test_full_images_see_zeros_around_them(k: int, stride: int, size: tuple[int,
     x = torch.ones(2, 3, 64, *size, device=DEVICE)
     expected, expected_v = run_group_reference(spec, [x])
     _, _, _, h, w = expected.shape
-    group = PreparedTwinGroup(spec, T=2, N=3, H=h, W=w, device=DEVICE, in_sizes=[size])
-    v = group([pack(x)], want_v=True)[1]
+    group = TritonFallbackGroup(spec, T=2, N=3, H=h, W=w, device=DEVICE, in_sizes=[size])
+    v = group([pack(x)], write_v=True)[1]
     assert v is not None and torch.equal(v.permute(0, 3, 1, 2), expected_v)
 
 
@@ -159,29 +159,29 @@ def test_what_fires_is_marked(c_out: int, k: int, rate: float) -> None:
     spec = replace(spec, bias=torch.full((c_out,), -0.25, device=DEVICE))
     x = spikes(g, 2, 2, 64, 7, 5, rate=rate)
     for name in _variants(spec, T=2):
-        group = PreparedTwinGroup(spec, T=2, N=2, H=7, W=5, device=DEVICE, variant=name, emit_activity=True)
+        group = TritonFallbackGroup(spec, T=2, N=2, H=7, W=5, device=DEVICE, variant=name, emit_activity=True)
         for fed in (x, torch.zeros_like(x)):
-            found = group([pack(fed)])[0]
-            assert_packed(found, run_group_reference(spec, [fed])[0])
-            assert_activity(found, 16)
-            assert found.activity is not None and found.activity.any() == fed.any()
+            actual = group([pack(fed)])[0]
+            assert_packed(actual, run_group_reference(spec, [fed])[0])
+            assert_activity(actual, 16)
+            assert actual.activity is not None and actual.activity.any() == fed.any()
 
 
 def test_every_channel_meets_its_own_weights() -> None:
     weight = torch.eye(128, device=DEVICE).reshape(128, 128, 1, 1)
     spec = GroupSpec(sources=(SpikeSource(weight=weight),), bias=torch.zeros(128, device=DEVICE), neuron=IF)
     s = spikes(seeded(5), 2, 1, 128, 5, 5)
-    group = PreparedTwinGroup(spec, T=2, N=1, H=5, W=5, device=DEVICE)
+    group = TritonFallbackGroup(spec, T=2, N=1, H=5, W=5, device=DEVICE)
     assert torch.equal(unpack(group([pack(s)])[0]), s)
 
 
 def test_the_buffers_stay_and_silence_after_noise_is_silent() -> None:
     g = seeded(6)
     spec = GroupSpec(sources=(source(g, 64, 96, 3),), bias=torch.zeros(96, device=DEVICE), neuron=IF)
-    group = PreparedTwinGroup(spec, T=2, N=1, H=4, W=4, device=DEVICE)
-    noisy, v = group([pack(spikes(g, 2, 1, 64, 4, 4, rate=1.0))], want_v=True)
+    group = TritonFallbackGroup(spec, T=2, N=1, H=4, W=4, device=DEVICE)
+    noisy, v = group([pack(spikes(g, 2, 1, 64, 4, 4, rate=1.0))], write_v=True)
     assert noisy.data.any() and v is not None and v.any()
-    silent, v_again = group([pack(torch.zeros(2, 1, 64, 4, 4, device=DEVICE))], want_v=True)
+    silent, v_again = group([pack(torch.zeros(2, 1, 64, 4, 4, device=DEVICE))], write_v=True)
     assert silent is noisy and v_again is v
     assert not silent.data.any() and not v.any()
 
@@ -191,32 +191,34 @@ def test_membranes_lie_in_an_order_of_their_own(c_out: int) -> None:
     g = seeded(12)
     spec = _spec(g, source(g, 64, c_out, 3), neuron=SHIFTED, dense=1)
     x, dense, v = spikes(g, 2, 2, 64, 3, 5), grid(g, 2, 2, c_out, 3, 5), grid(g, 2, c_out, 3, 5)
-    places = torch.randperm(c_out, generator=g).to(DEVICE)
+    positions = torch.randperm(c_out, generator=g).to(DEVICE)
     expected, expected_v = run_group_reference(spec, [x], (), [dense], v=v)
     for variant in _variants(spec, T=2):
-        group = PreparedTwinGroup(spec, T=2, N=2, H=3, W=5, device=DEVICE, variant=variant, v_columns=places)
-        there = torch.empty(2, 3, 5, c_out, device=DEVICE)
-        there[..., places] = v.permute(0, 2, 3, 1)
-        found, last = group([pack(x)], (), [rows(dense)], there, True)
-        assert_packed(found, expected)
-        assert last is not None and torch.equal(last[..., places].permute(0, 3, 1, 2), expected_v)
+        group = TritonFallbackGroup(
+            spec, T=2, N=2, H=3, W=5, device=DEVICE, variant=variant, v_columns=positions
+        )
+        supported = torch.empty(2, 3, 5, c_out, device=DEVICE)
+        supported[..., positions] = v.permute(0, 2, 3, 1)
+        actual, last = group([pack(x)], (), [rows(dense)], supported, True)
+        assert_packed(actual, expected)
+        assert last is not None and torch.equal(last[..., positions].permute(0, 3, 1, 2), expected_v)
     with pytest.raises(InputError, match=f"a permutation of {c_out}"):
-        PreparedTwinGroup(spec, T=2, N=2, H=3, W=5, device=DEVICE, v_columns=places.clamp(max=c_out - 2))
+        TritonFallbackGroup(spec, T=2, N=2, H=3, W=5, device=DEVICE, v_columns=positions.clamp(max=c_out - 2))
 
 
 def test_two_parts_are_as_accurate_as_fp32() -> None:
     g = seeded(7)
     weight = (torch.randn(64, 128, 3, 3, generator=g) * 0.05).to(DEVICE)
-    one = SpikeSource(weight=weight, padding=1)
+    single_source = SpikeSource(weight=weight, padding=1)
     # nothing fires, so the membrane is the sum of all currents
     silent = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1e9, v_reset=0.0)
-    spec = GroupSpec(sources=(one,), bias=torch.zeros(64, device=DEVICE), neuron=silent)
+    spec = GroupSpec(sources=(single_source,), bias=torch.zeros(64, device=DEVICE), neuron=silent)
     s = spikes(g, 4, 1, 128, 5, 5)
     _, exact = run_group_reference(spec, [s], dtype=torch.float64)
     error = {}
     for parts in (1, 2):
-        group = PreparedTwinGroup(spec, T=4, N=1, H=5, W=5, device=DEVICE, parts=parts)
-        _, v = group([pack(s)], want_v=True)
+        group = TritonFallbackGroup(spec, T=4, N=1, H=5, W=5, device=DEVICE, parts=parts)
+        _, v = group([pack(s)], write_v=True)
         assert v is not None
         error[parts] = ((v.permute(0, 3, 1, 2) - exact).norm() / exact.norm()).item()
     assert error[1] < 2**-10
@@ -230,7 +232,7 @@ def test_weights_are_kept_to_their_bits(parts: int, bits: int, scale: float) -> 
     weight = torch.randn(70, 96, 3, 3, generator=g) * scale
     second = torch.randn(70, 64, 1, 1, generator=g) * scale
     sources = SpikeSource(weight=weight, padding=1), SpikeSource(weight=second)
-    laid, factor = layout_twin_weights(GroupSpec(sources=sources, bias=torch.zeros(70), neuron=IF), parts)
+    laid, factor = pack_fallback_weights(GroupSpec(sources=sources, bias=torch.zeros(70), neuron=IF), parts)
     assert laid.shape == ((2 * 9 + 1) * parts * 64, 128) and torch.isfinite(laid).all()
     steps = laid.double().view(19, parts, 64, 128).sum(1) * 2 * factor
     back = steps[:18].reshape(2, 9, 64, 128).permute(3, 0, 2, 1).reshape(128, 128, 3, 3)
@@ -243,7 +245,7 @@ def test_weights_are_kept_to_their_bits(parts: int, bits: int, scale: float) -> 
 def test_refusals_are_named() -> None:
     g = seeded(9)
     good = _spec(g, source(g, 8, 8, 3))
-    assert twin_refusal(good) is None
+    assert get_fallback_unsupported_reason(good) is None
     five = SpikeSource(weight=grid(g, 8, 8, 5, 5), padding=2)
     nan = SpikeSource(weight=torch.full((8, 8, 1, 1), float("nan")))
     cases = {
@@ -255,11 +257,11 @@ def test_refusals_are_named() -> None:
         "NaN": replace(good, sources=(nan,)),
     }
     for reason, spec in cases.items():
-        said = twin_refusal(spec)
-        assert said is not None and reason in said
+        log = get_fallback_unsupported_reason(spec)
+        assert log is not None and reason in log
         with pytest.raises(InputError, match=reason):
-            PreparedTwinGroup(spec, T=1, N=1, H=4, W=4, device=DEVICE)
-    with pytest.raises(InputError, match="no variant 'm1'"):
-        PreparedTwinGroup(good, T=1, N=1, H=4, W=4, device=DEVICE, variant="m1")
-    with pytest.raises(InputError, match="4x5 does not give an output of 4x4"):
-        PreparedTwinGroup(good, T=1, N=1, H=4, W=4, device=DEVICE, in_sizes=[(4, 5)])
+            TritonFallbackGroup(spec, T=1, N=1, H=4, W=4, device=DEVICE)
+    with pytest.raises(InputError, match="'m1'"):
+        TritonFallbackGroup(good, T=1, N=1, H=4, W=4, device=DEVICE, variant="m1")
+    with pytest.raises(InputError, match=r"4x5.*4x4"):
+        TritonFallbackGroup(good, T=1, N=1, H=4, W=4, device=DEVICE, in_sizes=[(4, 5)])

@@ -1,13 +1,13 @@
-"""How a convolution is cut: blocks and chunks of its input, tiles of its output.
+"""Blocks and chunks of a convolution's input, tiles of its output, and the static block rule.
 
-Words used here and in the kernels:
+Terms:
 
-- *block*: `block` x `block` pixels of the input (4, 8 or 16), the grid starting at pixel (0, 0);
-- *chunk*: `group` neighbouring input channels, what one step of the tensor cores multiplies;
-- *word*: the occupancy of one block of one chunk, int32: bit r says that row r holds a non-zero, bit 16 + c
-  that column c does. The block is zero exactly when its word is;
-- *tile*: `tile_h` x `tile_w` output pixels, owned by one program for each `tile_c` output channels;
-- *field*: the input pixels that a tile reads; it reaches into neighbouring blocks (the halo).
+- *block*: `block` x `block` input pixels (4, 8 or 16) on a grid that starts at pixel (0, 0);
+- *chunk*: `group` consecutive input channels, multiplied by one step of the tensor cores;
+- *word*: occupancy of one block of one chunk, int32: bit r is set if row r holds a non-zero, bit 16 + c if
+  column c does. The block is zero exactly if its word is;
+- *tile*: `tile_h` x `tile_w` output pixels, computed by one program for each `tile_c` output channels;
+- *field*: the input pixels that a tile reads; it extends into neighboring blocks (the halo).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
-    """Sizes that change the speed and nothing else.
+class ConvTiling:
+    """Tile sizes; they affect speed only.
 
     Attributes:
         group: Input channels of a chunk, a power of two, at least 16.
         tile_h, tile_w: Output pixels of a tile, powers of two with a product of at least 16.
         tile_c: Output channels of a tile, a power of two, at least 16.
-        warps: Warps of a program.
-        stages: How many steps ahead operands are fetched.
+        warps: Warps per program.
+        stages: Pipeline depth of operand loads.
     """
 
     group: int = 16
@@ -44,14 +44,14 @@ class Tiling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """The shape of one convolution, without its number of images and output channels.
+class ConvGeometry:
+    """Shape of one convolution, without its number of images and output channels.
 
     Attributes:
-        channels, height, width: Of the input.
+        channels, height, width: Input size.
         kernel: 1 or 3.
         stride: 1 or 2.
-        padding: Zeros on every side, 0 or 1.
+        padding: Zeros on each side, 0 or 1.
         block: Edge of a block in pixels.
     """
 
@@ -63,17 +63,17 @@ class Geometry:
     padding: int
     block: int
 
-    def out_size(self, size: int) -> int:
-        """Output rows (columns) for `size` input rows (columns)."""
+    def compute_out_size(self, size: int) -> int:
+        """Compute the output rows (columns) for `size` input rows (columns)."""
         return (size + 2 * self.padding - self.kernel) // self.stride + 1
 
     @property
     def out_h(self) -> int:
-        return self.out_size(self.height)
+        return self.compute_out_size(self.height)
 
     @property
     def out_w(self) -> int:
-        return self.out_size(self.width)
+        return self.compute_out_size(self.width)
 
     @property
     def grid_h(self) -> int:
@@ -85,27 +85,27 @@ class Geometry:
         """Columns of blocks."""
         return -(-self.width // self.block)
 
-    def chunks(self, group: int) -> int:
-        """Chunks of `group` input channels, the last one perhaps not full."""
+    def count_chunks(self, group: int) -> int:
+        """Count chunks of `group` input channels; the last may be partial."""
         return -(-self.channels // group)
 
-    def field(self, tile: int, size: int, start: int) -> tuple[int, int]:
-        """First and last input row (column) read by a tile of `tile` rows that starts at output row `start`.
+    def compute_field(self, tile: int, size: int, start: int) -> tuple[int, int]:
+        """Compute the first and last input row (column) of a tile of `tile` rows from output row `start`.
 
-        Clipped to the input's `size`; the last may lie before the first when the tile reads padding only.
+        Clipped to the input's `size`; the last is before the first if the tile reads padding only.
         """
         first = start * self.stride - self.padding
         last = first + (tile - 1) * self.stride + self.kernel - 1
         return max(first, 0), min(last, size - 1)
 
 
-def geometry_of(
+def make_geometry(
     shape: tuple[int, ...], *, kernel_size: int, stride: int, padding: int, block_size: int
-) -> Geometry:
-    """Check a convolution of an input [N, C, H, W] and describe it.
+) -> ConvGeometry:
+    """Validate a convolution of an input [N, C, H, W] and describe it.
 
     Raises:
-        InputError: The kernels do not cover it.
+        InputError: The kernels do not support it.
     """
     if len(shape) != 4:
         raise InputError(f"the input must be [N, C, H, W], not of shape {tuple(shape)}")
@@ -121,22 +121,22 @@ def geometry_of(
         raise InputError(
             f"an input of shape {tuple(shape)} is too small for a {kernel_size}x{kernel_size} kernel"
         )
-    return Geometry(
+    return ConvGeometry(
         channels=channels, height=height, width=width, kernel=kernel_size, stride=stride, padding=padding,
         block=block_size,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def choose_tiling(geometry: Geometry, dtype: torch.dtype, channels_last: bool, c_out: int) -> Tiling:
-    """Tile sizes by rule, no measuring.
+def choose_tiling(geometry: ConvGeometry, dtype: torch.dtype, channels_last: bool, c_out: int) -> ConvTiling:
+    """Choose tile sizes by rule, without measuring.
 
-    Rows of 32 pixels keep stores of NCHW outputs whole; channels-last outputs store whole pixels anyway and
-    gain from squarer tiles, whose halo is smaller. Small tiles and few registers keep many programs on a
-    multiprocessor, which is what a nearly silent layer lives on: it writes its bias. Small chunks are skipped
-    more often; a 1x1 convolution has no taps to fill its steps with and takes longer ones.
+    Rows of 32 pixels keep stores of NCHW outputs contiguous. Channels-last outputs store whole pixels and
+    gain from squarer tiles with a smaller halo. Small tiles and few registers keep many programs on a
+    multiprocessor, which suits nearly silent layers that mostly write their bias. Small chunks are skipped
+    more often; a 1x1 convolution has no taps and takes larger ones.
     """
-    full = dtype in (torch.float32, torch.float64)  # products run on the plain ALUs
+    full = dtype in (torch.float32, torch.float64)  # products run on the ALUs
     out_w = geometry.out_w
     if out_w <= 8:
         tile_w = 8
@@ -145,7 +145,7 @@ def choose_tiling(geometry: Geometry, dtype: torch.dtype, channels_last: bool, c
     else:
         tile_w = 16 if out_w <= 16 else 32
     pixels = 128 if channels_last and not full and tile_w == 16 else 64
-    return Tiling(
+    return ConvTiling(
         group=16 if geometry.kernel == 3 or full else 32,
         tile_h=pixels // tile_w,
         tile_w=tile_w,
@@ -155,25 +155,25 @@ def choose_tiling(geometry: Geometry, dtype: torch.dtype, channels_last: bool, c
 
 
 @lru_cache(maxsize=1024)
-def reach(geometry: Geometry, tiling: Tiling) -> tuple[int, int]:
-    """The largest number of blocks, down and across, that the field of any tile touches."""
+def compute_reach(geometry: ConvGeometry, tiling: ConvTiling) -> tuple[int, int]:
+    """Compute the largest number of blocks, down and across, that the field of any tile touches."""
 
-    def along(tile: int, size: int, out: int) -> int:
+    def max_blocks(tile: int, size: int, out: int) -> int:
         spans = [1]
         for start in range(0, out, tile):
-            first, last = geometry.field(tile, size, start)
+            first, last = geometry.compute_field(tile, size, start)
             spans.append(last // geometry.block - first // geometry.block + 1)
         return max(spans)
 
     return (
-        along(tiling.tile_h, geometry.height, geometry.out_h),
-        along(tiling.tile_w, geometry.width, geometry.out_w),
+        max_blocks(tiling.tile_h, geometry.height, geometry.out_h),
+        max_blocks(tiling.tile_w, geometry.width, geometry.out_w),
     )
 
 
-def static_block(height: int) -> int | None:
-    """Block edge in pixels for a feature map of `height` rows, or None where blocks do not pay."""
-    for least, block in ((32, 16), (16, 8), (8, 4)):
-        if height >= least:
+def select_block_size(height: int) -> int | None:
+    """Select the block edge in pixels for a feature map of `height` rows; None if blocks do not pay off."""
+    for min_height, block in ((32, 16), (16, 8), (8, 4)):
+        if height >= min_height:
             return block
     return None

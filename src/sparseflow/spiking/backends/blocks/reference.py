@@ -1,15 +1,15 @@
-"""What the two-stage kernels compute, in plain torch: occupancy words, active chunks, convolution."""
+"""Plain-torch reference of the two-stage kernels: occupancy words, active chunks, convolution."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from sparseflow.spiking.backends.blocks.geometry import Geometry, Tiling
+from sparseflow.spiking.backends.blocks.geometry import ConvGeometry, ConvTiling
 
 
 def run_words_reference(x: torch.Tensor, block: int, group: int) -> torch.Tensor:
-    """Occupancy of every block of every chunk.
+    """Compute the occupancy of each block of each chunk.
 
     Args:
         x: [N, C, H, W].
@@ -29,17 +29,17 @@ def run_words_reference(x: torch.Tensor, block: int, group: int) -> torch.Tensor
     return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32).permute(0, 2, 3, 1).contiguous()
 
 
-def run_active_reference(words: torch.Tensor, geometry: Geometry, tiling: Tiling) -> list[list[int]]:
-    """For every tile, in the order (image, tile row, tile column): its active chunks, ascending.
+def run_active_reference(words: torch.Tensor, geometry: ConvGeometry, tiling: ConvTiling) -> list[list[int]]:
+    """List the active chunks of each tile, ascending, in the order (image, tile row, tile column).
 
-    A chunk is active when some block holds a non-zero in a row *and* in a column that the tile reads. That
-    never misses a non-zero the tile reads; it may keep a chunk whose non-zeros lie in other pixels.
+    A chunk is active if some block holds a non-zero in a row *and* in a column that the tile reads. This
+    never misses a non-zero that the tile reads; it may include chunks whose non-zeros are in other pixels.
     """
     k, s, b = geometry.kernel, geometry.stride, geometry.block
     lists = []
     for image in words:
-        for top in range(0, geometry.out_h, tiling.tile_h):
-            for left in range(0, geometry.out_w, tiling.tile_w):
+        for start_row in range(0, geometry.out_h, tiling.tile_h):
+            for start_column in range(0, geometry.out_w, tiling.tile_w):
                 rows, columns = (
                     {
                         i * s - geometry.padding + tap
@@ -48,8 +48,8 @@ def run_active_reference(words: torch.Tensor, geometry: Geometry, tiling: Tiling
                         if 0 <= i * s - geometry.padding + tap < size
                     }
                     for start, tile, size in (
-                        (top, tiling.tile_h, geometry.height),
-                        (left, tiling.tile_w, geometry.width),
+                        (start_row, tiling.tile_h, geometry.height),
+                        (start_column, tiling.tile_w, geometry.width),
                     )
                 )
                 active = torch.zeros(words.shape[3], dtype=torch.bool, device=words.device)
@@ -72,7 +72,7 @@ def run_conv2d_reference(
     padding: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The convolution itself, [N, C_out, H_out, W_out] in `dtype`: skipping zeros changes nothing of it."""
+    """Run the dense convolution, [N, C_out, H_out, W_out] in `dtype`."""
     return F.conv2d(
         x.to(dtype),
         weight.to(dtype),

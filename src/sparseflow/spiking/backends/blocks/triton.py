@@ -1,12 +1,12 @@
-"""The Triton kernels of the two stages; `conv.py` calls them.
+"""Triton kernels of the two stages; `conv.py` launches them.
 
-Stage 1 reads the input once (`words_of_planes` or `words_of_pixels`, by memory format) and turns the
-occupancy words into one list of active chunks for every output tile (`list_chunks`). Stage 2 (`convolve`)
-owns a tile of the output, starts from the bias and loops over the list: no atomics, no order that depends on
-timing.
+Stage 1 reads the input once (`compute_plane_words` or `compute_pixel_words`, by memory format) and converts
+the occupancy words to one list of active chunks per output tile (`list_chunks`). Stage 2 (`convolve`) owns
+a tile of the output, starts from the bias and loops over the list; it needs no atomics and its result does
+not depend on timing.
 
-Strides of a tensor arrive divided by a constant A that they all share, except that of its innermost
-dimension: multiplying by the constant tells the compiler how far accesses may be vectorised.
+Strides are passed divided by a constant A that they all share, except that of the innermost dimension:
+multiplying by the constant tells the compiler how far accesses may be vectorized.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import triton.language as tl
 
 
 @triton.jit
-def words_of_planes(
+def compute_plane_words(
     x_ptr, word_ptr, C, H, W, sn, sc, sh, sw, grid_h, chunks,
     A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one row of blocks, COLS columns at a time. Input with W innermost.
 
-    FULL says that every chunk has GROUP channels.
+    FULL: all chunks have GROUP channels.
     """
     pid = tl.program_id(0)
     i = pid % grid_h
@@ -31,28 +31,28 @@ def words_of_planes(
     NB: tl.constexpr = COLS // B
     row = i * B + tl.arange(0, B)
     grid_w = tl.cdiv(W * A, B)
-    at = x_ptr + n.to(tl.int64) * (sn * A) + (g * GROUP) * (sc * A)
-    for left in range(0, W * A, COLS):
-        column = left + tl.arange(0, COLS)
+    base = x_ptr + n.to(tl.int64) * (sn * A) + (g * GROUP) * (sc * A)
+    for start_column in range(0, W * A, COLS):
+        column = start_column + tl.arange(0, COLS)
         inside = (row < H)[:, None] & (column < W * A)[None, :]
-        values = at + ((row * (sh * A))[:, None] + (column * sw)[None, :])
+        values = base + ((row * (sh * A))[:, None] + (column * sw)[None, :])
         fired = tl.zeros([B, COLS], tl.int1)
         for c in tl.static_range(GROUP):
-            wanted = inside
+            valid = inside
             if not FULL:
-                wanted = inside & (g * GROUP + c < C)
-            fired |= tl.load(values, mask=wanted, other=0.0) != 0
+                valid = inside & (g * GROUP + c < C)
+            fired |= tl.load(values, mask=valid, other=0.0) != 0
             values += sc * A
         fired = tl.reshape(fired.to(tl.int32), [B, NB, B])
         rows = tl.max(fired, axis=2) << tl.arange(0, B)[:, None]
         columns = tl.max(fired, axis=0) << (16 + tl.arange(0, B))[None, :]
         word = tl.sum(rows, axis=0) | tl.sum(columns, axis=1)
-        j = left // B + tl.arange(0, NB)
+        j = start_column // B + tl.arange(0, NB)
         tl.store(word_ptr + ((n * grid_h + i) * grid_w + j) * chunks + g, word, mask=j < grid_w)
 
 
 @triton.jit
-def words_of_pixels(
+def compute_pixel_words(
     x_ptr, word_ptr, C, H, W, sn, sc, sh, sw, grid_h, grid_w, chunks, parts,
     A: tl.constexpr, B: tl.constexpr, CB: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -68,10 +68,10 @@ def words_of_pixels(
     row = i * B + pixel // B
     column = j * B + pixel % B
     c = part * CB + tl.arange(0, CB)
-    at = x_ptr + n.to(tl.int64) * (sn * A)
+    base = x_ptr + n.to(tl.int64) * (sn * A)
     offset = (row * (sh * A) + column * (sw * A))[:, None] + (c * sc)[None, :]
     inside = ((row < H) & (column < W))[:, None] & (c < C * A)[None, :]
-    x = tl.load(at + offset, mask=inside, other=0.0)
+    x = tl.load(base + offset, mask=inside, other=0.0)
     fired = tl.max(tl.reshape((x != 0).to(tl.int32), [B, B, NG, GROUP]), axis=3)
     rows = tl.max(fired, axis=1) << tl.arange(0, B)[:, None]
     columns = tl.max(fired, axis=0) << (16 + tl.arange(0, B))[:, None]
@@ -88,41 +88,43 @@ def list_chunks(
 ):  # fmt: skip
     """One program: TB tiles. A chunk is listed if a block is occupied in a row and a column of the field."""
     tile = tl.program_id(0) * TB + tl.arange(0, TB)
-    known = tile < tiles
-    left = (tile % tiles_w) * (TW * S) - P
-    top = ((tile // tiles_w) % tiles_h) * (TH * S) - P
+    valid_tile = tile < tiles
+    first_column = (tile % tiles_w) * (TW * S) - P
+    first_row = ((tile // tiles_w) % tiles_h) * (TH * S) - P
     n = tile // (tiles_w * tiles_h)
-    bottom = tl.minimum(top + (TH - 1) * S + K, H) - 1
-    right = tl.minimum(left + (TW - 1) * S + K, W) - 1
-    top = tl.maximum(top, 0)
-    left = tl.maximum(left, 0)
+    last_row = tl.minimum(first_row + (TH - 1) * S + K, H) - 1
+    last_column = tl.minimum(first_column + (TW - 1) * S + K, W) - 1
+    first_row = tl.maximum(first_row, 0)
+    first_column = tl.maximum(first_column, 0)
     # A 1x1 convolution of stride 2 reads even rows and columns only; blocks and tiles start at even ones.
     READ: tl.constexpr = 0x5555 if S > K else 0xFFFF
     g = tl.arange(0, GP)
     active = tl.zeros([TB, GP], tl.int32)
     for di in tl.static_range(REACH_H):
-        i = top // B + di
+        i = first_row // B + di
         # bits from the first to the last row of the field that lie in this block; none without such a row
-        low = tl.maximum(top - i * B, 0)
-        high = tl.minimum(bottom - i * B, B - 1)
+        low = tl.maximum(first_row - i * B, 0)
+        high = tl.minimum(last_row - i * B, B - 1)
         row_bits = ((2 << tl.maximum(high, 0)) - (1 << low)) & READ
         row_bits = tl.where((i < grid_h) & (high >= low), row_bits, 0)
         for dj in tl.static_range(REACH_W):
-            j = left // B + dj
-            low = tl.maximum(left - j * B, 0)
-            high = tl.minimum(right - j * B, B - 1)
+            j = first_column // B + dj
+            low = tl.maximum(first_column - j * B, 0)
+            high = tl.minimum(last_column - j * B, B - 1)
             column_bits = ((2 << tl.maximum(high, 0)) - (1 << low)) & READ
-            needed = known & (row_bits != 0) & (j < grid_w) & (high >= low)
-            at = ((n * grid_h + i) * grid_w + j) * chunks
+            needed = valid_tile & (row_bits != 0) & (j < grid_w) & (high >= low)
+            word_index = ((n * grid_h + i) * grid_w + j) * chunks
             word = tl.load(
-                word_ptr + at[:, None] + g[None, :], mask=needed[:, None] & (g < chunks)[None, :], other=0
+                word_ptr + word_index[:, None] + g[None, :],
+                mask=needed[:, None] & (g < chunks)[None, :],
+                other=0,
             )
             hit = ((word & row_bits[:, None]) != 0) & (((word >> 16) & column_bits[:, None]) != 0)
             active |= hit.to(tl.int32)
-    place = tl.cumsum(active, axis=1) - active
-    tl.store(chunk_ptr + (tile * chunks)[:, None] + place, g[None, :] + tl.zeros([TB, GP], tl.int32),
+    slot = tl.cumsum(active, axis=1) - active
+    tl.store(chunk_ptr + (tile * chunks)[:, None] + slot, g[None, :] + tl.zeros([TB, GP], tl.int32),
              mask=active != 0)  # fmt: skip
-    tl.store(count_ptr + tile, tl.sum(active, axis=1), mask=known)
+    tl.store(count_ptr + tile, tl.sum(active, axis=1), mask=valid_tile)
 
 
 @triton.jit
@@ -137,9 +139,9 @@ def convolve(
 ):  # fmt: skip
     """One program: TH x TW output pixels by TC output channels, over the tile's active chunks only.
 
-    PIXELS says that channels are innermost; FULL that every chunk has GROUP channels.
+    PIXELS: channels are innermost. FULL: all chunks have GROUP channels.
     """
-    # The tiles of one field's output channels run side by side and share its input in L2.
+    # Programs of one field's output channels run concurrently and share its input in L2.
     columns = CO_PAD // TC
     tile = tl.program_id(0) // columns
     co = (tl.program_id(0) % columns) * TC + tl.arange(0, TC)
@@ -167,7 +169,7 @@ def convolve(
     steps = tl.load(count_ptr + tile) * (K * K)
     acc = tl.zeros([TH * TW, TC], ACC)
     if BIAS:
-        # First rather than last: a silent tile then waits for its count and its bias at once.
+        # Loaded first, so that a silent tile waits for its count and its bias at the same time.
         acc += tl.load(bias_ptr + co, mask=channel, other=0.0).to(ACC)[None, :]
     for step in tl.range(0, steps, num_stages=STAGES):
         g = tl.load(chunk_ptr + tile * chunks + step // (K * K))
@@ -175,10 +177,10 @@ def convolve(
         dh = tap // K
         dw = tap % K
         inside = (ih + dh >= 0) & (ih + dh < H) & (iw + dw >= 0) & (iw + dw < W)
-        wanted = inside[:, None]
+        valid = inside[:, None]
         if not FULL:
-            wanted = wanted & (g * GROUP + kk < C)[None, :]
-        x = tl.load(x_at + (dh * xh + dw * xw + g * GROUP * xc), mask=wanted, other=0.0)
+            valid = valid & (g * GROUP + kk < C)[None, :]
+        x = tl.load(x_at + (dh * xh + dw * xw + g * GROUP * xc), mask=valid, other=0.0)
         w = tl.load(w_at + (tap * chunks + g) * GROUP * CO_PAD)
         acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
     y_at = y_ptr + n * (yn * YA) + ((oh * yh + ow * yw)[:, None] + (co * yc)[None, :])

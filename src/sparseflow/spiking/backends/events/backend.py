@@ -11,32 +11,36 @@ import torch.nn.functional as F
 from sparseflow.errors import InputError, RunError
 from sparseflow.spiking.backends import events
 from sparseflow.spiking.backends.base import (
-    NATURAL,
-    Arrangement,
-    Convolution,
-    Form,
+    NATURAL_LAYOUT,
+    ChannelLayout,
+    ConvolutionKind,
     GroupShape,
     PreparedGroup,
+    SpikeForm,
 )
 from sparseflow.spiking.backends.spec import GroupSpec
 
 
 class EventBackend:
-    """CPU: spikes as sorted lists of events, groups in Numba."""
+    """CPU backend: spikes as sorted lists of events, groups in Numba."""
 
     name = "events"
     dtype = torch.float32
-    block = None
-    fits_every_shape = True
-    adds_dense = False
+    channel_block = None
+    shape_agnostic = True
+    adds_dense_spikes = False
 
-    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
-        return None if spec.sources else "no convolution of spikes in this group"
+    def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        return None if spec.sources else "the group has no convolution of spikes"
 
     def prepare(
-        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+        self,
+        spec: GroupSpec,
+        shape: GroupShape,
+        convolution: ConvolutionKind,
+        layout: ChannelLayout = NATURAL_LAYOUT,
     ) -> PreparedGroup:
-        assert arrangement.output is None, "events are skipped one by one: nothing is gained by an order"
+        assert layout.output is None, "the event backend does not reorder channels"
         prepared = events.prepare_group(spec, conv="event" if convolution == "sparse" else "dense")
 
         def run(
@@ -47,7 +51,7 @@ class EventBackend:
             *,
             steps: int,
             v: torch.Tensor | None,
-            out: Form,
+            out: SpikeForm,
         ) -> tuple[Any, torch.Tensor]:
             spikes, membrane = prepared(
                 sources,
@@ -55,7 +59,7 @@ class EventBackend:
                 dense,
                 post_skips,
                 v=v,
-                want_v=True,
+                return_v=True,
                 out="events" if out == "native" else "dense",
                 time_steps=steps,
             )
@@ -69,11 +73,11 @@ class EventBackend:
             return events.encode(dense)
         except InputError as error:
             raise RunError(
-                f"a tensor of shape {tuple(dense.shape)} that the analysis proved to hold spikes holds other "
-                "numbers"
+                f"a tensor of shape {tuple(dense.shape)} must contain spikes by the analysis, but contains "
+                "other values"
             ) from error
 
-    lend = encode
+    encode_addend = encode
 
     def decode(self, native: Any) -> torch.Tensor:
         return events.decode(native)

@@ -1,4 +1,4 @@
-"""A fused group on a CPU: `prepare_group` lays out its weights once, the result runs it on any batch."""
+"""Fused groups on a CPU: `prepare_group` lays out the weights once; the result runs on any batch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.backends.events.format import Events, allocate_events
 from sparseflow.spiking.backends.events.kernels.group import (
     OUT_EVENTS,
-    OUT_EVENTS_AGAIN,
+    OUT_EVENTS_RETRY,
     OUT_SPIKES,
     OUT_SUMS,
 )
 from sparseflow.spiking.backends.events.kernels.llvm import LANES
-from sparseflow.spiking.backends.events.launch import Launch, Shape
+from sparseflow.spiking.backends.events.launch import GroupLaunch, Shape
 from sparseflow.spiking.backends.events.packing import pack_group
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
 _CYCLES_PER_THREAD = 50_000
-"""Less work than this is done before another thread has woken up."""
-_MOST_LAUNCHES = 4
-"""Sets of shapes that a group keeps buffers for."""
+"""Work below this is finished before another thread has woken up."""
+_MAX_LAUNCHES = 4
+"""Sets of shapes for which a group keeps buffers."""
 
 
-def _channels_last(x: torch.Tensor) -> torch.Tensor:
-    """[..., C, H, W] as float32 memory [..., H, W, C]; a copy only where needed."""
+def _to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """Convert [..., C, H, W] to float32 memory [..., H, W, C]; copies only if needed."""
     return x.detach().float().movedim(-3, -1).contiguous()
 
 
 class EventGroup:
-    """A group whose weights are laid out for this machine. Made by `prepare_group`; calls take turns.
+    """A group with its weights laid out for this machine; created by `prepare_group`. Thread-safe.
 
     Attributes:
-        spec: What it computes, weights left out.
-        conv: 'event' sums weight rows per event; 'dense' runs oneDNN and fuses what follows.
+        spec: The group, without weights.
+        conv: 'event' sums weight rows per event; 'dense' runs oneDNN and fuses the rest.
     """
 
     def __init__(self, spec: GroupSpec, conv: Literal["event", "dense"]) -> None:
@@ -49,7 +49,7 @@ class EventGroup:
             s.weight.detach().float().clone(memory_format=torch.channels_last)
             for s in (spec.sources if conv == "dense" else ())
         ]
-        self._launches: dict[tuple[object, ...], Launch] = {}
+        self._launches: dict[tuple[object, ...], GroupLaunch] = {}
         self._lock = threading.Lock()
 
     def __call__(
@@ -59,39 +59,39 @@ class EventGroup:
         dense: Sequence[torch.Tensor] = (),
         post_skips: Sequence[Events] = (),
         v: torch.Tensor | None = None,
-        want_v: bool = False,
+        return_v: bool = False,
         out: Literal["events", "dense"] = "events",
         *,
         time_steps: int | None = None,
     ) -> tuple[Events | torch.Tensor, torch.Tensor | None]:
-        """Run the group.
+        """Run the group. Inputs are not modified.
 
         Args:
-            spikes: One input per source: `Events` when `conv` is 'event', else dense [T or 1, N, C_in, H, W].
+            spikes: One input per source: `Events` if `conv` is 'event', else dense [T or 1, N, C_in, H, W].
             skips: Events [T, N, C_out, H_out, W_out] added to the neuron's input.
             dense: float32 [T or 1, N, C_out, H_out, W_out] added to the neuron's input.
             post_skips: Events [T, N, C_out, H_out, W_out] added to the neuron's output.
-            v: Membrane before the first step [N, C_out, H_out, W_out]; the neuron's rest value when None.
-            want_v: Return the membrane after the last step.
-            out: What the output is.
-            time_steps: T, needed only when every input is constant over time.
+            v: Membrane before the first step [N, C_out, H_out, W_out]; the neuron's rest value if None.
+            return_v: Return the membrane after the last step.
+            out: Form of the output.
+            time_steps: T; needed only if all inputs are constant over time.
 
         Returns:
             The output [T, N, C_out, H_out, W_out], as `Events` or channels-last float32, and the membrane
-            [N, C_out, H_out, W_out] or None. Inputs are not modified.
+            [N, C_out, H_out, W_out] or None.
 
         Raises:
-            InputError: The inputs do not fit the group or one another.
+            InputError: The inputs do not match the group or one another.
         """
         spec = self.spec
-        for name, given, expected in (
+        for name, actual, expected in (
             ("spikes", len(spikes), len(spec.sources)),
             ("skips", len(skips), spec.skips),
             ("dense", len(dense), spec.dense_inputs),
             ("post_skips", len(post_skips), spec.post_skips),
         ):
-            if given != expected:
-                raise InputError(f"the group takes {expected} `{name}`, got {given}")
+            if actual != expected:
+                raise InputError(f"the group takes {expected} `{name}`, got {actual}")
         events: list[Events] = []
         reals = list(dense)
         for source, x in zip(spec.sources, spikes, strict=True):
@@ -101,42 +101,42 @@ class EventGroup:
                 events.append(x)
             else:
                 reals.append(self._convolve(len(reals) - len(dense), source, x))
-        shape = self._out_shape(events, reals, skips, post_skips, time_steps)
+        shape = self._infer_out_shape(events, reals, skips, post_skips, time_steps)
         if v is not None and tuple(v.shape) != (shape[1], *shape[2:]):
             raise InputError(f"`v` must be {(shape[1], *shape[2:])}, got {tuple(v.shape)}")
-        # These stay referenced until the kernel has run: it knows addresses only.
-        reals, before = [_channels_last(r) for r in reals], None if v is None else _channels_last(v)
-        after = torch.empty(shape[1], *shape[3:], shape[2]) if want_v else None
+        # Keep references until the kernel has run: it uses raw addresses.
+        reals, before = [_to_channels_last(r) for r in reals], None if v is None else _to_channels_last(v)
+        after = torch.empty(shape[1], *shape[3:], shape[2]) if return_v else None
         with self._lock:
-            launch = self._launch(shape, events, skips, reals, post_skips)
+            launch = self._get_launch(shape, events, skips, reals, post_skips)
             launch.bind(events, skips, reals, post_skips, before, after)
             spikes_out = self._run(launch, shape, 1 + sum(e.max_value for e in post_skips), out)
         return spikes_out, None if after is None else after.movedim(-1, -3)
 
     @staticmethod
     def _run(
-        launch: Launch, shape: Shape, max_value: int, out: Literal["events", "dense"]
+        launch: GroupLaunch, shape: Shape, max_value: int, out: Literal["events", "dense"]
     ) -> Events | torch.Tensor:
         t, n, c, h, w = shape
         if out == "dense":
             result = torch.empty(t, n, h, w, c)
             launch.run(OUT_SPIKES, result.data_ptr())
             return result.movedim(-1, -3)
-        found = allocate_events(shape, row=launch.row, max_value=max_value)
-        need = launch.run(OUT_EVENTS, found.address)
+        events = allocate_events(shape, row_capacity=launch.row_capacity, max_value=max_value)
+        need = launch.run(OUT_EVENTS, events.address)
         while need:
-            # Some row outgrew its room: the neurons have run, only their events are written again.
-            launch.row = need
-            found = allocate_events(shape, row=need, max_value=max_value)
-            need = launch.run(OUT_EVENTS_AGAIN, found.address)
-        return found
+            # Some row did not fit: the neurons have run, only their events are written again.
+            launch.row_capacity = need
+            events = allocate_events(shape, row_capacity=need, max_value=max_value)
+            need = launch.run(OUT_EVENTS_RETRY, events.address)
+        return events
 
-    def sums(self, spikes: Sequence[Events]) -> torch.Tensor:
-        """Bias and convolutions alone: dense float32 [T, N, C_out, H_out, W_out], channels last."""
-        t, n, c, h, w = shape = self._out_shape(spikes, (), (), (), None)
+    def convolve(self, spikes: Sequence[Events]) -> torch.Tensor:
+        """Compute bias and convolutions only: float32 [T, N, C_out, H_out, W_out], channels last."""
+        t, n, c, h, w = shape = self._infer_out_shape(spikes, (), (), (), None)
         result = torch.empty(t, n, h, w, c)
         with self._lock:
-            launch = self._launch(shape, spikes, (), (), ())
+            launch = self._get_launch(shape, spikes, (), (), ())
             launch.bind(spikes, (), (), (), None, None)
             launch.run(OUT_SUMS, result.data_ptr())
         return result.movedim(-1, -3)
@@ -147,7 +147,7 @@ class EventGroup:
         out = F.conv2d(flat, weight, stride=source.stride, padding=source.padding)
         return out.unflatten(0, x.shape[:2])
 
-    def _out_shape(
+    def _infer_out_shape(
         self,
         events: Sequence[Events],
         reals: Sequence[torch.Tensor],
@@ -155,59 +155,70 @@ class EventGroup:
         post_skips: Sequence[Events],
         time_steps: int | None,
     ) -> Shape:
-        """(T, N, C, H, W) of the output; raises where two inputs disagree."""
+        """Infer (T, N, C, H, W) of the output; raise an InputError if two inputs disagree."""
         channels = self._packed.channels
-        found: list[Shape] = []
-        for source, one in zip(self.spec.sources if events else (), events, strict=True):
+        out_shapes: list[Shape] = []
+        for source, source_events in zip(self.spec.sources if events else (), events, strict=True):
             c_in, k = source.weight.shape[1:3]
-            if c_in != one.C:
-                raise InputError(f"the convolution takes {c_in} channels, got events of shape {one.shape}")
-            if (one.W + 1) * k * c_in >= 1 << 31:
-                raise InputError(f"events of shape {one.shape} are too wide for an event convolution")
-            found.append((one.T, one.N, channels, source.out_size(one.H), source.out_size(one.W)))
-        found += [e.shape for e in (*skips, *post_skips)]
+            if c_in != source_events.C:
+                raise InputError(
+                    f"the convolution takes {c_in} channels, got events of shape {source_events.shape}"
+                )
+            if (source_events.W + 1) * k * c_in >= 1 << 31:
+                raise InputError(
+                    f"events of shape {source_events.shape} are too wide for an event convolution"
+                )
+            out_shapes.append(
+                (
+                    source_events.T,
+                    source_events.N,
+                    channels,
+                    source.compute_out_size(source_events.H),
+                    source.compute_out_size(source_events.W),
+                )
+            )
+        out_shapes += [e.shape for e in (*skips, *post_skips)]
         if any(r.dim() != 5 for r in reals):
             shapes = [tuple(r.shape) for r in reals]
             raise InputError(f"dense inputs must be [T or 1, N, C, H, W], got shapes {shapes}")
-        steps = time_steps or (found[0][0] if found else max(r.shape[0] for r in reals))
+        steps = time_steps or (out_shapes[0][0] if out_shapes else max(r.shape[0] for r in reals))
         for real in reals:
             t, n, c, h, w = real.shape
-            found.append((steps if t == 1 else t, n, c, h, w))
-        if any(shape != found[0] for shape in found) or found[0][0] != steps or found[0][2] != channels:
+            out_shapes.append((steps if t == 1 else t, n, c, h, w))
+        first = out_shapes[0]
+        if any(shape != first for shape in out_shapes) or first[0] != steps or first[2] != channels:
             raise InputError(
-                f"the group's inputs give outputs [T, N, C, H, W] of different shapes: {found}; "
+                f"the group's inputs give outputs [T, N, C, H, W] of different shapes: {out_shapes}; "
                 f"expected {channels} channels and {steps} time steps"
             )
-        if 0 in found[0]:
-            raise InputError(f"a group needs at least one of everything, got an output of shape {found[0]}")
-        return found[0]
+        if 0 in out_shapes[0]:
+            raise InputError(f"all dimensions must be at least 1, got an output of shape {out_shapes[0]}")
+        return out_shapes[0]
 
-    def _workers(self, shape: Shape, events: Sequence[Events]) -> int:
-        """Threads that are worth waking."""
+    def _choose_num_threads(self, shape: Shape, events: Sequence[Events]) -> int:
         t, n, c, h, w = shape
         vectors = t * n * h * w * -(-c // LANES)
-        # Some 30 cycles for each vector of neurons, and one for each weight vector of one spike in twenty.
+        # About 30 cycles per vector of neurons, and one per weight vector at a firing rate of 1/20.
         taps = sum(s.weight[0].numel() for s in self.spec.sources) if events else 0
         return max(1, min(torch.get_num_threads(), int(vectors * (30 + taps / 20)) // _CYCLES_PER_THREAD))
 
-    def _launch(
+    def _get_launch(
         self,
         shape: Shape,
         events: Sequence[Events],
         skips: Sequence[Events],
         reals: Sequence[torch.Tensor],
         post_skips: Sequence[Events],
-    ) -> Launch:
-        """The launch for these shapes."""
-        workers = self._workers(shape, events)
+    ) -> GroupLaunch:
+        workers = self._choose_num_threads(shape, events)
         constant = tuple(r.shape[0] == 1 and shape[0] > 1 for r in reals)
-        inputs = tuple((e.H, e.W, e.row) for e in events)
+        inputs = tuple((e.H, e.W, e.row_capacity) for e in events)
         key = (shape, inputs, len(skips), constant, len(post_skips), workers)
         launch = self._launches.get(key)
         if launch is None:
-            while len(self._launches) >= _MOST_LAUNCHES:
+            while len(self._launches) >= _MAX_LAUNCHES:
                 del self._launches[next(iter(self._launches))]
-            launch = Launch(
+            launch = GroupLaunch(
                 self._packed, self.spec.neuron, shape, events, len(skips), constant, len(post_skips), workers
             )
             self._launches[key] = launch
@@ -215,33 +226,33 @@ class EventGroup:
 
 
 def prepare_conv(source: SpikeSource, bias: torch.Tensor | None = None) -> Callable[[Events], torch.Tensor]:
-    """One convolution without a neuron.
+    """Prepare one convolution without a neuron.
 
     Args:
         source: Weight, stride and padding.
         bias: float32 [C_out], or None.
 
     Returns:
-        A function from events [T, N, C_in, H, W] to dense float32 [T, N, C_out, H_out, W_out], channels last.
+        A function from events [T, N, C_in, H, W] to float32 [T, N, C_out, H_out, W_out], channels last.
 
     Raises:
-        InputError: The event kernel does not run this convolution.
+        InputError: The event kernel does not support the convolution.
     """
     bias = torch.zeros(source.weight.shape[0]) if bias is None else bias.detach()
     neuron = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=None)
     prepared = prepare_group(GroupSpec(sources=(source,), bias=bias, neuron=neuron), conv="event")
-    return lambda events: prepared.sums([events])
+    return lambda events: prepared.convolve([events])
 
 
 def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> EventGroup:
     """Lay out a group's weights.
 
     Args:
-        spec: The group; its tensors may live anywhere and are copied.
+        spec: The group; its tensors may be on any device and are copied.
         conv: 'event' for the event kernel, 'dense' for oneDNN's convolution with everything else fused.
 
     Raises:
-        InputError: A source is not what the event kernel runs.
+        InputError: The event kernel does not support a source.
     """
     if not spec.sources and not spec.dense_inputs:
         raise InputError("a group needs at least one source or dense input")

@@ -1,8 +1,8 @@
-"""`PackedBackend`: the GPU's way to run a plan. Spikes travel as one bit each, groups as one fused kernel.
+"""`PackedBackend`: runs groups of a plan on a GPU, with one bit per spike and one fused kernel per group.
 
-A sparse group is the Gluon kernel on Hopper and its plain-Triton twin everywhere else; a dense group is
-`F.conv2d` in the model's dtype with one fused neuron behind it. After `prepare` nothing waits for the GPU and
-the host decides nothing by values, so a whole plan captures into a CUDA graph.
+A sparse group runs the Gluon kernel on Hopper and the portable Triton kernel elsewhere; a dense group runs
+`F.conv2d` in the model's dtype followed by one fused neuron kernel. After `prepare`, nothing waits for the
+GPU and no host decision depends on values, so a whole plan can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.base import (
-    NATURAL,
-    TILE,
-    Arrangement,
-    Convolution,
-    Form,
+    ACTIVITY_TILE,
+    NATURAL_LAYOUT,
+    ChannelLayout,
+    ConvolutionKind,
     GroupShape,
     PreparedGroup,
+    SpikeForm,
 )
 from sparseflow.spiking.backends.packed import codec, pooling, triton_fallback, variant_timing, words
 from sparseflow.spiking.backends.packed.format import (
-    ACTIVITY_STEPS,
     BLOCK,
+    MAX_ACTIVITY_STEPS,
     PackedSpikes,
-    channel_table,
-    empty_packed,
+    allocate_packed,
+    make_channel_table,
 )
 from sparseflow.spiking.backends.packed.hopper import group
-from sparseflow.spiking.backends.packed.neuron import neuron
+from sparseflow.spiking.backends.packed.neuron import run_neuron
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import GroupSpec
 
@@ -45,8 +45,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(kw_only=True)
-class DenseSpikes:
-    """Spikes that are not packed: small integers, or bits that nobody has needed packed yet.
+class UnpackedSpikes:
+    """Spikes that are not packed: small integers, or bits that no reader has needed packed yet.
 
     Attributes:
         values: [T, N, C, H, W].
@@ -86,36 +86,37 @@ class DenseSpikes:
         """Columns."""
         return self.values.shape[4]
 
-    def packed(self) -> PackedSpikes:
-        """The same, one bit each; only for spikes known to be 0 or 1."""
+    def pack(self) -> PackedSpikes:
+        """Pack the spikes (cached); they must be 0 or 1."""
         if self._packed is None:
             self._packed = codec.pack(self.values)
         return self._packed
 
 
-Native = PackedSpikes | DenseSpikes
+NativeSpikes = PackedSpikes | UnpackedSpikes
 
 
 class PackedBackend:
-    """GPU: spikes packed into bits, groups in Triton.
+    """GPU backend: packed spikes, groups in Gluon and Triton.
 
     Args:
-        device: The GPU (or the CPU, where TRITON_INTERPRET=1 has Triton interpret its kernels).
-        dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of every weight of a sparse group and
-            adds in fp32; spikes then differ from fp32's own no more than another order of sums makes them.
-        tune: How many of a kernel's variants to time when a group is prepared, the most promising ones (once
-            for groups of the same shapes); 0 or 1 takes the first. Timing waits for the GPU and compiles.
-        own_membranes: Each group writes its membrane into one buffer of its own, so that a captured graph
-            carries it from replay to replay without a copy. Otherwise every call returns a new tensor and
-            leaves the one handed in as it was.
+        device: The GPU, or the CPU if Triton interprets its kernels (TRITON_INTERPRET=1).
+        dtype: The model's: fp16, bf16 or fp32. fp32 keeps about 22 bits of each weight of a sparse group
+            and adds in fp32; its spikes differ from fp32 convolutions no more than a different summation
+            order does.
+        tune: Number of kernel variants to time when a group is prepared, most promising first (once per
+            group shape); 0 or 1 takes the first. Timing compiles the variants and waits for the GPU.
+        reuse_membranes: Each group writes its membrane to one buffer of its own, so that a captured graph
+            carries it from replay to replay without a copy. Otherwise each call returns a new tensor and
+            does not modify `v`.
 
     Raises:
-        InputError: `dtype` is another one.
+        InputError: `dtype` is not supported.
     """
 
     name = "packed"
-    fits_every_shape = False
-    adds_dense = True
+    shape_agnostic = False
+    adds_dense_spikes = True
 
     def __init__(
         self,
@@ -123,170 +124,179 @@ class PackedBackend:
         dtype: torch.dtype,
         *,
         tune: int = 0,
-        own_membranes: bool = False,
+        reuse_membranes: bool = False,
     ) -> None:
         if dtype not in DTYPES:
-            raise InputError(f"packed spikes serve networks in fp16, bf16 or fp32, got {dtype}")
+            raise InputError(f"the packed backend supports fp16, bf16 and fp32, got {dtype}")
         self.device, self.dtype = torch.device(device), dtype
-        self.own_membranes = own_membranes
+        self.reuse_membranes = reuse_membranes
         self._tune = tune
         self._tuned: dict[Any, str] = {}
 
     @property
-    def block(self) -> int | None:
-        """Channels skipped together where they are silent; the portable kernel skips nothing."""
+    def channel_block(self) -> int | None:
+        """Channels skipped together if they are silent; None for the portable kernel, which does not skip."""
         return BLOCK if self.is_hopper() else None
 
-    def refusal(self, spec: GroupSpec, shape: GroupShape) -> str | None:
-        """Why the sparse convolution cannot run here, or None when it can."""
+    def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        """Return why the sparse convolution cannot run, or None if it can."""
         if shape.max_value > 1:
-            return "small integers do not fit into one bit"
+            return "integer spikes do not fit into one bit"
 
-        return triton_fallback.twin_refusal(replace(spec, post_skips=0))
+        return triton_fallback.get_fallback_unsupported_reason(replace(spec, post_skips=0))
 
     def prepare(
-        self, spec: GroupSpec, shape: GroupShape, convolution: Convolution, arrangement: Arrangement = NATURAL
+        self,
+        spec: GroupSpec,
+        shape: GroupShape,
+        convolution: ConvolutionKind,
+        layout: ChannelLayout = NATURAL_LAYOUT,
     ) -> PreparedGroup:
-        """Lay out weights and buffers for one group.
-
-        `spec` has its channels in the arrangement's orders already; membranes come and go in the network's.
+        """Lay out weights and buffers of one group; see `Backend.prepare`.
 
         Raises:
-            InputError: A sparse convolution that `refusal` refuses.
+            InputError: The sparse convolution does not support the group.
         """
-        with self.guard():
+        with self.use_device():
             if convolution == "dense":
-                return _DenseGroup(self, spec, shape, arrangement)
-            reason = self.refusal(spec, shape)
+                return _DenseGroup(self, spec, shape, layout)
+            reason = self.get_unsupported_reason(spec, shape)
             if reason is not None:
-                raise InputError(f"this group cannot run on packed spikes: {reason}")
-            return _SparseGroup(self, spec, shape, arrangement)
+                raise InputError(f"packed spikes do not support this group: {reason}")
+            return _SparseGroup(self, spec, shape, layout)
 
-    def encode(self, dense: Tensor, max_value: int | None = None) -> Native:
-        """[T, N, C, H, W] spikes to this backend's form.
-
-        They are packed when first needed as bits, or at once where `max_value` says that they are.
-        """
-        spikes = DenseSpikes(values=dense)
+    def encode(self, dense: Tensor, max_value: int | None = None) -> NativeSpikes:
+        """Convert spikes [T, N, C, H, W] to native form; packs now if `max_value` is 1, else on demand."""
+        spikes = UnpackedSpikes(values=dense)
         if max_value == 1:
-            with self.guard():
-                return spikes.packed()
+            with self.use_device():
+                return spikes.pack()
         return spikes
 
-    def lend(self, dense: Tensor, max_value: int) -> Native:
-        """Spikes [T, N, C, H, W] that a neuron only adds: as they are."""
-        return DenseSpikes(values=dense)
+    def encode_addend(self, dense: Tensor, max_value: int) -> NativeSpikes:
+        """Wrap spikes [T, N, C, H, W] that a neuron only adds, without packing."""
+        return UnpackedSpikes(values=dense)
 
-    def decode(self, native: Native) -> Tensor:
-        """Spikes [T, N, C, H, W] in the model's dtype."""
-        if isinstance(native, DenseSpikes):
+    def decode(self, native: NativeSpikes) -> Tensor:
+        """Convert to [T, N, C, H, W] in the model's dtype."""
+        if isinstance(native, UnpackedSpikes):
             return native.values
 
-        with self.guard():
+        with self.use_device():
             return codec.unpack(native, self.dtype)
 
-    def spatial_mean(self, native: Native) -> Tensor:
-        """Mean over H and W: [T, N, C] in the model's dtype."""
-        if isinstance(native, DenseSpikes):
+    def spatial_mean(self, native: NativeSpikes) -> Tensor:
+        """Average over H and W: [T, N, C] in the model's dtype."""
+        if isinstance(native, UnpackedSpikes):
             return native.values.mean(dim=(-2, -1))
 
-        with self.guard():
+        with self.use_device():
             return pooling.spatial_mean(native, self.dtype)
 
-    def max_pool(self, native: Native, kernel: int, stride: int, padding: int) -> Native:
-        """Maximum over windows; `padding` is 0 or 1, at most half the window."""
-        if isinstance(native, DenseSpikes):
+    def max_pool(self, native: NativeSpikes, kernel: int, stride: int, padding: int) -> NativeSpikes:
+        """Max-pool; `padding` is 0 or 1, at most half the window."""
+        if isinstance(native, UnpackedSpikes):
             pooled = F.max_pool2d(native.values.flatten(0, 1), kernel, stride, padding)
-            return DenseSpikes(values=pooled.unflatten(0, native.values.shape[:2]))
+            return UnpackedSpikes(values=pooled.unflatten(0, native.values.shape[:2]))
 
-        with self.guard():
-            marks = native.activity is not None
-            return pooling.max_pool(native, kernel, stride, padding, tile=TILE if marks else 0)
+        with self.use_device():
+            has_activity = native.activity is not None
+            return pooling.max_pool(
+                native, kernel, stride, padding, tile=ACTIVITY_TILE if has_activity else 0
+            )
 
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make this backend's GPU the current one, on which Triton launches."""
+    def use_device(self) -> AbstractContextManager[Any]:
+        """Make the backend's GPU current, on which Triton launches."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def is_hopper(self) -> bool:
-        """Whether the Gluon kernel runs here."""
+        """Return whether the Gluon kernel can run."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
 
-    def fastest(self, key: Any, candidates: Mapping[str, Callable[[], Callable[[], Any]]]) -> str:
-        """The candidate to use, timed where that was asked for.
+    def select_variant(self, key: Any, candidates: Mapping[str, Callable[[], Callable[[], Any]]]) -> str:
+        """Select a variant, timed if tuning is on.
 
         Args:
             key: What the times depend on.
-            candidates: For every name a function that prepares, and returns what to time; best guess first.
+            candidates: Name -> function that prepares and returns the call to time; most promising first.
         """
         names = list(candidates)[: max(self._tune, 1)]
         if len(names) == 1:
             return names[0]
         if key not in self._tuned:
-            self._tuned[key] = variant_timing.fastest({name: candidates[name] for name in names})[0]
+            self._tuned[key] = variant_timing.find_fastest({name: candidates[name] for name in names})[0]
         return self._tuned[key]
 
 
-def _split(skips: Sequence[Native]) -> tuple[list[PackedSpikes], list[Tensor]]:
-    """Skips as bits, and the others as tensors [T, N, C, H, W]."""
+def _split_skips(skips: Sequence[NativeSpikes]) -> tuple[list[PackedSpikes], list[Tensor]]:
+    """Split skips into packed ones and dense tensors [T, N, C, H, W]."""
     bits: list[PackedSpikes] = []
     reals: list[Tensor] = []
     for skip in skips:
-        if isinstance(skip, DenseSpikes) and skip._packed is None:
+        if isinstance(skip, UnpackedSpikes) and skip._packed is None:
             reals.append(skip.values)
         else:
-            bits.append(skip._packed if isinstance(skip, DenseSpikes) else skip)  # type: ignore[arg-type]
+            bits.append(skip._packed if isinstance(skip, UnpackedSpikes) else skip)  # type: ignore[arg-type]
     return bits, reals
 
 
-def _membrane_rows(v: Tensor | None) -> Tensor | None:
-    """[N, C, H, W] as contiguous fp32 [N, H, W, C]; no copy for what a group of this backend returned."""
+def _to_channels_last(v: Tensor | None) -> Tensor | None:
+    """Convert [N, C, H, W] to contiguous fp32 [N, H, W, C]; no copy for this backend's membranes."""
     return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
 
 
-def _membrane(rows: Tensor) -> Tensor:
-    """[N, H, W, C] as [N, C, H, W]."""
+def _to_channels_first(rows: Tensor) -> Tensor:
     return rows.permute(0, 3, 1, 2)
 
 
-def _network_channels(arrangement: Arrangement) -> Tensor | None:
-    """Which of the network's channels lies at each place of a group's output; None where all lie alike."""
-    return None if arrangement.output is None else arrangement.output.places
+def _get_network_channels(layout: ChannelLayout) -> Tensor | None:
+    return None if layout.output is None else layout.output.permutation
 
 
-def _marks(arrangement: Arrangement, shape: GroupShape) -> bool:
-    """Whether a group's output says where it is silent."""
-    return arrangement.marks and shape.steps <= ACTIVITY_STEPS
+def _emits_activity(layout: ChannelLayout, shape: GroupShape) -> bool:
+    return layout.emit_activity and shape.steps <= MAX_ACTIVITY_STEPS
 
 
 class _SparseGroup:
-    """A group on the packed kernels. `kernel` and `variant` say which one runs."""
+    """A group on the packed kernels; `kernel` and `variant` name the one that runs."""
 
     def __init__(
-        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
+        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, layout: ChannelLayout
     ) -> None:
 
-        self.backend, self.spec, self.shape, self.lies = backend, spec, shape, arrangement
+        self.backend, self.spec, self.shape, self.layout = backend, spec, shape, layout
         self._parts = 2 if backend.dtype == torch.float32 else 1
-        self._marks = _marks(arrangement, shape)
+        self._emit_activity = _emits_activity(layout, shape)
         fused = replace(spec, post_skips=0)
-        # More dense addends than the Hopper kernel reads are added up for it, see `__call__`.
+        # `__call__` adds up the dense addends, of which the Hopper kernel reads one.
         single = replace(fused, dense_inputs=min(fused.dense_inputs, 1))
-        names = self._gluon_variants(single)
-        self.kernel = "gluon" if names else "twin"
+        names = self._list_hopper_variants(single)
+        self.kernel = "gluon" if names else "triton"
         if names:
-            self._fused, self._make = single, group.PreparedPackedGroup
+            self._fused, self._group_class = single, group.HopperGroup
         else:
-            self._fused, self._make = fused, triton_fallback.PreparedTwinGroup
-            names = [v.name for v in triton_fallback.twin_variants(fused, T=shape.steps, parts=self._parts)]
+            self._fused, self._group_class = fused, triton_fallback.TritonFallbackGroup
+            names = [
+                v.name
+                for v in triton_fallback.list_fallback_variants(fused, T=shape.steps, parts=self._parts)
+            ]
         geometry = tuple((tuple(s.weight.shape), s.stride, s.padding) for s in fused.sources)
-        key = (self.kernel, geometry, shape, fused.skips, fused.dense_inputs, self.lies.silent, self._marks)
-        self.variant = backend.fastest(key, {name: partial(self._trial, name) for name in names})
-        self._group: Any = self._prepared(self.variant)
+        key = (
+            self.kernel,
+            geometry,
+            shape,
+            fused.skips,
+            fused.dense_inputs,
+            self.layout.silent_fraction,
+            self._emit_activity,
+        )
+        self.variant = backend.select_variant(key, {name: partial(self._make_trial, name) for name in names})
+        self._group: Any = self._prepare(self.variant)
         self.spec, self._fused = spec.without_weights(), self._fused.without_weights()
 
-    def _prepared(self, variant: str) -> Any:
+    def _prepare(self, variant: str) -> Any:
         shape, (_, h, w) = self.shape, self.shape.output
-        return self._make(
+        return self._group_class(
             self._fused,
             T=shape.steps,
             N=shape.images,
@@ -296,80 +306,82 @@ class _SparseGroup:
             parts=self._parts,
             variant=variant,
             in_sizes=[(height, width) for _, height, width in shape.sources],
-            emit_activity=self._marks,
-            v_columns=_network_channels(self.lies),
+            emit_activity=self._emit_activity,
+            v_columns=_get_network_channels(self.layout),
         )
 
-    def _trial(self, variant: str) -> Callable[[], Any]:
-        """A call of a variant on zeros, of which as many blocks pass for silent as the arrangement says.
+    def _make_trial(self, variant: str) -> Callable[[], Any]:
+        """Prepare a variant and return a call of it on zeros, with the layout's fraction of silent blocks.
 
-        What fires in the others does not change its time.
+        The time does not depend on which spikes fire in the active blocks.
         """
         shape, (c, h, w), spec = self.shape, self.shape.output, self._fused
         t, n, device = shape.steps, shape.images, self.backend.device
-        made = self._prepared(variant)
-        fed = [empty_packed(t, n, *size, device) for size in shape.sources]
-        if self.lies.silent:
-            fed[0] = empty_packed(t, n, *shape.sources[0], device, tile=TILE)
-            activity = fed[0].activity
+        candidate = self._prepare(variant)
+        sources = [allocate_packed(t, n, *size, device) for size in shape.sources]
+        if self.layout.silent_fraction:
+            sources[0] = allocate_packed(t, n, *shape.sources[0], device, tile=ACTIVITY_TILE)
+            activity = sources[0].activity
             assert activity is not None
-            activity[math.ceil((1 - self.lies.silent) * len(activity)) :] = 0
-        skips = [empty_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
+            activity[math.ceil((1 - self.layout.silent_fraction) * len(activity)) :] = 0
+        skips = [allocate_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
         dense = [torch.zeros((t, n, h, w, c), dtype=self.backend.dtype, device=device)] * spec.dense_inputs
-        return lambda: made(fed, skips, dense, None, True)
+        return lambda: candidate(sources, skips, dense, None, True)
 
-    def _gluon_variants(self, spec: GroupSpec) -> list[str]:
-        """Variants of the Hopper kernel that fit; none where it cannot run."""
+    def _list_hopper_variants(self, spec: GroupSpec) -> list[str]:
+        """List the Hopper kernel's variants that fit; empty if it cannot run."""
         if not self.backend.is_hopper():
             return []
 
-        if group.refusal(spec) is not None:
+        if group.get_hopper_unsupported_reason(spec) is not None:
             return []
         _, h, w = self.shape.output
-        found = group.variants(spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=self._parts)
-        return [v.name for v in found]
+        variants = group.list_hopper_variants(
+            spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=self._parts
+        )
+        return [v.name for v in variants]
 
     def __call__(
         self,
-        sources: Sequence[Native],
-        skips: Sequence[Native],
+        sources: Sequence[NativeSpikes],
+        skips: Sequence[NativeSpikes],
         dense: Sequence[Tensor],
-        post_skips: Sequence[Native],
+        post_skips: Sequence[NativeSpikes],
         *,
         steps: int,
         v: Tensor | None,
-        out: Form,
+        out: SpikeForm,
     ) -> tuple[Any, Tensor]:
 
-        with self.backend.guard():
-            fed = [s.packed() if isinstance(s, DenseSpikes) else s for s in sources]
-            for s in fed:
+        with self.backend.use_device():
+            packed_sources = [s.pack() if isinstance(s, UnpackedSpikes) else s for s in sources]
+            for s in packed_sources:
                 if steps != s.T:
-                    raise InputError(f"a source has {s.T} time steps, the group runs {steps}")
-            if fed and not self.lies.silent:
-                fed[0] = replace(fed[0], activity=None, tile=0)
-            bits, others = _split(skips)
-            reals = [*dense, *others]
+                    raise InputError(f"a source has {s.T} time steps, expected {steps}")
+            if packed_sources and not self.layout.silent_fraction:
+                packed_sources[0] = replace(packed_sources[0], activity=None, tile=0)
+            bits, dense_skips = _split_skips(skips)
+            reals = [*dense, *dense_skips]
             if self.kernel == "gluon" and len(reals) > 1:
-                # That kernel reads one; the sum is fp32, so nothing is rounded twice.
+                # The kernel reads one addend; the sum is fp32, so it is not rounded twice.
                 reals = [sum((x.float() for x in reals[1:]), start=reals[0].float())]
-            if not self.backend.own_membranes:
+            if not self.backend.reuse_membranes:
                 self._group.v = torch.empty_like(self._group.v)
-            rows = [words.channels_last(x) for x in reals]
-            spikes, last = self._group(fed, bits, rows, _membrane_rows(v), True)
-            membrane = _membrane(last)
+            rows = [words.to_channels_last(x) for x in reals]
+            spikes, v_last = self._group(packed_sources, bits, rows, _to_channels_last(v), True)
+            membrane = _to_channels_first(v_last)
             if post_skips:
-                added = [s.values if isinstance(s, DenseSpikes) else s for s in post_skips]
+                added = [s.values if isinstance(s, UnpackedSpikes) else s for s in post_skips]
                 total = codec.unpack(spikes, self.backend.dtype, add=added)
-                return total if out == "dense" else DenseSpikes(values=total), membrane
+                return total if out == "dense" else UnpackedSpikes(values=total), membrane
             return codec.unpack(spikes, self.backend.dtype) if out == "dense" else spikes, membrane
 
 
 class _DenseGroup:
-    """A group whose convolutions are the library's, with the fused neuron behind them."""
+    """A group of library convolutions followed by the fused neuron kernel."""
 
     def __init__(
-        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, arrangement: Arrangement
+        self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, layout: ChannelLayout
     ) -> None:
         self.backend, self.spec = backend, spec.without_weights()
         c, h, w = shape.output
@@ -377,15 +389,15 @@ class _DenseGroup:
             s.weight.to(backend.device, backend.dtype).contiguous(memory_format=torch.channels_last)
             for s in spec.sources
         ]
-        # Added in fp32 by the neuron: cuDNN would spend a pass over memory on it.
+        # The neuron kernel adds it in fp32; cuDNN would need one more pass over memory.
         self._bias = spec.bias.to(backend.device, torch.float32) if bool(spec.bias.any()) else None
         self._out: PackedSpikes | None = None
         if not spec.post_skips:
-            tile = TILE if _marks(arrangement, shape) else 0
-            self._out = empty_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
-        self._v_columns = channel_table(_network_channels(arrangement), c, backend.device)
+            tile = ACTIVITY_TILE if _emits_activity(layout, shape) else 0
+            self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
+        self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
         self._v: Tensor | None = None
-        if backend.own_membranes:
+        if backend.reuse_membranes:
             self._v = torch.empty((shape.images, h, w, c), dtype=torch.float32, device=backend.device)
 
     def _convolve(self, number: int, x: Tensor) -> Tensor:
@@ -398,35 +410,35 @@ class _DenseGroup:
     def __call__(
         self,
         sources: Sequence[Tensor],
-        skips: Sequence[Native],
+        skips: Sequence[NativeSpikes],
         dense: Sequence[Tensor],
-        post_skips: Sequence[Native],
+        post_skips: Sequence[NativeSpikes],
         *,
         steps: int,
         v: Tensor | None,
-        out: Form,
+        out: SpikeForm,
     ) -> tuple[Any, Tensor]:
 
         packs = out == "native" and not post_skips
-        with self.backend.guard():
-            bits, others = _split(skips)
+        with self.backend.use_device():
+            bits, dense_skips = _split_skips(skips)
             currents = [self._convolve(i, x) for i, x in enumerate(sources)]
-            found = neuron(
-                [*currents, *dense, *others],
+            result = run_neuron(
+                [*currents, *dense, *dense_skips],
                 self.spec.neuron,
                 steps=steps,
                 bias=self._bias,
                 skips=bits,
-                post_skips=[s.values if isinstance(s, DenseSpikes) else s for s in post_skips],
-                v=_membrane_rows(v),
+                post_skips=[s.values if isinstance(s, UnpackedSpikes) else s for s in post_skips],
+                v=_to_channels_last(v),
                 packed=self._out if packs and self._out is not None else False,
                 dense=None if packs else self.backend.dtype,
                 v_out=True if self._v is None else self._v,
                 v_columns=self._v_columns,
             )
-        assert found.v is not None
-        membrane = _membrane(found.v)
+        assert result.v is not None
+        membrane = _to_channels_first(result.v)
         if packs:
-            return found.packed, membrane
-        assert found.dense is not None
-        return found.dense if out == "dense" else DenseSpikes(values=found.dense), membrane
+            return result.packed, membrane
+        assert result.dense is not None
+        return result.dense if out == "dense" else UnpackedSpikes(values=result.dense), membrane

@@ -1,6 +1,6 @@
-"""Dense spikes to packed ones and back, in Triton; `format.pack` and `format.unpack` are the reference.
+"""Triton kernels that pack and unpack spikes; `format.pack` and `format.unpack` are the reference.
 
-Both kernels pass over memory once and leave no work to the host, so they capture into a CUDA graph.
+Both kernels read memory once and need no host work, so they can be captured into a CUDA graph.
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`.
@@ -15,23 +15,23 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.packed.format import BLOCK, PackedSpikes, blocks_of, empty_packed
+from sparseflow.spiking.backends.packed.format import BLOCK, PackedSpikes, allocate_packed, count_blocks
 from sparseflow.spiking.backends.packed.words import (
-    activity_of,
-    as_pairs,
-    cdiv,
-    channels_last,
+    ceil_div,
     check_launchable,
     check_step_size,
-    fires_at,
+    choose_time_chunk,
+    flat_to_padded_index,
     gather_bits,
+    get_activity,
     launch,
-    padded_pixel,
-    place_of,
+    padded_index,
+    record_activity,
     spread_bits,
     store_activity,
     store_border,
-    time_steps_held,
+    to_channels_last,
+    with_time_strides,
 )
 
 _PIXELS = 32
@@ -45,7 +45,7 @@ def pack_kernel(
 ):  # fmt: skip
     """Grid (tiles of P pixels, blocks of channels, T time steps each).
 
-    TILE pixels an activity word, which takes one program for all time steps; 0 for none.
+    TILE: pixels per activity word, 0 for none; with activity, one program processes all time steps.
     """
     G: tl.constexpr = (C + 63) // 64
     pixel = tl.program_id(0) * P + tl.arange(0, P)
@@ -58,31 +58,33 @@ def pack_kernel(
     src = n.to(tl.int64) * n_stride + y * y_stride + x * x_stride
     src = src[:, None] + (c.to(tl.int64) * c_stride)[None, :]
     real = inside[:, None] & (c < C)[None, :]
-    at = (place_of(n, y, x, H, W) * G + block)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    seen = tl.zeros([P, 2], tl.int32)
+    half_index = (padded_index(n, y, x, H, W) * G + block)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    activity = tl.zeros([P, 2], tl.int32)
     start = tl.program_id(2).to(tl.int64) * T
     for t0 in range(0, T, TC):
-        held = ()
+        chunk_values = ()
         for u in tl.static_range(TC):
-            held = held + (tl.load(x_ptr + (start + t0 + u) * t_stride + src, mask=real, other=0),)
+            chunk_values = chunk_values + (
+                tl.load(x_ptr + (start + t0 + u) * t_stride + src, mask=real, other=0),
+            )
         for u in tl.static_range(TC):
-            half = gather_bits(held[u] != 0, P, 64)
+            half = gather_bits(chunk_values[u] != 0, P, 64)
             to = out_ptr + (start + t0 + u) * (out_step * 2)
-            tl.store(to + at, half, mask=inside[:, None])
-            store_border(to, at, n[:, None], y[:, None], x[:, None], inside[:, None], H, W, 2 * G)
+            tl.store(to + half_index, half, mask=inside[:, None])
+            store_border(to, half_index, n[:, None], y[:, None], x[:, None], inside[:, None], H, W, 2 * G)
             if TILE > 0:
-                seen = fires_at(seen, half, t0 + u)
+                activity = record_activity(activity, half, t0 + u)
     if TILE > 0:
-        store_activity(act_ptr, seen, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
+        store_activity(act_ptr, activity, tl.program_id(0) * (P // TILE), tiles, block, G, P, 1, 2, TILE)
 
 
 def pack(spikes: Tensor, out: PackedSpikes | None = None, *, tile: int = 0) -> PackedSpikes:
-    """Pack spikes; whatever is not zero counts as a spike.
+    """Pack spikes; any non-zero counts as a spike.
 
     Args:
         spikes: [T, N, C, H, W] of any real dtype and any strides.
-        out: Where to write, of the same shape; its activity words are filled if it has any. None allocates.
-        tile: Pixels of an activity word where `out` is None; 0 for no activity.
+        out: Destination of the same shape; its activity words are filled if it has any. None allocates.
+        tile: Pixels per activity word if `out` is None; 0 for no activity.
 
     Returns:
         The packed spikes, border written.
@@ -97,21 +99,21 @@ def pack(spikes: Tensor, out: PackedSpikes | None = None, *, tile: int = 0) -> P
     check_launchable(spikes)
     t, n, c, h, w = spikes.shape
     if out is None:
-        out = empty_packed(t, n, c, h, w, spikes.device, tile=tile, border=False)
+        out = allocate_packed(t, n, c, h, w, spikes.device, tile=tile, zero=False)
     elif out.shape != tuple(spikes.shape):
-        raise InputError(f"`out` is for spikes of shape {out.shape}, got {tuple(spikes.shape)}")
+        raise InputError(f"`out` has shape {out.shape}, expected {tuple(spikes.shape)}")
     check_step_size(out.data)
     if spikes.dtype == torch.bool:
         spikes = spikes.view(torch.uint8)
     pixels, words = n * h * w, out.data.view(torch.int32)
-    tile, activity = activity_of(out, _PIXELS)
-    held = time_steps_held(t, 2)
-    ours = t if tile else held
+    tile, activity = get_activity(out, _PIXELS)
+    time_chunk = choose_time_chunk(t, 2)
+    program_steps = t if tile else time_chunk
     launch(
-        pack_kernel, (cdiv(pixels, _PIXELS), blocks_of(c), t // ours),
+        pack_kernel, (ceil_div(pixels, _PIXELS), count_blocks(c), t // program_steps),
         spikes, words, words if activity is None else activity, pixels,
         0 if activity is None else activity.shape[1], out.words.stride(0), *spikes.stride(),
-        C=c, H=h, W=w, P=_PIXELS, T=ours, TC=held, TILE=tile, num_warps=4,
+        C=c, H=h, W=w, P=_PIXELS, T=program_steps, TC=time_chunk, TILE=tile, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -130,7 +132,7 @@ def unpack_kernel(
     lane = tl.arange(0, 64)
     c = block * 64 + lane
     real = inside[:, None] & (c < C)[None, :]
-    src = t * word_step + padded_pixel(pixel, H, W) * G + block
+    src = t * word_step + flat_to_padded_index(pixel, H, W) * G + block
     value = spread_bits(tl.load(words_ptr + src, mask=inside, other=0), lane).to(tl.float32)
     for i in tl.static_range(len(skips)):
         value += spread_bits(tl.load(skips[i] + src, mask=inside, other=0), lane).to(tl.float32)
@@ -138,8 +140,8 @@ def unpack_kernel(
         flat = t * dense_steps[i] + (pixel * C)[:, None] + c[None, :]
         value += tl.load(denses[i] + flat, mask=real, other=0.0).to(tl.float32)
     n = pixel // (H * W)
-    at = (n * n_stride + (pixel % (H * W)) * pixel_stride)[:, None] + (c * c_stride)[None, :]
-    tl.store(out_ptr + t * out_step + at, value.to(out_ptr.dtype.element_ty), mask=real)
+    out_index = (n * n_stride + (pixel % (H * W)) * pixel_stride)[:, None] + (c * c_stride)[None, :]
+    tl.store(out_ptr + t * out_step + out_index, value.to(out_ptr.dtype.element_ty), mask=real)
 
 
 def unpack(
@@ -149,19 +151,19 @@ def unpack(
     channels_last: bool = True,
     add: Sequence[PackedSpikes | Tensor] = (),
 ) -> Tensor:
-    """Dense spikes, optionally with something added to them (a SEW shortcut) on the way.
+    """Unpack spikes, optionally adding a SEW shortcut.
 
     Args:
-        spikes: What to unpack.
-        dtype: The result's.
-        channels_last: Lay memory out as [T, N, H, W, C]; else as [T, N, C, H, W].
+        spikes: Packed spikes.
+        dtype: Data type of the result.
+        channels_last: Use memory [T, N, H, W, C]; else [T, N, C, H, W].
         add: Packed spikes of the same shape, or tensors [T or 1, N, C, H, W]; summed in fp32.
 
     Returns:
         [T, N, C, H, W] of `dtype`.
 
     Raises:
-        InputError: Something in `add` has another shape.
+        InputError: An entry of `add` has another shape.
         DeviceError: `spikes` are not on a GPU.
     """
     check_launchable(spikes.data)
@@ -169,17 +171,17 @@ def unpack(
     for other in add:
         shape = tuple(other.shape)
         if shape != spikes.shape and (isinstance(other, PackedSpikes) or shape != (1, *spikes.shape[1:])):
-            raise InputError(f"cannot add values of shape {shape} to spikes of shape {spikes.shape}")
+            raise InputError(f"cannot add a tensor of shape {shape} to spikes of shape {spikes.shape}")
     order = (t, n, h, w, c) if channels_last else (t, n, c, h, w)
     flat = torch.empty(order, dtype=dtype, device=spikes.data.device)
     out = flat.permute(0, 1, 4, 2, 3) if channels_last else flat
     skips = tuple(other.words for other in add if isinstance(other, PackedSpikes))
-    denses, steps = as_pairs([_rows(other) for other in add if isinstance(other, Tensor)])
+    denses, steps = with_time_strides([_rows(other) for other in add if isinstance(other, Tensor)])
     words = spikes.words
     check_step_size(out, *denses)
     pixels = n * h * w
     launch(
-        unpack_kernel, (cdiv(pixels, _PIXELS), spikes.blocks, t),
+        unpack_kernel, (ceil_div(pixels, _PIXELS), spikes.blocks, t),
         words, flat, skips, denses, steps, pixels, words.stride(0), flat.stride(0),
         c * h * w, c if channels_last else 1, 1 if channels_last else h * w,
         C=c, G=spikes.blocks, H=h, W=w, P=_PIXELS, num_warps=4,
@@ -187,6 +189,6 @@ def unpack(
     return out
 
 
-_rows = channels_last  # `unpack` has an argument of that name
+_rows = to_channels_last  # `unpack` has an argument of that name
 
 assert BLOCK == 64

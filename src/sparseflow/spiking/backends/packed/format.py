@@ -1,25 +1,24 @@
-"""`PackedSpikes`: one bit a spike, channels last, in the order in which a tensor core wants them.
+"""`PackedSpikes`: one bit per spike, channels last, in the order that tensor cores read.
 
-Memory is int16 `data[T, P, G, 4]`: P places a time step, G = ceil(C / 64) blocks of 64 channels, four
-halfwords a block. Bit `2j + p` (0 <= j < 8, 0 <= p < 2) of halfword `q` is channel `8j + 2q + p` of its
-block: exactly the columns that lane `q` of a quad holds in a wgmma accumulator fragment, so a kernel stores
-its own spikes without a shuffle, and exactly the bits that lane needs as an A fragment of the next
-convolution. Channels from C to 64 G are always 0.
+Memory is int16 `data[T, P, G, 4]`: P positions per time step, G = ceil(C / 64) blocks of 64 channels, four
+halfwords per block. Bit `2j + p` (0 <= j < 8, 0 <= p < 2) of halfword `q` is channel `8j + 2q + p` of its
+block: the columns that lane `q` of a quad holds in a wgmma accumulator fragment, so a kernel stores its own
+spikes without a shuffle, and the bits that the lane needs as an A fragment of the next convolution.
+Channels from C to 64 G are always 0.
 
-The places are the pixels of all images, row by row, with one place of border in front of every row and one
-row of it in front of every image and behind the last::
+The positions are the pixels of all images, row by row, with one border position before each row and one
+border row before each image and after the last::
 
-    pixel (n, y, x) is place ((H + 1) n + y + 1) (W + 1) + x + 1,    P = ((H + 1) N + 1) (W + 1) + 1
+    pixel (n, y, x) is position ((H + 1) n + y + 1) (W + 1) + x + 1,    P = ((H + 1) N + 1) (W + 1) + 1
 
-What lies left of a row is also what lies right of the row above, and what lies above an image is also what
-lies below the image before: (y, x) may each be one outside the image and the formula still finds a zero. So
-a 3x3 convolution needs no masks at the edges, for half of the bytes that a border for every image alone would
-add. Kernels never write the border, except those that allocate what they write.
+The border left of a row is also the one right of the row above, and the border above an image is also the
+one below the previous image: (y, x) may be one outside the image and the formula still yields a zero. A 3x3
+convolution therefore needs no masks at the edges, for half of the bytes that a separate border per image
+would add. Kernels never write the border, except those that allocate their output.
 
-A spike reaches the tensor core as a power of two (its bit is moved, by a rotation by 4 and one AND, to
-one of four fp16 exponent positions); `K_CHANNEL` and `K_EXPONENT` say which channel sits at which place
-along K and which power it carries, and the prepared weights are permuted by the one and scaled by the
-inverse of the other.
+A spike reaches the tensor core as a power of two (its bit is moved, by a rotation by 4 and one AND, to one
+of four fp16 exponent positions). `K_CHANNEL` and `K_EXPONENT` give the channel at each position along K and
+its power; the prepared weights are permuted by the former and scaled by the inverse of the latter.
 """
 
 from __future__ import annotations
@@ -32,32 +31,34 @@ from torch import Tensor
 from sparseflow.errors import InputError
 
 BLOCK = 64
-"""Channels in a block; the unit of skipping and of a K step."""
+"""Channels per block, the unit of skipping and of a K step."""
 
 
-def _halfword_bit(k: int) -> tuple[int, int]:
-    """Bit of the halfword, and log2 of the value it becomes, at place `k` along a K step of 64."""
+def _compute_halfword_bit(k: int) -> tuple[int, int]:
+    """Return the bit of the halfword, and log2 of its value, at position `k` of a K step of 64."""
     r, p = k // 8, k % 2
     turn, e = r // 2, r % 2
     position = 11 + 2 * p + e  # fp16 bit 11, 12 | 13, 14: exponent field 2, 4 | 8, 16
     return (position - 4 * turn) % 16, {11: -13, 12: -11, 13: -7, 14: 1}[position]
 
 
-def _channel(bit: int, lane: int) -> int:
+def _compute_channel(bit: int, lane: int) -> int:
     return 8 * (bit // 2) + 2 * lane + bit % 2
 
 
-K_CHANNEL: tuple[int, ...] = tuple(_channel(_halfword_bit(k)[0], (k % 8) // 2) for k in range(BLOCK))
-"""Channel of a block at each place along K."""
+K_CHANNEL: tuple[int, ...] = tuple(
+    _compute_channel(_compute_halfword_bit(k)[0], (k % 8) // 2) for k in range(BLOCK)
+)
+"""Channel of a block at each position along K."""
 
-K_EXPONENT: tuple[int, ...] = tuple(_halfword_bit(k)[1] for k in range(BLOCK))
-"""log2 of the value that a spike has at each place along K."""
+K_EXPONENT: tuple[int, ...] = tuple(_compute_halfword_bit(k)[1] for k in range(BLOCK))
+"""log2 of a spike's value at each position along K."""
 
-ACTIVITY_STEPS = 32
-"""Time steps that an activity word has bits for."""
+MAX_ACTIVITY_STEPS = 32
+"""Time steps that fit into an activity word."""
 
 WEIGHT_LIMIT = 65504.0 * 2.0**-13
-"""Largest |weight| that still fits fp16 after the scaling by the inverse powers (just under 8)."""
+"""Largest |weight| that fits fp16 after scaling by the inverse powers (just under 8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,13 @@ class PackedSpikes:
     """Spikes of T time steps, N images, C channels and H x W pixels, one bit each.
 
     Attributes:
-        data: int16 [T, places_of(N, H, W), ceil(C / 64), 4], contiguous; its border is zero.
+        data: int16 [T, count_padded_pixels(N, H, W), ceil(C / 64), 4], contiguous; its border is zero.
         shape: (T, N, C, H, W); padding channels from C up to the next multiple of 64 are zero.
-        activity: int32 [ceil(C / 64), ceil(N H W / tile)] or None: bit t of a word is set where `tile`
+        activity: int32 [ceil(C / 64), ceil(N H W / tile)] or None: bit t of a word is set if `tile`
             consecutive pixels (counted over images, rows and columns, without border) may hold a spike of
-            that block of channels in time step t. A bit that is set without need costs time, a missing one
+            that block of channels in time step t. A bit set without need costs time; a missing bit loses
             spikes.
-        tile: Pixels of an activity word, 0 without activity.
+        tile: Pixels per activity word, 0 without activity.
     """
 
     data: Tensor
@@ -111,7 +112,7 @@ class PackedSpikes:
 
     @property
     def words(self) -> Tensor:
-        """The same memory as one int64 a place and block, [T, P, G].
+        """The memory as one int64 per position and block, [T, P, G].
 
         Channel `8j + 2q + p` of a block is bit `16q + 2j + p` of its word.
         """
@@ -119,30 +120,29 @@ class PackedSpikes:
 
     @property
     def pixels(self) -> Tensor:
-        """The same memory without the border, int16 [T, N, H, W, G, 4]: a view to read and write."""
+        """The memory without the border, int16 [T, N, H, W, G, 4], as a writable view."""
         inner = self.data[:, self.W + 2 :].unflatten(1, (self.N, self.H + 1, self.W + 1))
         return inner[:, :, : self.H, : self.W]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel from layer to layer: the words with their border, and the activity words."""
+        """Bytes of the words with their border and of the activity words."""
         return self.data.nbytes + (0 if self.activity is None else self.activity.nbytes)
 
 
-def places_of(n: int, h: int, w: int) -> int:
-    """Places of a time step: N images of H x W pixels and the border that they share."""
+def count_padded_pixels(n: int, h: int, w: int) -> int:
+    """Count the positions of a time step: N images of H x W pixels and their shared border."""
     return (n * (h + 1) + 1) * (w + 1) + 1
 
 
-def blocks_of(channels: int) -> int:
-    """Blocks of 64 channels that hold `channels`."""
+def count_blocks(channels: int) -> int:
     return -(-channels // BLOCK)
 
 
-def empty_packed(
-    t: int, n: int, c: int, h: int, w: int, device: torch.device | str, *, tile: int = 0, border: bool = True
+def allocate_packed(
+    t: int, n: int, c: int, h: int, w: int, device: torch.device | str, *, tile: int = 0, zero: bool = True
 ) -> PackedSpikes:
-    """Allocate spikes, all zero (the border must be; few kernels write it).
+    """Allocate spikes.
 
     Args:
         t: Time steps.
@@ -150,54 +150,58 @@ def empty_packed(
         c: Channels.
         h: Rows.
         w: Columns.
-        device: Where.
-        tile: Pixels of an activity word, at most 32 time steps then; 0 for no activity. The words start as
-            "may fire everywhere".
-        border: Whether to write zeros; without, the memory is left for a kernel that writes all of it.
+        device: Device.
+        tile: Pixels per activity word (then at most 32 time steps); 0 for no activity.
+        zero: Write zeros, and activity bits of 1; otherwise the memory is left for a kernel that writes all
+            of it. The border must be zero and few kernels write it.
 
     Raises:
-        InputError: Activity of more than 32 time steps.
+        InputError: Activity is requested for more than 32 time steps.
     """
-    allocate = torch.zeros if border else torch.empty
-    data = allocate((t, places_of(n, h, w), blocks_of(c), 4), dtype=torch.int16, device=device)
+    allocate = torch.zeros if zero else torch.empty
+    data = allocate((t, count_padded_pixels(n, h, w), count_blocks(c), 4), dtype=torch.int16, device=device)
     activity = None
     if tile:
-        if t > ACTIVITY_STEPS:
-            raise InputError(f"activity words have {ACTIVITY_STEPS} bits, got {t} time steps")
-        words = (blocks_of(c), -(-n * h * w // tile))
+        if t > MAX_ACTIVITY_STEPS:
+            raise InputError(f"activity words have {MAX_ACTIVITY_STEPS} bits, got {t} time steps")
+        words = (count_blocks(c), -(-n * h * w // tile))
         activity = allocate(words, dtype=torch.int32, device=device)
-        if border:
+        if zero:
             activity.fill_(-1)
     return PackedSpikes(data=data, shape=(t, n, c, h, w), activity=activity, tile=tile)
 
 
-def channel_table(places: Tensor | None, channels: int, device: torch.device | str) -> Tensor | None:
-    """Where kernels find the membrane of each of their channels, as they take it.
+def make_channel_table(
+    permutation: Tensor | None, channels: int, device: torch.device | str
+) -> Tensor | None:
+    """Make the table of membrane channels that kernels read.
 
     Args:
-        places: [channels], a permutation: which channel of the membrane's memory is the group's at each
-            place. None where they lie alike.
-        channels: How many.
-        device: Where the kernels run.
+        permutation: [channels], the channel of the membrane's memory for each of the group's channels. None
+            for the identity.
+        channels: Number of channels.
+        device: Device of the kernels.
 
     Returns:
         int32 [channels], or None.
 
     Raises:
-        InputError: `places` is not a permutation; a kernel would write elsewhere.
+        InputError: `permutation` is not a permutation; kernels would write out of bounds.
     """
-    if places is None:
+    if permutation is None:
         return None
-    if places.shape != (channels,) or not torch.equal(places.cpu().sort().values, torch.arange(channels)):
+    if permutation.shape != (channels,) or not torch.equal(
+        permutation.cpu().sort().values, torch.arange(channels)
+    ):
         raise InputError(
-            f"the membrane's channels must be a permutation of {channels}, got {places.dtype} "
-            f"{tuple(places.shape)}"
+            f"the membrane's channels must be a permutation of {channels}, got {permutation.dtype} "
+            f"{tuple(permutation.shape)}"
         )
-    return places.to(device, torch.int32).contiguous()
+    return permutation.to(device, torch.int32).contiguous()
 
 
 def pack(spikes: Tensor) -> PackedSpikes:
-    """Pack spikes [T, N, C, H, W] of zeros and ones of any dtype (plain torch: the reference of the kernels).
+    """Pack spikes [T, N, C, H, W] of zeros and ones of any dtype (plain-torch reference of the kernel).
 
     Raises:
         InputError: `spikes` is not five-dimensional.
@@ -205,8 +209,8 @@ def pack(spikes: Tensor) -> PackedSpikes:
     if spikes.dim() != 5:
         raise InputError(f"spikes must be [T, N, C, H, W], got a tensor of shape {tuple(spikes.shape)}")
     t, n, c, h, w = spikes.shape
-    out = empty_packed(t, n, c, h, w, spikes.device)
-    g = blocks_of(c)
+    out = allocate_packed(t, n, c, h, w, spikes.device)
+    g = count_blocks(c)
     ones = torch.zeros((t, n, h, w, g * BLOCK), dtype=torch.int32, device=spikes.device)
     ones[..., :c] = (spikes != 0).permute(0, 1, 3, 4, 2).to(torch.int32)
     # channel 64g + 8j + 2q + p -> [g, q, bit 2j + p]
@@ -218,7 +222,7 @@ def pack(spikes: Tensor) -> PackedSpikes:
 
 
 def unpack(spikes: PackedSpikes, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dense spikes [T, N, C, H, W] of `dtype` (plain torch: the reference of the kernels)."""
+    """Unpack to [T, N, C, H, W] of `dtype` (plain-torch reference of the kernel)."""
     t, n, c, h, w = spikes.shape
     half = spikes.pixels.to(torch.int32)
     shifts = torch.arange(16, dtype=torch.int32, device=half.device)
@@ -229,19 +233,20 @@ def unpack(spikes: PackedSpikes, dtype: torch.dtype = torch.float32) -> Tensor:
     )
 
 
-def mark(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
-    """The same spikes with activity words (plain torch; no host synchronisation).
+def add_activity(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
+    """Return the same spikes with activity words (plain-torch reference of the kernels; no host
+    synchronization).
 
     Args:
         spikes: At most 32 time steps.
-        tile: Pixels of a word.
+        tile: Pixels per activity word.
 
     Raises:
         InputError: There are more time steps, or `tile` is not positive.
     """
-    if spikes.T > ACTIVITY_STEPS or tile < 1:
+    if spikes.T > MAX_ACTIVITY_STEPS or tile < 1:
         raise InputError(
-            f"activity words have {ACTIVITY_STEPS} bits, one a time step, and at least one pixel: "
+            f"activity words have {MAX_ACTIVITY_STEPS} bits, one a time step, and at least one pixel: "
             f"got {spikes.T} time steps and tiles of {tile}"
         )
     t, n, _, h, w = spikes.shape
@@ -256,11 +261,11 @@ def mark(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
     return replace(spikes, activity=words.t().to(torch.int32).contiguous(), tile=tile)
 
 
-def words_of_a_tile(
+def count_activity_words(
     *, pixels: int, images: int, height: int, width: int, in_height: int, in_width: int, stride: int,
     reach: int, tile: int,
 ) -> int:  # fmt: skip
-    """Most activity words that the inputs of one tile of output pixels spread over.
+    """Count the activity words, at most, that the inputs of one tile of output pixels span.
 
     Args:
         pixels: Output pixels of a tile.
@@ -269,19 +274,19 @@ def words_of_a_tile(
         width: Output columns.
         in_height: Input rows.
         in_width: Input columns.
-        stride: Of the convolution.
-        reach: Rows and columns that it looks to every side (1 for a 3x3, 0 for a 1x1).
-        tile: Input pixels of an activity word.
+        stride: Stride of the convolution.
+        reach: Rows and columns read on each side (1 for a 3x3, 0 for a 1x1).
+        tile: Input pixels per activity word.
     """
     count = images * height * width
     first = torch.arange(0, count, pixels)
     last = (first + pixels - 1).clamp(max=count - 1)
 
-    def place(pixel: torch.Tensor) -> torch.Tensor:
+    def input_position(pixel: torch.Tensor) -> torch.Tensor:
         n, y, x = pixel // (height * width), pixel // width % height, pixel % width
         return (n * in_height + y * stride) * in_width + x * stride
 
     halo = reach * (in_width + 1)
-    low = (place(first) - halo).clamp(min=0) // tile
-    high = (place(last) + halo).clamp(max=images * in_height * in_width - 1) // tile
+    low = (input_position(first) - halo).clamp(min=0) // tile
+    high = (input_position(last) + halo).clamp(max=images * in_height * in_width - 1) // tile
     return int((high - low).max()) + 1

@@ -1,20 +1,20 @@
-"""The fused group in plain Triton: 1-bit spikes -> tensor cores -> bias -> IF/LIF over T -> 1-bit spikes.
+"""Fused group in portable Triton: 1-bit spikes -> tensor cores -> bias -> IF/LIF over T -> 1-bit spikes.
 
-What `gluon.py` does on Hopper, for every other GPU and for groups that kernel refuses; and its check, because
-this one also runs in Triton's interpreter. One program owns a tile of `bm` output pixels x `bn` output
-channels and keeps its membrane in registers over all time steps; sums of `tc` time steps share each read of
-the weights, which come from the L2 cache through a software pipeline. A spike reaches the tensor core as fp16
-2.0 (its bit is shifted to the exponent's top bit); the halved weights make up for it.
+The counterpart of `hopper/kernel.py` for other GPUs and for groups that the Hopper kernel does not support.
+It also runs in Triton's interpreter and serves as a check of the Hopper kernel. One program owns a tile of
+`bm` output pixels x `bn` output channels and keeps its membrane in registers over all time steps. Sums of
+`tc` time steps share each read of the weights, which come from the L2 cache through a software pipeline. A
+spike reaches the tensor core as fp16 2.0 (its bit is shifted to the exponent's top bit); the weights are
+halved to compensate.
 
-fp32 accuracy comes from splitting every weight into two or three fp16 numbers (`parts`), never from fp32
-multiplications, which tensor cores do not have; and from adding K steps in fp32 rather than in the tensor
-cores, which truncate. Together a sum is then about as far from the exact one as an fp32 convolution's, 1e-7
-of its size (tests/spiking/kernels/test_packed_accuracy.py models the hardware).
+fp32 accuracy comes from splitting each weight into two or three fp16 numbers (`parts`), and from adding K
+steps in fp32 rather than in the tensor cores, which truncate. A sum is then about as accurate as an fp32
+convolution's, 1e-7 of its size (tests/spiking/backends/packed/test_accuracy.py models the hardware).
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# ruff: noqa: RUF005, SIM108, B007
+# ruff: noqa: RUF005, B007
 from __future__ import annotations
 
 import math
@@ -30,25 +30,25 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.backends.packed.format import (
     BLOCK,
     PackedSpikes,
-    blocks_of,
-    channel_table,
-    empty_packed,
+    allocate_packed,
+    count_blocks,
+    make_channel_table,
 )
 from sparseflow.spiking.backends.packed.neuron import fire
 from sparseflow.spiking.backends.packed.words import (
-    activity_of,
-    as_pairs,
-    cdiv,
+    ceil_div,
     check_launchable,
     check_step_size,
-    fires_at,
+    choose_time_chunk,
+    flat_to_padded_index,
     gather_bits,
+    get_activity,
     launch,
-    padded_pixel,
-    place_of,
+    padded_index,
+    record_activity,
     spread_bits,
     store_activity,
-    time_steps_held,
+    with_time_strides,
 )
 from sparseflow.spiking.backends.spec import GroupSpec
 
@@ -57,8 +57,8 @@ from sparseflow.spiking.backends.spec import GroupSpec
 def spikes_as_fp16(halves, P: tl.constexpr):
     """Halfwords int16 [P, 4] of a block of channels -> fp16 [P, 64], 2.0 for a spike.
 
-    Lane q of a matrix fragment needs exactly the bits of halfword q, two neighbouring ones a register, so the
-    compiler can do all of this where the fragment is.
+    Lane q of a matrix fragment needs the bits of halfword q, two adjacent ones per register, so the
+    compiler can do all of this inside the fragment.
     """
     word = halves.to(tl.int32) & 0xFFFF
     word = word | (word << 15)  # bits b and b + 1 now lie 16 apart
@@ -75,10 +75,10 @@ def _convolve(
     G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     TC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[u] += the convolution of time step u; `src` is where each pixel's halfwords begin.
+    """sums[u] += the convolution of time step u; `src` is the start of each pixel's halfwords.
 
-    With one part the tensor cores add to the sums. They truncate what they add, so with more parts each K
-    step starts anew, with the smallest part, and fp32 adds the steps.
+    With one part, the tensor cores accumulate into the sums. They truncate when they add, so with more
+    parts each K step starts from zero with the smallest part, and fp32 adds the steps.
     """
     c = tl.arange(0, 64)
     weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
@@ -103,7 +103,7 @@ def _convolve(
 
 
 @triton.jit
-def twin_kernel(
+def triton_group_kernel(
     x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, act_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
     v_columns_ptr, scale, alpha, beta, threshold, v_reset, pixels, tiles, x_step, x2_step, out_step,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
@@ -117,10 +117,10 @@ def twin_kernel(
 ):  # fmt: skip
     """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
 
-    TILE pixels an activity word, 0 for none.
-
-    `bias` holds beta and delta, `scale` beta and what the weights were divided by. Blocks of channels: G of
-    the first input, G2 of the second, cdiv(C, 64) of the output.
+    TILE: pixels per activity word, 0 for none. `bias` includes beta and delta; `scale` is beta times the
+        power of two
+    that the weights were divided by. Blocks of channels: G of the first input, G2 of the second, cdiv(C,
+    64) of the output.
     """
     GO: tl.constexpr = (C + 63) // 64
     COLUMNS: tl.constexpr = GO * 64
@@ -132,80 +132,95 @@ def twin_kernel(
     x = pixel % W
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, 4)[None, :]
-    src = place_of(n, y * STRIDE - PADDING, x * STRIDE - PADDING, IH, IW) * G
+    src = padded_index(n, y * STRIDE - PADDING, x * STRIDE - PADDING, IH, IW) * G
     src = (src * 4)[:, None] + lane
     src2 = src
     if G2 > 0:
-        src2 = place_of(n, y * STRIDE2 - PADDING2, x * STRIDE2 - PADDING2, IH2, IW2) * G2
+        src2 = padded_index(n, y * STRIDE2 - PADDING2, x * STRIDE2 - PADDING2, IH2, IW2) * G2
         src2 = (src2 * 4)[:, None] + lane
-    word = padded_pixel(pixel, H, W) * GO
+    word = flat_to_padded_index(pixel, H, W) * GO
     half = tl.program_id(1) * (BN // 32) + tl.arange(0, BN // 32)
     real = inside[:, None]
     if C % 64 != 0:
         real = real & (column < C)[None, :]
     flat = (pixel * C)[:, None] + column[None, :]
     bias = tl.load(bias_ptr + column)[None, :]
-    at_v = flat
+    v_index = flat
     if V_COLUMNS:
-        found = tl.load(v_columns_ptr + column, mask=column < C, other=0)
-        at_v = (pixel * C)[:, None] + found[None, :]
+        v_channel = tl.load(v_columns_ptr + column, mask=column < C, other=0)
+        v_index = (pixel * C)[:, None] + v_channel[None, :]
     if READ_V:
-        v = tl.load(v_in_ptr + at_v, mask=real, other=0.0)
+        v = tl.load(v_in_ptr + v_index, mask=real, other=0.0)
     else:
         v = tl.zeros([BM, BN], tl.float32) + v_reset
 
-    seen = tl.zeros([BM, BN // 32], tl.int32)
+    activity = tl.zeros([BM, BN // 32], tl.int32)
     start = tl.full((), 0, tl.int64)
     for t0 in range(0, T, TC):
         sums = ()
         for u in tl.static_range(TC):
             sums = sums + (tl.zeros([BM, BN], tl.float32),)
-        here = start + t0
+        t_start = start + t0
         sums = _convolve(
-            sums, x_ptr + here * x_step * 4, src, x_step, w_ptr, column, 0, G, K, IW, COLUMNS, BM, TC, PARTS
+            sums,
+            x_ptr + t_start * x_step * 4,
+            src,
+            x_step,
+            w_ptr,
+            column,
+            0,
+            G,
+            K,
+            IW,
+            COLUMNS,
+            BM,
+            TC,
+            PARTS,
         )
         if G2 > 0:
             sums = _convolve(
-                sums, x2_ptr + here * x2_step * 4, src2, x2_step, w_ptr, column, G * K * K,
+                sums, x2_ptr + t_start * x2_step * 4, src2, x2_step, w_ptr, column, G * K * K,
                 G2, K2, IW2, COLUMNS, BM, TC, PARTS,
             )  # fmt: skip
         for u in tl.static_range(TC):
-            t = here + u
+            t = t_start + u
             current = sums[u] * scale + bias
             for i in tl.static_range(len(denses)):
-                at = denses[i] + t * dense_steps[i] + flat
-                current += tl.load(at, mask=real, other=0.0).to(tl.float32) * beta
+                pointer = denses[i] + t * dense_steps[i] + flat
+                current += tl.load(pointer, mask=real, other=0.0).to(tl.float32) * beta
             for i in tl.static_range(len(skips)):
                 for g in tl.static_range(BN // 64):
                     word_bits = tl.load(skips[i] + t * out_step + word + (tl.program_id(1) * (BN // 64) + g))
-                    mine = (tl.arange(0, BN) // 64 == g)[None, :]
+                    in_block = (tl.arange(0, BN) // 64 == g)[None, :]
                     ones = spread_bits(word_bits, tl.arange(0, BN) & 63)
-                    current += tl.where(mine & (ones != 0), beta, 0.0)
+                    current += tl.where(in_block & (ones != 0), beta, 0.0)
             v, fired = fire(v, current, alpha, threshold, v_reset, SOFT)
             if C % 64 != 0:
                 fired = fired & (column < C)[None, :]
-            at = out_ptr + (t * out_step + word) * 2
+            pointer = out_ptr + (t * out_step + word) * 2
             bits = gather_bits(fired, BM, BN)
-            tl.store(at[:, None] + half[None, :], bits, mask=inside[:, None])
+            tl.store(pointer[:, None] + half[None, :], bits, mask=inside[:, None])
             if TILE > 0:
-                # Rows behind the last pixel repeat it.
-                seen = fires_at(seen, bits, t0 + u)
+                # Rows after the last pixel repeat it.
+                activity = record_activity(activity, bits, t0 + u)
     if TILE > 0:
         first = tl.program_id(0) * (BM // TILE)
-        store_activity(act_ptr, seen, first, tiles, tl.program_id(1) * (BN // 64), GO, BM, BN // 64, 2, TILE)
+        store_activity(
+            act_ptr, activity, first, tiles, tl.program_id(1) * (BN // 64), GO, BM, BN // 64, 2, TILE
+        )
     if WRITE_V:
-        tl.store(v_out_ptr + at_v, v, mask=real)
+        tl.store(v_out_ptr + v_index, v, mask=real)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinVariant:
-    """How the kernel cuts the work; every choice gives the same result up to the order of sums.
+class FallbackVariant:
+    """Tile sizes of the kernel; all variants give the same result up to the order of sums.
 
     Attributes:
         bm: Output pixels of a tile.
         bn: Output channels of a tile, 64 or 128.
         tc: Time steps whose sums are held at once.
-        warps: Warps of a program.
+        warps: Warps per program.
         stages: Depth of the pipeline that loads weights and spikes.
     """
 
@@ -217,18 +232,18 @@ class TwinVariant:
 
     @property
     def name(self) -> str:
-        """A short unique name, `m64n64t1w4s3`."""
+        """Unique name such as `m64n64t1w4s3`."""
         return f"m{self.bm}n{self.bn}t{self.tc}w{self.warps}s{self.stages}"
 
 
-def twin_refusal(spec: GroupSpec) -> str | None:
-    """Why this kernel cannot run `spec`, or None when it can."""
+def get_fallback_unsupported_reason(spec: GroupSpec) -> str | None:
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if not spec.sources:
-        return "no convolution of spikes in this group"
+        return "the group has no convolution of spikes"
     if len(spec.sources) > 2:
         return f"{len(spec.sources)} convolutions of spikes (at most 2)"
     if spec.post_skips:
-        return "spikes added to the output (its values are integers, not bits)"
+        return "spikes are added to the output (its values are integers, not bits)"
     for i, source in enumerate(spec.sources):
         k = source.weight.shape[-1]
         if k not in (1, 3) or source.weight.shape[-2] != k or source.padding not in (0, 1):
@@ -240,68 +255,68 @@ def twin_refusal(spec: GroupSpec) -> str | None:
     return None
 
 
-def twin_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[TwinVariant]:
-    """Tunable configurations that fit, the default first."""
-    wide = blocks_of(spec.sources[0].weight.shape[0]) % 2 == 0
-    held = time_steps_held(T, 2)
-    choices = [TwinVariant(tc=held)] if parts == 1 else []
-    choices += [TwinVariant(), TwinVariant(stages=4), TwinVariant(bm=128, warps=8)]
+def list_fallback_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[FallbackVariant]:
+    """List the variants that fit, the default first."""
+    wide = count_blocks(spec.sources[0].weight.shape[0]) % 2 == 0
+    time_chunk = choose_time_chunk(T, 2)
+    choices = [FallbackVariant(tc=time_chunk)] if parts == 1 else []
+    choices += [FallbackVariant(), FallbackVariant(stages=4), FallbackVariant(bm=128, warps=8)]
     if wide:
-        choices += [TwinVariant(bn=128, warps=8)]
+        choices += [FallbackVariant(bn=128, warps=8)]
     return list(dict.fromkeys(choices))
 
 
-def layout_twin_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
-    """Weights as the kernel reads them, and what to multiply its sums by.
+def pack_fallback_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
+    """Lay out the weights for the kernel; also return the factor of its sums.
 
     Returns:
-        (fp16 [K, C], scale): C padded to a multiple of 64 with zeros; rows in the order (source, block of 64
-        channels, tap, part, channel). Part 0 is the weight rounded to fp16, each next one the rest.
+        (fp16 [K, C], scale): C is zero-padded to a multiple of 64; rows are in the order (source, block of
+        64 channels, tap, part, channel). Part 0 is the weight rounded to fp16, each further part the
+        remaining error.
     """
     largest = max(float(s.weight.abs().max()) for s in spec.sources)
-    # The largest weight just under 2^13, so that rests stay clear of fp16's subnormals.
+    # The largest weight is just under 2^13, so that residuals stay clear of fp16's subnormals.
     shift = 12 - math.floor(math.log2(largest)) if largest > 0 else 0
     steps = []
     for source in spec.sources:
         c_out, c_in, k, _ = source.weight.shape
-        blocks = blocks_of(c_in)
-        shape = (blocks * BLOCK, k * k, blocks_of(c_out) * BLOCK)
+        blocks = count_blocks(c_in)
+        shape = (blocks * BLOCK, k * k, count_blocks(c_out) * BLOCK)
         w = torch.zeros(shape, dtype=torch.float64, device=source.weight.device)
         w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
-        rest = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
+        residual = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
         pieces = []
         for _ in range(parts):
-            pieces.append(rest.half())
-            rest = rest - pieces[-1].double()
+            pieces.append(residual.half())
+            residual = residual - pieces[-1].double()
         steps.append(torch.stack(pieces, dim=2).flatten(0, 3))
     return torch.cat(steps).contiguous(), 2.0 ** (-shift - 1)
 
 
-class PreparedTwinGroup:
-    """A group with its weights laid out and its outputs allocated for one shape on one device.
+class TritonFallbackGroup:
+    """A group prepared for one shape on one device, with the interface of `HopperGroup`.
 
-    Called like `group.PreparedPackedGroup`, and like it launches one kernel, allocates nothing, and returns
-    the same tensors at every call.
+    Calling it launches one kernel without allocation; the returned tensors are the same at each call.
 
     Args:
-        spec: The group; `twin_refusal(spec)` must be None.
+        spec: The group; `get_fallback_unsupported_reason(spec)` must be None.
         T: Time steps.
         N: Images.
         H: Output rows.
         W: Output columns.
-        device: A CUDA GPU, or the CPU where Triton interprets its kernels.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them, and adds them up about as
-            accurately as an fp32 convolution would.
-        variant: A name out of `variants()`; None takes the first.
-        in_sizes: (rows, columns) of every source's input; None takes stride x output.
-        emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`, words of 16
-            pixels), so that a Hopper group behind it can skip that; at most 32 time steps.
-        v_columns: Integers [C_out]: at which channel of the membranes' memory each of the group's channels
-            is. Membranes come and go in that order, whatever the order of the weights. None: as they lie.
+        device: A CUDA GPU, or the CPU if Triton interprets its kernels.
+        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits and is about as accurate as an fp32
+            convolution.
+        variant: A name from `list_variants()`; the first if None.
+        in_sizes: (rows, columns) of each source's input; stride x output if None.
+        emit_activity: Whether the output has activity words of 16 pixels for a Hopper group behind it; at
+            most 32 time steps.
+        v_columns: Integers [C_out], the channel of the membranes' memory for each of the group's channels;
+            None for the identity.
 
     Raises:
-        InputError: The group, the variant's name or the order of the membranes is refused.
-        DeviceError: `device` has no Triton.
+        InputError: The group, the variant's name or the membrane order is not supported.
+        DeviceError: Triton cannot run on `device`.
     """
 
     def __init__(
@@ -319,34 +334,34 @@ class PreparedTwinGroup:
         emit_activity: bool = False,
         v_columns: Tensor | None = None,
     ) -> None:
-        reason = twin_refusal(spec)
+        reason = get_fallback_unsupported_reason(spec)
         if reason is not None:
-            raise InputError(f"the packed group kernel does not take this group: {reason}")
+            raise InputError(f"the packed group kernel does not support this group: {reason}")
         self.device = torch.device(device)
         self.spec, self.T, self.N, self.H, self.W, self.parts = spec, T, N, H, W, parts
         self.in_sizes = list(in_sizes) if in_sizes else [(s.stride * H, s.stride * W) for s in spec.sources]
         for source, (h, w) in zip(spec.sources, self.in_sizes, strict=True):
-            if (source.out_size(h), source.out_size(w)) != (H, W):
-                raise InputError(f"an input of {h}x{w} does not give an output of {H}x{W}")
-        self._variants = twin_variants(spec, T=T, parts=parts)
-        chosen = [v for v in self._variants if variant is None or v.name == variant]
-        if not chosen:
-            raise InputError(f"no variant {variant!r}; there are {[v.name for v in self._variants]}")
-        self.variant = chosen[0]
-        weights, scale = layout_twin_weights(spec, parts)
+            if (source.compute_out_size(h), source.compute_out_size(w)) != (H, W):
+                raise InputError(f"an input of {h}x{w} does not yield an output of {H}x{W}")
+        self._variants = list_fallback_variants(spec, T=T, parts=parts)
+        selected = [v for v in self._variants if variant is None or v.name == variant]
+        if not selected:
+            raise InputError(f"unknown variant {variant!r}; available: {[v.name for v in self._variants]}")
+        self.variant = selected[0]
+        weights, scale = pack_fallback_weights(spec, parts)
         self.weights = weights.to(self.device)
         self.scale = scale * spec.neuron.beta
         self.c_out = spec.sources[0].weight.shape[0]
-        self.bias = torch.zeros(blocks_of(self.c_out) * BLOCK, device=self.device)
+        self.bias = torch.zeros(count_blocks(self.c_out) * BLOCK, device=self.device)
         self.bias[: self.c_out] = (spec.bias.double() * spec.neuron.beta + spec.neuron.delta).float()
-        self.out = empty_packed(T, N, self.c_out, H, W, self.device, tile=16 if emit_activity else 0)
-        self._v_columns = channel_table(v_columns, self.c_out, self.device)
+        self.out = allocate_packed(T, N, self.c_out, H, W, self.device, tile=16 if emit_activity else 0)
+        self._v_columns = make_channel_table(v_columns, self.c_out, self.device)
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         check_launchable(self.bias)
         check_step_size(self.v.unsqueeze(0))
 
-    def variants(self) -> list[str]:
-        """Names of the configurations that fit this group and shape."""
+    def list_variants(self) -> list[str]:
+        """List the names of the variants that fit."""
         return [v.name for v in self._variants]
 
     def __call__(
@@ -355,7 +370,7 @@ class PreparedTwinGroup:
         skips: Sequence[PackedSpikes] = (),
         dense: Sequence[Tensor] = (),
         v: Tensor | None = None,
-        want_v: bool = False,
+        write_v: bool = False,
     ) -> tuple[PackedSpikes, Tensor | None]:
         """Run the group.
 
@@ -363,8 +378,8 @@ class PreparedTwinGroup:
             spikes: One per source.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16, bf16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out], channels as `v_columns` says; None starts at rest.
-            want_v: Whether to write the final membrane.
+            v: Initial membrane, fp32 [N, H, W, C_out], in the order of `v_columns`; the rest value if None.
+            write_v: Whether to write the final membrane.
 
         Returns:
             (packed spikes [T, N, C_out, H, W], membrane fp32 [N, H, W, C_out] or None).
@@ -372,11 +387,12 @@ class PreparedTwinGroup:
         spec, c, neuron = self.spec, self.variant, self.spec.neuron
         first, second = spec.sources[0], spec.sources[-1]
         two = len(spec.sources) > 1
-        denses, dense_steps = as_pairs(dense)
+        denses, dense_steps = with_time_strides(dense)
         x, x2 = spikes[0].words, spikes[-1].words
-        tile, activity = activity_of(self.out, c.bm)
+        tile, activity = get_activity(self.out, c.bm)
         launch(
-            twin_kernel, (cdiv(self.N * self.H * self.W, c.bm), blocks_of(self.c_out) * BLOCK // c.bn),
+            triton_group_kernel,
+            (ceil_div(self.N * self.H * self.W, c.bm), count_blocks(self.c_out) * BLOCK // c.bn),
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
             self.bias if activity is None else activity,
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
@@ -390,7 +406,7 @@ class PreparedTwinGroup:
             G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
             PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
             BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
-            READ_V=v is not None, WRITE_V=want_v, V_COLUMNS=self._v_columns is not None, TILE=tile,
+            READ_V=v is not None, WRITE_V=write_v, V_COLUMNS=self._v_columns is not None, TILE=tile,
             num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
-        return self.out, self.v if want_v else None
+        return self.out, self.v if write_v else None

@@ -1,7 +1,7 @@
-"""Time launches against each other in CUDA graphs, and pick the fastest variant of a group.
+"""Timing of kernel variants against each other in CUDA graphs.
 
-The candidates are captured once and replayed in turn, so that a drifting clock hits all of them alike. What
-was picked is for the caller to remember: `autotune` returns the variant's name, nothing is cached here.
+The candidates are captured once and replayed in rotating order, so that clock drift affects them equally.
+Results are not cached.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sparseflow.errors import InputError
 _LOG = logging.getLogger(__name__)
 
 
-def capture(fn: Callable[[], Any], calls: int = 1) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `calls` calls of `fn`, which has been warmed up before."""
+def capture_calls(fn: Callable[[], Any], calls: int = 1) -> torch.cuda.CUDAGraph:
+    """Capture `calls` calls of `fn` into a CUDA graph, after a warm-up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -37,12 +37,12 @@ def capture(fn: Callable[[], Any], calls: int = 1) -> torch.cuda.CUDAGraph:
 def time_graphs(
     graphs: Mapping[str, torch.cuda.CUDAGraph], *, calls: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds a call of every graph, `rounds` samples each, taken in turn.
+    """Time each graph `rounds` times in rotating order; microseconds per call.
 
     Args:
         graphs: Graphs of `calls` calls each.
-        calls: What the time of a replay is divided by.
-        rounds: Samples.
+        calls: Divisor of a replay's time.
+        rounds: Samples per graph.
     """
     for graph in graphs.values():
         graph.replay()
@@ -52,44 +52,44 @@ def time_graphs(
     for r in range(rounds):
         events = []
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             graphs[name].replay()
             end.record()
-            events.append((name, begin, end))
+            events.append((name, start, end))
         torch.cuda.synchronize(torch.cuda.current_device())
-        for name, begin, end in events:
-            samples[name].append(begin.elapsed_time(end) * 1000.0 / calls)
+        for name, start, end in events:
+            samples[name].append(start.elapsed_time(end) * 1000.0 / calls)
     return samples
 
 
-def fastest(
+def find_fastest(
     candidates: Mapping[str, Callable[[], Callable[[], Any]]], *, calls: int = 10, rounds: int = 9
 ) -> tuple[str, dict[str, float]]:
-    """The fastest of several ways to do the same.
+    """Find the fastest of several equivalent candidates.
 
     Args:
-        candidates: For every name a function that prepares, and returns what to time.
-        calls: Calls a graph.
-        rounds: Samples of each; their median counts.
+        candidates: Name -> function that prepares and returns the call to time.
+        calls: Calls per graph.
+        rounds: Samples per candidate; their median counts.
 
     Returns:
-        (name, median microseconds a call by name). A candidate that fails is logged and left out.
+        (name, median microseconds per call by name). A candidate that fails is logged and left out.
 
     Raises:
-        InputError: None could be run.
+        InputError: No candidate can run.
     """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     alive: list[Any] = []  # a graph does not keep the tensors that it works on
     for name, prepare in candidates.items():
         try:
             fn = prepare()
-            graphs[name] = capture(fn, calls)
+            graphs[name] = capture_calls(fn, calls)
             alive.append(fn)
-        except Exception as error:  # a candidate that does not compile must not stop the others
+        except Exception as error:  # a candidate that does not compile is skipped
             _LOG.warning("%s cannot be timed: %s: %s", name, type(error).__name__, error)
     if not graphs:
-        raise InputError(f"none of the candidates runs here: {list(candidates)}")
+        raise InputError(f"no candidate can run: {list(candidates)}")
     samples = time_graphs(graphs, calls=calls, rounds=rounds)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     return min(medians, key=lambda name: medians[name]), medians

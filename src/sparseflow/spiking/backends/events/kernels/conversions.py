@@ -1,7 +1,7 @@
 """Kernels between events and dense tensors: encode, decode, sums over space, max pooling.
 
-A work item of encode and of max pooling is one row of one image at all time steps; of the others, one image
-at one time step.
+A work item of encode and of max pooling is one row of one image at all time steps; otherwise it is one
+image at one time step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 from sparseflow.spiking.backends.events.kernels.compiler import jit
 from sparseflow.spiking.backends.events.kernels.emit import add_step, emit_row, fires_at
 from sparseflow.spiking.backends.events.kernels.llvm import ALL_LANES
-from sparseflow.spiking.backends.events.kernels.planes import PLANE_BYTES, PLANE_STEPS, PLANE_TO
-from sparseflow.spiking.backends.events.kernels.records import CODEC, EVENTS, SLACK, field_offset
+from sparseflow.spiking.backends.events.kernels.planes import PLANE_BYTES, PLANE_SLOT, PLANE_STEPS
+from sparseflow.spiking.backends.events.kernels.records import CODEC, EVENTS, SLACK, get_field_offset
 from sparseflow.spiking.backends.events.kernels.scalars import (
     add_one,
     address_of,
@@ -32,50 +32,49 @@ from sparseflow.spiking.backends.events.kernels.scalars import (
 from sparseflow.spiking.backends.events.kernels.simd import fill_lanes, load_bits
 
 NOT_A_COUNT = 1 << 40
-"""`flag` of a tensor that holds something other than small whole numbers."""
-LARGEST_COUNT = 255
-"""Larger values are refused: they would be cheaper dense."""
+"""`flag` of a tensor that holds values other than small non-negative integers."""
+MAX_COUNT = 255
+"""Larger values are refused; they would be faster dense."""
 
-_NEXT_ITEM = field_offset(CODEC, "next_item")
-_NEXT_SLOT = field_offset(CODEC, "next_slot")
-_NEED = field_offset(CODEC, "need")
-_FLAG = field_offset(CODEC, "flag")
+_NEXT_ITEM = get_field_offset(CODEC, "next_item")
+_NEXT_SLOT = get_field_offset(CODEC, "next_slot")
+_NEED = get_field_offset(CODEC, "need")
+_FLAG = get_field_offset(CODEC, "flag")
 
 
 @jit
-def _zero(out: int, floats: int) -> None:
-    """Write zeros, float by float at the end."""
-    whole = floats // 16
-    for i in range(whole):
+def _write_zeros(out: int, floats: int) -> None:
+    full_vectors = floats // 16
+    for i in range(full_vectors):
         fill_lanes(out + 64 * i, np.float32(0.0))
-    for i in range(16 * whole, floats):
+    for i in range(16 * full_vectors, floats):
         write_int(out + 4 * i, 0)
 
 
 @jit
-def _find_bits(row: int, pixel: int, bits: int, width: int, channels: int) -> bool:
-    """Bits of a row of zeros and ones, pixels `pixel` floats apart; False at the first other value."""
+def _extract_bits(row: int, pixel: int, bits: int, width: int, channels: int) -> bool:
+    """Extract bits of a row of zeros and ones, pixels `pixel` floats apart; False at other values."""
     vectors = (channels + 15) // 16
     last_lanes = ALL_LANES >> (16 * vectors - channels)
     for x in range(width):
         for vector in range(vectors):
             valid = ALL_LANES if vector < vectors - 1 else last_lanes
-            found = load_bits(row + 4 * (x * pixel + 16 * vector), valid)
-            if found >> 16:
+            lane_bits = load_bits(row + 4 * (x * pixel + 16 * vector), valid)
+            if lane_bits >> 16:
                 return False
-            write_short(bits + 2 * (x * vectors + vector), found)
+            write_short(bits + 2 * (x * vectors + vector), lane_bits)
     return True
 
 
 @jit
 def _write_counts(address: int, values: int, out: Any, line: int, width: int, channels: int) -> None:
-    """Write a row of whole numbers one by one; says in the record what cannot be done."""
+    """Write a row of integers one by one; report invalid values and missing capacity in the record."""
     start = out.start + 4 * line * (width + 1)
     write_int(start, 0)
     length, largest = 0, 0
     for i in range(width * channels):
         value = read_float(values + 4 * i)
-        if not (np.float32(0.0) <= value <= np.float32(LARGEST_COUNT)) or value != np.floor(value):
+        if not (np.float32(0.0) <= value <= np.float32(MAX_COUNT)) or value != np.floor(value):
             atomic_max(address + _FLAG, NOT_A_COUNT)
             return
         length += np.int64(value)
@@ -125,13 +124,15 @@ def run_encode(address: int) -> None:
         binary = True
         for t in range(codec.time_steps):
             if binary:
-                at, pixel = values, channels
+                source_row, pixel = values, channels
                 if codec.stride_c == 1:
-                    at = codec.source + 4 * (t * codec.stride_t + n * codec.stride_n + y * codec.stride_h)
+                    source_row = codec.source + 4 * (
+                        t * codec.stride_t + n * codec.stride_n + y * codec.stride_h
+                    )
                     pixel = codec.stride_w
                 else:
                     _gather_row(codec, t, n, y, values)
-                binary = _find_bits(at, pixel, bits + t * step_bytes, width, channels)
+                binary = _extract_bits(source_row, pixel, bits + t * step_bytes, width, channels)
         if binary:
             emit_row(
                 codec.out,
@@ -149,11 +150,11 @@ def run_encode(address: int) -> None:
                 address + _NEED,
             )
             continue
-        # Numbers other than 0 and 1 do not share time steps: each step's plane holds all of its own.
+        # Values other than 0 and 1 do not share time steps: single-step planes hold all events.
         for plane in range(out.planes):
             line = plane * rows + row
             entry = out.table + PLANE_BYTES * plane
-            if read_int(entry + PLANE_TO) < 0:
+            if read_int(entry + PLANE_SLOT) < 0:
                 _gather_row(codec, read_int(entry + PLANE_STEPS), n, y, values)
                 _write_counts(address, values, out, line, width, channels)
             else:
@@ -175,7 +176,7 @@ def run_decode(address: int) -> None:
         t, n = item // codec.images, item % codec.images
         for row in range(n * codec.height, (n + 1) * codec.height):
             values = codec.out + 4 * (t * rows + row) * size
-            _zero(values, size)
+            _write_zeros(values, size)
             add_step(events, t, rows, row, codec.width, values, channels, 0, channels)
 
 
@@ -191,7 +192,7 @@ def run_count(address: int) -> None:
             break
         t, n = item // codec.images, item % codec.images
         sums = codec.out + 4 * item * channels
-        _zero(sums, channels)
+        _write_zeros(sums, channels)
         for plane in range(events.planes):
             if fires_at(events, plane, t):
                 first = (plane * codec.images + n) * height
@@ -208,8 +209,8 @@ def run_count(address: int) -> None:
 
 
 @jit
-def _mark_row(codec: Any, events: Any, line: int, marks: int) -> None:
-    """Set to 1.0 every output pixel whose window holds an event of this input row."""
+def _pool_row(codec: Any, events: Any, line: int, pooled: int) -> None:
+    """Set each output pixel to 1.0 whose window holds an event of this input row."""
     channels, stride, wide = codec.channels, codec.stride, events.wide
     start, index = events.start + 4 * line * (codec.width + 1), line * events.row
     for x in range(codec.width):
@@ -219,7 +220,7 @@ def _mark_row(codec: Any, events: Any, line: int, marks: int) -> None:
         for i in range(index + read_int(start + 4 * x), index + read_int(start + 4 * (x + 1))):
             entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
             for out_x in range(first, last + 1):
-                write_float(marks + 4 * ((out_x - x) * channels + entry), np.float32(1.0))
+                write_float(pooled + 4 * ((out_x - x) * channels + entry), np.float32(1.0))
 
 
 @jit
@@ -227,11 +228,11 @@ def run_max_pool(address: int) -> None:
     """Events of zeros and ones -> events of their maximum over square windows."""
     codec = carray(as_pointer(address), 1, CODEC)[0]
     events = carray(as_pointer(codec.source), 1, EVENTS)[0]
-    marks = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
+    pooled = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
     width, height, channels = codec.out_width, codec.out_height, codec.channels
     vectors = (channels + 15) // 16
     rows, step_bytes = codec.images * height, 2 * width * vectors
-    masks = marks + codec.row_bytes
+    masks = pooled + codec.row_bytes
     bits = masks + step_bytes + 8
     while True:
         row = atomic_add(address + _NEXT_ITEM, 1)
@@ -240,20 +241,18 @@ def run_max_pool(address: int) -> None:
         n, out_y = row // height, row % height
         top = out_y * codec.stride - codec.padding
         for t in range(codec.time_steps):
-            _zero(marks, width * channels)
+            _write_zeros(pooled, width * channels)
             for plane in range(events.planes):
                 if fires_at(events, plane, t):
                     for y in range(max(0, top), min(codec.height, top + codec.kernel)):
-                        _mark_row(codec, events, (plane * codec.images + n) * codec.height + y, marks)
-            _find_bits(marks, channels, bits + t * step_bytes, width, channels)
+                        _pool_row(codec, events, (plane * codec.images + n) * codec.height + y, pooled)
+            _extract_bits(pooled, channels, bits + t * step_bytes, width, channels)
         emit_row(
             codec.out, 0, 0, rows, row, bits, step_bytes, masks, width, channels, 1, vectors, address + _NEED
         )
 
 
 def make_encode_kernel(digest: str) -> Any:
-    """`run_encode` for `compiler.compile_kernel`."""
-
     def encode_kernel(record):
         if digest:
             run_encode(address_of(record))
@@ -262,8 +261,6 @@ def make_encode_kernel(digest: str) -> Any:
 
 
 def make_decode_kernel(digest: str) -> Any:
-    """`run_decode` for `compiler.compile_kernel`."""
-
     def decode_kernel(record):
         if digest:
             run_decode(address_of(record))
@@ -272,8 +269,6 @@ def make_decode_kernel(digest: str) -> Any:
 
 
 def make_count_kernel(digest: str) -> Any:
-    """`run_count` for `compiler.compile_kernel`."""
-
     def count_kernel(record):
         if digest:
             run_count(address_of(record))
@@ -282,8 +277,6 @@ def make_count_kernel(digest: str) -> Any:
 
 
 def make_max_pool_kernel(digest: str) -> Any:
-    """`run_max_pool` for `compiler.compile_kernel`."""
-
     def max_pool_kernel(record):
         if digest:
             run_max_pool(address_of(record))

@@ -1,4 +1,4 @@
-"""Kernel parts that convolve one row of events: find the weight rows, then sum them."""
+"""Convolution of one row of events: gather the weight rows, then sum them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from sparseflow.spiking.backends.events.kernels.compiler import jit
 from sparseflow.spiking.backends.events.kernels.llvm import VECTOR_BYTES
 from sparseflow.spiking.backends.events.kernels.scalars import prefetch, read_int, write_int
-from sparseflow.spiking.backends.events.kernels.simd import add_rows, expand_entries, sums_side_by_side
+from sparseflow.spiking.backends.events.kernels.simd import add_rows, count_parallel_sums, expand_entries
 
 
 @jit
 def _prefetch_row(source: Any, line: int) -> None:
-    """Ask for the beginning of an input row that is needed soon; the hardware cannot guess where it lies."""
+    """Prefetch the start of an input row, whose address the hardware cannot predict."""
     starts = source.start + 4 * line * (source.width + 1)
     for i in range(0, 4 * (source.width + 1), VECTOR_BYTES):
         prefetch(starts + i)
@@ -22,10 +22,10 @@ def _prefetch_row(source: Any, line: int) -> None:
 
 
 @jit
-def gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
-    """Fill `rows` with the weight rows of the events under output row y; `image` is plane * N + n.
+def gather_weight_rows(source: Any, image: int, y: int, rows: int, ends: int) -> None:
+    """Fill `rows` with the weight row numbers of the events under output row y; `image` is plane * N + n.
 
-    `ends`, int32 [W + 1], becomes where the events of each x begin, and at last how many there are.
+    `ends`, int32 [W + 1], receives the first position of each x, and last the total count.
     """
     k, stride, wide = source.kernel, source.stride, source.wide
     width, channels = source.width, source.channels
@@ -44,51 +44,57 @@ def gather(source: Any, image: int, y: int, rows: int, ends: int) -> None:
     write_int(ends, 0)
     for x in range(width):
         if k > 1 or (x + source.padding) % stride == 0:
-            at, entries = starts + 4 * x, index
-            add = (x * (k - 1) + first) * channels
+            start_address, entries = starts + 4 * x, index
+            row_offset = (x * (k - 1) + first) * channels
             for _ in range(first, last):
-                begin, count = read_int(at), read_int(at + 4) - read_int(at)
-                # The first sixteen are copied whether there are any or not: no branch to mispredict.
+                first_entry, count = (
+                    read_int(start_address),
+                    read_int(start_address + 4) - read_int(start_address),
+                )
+                # The first sixteen are copied unconditionally, which avoids mispredicted branches.
                 if wide:
-                    expand_entries(entries + 4 * begin, add, filled, 1)
+                    expand_entries(entries + 4 * first_entry, row_offset, filled, 1)
                     for i in range(16, count, 16):
-                        expand_entries(entries + 4 * (begin + i), add, filled + 4 * i, 1)
+                        expand_entries(entries + 4 * (first_entry + i), row_offset, filled + 4 * i, 1)
                 else:
-                    expand_entries(entries + 2 * begin, add, filled, 0)
+                    expand_entries(entries + 2 * first_entry, row_offset, filled, 0)
                     for i in range(16, count, 16):
-                        expand_entries(entries + 2 * (begin + i), add, filled + 4 * i, 0)
+                        expand_entries(entries + 2 * (first_entry + i), row_offset, filled + 4 * i, 0)
                 filled += 4 * count
-                at += starts_line
+                start_address += starts_line
                 entries += index_line
-                add += channels
+                row_offset += channels
         write_int(ends + 4 * (x + 1), (filled - rows) >> 2)
 
 
 def _make_convolve(vectors: int) -> Any:
-    """`convolve_row` for weight rows of `vectors` vectors, a constant: only then are the sums registers."""
-    # Long sums lose digits one by one, so after this many rows a sum joins the pixel's total and starts anew.
-    block = 16 * sums_side_by_side(vectors)
+    """Make `convolve_row` for weight rows of `vectors` vectors; a constant keeps the sums in registers."""
+    # Long sums lose precision, so after this many rows a sum is added to the pixel's total and restarts.
+    block = 16 * count_parallel_sums(vectors)
 
     @jit
     def convolve(
         source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int, out_width: int
     ) -> None:
         k, stride, width = source.kernel, source.stride, source.width
-        left = -source.padding
-        # The numbers count from the row of weights that belongs to column 0, not to column `left`.
+        left_column = -source.padding
+        # Row numbers are relative to the weights of column 0, not of `left_column`.
         column = k * source.channels
-        zero = (left + k) * column
-        table = source.weight + tile * source.tile_bytes - left * column * vectors * VECTOR_BYTES
+        zero = (left_column + k) * column
+        table = source.weight + tile * source.tile_bytes - left_column * column * vectors * VECTOR_BYTES
         for _ in range(out_width):
-            begin, end = read_int(ends + 4 * max(left, 0)), read_int(ends + 4 * min(left + k, width))
-            so_far = first
+            chunk_start, end = (
+                read_int(ends + 4 * max(left_column, 0)),
+                read_int(ends + 4 * min(left_column + k, width)),
+            )
+            initial = first
             while True:
-                stop = min(begin + block, end)
-                add_rows(rows, begin, stop, table, zero, so_far, out, vectors)
+                stop = min(chunk_start + block, end)
+                add_rows(rows, chunk_start, stop, table, zero, initial, out, vectors)
                 if stop >= end:
                     break
-                begin, so_far = stop, out
-            left += stride
+                chunk_start, initial = stop, out
+            left_column += stride
             zero += stride * column
             table -= stride * column * vectors * VECTOR_BYTES
             first += first_step
@@ -99,14 +105,14 @@ def _make_convolve(vectors: int) -> Any:
 
 _convolve_1, _convolve_2, _convolve_4, _convolve_8 = (_make_convolve(vectors) for vectors in (1, 2, 4, 8))
 VECTOR_CHOICES = (1, 2, 4, 8)
-"""Tile widths, in vectors, that a convolution may have."""
+"""Supported tile widths, in vectors."""
 
 
 @jit
 def convolve_row(
     group: Any, source: Any, tile: int, rows: int, ends: int, first: int, first_step: int, out: int
 ) -> None:
-    """out = first + convolution, one row of one tile; `first_step` lies between two pixels of `first`."""
+    """out = first + convolution, one row of one tile; pixels of `first` are `first_step` bytes apart."""
     if group.vectors == 1:
         _convolve_1(source, tile, rows, ends, first, first_step, out, group.width)
     elif group.vectors == 2:

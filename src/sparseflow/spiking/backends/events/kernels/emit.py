@@ -1,4 +1,4 @@
-"""Kernel parts between bits, events and dense rows."""
+"""Conversions between bits, events and dense rows inside kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from sparseflow.spiking.backends.events.kernels.compiler import jit
 from sparseflow.spiking.backends.events.kernels.llvm import ALL_LANES
-from sparseflow.spiking.backends.events.kernels.planes import PLANE_ABOVE, PLANE_BYTES, PLANE_STEPS
+from sparseflow.spiking.backends.events.kernels.planes import PLANE_BYTES, PLANE_PARENT_STEPS, PLANE_STEPS
 from sparseflow.spiking.backends.events.kernels.records import EVENTS, SLACK
 from sparseflow.spiking.backends.events.kernels.scalars import (
     add_one,
@@ -42,7 +42,7 @@ def add_plane(events: Any, line: int, width: int, values: int, channels: int, fi
 
 @jit
 def fires_at(events: Any, plane: int, t: int) -> bool:
-    """Whether a plane's steps hold t."""
+    """Return whether a plane's steps include t."""
     steps = events.table + PLANE_BYTES * plane + PLANE_STEPS
     lo, hi, spacing = read_int(steps), read_int(steps + 4), read_int(steps + 8)
     return lo <= t < hi and (spacing == 1 or (t - lo) % spacing == 0)
@@ -60,7 +60,7 @@ def add_step(
     first: int,
     lanes: int,
 ) -> None:
-    """`add_plane` for every plane that fires at step t; `row` is n * H + y and `rows` N * H."""
+    """`add_plane` for each plane that fires at step t; `row` is n * H + y and `rows` N * H."""
     for plane in range(events.planes):
         if fires_at(events, plane, t):
             add_plane(events, plane * rows + row, width, values, channels, first, lanes)
@@ -68,7 +68,7 @@ def add_step(
 
 @jit
 def select_plane(entry: int, bits: int, step_bytes: int, nbytes: int, masks: int) -> None:
-    """Bits of one plane from bits of all time steps.
+    """Compute the bits of one plane from the bits of all time steps.
 
     Args:
         entry: Address of the plane's row in the plane table.
@@ -77,93 +77,99 @@ def select_plane(entry: int, bits: int, step_bytes: int, nbytes: int, masks: int
         nbytes: Bytes of a row; up to seven more are read and written.
         masks: Address of the result.
     """
-    own_at, above_at = entry + PLANE_STEPS, entry + PLANE_ABOVE
-    lo, hi, spacing = read_int(own_at), read_int(own_at + 4), read_int(own_at + 8)
-    above_lo, above_hi, above_spacing = read_int(above_at), read_int(above_at + 4), read_int(above_at + 8)
+    steps_address, parent_address = entry + PLANE_STEPS, entry + PLANE_PARENT_STEPS
+    lo, hi, spacing = read_int(steps_address), read_int(steps_address + 4), read_int(steps_address + 8)
+    parent_lo, parent_hi, parent_spacing = (
+        read_int(parent_address),
+        read_int(parent_address + 4),
+        read_int(parent_address + 8),
+    )
     for i in range(0, nbytes, 8):
-        own = read_long(bits + lo * step_bytes + i)
+        plane_bits = read_long(bits + lo * step_bytes + i)
         t = lo + spacing
         while t < hi:
-            own &= read_long(bits + t * step_bytes + i)
+            plane_bits &= read_long(bits + t * step_bytes + i)
             t += spacing
-        if above_hi:
-            above = read_long(bits + above_lo * step_bytes + i)
-            t = above_lo + above_spacing
-            while t < above_hi:
-                above &= read_long(bits + t * step_bytes + i)
-                t += above_spacing
-            own &= ~above
-        write_long(masks + i, own)
+        if parent_hi:
+            parent_bits = read_long(bits + parent_lo * step_bytes + i)
+            t = parent_lo + parent_spacing
+            while t < parent_hi:
+                parent_bits &= read_long(bits + t * step_bytes + i)
+                t += parent_spacing
+            plane_bits &= ~parent_bits
+        write_long(masks + i, plane_bits)
 
 
 def _make_write_row(wide: int) -> Any:
-    """`write_row` for int32 (1) or uint16 (0) entries."""
+    """Make `write_row` for int32 (1) or uint16 (0) entries."""
     size = 4 if wide else 2
 
     @jit
     def write_plain_row(
-        begin: int, end: int, start: int, masks: int, width: int, channels: int, pairs: int, odd: int
+        row_start: int, end: int, start: int, masks: int, width: int, channels: int, pairs: int, odd: int
     ) -> bool:
-        """`write_row` with one tile and nothing to add."""
-        place, entry = begin, 0
+        """`write_row` for one tile without additions."""
+        cursor, entry = row_start, 0
         for x in range(width):
-            if place > end:
+            if cursor > end:
                 return False
             first = entry
             for _ in range(pairs):
                 fired = read_int(masks) & 0xFFFFFFFF
-                append_entries(place, first, fired, 32, wide)
-                place += size * count_bits(fired)
+                append_entries(cursor, first, fired, 32, wide)
+                cursor += size * count_bits(fired)
                 first += 32
                 masks += 4
             if odd:
                 fired = read_short(masks)
-                append_entries(place, first, fired, 16, wide)
-                place += size * count_bits(fired)
+                append_entries(cursor, first, fired, 16, wide)
+                cursor += size * count_bits(fired)
                 masks += 2
             entry += channels
-            write_int(start + 4 * (x + 1), (place - begin) // size)
+            write_int(start + 4 * (x + 1), (cursor - row_start) // size)
         return True
 
     @jit
     def write_row(
         out: Any, posts: Any, line: int, masks: int, width: int, channels: int, tiles: int, vectors: int
     ) -> bool:
-        """Write one row of one plane; False when it does not fit."""
+        """Write one row of one plane; return False if it does not fit."""
         post_count, tile_bytes = posts.size, 2 * vectors * width
-        begin = out.index + size * line * out.row
+        row_start = out.index + size * line * out.row
         start = out.start + 4 * line * (width + 1)
-        end = begin + size * (out.row - SLACK)
-        # Where a pixel may begin at the latest, so that all its channels have room.
+        end = row_start + size * (out.row - SLACK)
+        # Latest start of a pixel for which all its channels fit.
         latest = end - size * 16 * tiles * vectors
         write_int(start, 0)
         if tiles == 1 and post_count == 0:
-            return write_plain_row(begin, latest, start, masks, width, channels, vectors >> 1, vectors & 1)
-        place = begin
+            return write_plain_row(
+                row_start, latest, start, masks, width, channels, vectors >> 1, vectors & 1
+            )
+        cursor = row_start
         for x in range(width):
-            if place > latest:
+            if cursor > latest:
                 return False
-            entry, at = x * channels, masks + 2 * x * vectors
+            entry, address = x * channels, masks + 2 * x * vectors
             for _ in range(tiles):
                 for j in range(0, 2 * vectors, 2):
-                    fired = read_short(at + j)
-                    append_entries(place, entry, fired, 16, wide)
-                    place += size * count_bits(fired)
+                    fired = read_short(address + j)
+                    append_entries(cursor, entry, fired, 16, wide)
+                    cursor += size * count_bits(fired)
                     entry += 16
-                at += tile_bytes
+                address += tile_bytes
             for i in range(post_count):
                 post = posts[i]
-                at = post.start + 4 * (line * (width + 1) + x)
-                first, count = read_int(at), read_int(at + 4) - read_int(at)
+                address = post.start + 4 * (line * (width + 1) + x)
+                first, count = read_int(address), read_int(address + 4) - read_int(address)
                 source = post.index + size * (line * post.row + first)
-                if place + size * count > end:
+                if cursor + size * count > end:
                     return False
-                # Sixteen are copied whether there are any or not: no branch to mispredict.
-                copy_lanes(source, place, ALL_LANES if wide else ALL_LANES >> 8)
+                # Sixteen are copied unconditionally, which avoids mispredicted branches.
+                copy_lanes(source, cursor, ALL_LANES if wide else ALL_LANES >> 8)
                 for j in range(16 * size, size * count, 16 * size):
-                    copy_lanes(source + j, place + j, ALL_LANES if wide else ALL_LANES >> 8)
-                place += size * count
-            write_int(start + 4 * (x + 1), (place - begin) // size)
+                    copy_lanes(source + j, cursor + j, ALL_LANES if wide else ALL_LANES >> 8)
+                cursor += size * count
+            write_int(start + 4 * (x + 1), (cursor - row_start) // size)
         return True
 
     return write_row
@@ -174,7 +180,7 @@ _write_row_narrow, _write_row_wide = _make_write_row(0), _make_write_row(1)
 
 @jit
 def emit_row(
-    out_at: int,
+    out_address: int,
     post_list: int,
     post_count: int,
     rows: int,
@@ -186,26 +192,26 @@ def emit_row(
     channels: int,
     tiles: int,
     vectors: int,
-    need: int,
+    required_length: int,
 ) -> None:
-    """Write one row of every plane.
+    """Write one row of all planes.
 
     Args:
-        out_at: Address of the output's `records.EVENTS`.
+        out_address: Address of the output's `records.EVENTS`.
         post_list: Address of event tensors of the output's shape, which are added to the bits.
-        post_count: How many.
+        post_count: Number of these tensors.
         rows: N * H.
         row: n * H + y.
         bits: Address of the row's bits at step 0, uint16 [tiles, W, vectors].
         step_bytes: Bytes between two steps.
-        masks: Address of room for one step of bits and eight bytes more.
+        masks: Address of scratch memory for one step of bits plus eight bytes.
         width: W.
         channels: C.
         tiles: See `bits`.
         vectors: See `bits`.
-        need: Address of an int64 that becomes the length of the longest row that did not fit.
+        required_length: Address of an int64 that receives the length of the longest row that did not fit.
     """
-    out = carray(as_pointer(out_at), 1, EVENTS)[0]
+    out = carray(as_pointer(out_address), 1, EVENTS)[0]
     posts = carray(as_pointer(post_list), post_count, EVENTS)
     nbytes = 2 * tiles * width * vectors
     for plane in range(out.planes):
@@ -221,4 +227,4 @@ def emit_row(
                 length += count_bits(read_short(masks + i))
             for i in range(post_count):
                 length += read_int(posts[i].start + 4 * (line * (width + 1) + width))
-            atomic_max(need, length)
+            atomic_max(required_length, length)

@@ -1,7 +1,7 @@
-"""What the kernels' LLVM IR is written with: types, casts, loads and stores.
+"""Types, casts, loads and stores for the kernels' LLVM IR.
 
-Addresses travel as int64 bytes: the kernels walk buffers of several element types whose strides are only
-known at run time. Nothing here checks a bound; whoever runs a kernel sizes its buffers.
+Addresses are int64 bytes: the kernels index buffers of several element types whose strides are known only
+at run time. Bounds are not checked; the caller of a kernel sizes its buffers.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ MASK = ir.VectorType(I1, LANES)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Numba's decorator for functions given as LLVM IR; it hands constants on as literal types."""
+    """Numba's decorator for functions in LLVM IR; passes constants as literal types."""
     return _intrinsic(prefer_literal=True)(function)
 
 
-def cpu_features() -> frozenset[str]:
-    """Names of the instruction set extensions that Numba generates code for here."""
+def get_cpu_features() -> frozenset[str]:
+    """Names of the instruction set extensions that Numba generates code for."""
     flat: str | None = getattr(config, "CPU_FEATURES", None)
     if flat is None:
         flat = binding.get_host_cpu_features().flatten()
     return frozenset(name[1:] for name in flat.split(",") if name.startswith("+"))
 
 
-def const(value: int, kind: ir.IntType = I64) -> ir.Constant:
+def make_const(value: int, kind: ir.IntType = I64) -> ir.Constant:
     return ir.Constant(kind, value)
 
 
-def pointer(builder: Any, address: Any, kind: Any) -> Any:
+def cast_to_pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    return builder.load(pointer(builder, address, kind), align=align)
+    return builder.load(cast_to_pointer(builder, address, kind), align=align)
 
 
 def store(builder: Any, value: Any, address: Any, align: int) -> None:
-    builder.store(value, pointer(builder, address, value.type), align=align)
+    builder.store(value, cast_to_pointer(builder, address, value.type), align=align)
 
 
 def splat(builder: Any, scalar: Any, kind: Any) -> Any:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, const(0, I32))
+    first_lane = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, make_const(0, I32))
     order = ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order)
+    return builder.shuffle_vector(first_lane, ir.Constant(kind, ir.Undefined), order)
 
 
-def mask_of(builder: Any, bits: Any) -> Any:
+def bits_to_mask(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.trunc(bits, I16), MASK)
 
 
-def bits_of(builder: Any, mask: Any) -> Any:
+def mask_to_bits(builder: Any, mask: Any) -> Any:
     return builder.zext(builder.bitcast(mask, I16), I64)

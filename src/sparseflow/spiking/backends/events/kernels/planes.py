@@ -1,15 +1,15 @@
-"""How events share time steps.
+"""Sharing of events between time steps.
 
-A neuron that is driven steadily fires again and again, mostly at every step or at every other one, and a
-weight row that is needed at two steps need only be summed once. So the events of a tensor are kept in
-*planes*, each of which stands for a set of time steps: an event of plane {1, 3} fires at step 1 and at step
-3. The spikes of step t are the sum of all planes whose set holds t.
+A steadily driven neuron fires again and again, often at every step or every other step, and a weight row
+needed at two steps needs to be summed only once. The events of a tensor are therefore stored in *planes*,
+each of which stands for a set of time steps: an event of plane {1, 3} fires at steps 1 and 3. The spikes of
+step t are the sum of all planes whose set contains t.
 
 Time is cut into blocks of at most four steps. The planes of a block form a tree: all its steps, then every
-other one, at last each step alone; an event lies in the highest plane all of whose steps it fires at. A
-convolution walks the tree: the sum of a plane starts from the sum of its parent, and the sum of a single step
-is complete. Narrow layers go from the block to single steps at once, for every plane costs a loop over all
-pixels.
+other step, then single steps; an event is stored in the highest plane all of whose steps it fires at. A
+convolution walks the tree: the sum of a plane starts from the sum of its parent, and the sum of a single
+step is complete. Narrow layers go from the block directly to single steps, since each plane costs a loop
+over all pixels.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 BLOCK_STEPS = 4
 """Time steps that may share events."""
-MOST_SHARED = 3
+MAX_SHARED = 3
 """Planes of a block that stand for more than one step."""
-_WIDE = 64
-"""Channels from which on every other step of a block has a plane."""
+_MIN_TREE_CHANNELS = 64
+"""Minimum channels for planes of every other step."""
 
 Steps = tuple[int, ...]
 """Time steps, evenly spaced, in order."""
@@ -32,71 +32,69 @@ Steps = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """The events that fire at every one of some steps, but not at every one of its parent's steps.
+    """The events that fire at all of some steps, but not at all of the parent's steps.
 
     Attributes:
-        steps: Its time steps.
-        parent: Time steps of the plane above; empty when there is none.
+        steps: Time steps of the plane.
+        parent: Time steps of the plane above; empty if there is none.
     """
 
     steps: Steps
     parent: Steps = ()
 
-    def of(self, spikes: np.ndarray) -> np.ndarray:
-        """Its events, given spikes [T, ...] of zeros and ones: [...]."""
-        own = spikes[list(self.steps)].min(axis=0)
-        return own * (1 - spikes[list(self.parent)].min(axis=0)) if self.parent else own
+    def extract(self, spikes: np.ndarray) -> np.ndarray:
+        """Extract the plane's events [...] from spikes [T, ...] of zeros and ones."""
+        events = spikes[list(self.steps)].min(axis=0)
+        return events * (1 - spikes[list(self.parent)].min(axis=0)) if self.parent else events
 
 
-def _tree(steps: Steps, parent: Steps, wide: bool) -> list[Plane]:
-    found = [Plane(steps=steps, parent=parent)]
+def _build_tree(steps: Steps, parent: Steps, wide: bool) -> list[Plane]:
+    planes = [Plane(steps=steps, parent=parent)]
     if len(steps) > 1:
         parts = (steps[::2], steps[1::2]) if wide else tuple((t,) for t in steps)
         for part in parts:
-            found += _tree(part, steps, wide)
-    return found
+            planes += _build_tree(part, steps, wide)
+    return planes
 
 
 @functools.cache
-def planes_of(time_steps: int, channels: int) -> tuple[Plane, ...]:
-    """The planes of a tensor with `time_steps` steps and `channels` channels.
+def list_planes(time_steps: int, channels: int) -> tuple[Plane, ...]:
+    """List the planes of a tensor with `time_steps` steps and `channels` channels.
 
-    They are ordered by their first step, larger sets first: when a step's own plane comes, all planes that
-    share the step have come.
+    They are ordered by their first step, larger sets first: the single-step plane of a step comes after all
+    planes that share the step.
     """
     blocks = [range(lo, min(lo + BLOCK_STEPS, time_steps)) for lo in range(0, time_steps, BLOCK_STEPS)]
-    found = [p for block in blocks for p in _tree(tuple(block), (), channels >= _WIDE)]
-    return tuple(sorted(found, key=lambda p: (p.steps[0], -len(p.steps))))
+    planes = [p for block in blocks for p in _build_tree(tuple(block), (), channels >= _MIN_TREE_CHANNELS)]
+    return tuple(sorted(planes, key=lambda p: (p.steps[0], -len(p.steps))))
 
 
-PLANE_FROM, PLANE_TO, PLANE_STEPS, PLANE_ABOVE, PLANE_BYTES = 0, 4, 8, 20, 32
+PLANE_PARENT_SLOT, PLANE_SLOT, PLANE_STEPS, PLANE_PARENT_STEPS, PLANE_BYTES = 0, 4, 8, 20, 32
 """Where a row of `plane_table` holds what, and its size; bytes."""
 
 
-def _progression(steps: Steps) -> tuple[int, int, int]:
-    """First, one past the last and spacing."""
+def _describe_progression(steps: Steps) -> tuple[int, int, int]:
+    """Return the first step, one past the last, and the spacing."""
     if not steps:
         return 0, 0, 1
     return steps[0], steps[-1] + 1, steps[1] - steps[0] if len(steps) > 1 else 1
 
 
 @functools.cache
-def plane_table(time_steps: int, channels: int) -> np.ndarray:
-    """`planes_of` for kernels: int32 [planes, 8].
+def build_plane_table(time_steps: int, channels: int) -> np.ndarray:
+    """Build `list_planes` for kernels: int32 [planes, 8].
 
-    A row holds: the place of the parent's sum (-1 without a parent), the place of its own (-1 for a single
-    step), then first step, one past the last and spacing of its own steps and of its parent's. Places are
-    numbered from 0 to MOST_SHARED - 1 in each block.
+    A row holds the slot of the parent's sum (-1 without a parent), the slot of its own sum (-1 for a single
+    step), then first step, one past the last and spacing of its own steps and of its parent's. Slots are
+    numbered from 0 to MAX_SHARED - 1 in each block.
     """
-    places: dict[Steps, int] = {(): -1}
+    slots: dict[Steps, int] = {(): -1}
     rows = []
-    for plane in planes_of(time_steps, channels):
+    for plane in list_planes(time_steps, channels):
         if len(plane.steps) > 1:
-            places[plane.steps] = sum(
-                s[0] // BLOCK_STEPS == plane.steps[0] // BLOCK_STEPS for s in places if s
-            )
-        own = _progression(plane.steps), _progression(plane.parent)
-        rows.append((places[plane.parent], places.get(plane.steps, -1), *own[0], *own[1]))
+            slots[plane.steps] = sum(s[0] // BLOCK_STEPS == plane.steps[0] // BLOCK_STEPS for s in slots if s)
+        ranges = _describe_progression(plane.steps), _describe_progression(plane.parent)
+        rows.append((slots[plane.parent], slots.get(plane.steps, -1), *ranges[0], *ranges[1]))
     table = np.array(rows, dtype=np.int32)
     table.flags.writeable = False
     return table

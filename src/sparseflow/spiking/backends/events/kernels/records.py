@@ -1,7 +1,7 @@
-"""What Python tells a kernel: plain C records of addresses (int64 bytes), sizes and numbers.
+"""Kernel arguments: C records of addresses (int64 bytes), sizes and numbers.
 
-A kernel gets the address of one record and reads everything from there. That makes it a C callback that any
-thread pool can run, see `threads.py`. Sizes are in elements unless the name says bytes.
+A kernel takes the address of one record and reads everything from there. This makes it a C callback that
+any thread pool can run, see `threads.py`. Sizes are in elements unless the name says bytes.
 """
 
 from __future__ import annotations
@@ -9,32 +9,31 @@ from __future__ import annotations
 import numpy as np
 
 SLACK = 32
-"""Entries beyond the last one of a row of events that vector loads and stores may touch."""
+"""Entries after the end of a row of events that vector loads and stores may touch."""
 
 
-def _record(*names: str, floats: tuple[str, ...] = ()) -> np.dtype:
+def _make_dtype(*names: str, floats: tuple[str, ...] = ()) -> np.dtype:
     return np.dtype(
         [(name, np.int64) for name in names] + [(name, np.float32) for name in floats], align=True
     )
 
 
-def field_offset(record: np.dtype, name: str) -> int:
-    """Bytes from the beginning of a record to one of its fields."""
+def get_field_offset(record: np.dtype, name: str) -> int:
     offsets: dict[str, int] = {field: entry[1] for field, entry in (record.fields or {}).items()}
     return offsets[name]
 
 
-EVENTS = _record(
+EVENTS = _make_dtype(
     "index",  # address of the entries, uint16 or (wide) int32
     "start",  # address of int32 [planes, N, H, W + 1]
-    "row",  # entries between the beginnings of two rows
+    "row",  # allocated entries per row
     "wide",
     "planes",
     "table",  # address of `planes.plane_table`
 )
 """A spike tensor in event form."""
 
-SOURCE = _record(
+SOURCE = _make_dtype(
     "index",  # the first six as in EVENTS
     "start",
     "row",
@@ -52,16 +51,16 @@ SOURCE = _record(
 )
 """A spike tensor and the convolution that reads it."""
 
-DENSE = _record(
+DENSE = _make_dtype(
     "data",  # address of float32 [T or 1, N, H, W, C]
-    "time",  # elements between two time steps; 0 when constant over time
+    "time",  # elements between two time steps; 0 if constant over time
 )
 """A real tensor that is added to the neuron's input."""
 
-GROUP = _record(
-    "next_item",  # atomic: work items handed out so far
-    "next_slot",  # atomic: threads that have asked for scratch memory
-    "need",  # atomic: length of the longest output row that did not fit, 0 when all did
+GROUP = _make_dtype(
+    "next_item",  # atomic: work items handed out
+    "next_slot",  # atomic: scratch slots handed out
+    "need",  # atomic: length of the longest output row that did not fit, 0 if all fit
     "time_steps",
     "images",
     "channels",
@@ -85,8 +84,8 @@ GROUP = _record(
     "v_in",  # address of float32 [N, H, W, C], or 0
     "v_out",
     "bits",  # address of uint16 [T][N][H][tiles][W][vectors]
-    "finished",  # address of int64 [blocks]: tiles done
-    "mode",  # what comes out, see kernels.py
+    "finished",  # address of int64 [blocks]: finished tiles
+    "mode",  # kind of output, see group.py
     "out",  # address of EVENTS, or of float32 [T, N, H, W, C]
     "scratch",  # address of the threads' private memory
     "scratch_bytes",  # of one thread
@@ -97,11 +96,11 @@ GROUP = _record(
 )
 """One run of a group."""
 
-CODEC = _record(
+CODEC = _make_dtype(
     "next_item",
     "next_slot",
     "need",  # as in GROUP
-    "flag",  # atomic: what encode found, see conversions.py
+    "flag",  # atomic: result of encode, see conversions.py
     "time_steps",
     "images",
     "channels",

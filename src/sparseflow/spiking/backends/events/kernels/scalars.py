@@ -1,4 +1,4 @@
-"""Scalar building blocks of the event kernels: memory at an address, bits, atomics."""
+"""Scalar building blocks of the event kernels: memory access, bits, atomics."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparseflow.spiking.backends.events.kernels.llvm import (
     I16,
     I32,
     I64,
-    const,
+    cast_to_pointer,
     intrinsic,
     load,
-    pointer,
+    make_const,
     store,
 )
 
@@ -119,14 +119,14 @@ def add_one(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address; harmless wherever it points."""
+    """Prefetch the cache line at an address; any address is safe."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         name = "llvm.prefetch.p0"
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        reading, into_every_level, data = const(0, I32), const(3, I32), const(1, I32)
-        builder.call(function, [pointer(builder, args[0], I8), reading, into_every_level, data])
+        reading, into_every_level, data = make_const(0, I32), make_const(3, I32), make_const(1, I32)
+        builder.call(function, [cast_to_pointer(builder, args[0], I8), reading, into_every_level, data])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -144,11 +144,11 @@ def count_bits(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at `address` as one step that other threads see whole; returns the value before."""
+    """Add atomically to the int64 at `address`; returns the previous value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, amount = args
-        return builder.atomic_rmw("add", pointer(builder, address, I64), amount, "seq_cst")
+        return builder.atomic_rmw("add", cast_to_pointer(builder, address, I64), amount, "seq_cst")
 
     i64 = types.int64
     return i64(i64, i64), codegen
@@ -156,11 +156,11 @@ def atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def atomic_max(typingctx: Any, address: Any, value: Any) -> Any:
-    """Raise the int64 at `address` to at least `value`; returns the value before."""
+    """Raise the int64 at `address` atomically to at least `value`; returns the previous value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, value = args
-        return builder.atomic_rmw("max", pointer(builder, address, I64), value, "seq_cst")
+        return builder.atomic_rmw("max", cast_to_pointer(builder, address, I64), value, "seq_cst")
 
     i64 = types.int64
     return i64(i64, i64), codegen
@@ -168,7 +168,7 @@ def atomic_max(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def as_pointer(typingctx: Any, address: Any) -> Any:
-    """An address as a `void*`, which `numba.carray` takes."""
+    """Convert an address to a `void*` for `numba.carray`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], I8.as_pointer())
@@ -178,7 +178,7 @@ def as_pointer(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def address_of(typingctx: Any, pointer: Any) -> Any:
-    """A `void*` as an address."""
+    """Convert a `void*` to an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ptrtoint(args[0], I64)

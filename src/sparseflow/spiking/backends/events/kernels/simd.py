@@ -1,8 +1,8 @@
 """Vector building blocks of the event kernels, written as LLVM IR because Numba keeps no array in registers.
 
-Every block works on sixteen float lanes. LLVM lowers them to one AVX-512 register, two AVX2 registers or four
-NEON registers, so there is one source for all machines; only the compaction of event indices asks for an
-AVX-512 instruction by name and has a portable twin.
+Each block works on sixteen float lanes. LLVM lowers them to one AVX-512 register, two AVX2 registers or
+four NEON registers, so all machines share one source. Only the compaction of event indices uses an AVX-512
+instruction explicitly and has a portable fallback.
 """
 
 from __future__ import annotations
@@ -23,87 +23,91 @@ from sparseflow.spiking.backends.events.kernels.llvm import (
     MASK,
     SHORTS,
     VECTOR_BYTES,
-    bits_of,
-    const,
-    cpu_features,
+    bits_to_mask,
+    cast_to_pointer,
+    get_cpu_features,
     intrinsic,
     load,
-    mask_of,
-    pointer,
+    make_const,
+    mask_to_bits,
     splat,
     store,
 )
 
 
-def sums_side_by_side(vectors: int) -> int:
-    """How many partial sums of a row of `vectors` vectors fit the registers, at most four.
+def count_parallel_sums(vectors: int) -> int:
+    """Count the partial sums of a row of `vectors` vectors that fit into registers, at most four.
 
-    They hide the latency of additions, and short sums round less.
+    Several sums hide the latency of additions, and shorter sums round less.
     """
-    budget = 16 if "avx512f" in cpu_features() else 6
-    return max(ways for ways in (1, 2, 4) if ways == 1 or ways * vectors <= budget)
+    budget = 16 if "avx512f" in get_cpu_features() else 6
+    return max(
+        parallel_sums
+        for parallel_sums in (1, 2, 4)
+        if parallel_sums == 1 or parallel_sums * vectors <= budget
+    )
 
 
 @intrinsic
 def add_rows(
-    typingctx: Any, rows: Any, begin: Any, end: Any, table: Any, zero: Any, first: Any, out: Any, vectors: Any
+    typingctx: Any, rows: Any, start: Any, end: Any, table: Any, zero: Any, first: Any, out: Any, vectors: Any
 ) -> Any:
-    """out = first + sum of the table's rows number `rows[begin:end]`; a row is 16*vectors floats.
+    """out = first + sum of the table's rows number `rows[start:end]`; a row is 16*vectors floats.
 
-    The sum lives in registers from the first row to the last. Rows are taken several at a time; those that
-    are missing at the end are replaced by a row of zeros, which costs less than a mispredicted branch.
+    The sum stays in registers. Rows are read several at a time; missing rows at the end are replaced by a
+    row of zeros, which costs less than a mispredicted branch.
 
     Args:
-        rows: Address of int32 row numbers; three more than `end` may be read.
-        begin: First index into `rows`.
+        rows: Address of int32 row numbers; up to three after `end` may be read.
+        start: First index into `rows`.
         end: One past the last index.
         table: Address of row 0, 64-byte aligned.
         zero: Number of a row that holds zeros.
         first: Address of 16*vectors floats; may be `out`.
         out: Address of 16*vectors floats.
-        vectors: How many vectors a row has; a literal, a power of two.
+        vectors: Vectors per row; a literal, a power of two.
     """
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     count = vectors.literal_value
-    ways = sums_side_by_side(count)
+    num_sums = count_parallel_sums(count)
     shift = (VECTOR_BYTES * count).bit_length() - 1
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, begin, end, table, zero, first, out, _ = args
-        numbers = pointer(builder, rows, I32)
+        rows, start, end, table, zero, first, out, _ = args
+        numbers = cast_to_pointer(builder, rows, I32)
         function, entry = builder.function, builder.block
-        head, body, done = (function.append_basic_block(name) for name in ("head", "body", "done"))
+        head, body, exit_block = (function.append_basic_block(name) for name in ("head", "body", "done"))
         builder.branch(head)
 
         builder.position_at_end(head)
         i = builder.phi(I64)
-        i.add_incoming(begin, entry)
-        sums = [[builder.phi(FLOATS) for _ in range(count)] for _ in range(ways)]
-        for phi in (p for way in sums for p in way):
+        i.add_incoming(start, entry)
+        sums = [[builder.phi(FLOATS) for _ in range(count)] for _ in range(num_sums)]
+        for phi in (phi for partial in sums for phi in partial):
             phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
-        builder.cbranch(builder.icmp_signed("<", i, end), body, done)
+        builder.cbranch(builder.icmp_signed("<", i, end), body, exit_block)
 
         builder.position_at_end(body)
-        for way in range(ways):
-            at = builder.add(i, const(way))
-            number = builder.sext(builder.load(builder.gep(numbers, [at])), I64)
-            if way:
-                number = builder.select(builder.icmp_signed("<", at, end), number, zero)
-            row = builder.add(table, builder.shl(number, const(shift)))
-            for a, phi in enumerate(sums[way]):
-                weight = load(builder, builder.add(row, const(VECTOR_BYTES * a)), FLOATS, VECTOR_BYTES)
+        for k in range(num_sums):
+            position = builder.add(i, make_const(k))
+            number = builder.sext(builder.load(builder.gep(numbers, [position])), I64)
+            if k:
+                number = builder.select(builder.icmp_signed("<", position, end), number, zero)
+            row = builder.add(table, builder.shl(number, make_const(shift)))
+            for a, phi in enumerate(sums[k]):
+                weight = load(builder, builder.add(row, make_const(VECTOR_BYTES * a)), FLOATS, VECTOR_BYTES)
                 phi.add_incoming(builder.fadd(phi, weight), body)
-        i.add_incoming(builder.add(i, const(ways)), body)
+        i.add_incoming(builder.add(i, make_const(num_sums)), body)
         builder.branch(head)
 
-        builder.position_at_end(done)
+        builder.position_at_end(exit_block)
         for a in range(count):
-            parts = [way[a] for way in sums]
+            parts = [partial[a] for partial in sums]
             while len(parts) > 1:
                 parts = [builder.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-            before = load(builder, builder.add(first, const(VECTOR_BYTES * a)), FLOATS, 4)
-            store(builder, builder.fadd(before, parts[0]), builder.add(out, const(VECTOR_BYTES * a)), 4)
+            before = load(builder, builder.add(first, make_const(VECTOR_BYTES * a)), FLOATS, 4)
+            store(builder, builder.fadd(before, parts[0]), builder.add(out, make_const(VECTOR_BYTES * a)), 4)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -138,12 +142,12 @@ def expand_entries(typingctx: Any, source: Any, add: Any, out: Any, wide: Any) -
 
 @intrinsic
 def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, wide: Any) -> Any:
-    """Write `first + lane` for every set bit, packed from `out` on; all `lanes` places may be overwritten.
+    """Write `first + lane` for each set bit, packed from `out` on; all `lanes` positions may be overwritten.
 
     Args:
         out: Address of `lanes` writable entries.
         first: Entry of lane 0.
-        bits: Which of the lanes to keep.
+        bits: Lanes to keep.
         lanes: Literal 16 or 32.
         wide: Literal 1 for int32 entries, 0 for uint16.
     """
@@ -154,17 +158,17 @@ def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, 
     # One AVX-512 register holds 16 int32 or 32 uint16.
     step = LANES if wide.literal_value else count
     vector = ir.VectorType(scalar, step)
-    native = {"avx512vbmi2", "avx512vl", "avx512bw"} <= cpu_features()
+    native = {"avx512vbmi2", "avx512vl", "avx512bw"} <= get_cpu_features()
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out, first, bits, *_ = args
         start = builder.trunc(first, scalar)
         if not native:
-            place = out
+            cursor = out
             for lane in range(count):
-                store(builder, builder.add(start, const(lane, scalar)), place, size)
-                kept = builder.and_(builder.lshr(bits, const(lane)), const(1))
-                place = builder.add(place, builder.mul(kept, const(size)))
+                store(builder, builder.add(start, make_const(lane, scalar)), cursor, size)
+                is_set = builder.and_(builder.lshr(bits, make_const(lane)), make_const(1))
+                cursor = builder.add(cursor, builder.mul(is_set, make_const(size)))
             return context.get_dummy_value()
         name = f"llvm.x86.avx512.mask.compress.v{step}i{scalar.width}"
         mask = ir.VectorType(I1, step)
@@ -174,11 +178,13 @@ def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, 
             entries = builder.add(
                 splat(builder, start, vector), ir.Constant(vector, [low + lane for lane in range(step)])
             )
-            some = builder.trunc(builder.lshr(bits, const(low)), ir.IntType(step))
-            packed = builder.call(compress, [entries, ir.Constant(vector, None), builder.bitcast(some, mask)])
+            step_bits = builder.trunc(builder.lshr(bits, make_const(low)), ir.IntType(step))
+            packed = builder.call(
+                compress, [entries, ir.Constant(vector, None), builder.bitcast(step_bits, mask)]
+            )
             store(builder, packed, out, size)
-            kept = builder.ctpop(builder.zext(some, I64))
-            out = builder.add(out, builder.mul(kept, const(size)))
+            num_set = builder.ctpop(builder.zext(step_bits, I64))
+            out = builder.add(out, builder.mul(num_set, make_const(size)))
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -187,65 +193,72 @@ def append_entries(typingctx: Any, out: Any, first: Any, bits: Any, lanes: Any, 
 
 @intrinsic
 def fire(
-    typingctx: Any, v: Any, x: Any, alpha: Any, beta: Any, delta: Any, threshold: Any, rest: Any, hard: Any
+    typingctx: Any,
+    v: Any,
+    x: Any,
+    alpha: Any,
+    beta: Any,
+    delta: Any,
+    threshold: Any,
+    v_rest: Any,
+    hard_reset: Any,
 ) -> Any:
-    """One step of sixteen neurons, in place on their membranes; returns the lanes that fired as bits.
+    """Step sixteen neurons, updating their membranes; returns the lanes that fired as bits.
 
-    The arithmetic is `alpha*v + beta*x + delta`, rounded after every operation, so that it matches plain
-    torch.
+    Computes `alpha*v + beta*x + delta`, rounded after each operation, so that it matches plain torch.
 
     Args:
         v: Address of 16 membranes, updated.
         x: Address of 16 input currents.
-        alpha: float32, as `NeuronSpec`; so are beta, delta and threshold.
-        rest: float32 value after a hard reset.
-        hard: int64, 1 for a hard reset and 0 for a soft one.
+        alpha: float32, as in `NeuronSpec`, like beta, delta and threshold.
+        v_rest: float32 value after a hard reset.
+        hard_reset: int64, 1 for a hard reset and 0 for a soft one.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v, x, *numbers, hard = args
-        alpha, beta, delta, threshold, rest = (splat(builder, n, FLOATS) for n in numbers)
+        v, x, *numbers, hard_reset = args
+        alpha, beta, delta, threshold, v_rest = (splat(builder, n, FLOATS) for n in numbers)
         old = load(builder, v, FLOATS, 4)
         current = load(builder, x, FLOATS, 4)
         charged = builder.fadd(builder.fadd(builder.fmul(alpha, old), builder.fmul(beta, current)), delta)
         fired = builder.fcmp_ordered(">=", charged, threshold)
-        is_hard = builder.icmp_signed("!=", hard, const(0))
-        after = builder.select(is_hard, rest, builder.fsub(charged, threshold))
+        is_hard = builder.icmp_signed("!=", hard_reset, make_const(0))
+        after = builder.select(is_hard, v_rest, builder.fsub(charged, threshold))
         store(builder, builder.select(fired, after, charged), v, 4)
-        return bits_of(builder, fired)
+        return mask_to_bits(builder, fired)
 
     i64, f32 = types.int64, types.float32
     return i64(i64, i64, f32, f32, f32, f32, f32, i64), codegen
 
 
-def _masked(builder: Any, operation: str) -> Any:
+def _get_masked_intrinsic(builder: Any, operation: str) -> Any:
     name = f"llvm.masked.{operation}.v{LANES}f32.p0"
-    place = FLOATS.as_pointer()
+    vector_pointer = FLOATS.as_pointer()
     if operation == "load":
-        kind = ir.FunctionType(FLOATS, [place, I32, MASK, FLOATS])
+        kind = ir.FunctionType(FLOATS, [vector_pointer, I32, MASK, FLOATS])
     else:
-        kind = ir.FunctionType(ir.VoidType(), [FLOATS, place, I32, MASK])
+        kind = ir.FunctionType(ir.VoidType(), [FLOATS, vector_pointer, I32, MASK])
     return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
 def _masked_load(builder: Any, address: Any, mask: Any) -> Any:
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    arguments = [pointer(builder, address, FLOATS), const(4, I32), mask, zero]
-    return builder.call(_masked(builder, "load"), arguments)
+    arguments = [cast_to_pointer(builder, address, FLOATS), make_const(4, I32), mask, zero]
+    return builder.call(_get_masked_intrinsic(builder, "load"), arguments)
 
 
 def _masked_store(builder: Any, value: Any, address: Any, mask: Any) -> None:
-    arguments = [value, pointer(builder, address, FLOATS), const(4, I32), mask]
-    builder.call(_masked(builder, "store"), arguments)
+    arguments = [value, cast_to_pointer(builder, address, FLOATS), make_const(4, I32), mask]
+    builder.call(_get_masked_intrinsic(builder, "store"), arguments)
 
 
 @intrinsic
 def copy_lanes(typingctx: Any, source: Any, out: Any, valid: Any) -> Any:
-    """Copy the floats whose bit in `valid` is set; the other lanes are neither read nor written."""
+    """Copy the floats whose bit in `valid` is set; other lanes are neither read nor written."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, out, valid = args
-        mask = mask_of(builder, valid)
+        mask = bits_to_mask(builder, valid)
         _masked_store(builder, _masked_load(builder, source, mask), out, mask)
         return context.get_dummy_value()
 
@@ -255,12 +268,12 @@ def copy_lanes(typingctx: Any, source: Any, out: Any, valid: Any) -> Any:
 
 @intrinsic
 def add_lanes(typingctx: Any, first: Any, source: Any, out: Any, valid: Any) -> Any:
-    """out = first + source; of `source`, only the floats whose bit in `valid` is set are read, else 0."""
+    """out = first + source; floats of `source` without their bit in `valid` count as 0 and are not read."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, source, out, valid = args
-        more = _masked_load(builder, source, mask_of(builder, valid))
-        store(builder, builder.fadd(load(builder, first, FLOATS, 4), more), out, 4)
+        addend = _masked_load(builder, source, bits_to_mask(builder, valid))
+        store(builder, builder.fadd(load(builder, first, FLOATS, 4), addend), out, 4)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -284,9 +297,9 @@ def store_bits(typingctx: Any, bits: Any, out: Any, valid: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits, out, valid = args
-        one, zero = (ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0))
-        value = builder.select(mask_of(builder, bits), one, zero)
-        _masked_store(builder, value, out, mask_of(builder, valid))
+        ones, zeros = (ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0))
+        value = builder.select(bits_to_mask(builder, bits), ones, zeros)
+        _masked_store(builder, value, out, bits_to_mask(builder, valid))
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -295,16 +308,18 @@ def store_bits(typingctx: Any, bits: Any, out: Any, valid: Any) -> Any:
 
 @intrinsic
 def load_bits(typingctx: Any, source: Any, valid: Any) -> Any:
-    """Bits of the lanes that are 1.0, and, 16 places higher, of those that are neither 0.0 nor 1.0."""
+    """Bits of the lanes that are 1.0 and, 16 positions higher, of the lanes that are neither 0.0 nor 1.0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, valid = args
-        value = _masked_load(builder, source, mask_of(builder, valid))
-        one, zero = (ir.Constant(FLOATS, [number] * LANES) for number in (1.0, 0.0))
-        ones = builder.fcmp_ordered("==", value, one)
-        zeros = builder.fcmp_ordered("==", value, zero)
-        others = builder.not_(builder.or_(ones, zeros))
-        return builder.or_(bits_of(builder, ones), builder.shl(bits_of(builder, others), const(LANES)))
+        value = _masked_load(builder, source, bits_to_mask(builder, valid))
+        one_vector, zero_vector = (ir.Constant(FLOATS, [number] * LANES) for number in (1.0, 0.0))
+        ones = builder.fcmp_ordered("==", value, one_vector)
+        zeros = builder.fcmp_ordered("==", value, zero_vector)
+        invalid = builder.not_(builder.or_(ones, zeros))
+        return builder.or_(
+            mask_to_bits(builder, ones), builder.shl(mask_to_bits(builder, invalid), make_const(LANES))
+        )
 
     i64 = types.int64
     return i64(i64, i64), codegen

@@ -1,8 +1,8 @@
-"""Runs a C callback on as many threads as torch uses.
+"""Execution of a C callback on as many threads as torch uses.
 
-torch's own OpenMP team does the work where its runtime (libgomp) can be found: its threads are awake right
-after a torch operation, and a second pool would compete with them for the same cores. Elsewhere a Python
-thread pool does; the callbacks hold no GIL.
+torch's own OpenMP team is used if its runtime (libgomp) is found: its threads are awake right after a torch
+operation, and a second pool would compete with them for cores. Otherwise a Python thread pool is used; the
+callbacks do not hold the GIL.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @functools.cache
-def _openmp() -> Any:
-    """`GOMP_parallel` of the OpenMP runtime that torch has loaded, or None."""
-    # The wheels bring their own copy; elsewhere it is the one that the process has loaded for all.
+def _load_openmp() -> Any:
+    """Load `GOMP_parallel` of the OpenMP runtime that torch uses; None if there is none."""
+    # The wheels bundle their own copy; otherwise use the one loaded by the process.
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     for library in (*map(str, bundled), None):
         try:
@@ -36,32 +36,34 @@ def _openmp() -> Any:
 
 
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _get_pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sparseflow-events")
 
 
 @functools.cache
-def _callback(function: int) -> Callable[[int], None]:
+def _get_callback(function: int) -> Callable[[int], None]:
     return _CALLBACK(function)
 
 
-def run(function: int, record: int, threads: int | None = None) -> None:
-    """Call `function(record)` once on every thread, at the same time, and wait.
+def run_on_threads(function: int, record: int, threads: int | None = None) -> None:
+    """Call `function(record)` once on each thread, concurrently, and wait.
 
     Args:
-        function: Address of a C function `void(void*)` that takes work items from its record until none is
-        left. record: Address of the record. threads: How many; torch's own number when None.
+        function: Address of a C function `void(void*)` that processes work items of its record until none is
+            left.
+        record: Address of the record.
+        threads: Number of threads; torch's if None.
     """
     threads = torch.get_num_threads() if threads is None else threads
     if threads == 1:
-        _callback(function)(record)
+        _get_callback(function)(record)
         return
-    openmp = _openmp()
+    openmp = _load_openmp()
     if openmp is not None:
         openmp(function, record, threads, 0)
         return
-    call = _callback(function)
-    others = [_pool(threads - 1).submit(call, record) for _ in range(threads - 1)]
+    call = _get_callback(function)
+    futures = [_get_pool(threads - 1).submit(call, record) for _ in range(threads - 1)]
     call(record)
-    for other in others:
+    for other in futures:
         other.result()

@@ -1,4 +1,4 @@
-"""Where the Hopper kernel finds pixels, the taps around them, and membranes."""
+"""Addresses of pixels, taps and membranes in the Hopper kernel."""
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
 # pyright: reportGeneralTypeIssues=false
@@ -10,14 +10,14 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def pixel_of(pixel, H: gl.constexpr, W: gl.constexpr):
+def split_pixel(pixel, H: gl.constexpr, W: gl.constexpr):
     """Image, row and column of a pixel counted over all images."""
     return pixel // (H * W), (pixel // W) % H, pixel % W
 
 
 @gluon.jit
-def place_of(n, y, x, H: gl.constexpr, W: gl.constexpr):
-    """Place of a pixel in memory (`format.py`); `y` and `x` may be one outside the image."""
+def padded_index(n, y, x, H: gl.constexpr, W: gl.constexpr):
+    """Position of a pixel in padded memory (`format.py`); `y` and `x` may be one outside the image."""
     return ((H + 1) * n + y + 1) * (W + 1) + x + 1
 
 
@@ -49,7 +49,7 @@ def load_units(
     IW: gl.constexpr,
     CH: gl.constexpr,
 ):
-    """The halfwords of a batch, unit by unit and time step by time step."""
+    """Load the halfwords of a batch, unit by unit and time step by time step."""
     words = ()
     for u in gl.static_range(UB):
         for t in gl.static_range(TC):
@@ -58,10 +58,10 @@ def load_units(
 
 
 @gluon.jit
-def membranes_of(state, pixel, column, table_ptr, C_OUT: gl.constexpr, V_COLUMNS: gl.constexpr):
-    """Places of membranes: `state`, or with the channels that a table names in place of `column`.
+def membrane_index(state, pixel, column, table_ptr, C_OUT: gl.constexpr, V_COLUMNS: gl.constexpr):
+    """Index of membranes: `state`, or with the channels of a table instead of `column`.
 
-    Looked up anew for every read and write of a tile: kept, they would take registers from the K loop.
+    Computed again for each read and write of a tile: kept, the indices would take registers from the K loop.
     """
     if V_COLUMNS:
         return pixel * C_OUT + gl.load(table_ptr + column).expand_dims(0)

@@ -1,7 +1,4 @@
-"""Prepare and run a group on packed spikes: weights laid out once, one kernel launch a call.
-
-Shapes that the Hopper kernel cannot take are refused by name (`refusal`), before anything is allocated.
-"""
+"""Host side of the Hopper group kernel: lays out the weights once and launches one kernel per call."""
 
 from __future__ import annotations
 
@@ -18,57 +15,61 @@ from sparseflow.spiking.backends.packed.format import (
     K_EXPONENT,
     WEIGHT_LIMIT,
     PackedSpikes,
-    blocks_of,
-    channel_table,
-    empty_packed,
-    words_of_a_tile,
+    allocate_packed,
+    count_activity_words,
+    count_blocks,
+    make_channel_table,
 )
-from sparseflow.spiking.backends.packed.hopper.variants import Variant, units_of, variants
+from sparseflow.spiking.backends.packed.hopper.variants import (
+    HopperVariant,
+    count_units,
+    list_hopper_variants,
+)
 from sparseflow.spiking.backends.spec import GroupSpec
 
 
-def refusal(spec: GroupSpec) -> str | None:
-    """Why this kernel cannot run `spec`, or None when it can."""
+def get_hopper_unsupported_reason(spec: GroupSpec) -> str | None:
+    """Return why the Hopper kernel cannot run `spec`, or None if it can."""
     count = len(spec.sources)
     if count == 0:
-        return "no spike source"
+        return "the group has no convolution of spikes"
     if count > 2:
         return f"{count} spike sources (at most 2)"
     if spec.post_skips:
-        return "spikes added to the output (its values are integers, not bits)"
+        return "spikes are added to the output (its values are integers, not bits)"
     if spec.skips > 1 or spec.dense_inputs > 1:
         return f"{spec.skips} skips and {spec.dense_inputs} dense inputs (at most one of each)"
     c_out = spec.sources[0].weight.shape[0]
     if c_out % BLOCK:
-        return f"{c_out} output channels (a multiple of {BLOCK} is needed)"
+        return f"{c_out} output channels (must be a multiple of {BLOCK})"
     for i, source in enumerate(spec.sources):
         k = source.weight.shape[-1]
         if (k, source.padding) not in ((3, 1), (1, 0)) or source.stride not in (1, 2):
             return f"source {i}: kernel {k}, padding {source.padding}, stride {source.stride}"
         if i == 1 and k != 1:
-            return "a second source that is not a 1x1 convolution"
+            return "the second source is not a 1x1 convolution"
         if not bool(torch.isfinite(source.weight).all()):
             return f"source {i} has NaN or Inf weights"
     return None
 
 
-def layout_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
-    """Weights as the kernel reads them, and the power of two to multiply its sums by.
+def pack_hopper_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
+    """Lay out the weights for the kernel; also return the power of two to multiply its sums by.
 
     Returns:
         (fp16 [C_out, K steps x 64], scale): steps in the order (block, tap, part), then the second source's
-        (block, part); along a step the order of `K_CHANNEL`, each column scaled by 2^-K_EXPONENT.
+        (block, part); within a step the order of `K_CHANNEL`, each column scaled by 2^-K_EXPONENT.
     """
     largest = max(float(s.weight.abs().max()) for s in spec.sources)
-    # a power of two that brings the largest weight under the limit, as near to it as possible: small weights
-    # and the low parts then stay clear of fp16's subnormals
+    # The power of two that brings the largest weight just under the limit: small weights and the low parts
+    # then stay clear of fp16's subnormals.
     shift = math.floor(math.log2(WEIGHT_LIMIT / largest)) if largest > 0 else 0
     if largest > 0 and largest * 2.0**shift >= WEIGHT_LIMIT:
         shift -= 1
     steps = []
     for source in spec.sources:
         c_out, c_in, k, _ = source.weight.shape
-        blocks = blocks_of(c_in)
+        blocks = count_blocks(c_in)
         device = source.weight.device
         w = torch.zeros((c_out, blocks * BLOCK, k * k), dtype=torch.float64, device=device)
         w[:, :c_in] = source.weight.double().reshape(c_out, c_in, k * k) * 2.0**shift
@@ -77,39 +78,39 @@ def layout_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
         # [C_out, block, place, tap] -> [C_out, block, tap, place]
         w = (w.view(c_out, blocks, BLOCK, k * k)[:, :, order].transpose(2, 3)) * power
         pieces = []
-        rest = w
+        residual = w
         for _ in range(parts):
-            piece = rest.half()
+            piece = residual.half()
             pieces.append(piece)
-            rest = rest - piece.double()
+            residual = residual - piece.double()
         steps.append(torch.stack(pieces, dim=3).reshape(c_out, -1))
     return torch.cat(steps, dim=1).contiguous(), 2.0**-shift
 
 
-class PreparedPackedGroup:
-    """A group with its weights laid out and its outputs allocated for one shape on one device.
+class HopperGroup:
+    """A group prepared for one shape on one Hopper GPU.
 
-    Calling it launches one kernel: no allocation, no host synchronisation, so it captures into a CUDA graph.
-    The returned tensors are the same ones at every call.
+    Calling it launches one kernel without allocation or host synchronization, so it can be captured into a
+    CUDA graph. The returned tensors are the same at each call.
 
     Args:
-        spec: The group; `refusal(spec)` must be None.
+        spec: The group; `get_hopper_unsupported_reason(spec)` must be None.
         T: Time steps.
         N: Images.
         H: Output rows.
         W: Output columns.
         device: A Hopper GPU.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits of them, and adds them up about as
-            accurately as an fp32 convolution would (`gluon.py`).
-        variant: A name out of `variants()`; None takes the likely fastest, the first of them.
-        in_sizes: (rows, columns) of every source's input; None takes stride x output.
-        emit_activity: Whether the output says where it is silent (`PackedSpikes.activity`), so that the next
-            group can skip that; at most 32 time steps.
-        v_columns: Integers [C_out]: at which channel of the membranes' memory each of the group's channels
-            is. Membranes come and go in that order, whatever the order of the weights. None: as they lie.
+        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits and is about as accurate as an fp32
+            convolution (`kernel.py`).
+        variant: A name from `list_variants()`; None takes the one estimated to be the fastest.
+        in_sizes: (rows, columns) of each source's input; stride x output if None.
+        emit_activity: Whether the output has activity words (`PackedSpikes.activity`), so that the next
+            group can skip silent blocks; at most 32 time steps.
+        v_columns: Integers [C_out], the channel of the membranes' memory for each of the group's channels;
+            None for the identity.
 
     Raises:
-        InputError: The group, the variant's name or the order of the membranes is refused.
+        InputError: The group, the variant's name or the membrane order is not supported.
         DeviceError: `device` is not a CUDA GPU of compute capability 9.0.
     """
 
@@ -128,9 +129,9 @@ class PreparedPackedGroup:
         emit_activity: bool = False,
         v_columns: Tensor | None = None,
     ) -> None:
-        reason = refusal(spec)
+        reason = get_hopper_unsupported_reason(spec)
         if reason is not None:
-            raise InputError(f"the packed group kernel does not take this group: {reason}")
+            raise InputError(f"the packed group kernel does not support this group: {reason}")
         self.device = torch.device(device)
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] != 9:
             raise DeviceError(
@@ -139,31 +140,31 @@ class PreparedPackedGroup:
         self.spec, self.T, self.N, self.H, self.W, self.parts = spec, T, N, H, W, parts
         self.in_sizes = list(in_sizes) if in_sizes else [(s.stride * H, s.stride * W) for s in spec.sources]
         for source, (h, w) in zip(spec.sources, self.in_sizes, strict=True):
-            if (source.out_size(h), source.out_size(w)) != (H, W):
-                raise InputError(f"an input of {h}x{w} does not give an output of {H}x{W}")
-        self._variants = variants(spec, T=T, N=N, H=H, W=W, parts=parts)
-        chosen = [v for v in self._variants if variant is None or v.name == variant]
-        if not chosen:
-            raise InputError(f"no variant {variant!r}; there are {[v.name for v in self._variants]}")
-        self.variant = chosen[0]
-        weights, scale = layout_weights(spec, parts)
+            if (source.compute_out_size(h), source.compute_out_size(w)) != (H, W):
+                raise InputError(f"an input of {h}x{w} does not yield an output of {H}x{W}")
+        self._variants = list_hopper_variants(spec, T=T, N=N, H=H, W=W, parts=parts)
+        selected = [v for v in self._variants if variant is None or v.name == variant]
+        if not selected:
+            raise InputError(f"unknown variant {variant!r}; available: {[v.name for v in self._variants]}")
+        self.variant = selected[0]
+        weights, scale = pack_hopper_weights(spec, parts)
         neuron = spec.neuron
         self.weights = weights.to(self.device)
         self.scale = scale * neuron.beta
         self.bias = (spec.bias.double() * neuron.beta + neuron.delta).float().to(self.device)
         self.c_out = spec.sources[0].weight.shape[0]
-        self.out = empty_packed(
+        self.out = allocate_packed(
             T, N, self.c_out, H, W, self.device, tile=16 // self.variant.pair if emit_activity else 0
         )
         self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
         v = self.variant
-        self._v_columns = channel_table(v_columns, self.c_out, self.device)
+        self._v_columns = make_channel_table(v_columns, self.c_out, self.device)
         self.tiles = -(-N * H * W // v.pixels)
         columns = self.c_out // v.bn
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         walkers = self.tiles if v.ctas == 0 else min(self.tiles, max(1, sms * v.ctas // (columns * v.split)))
         self.grid = (walkers, columns, v.split)
-        self._silence: dict[int, int] = {}
+        self._input_words: dict[int, int] = {}
         if v.split > 1:
             shares = self.tiles * columns
             self._partial = torch.empty(shares * v.split * (v.tc // v.pair) * v.bm * v.bn, device=self.device)
@@ -173,8 +174,8 @@ class PreparedPackedGroup:
             self._count = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._descriptor = None
 
-    def variants(self) -> list[str]:
-        """Names of the configurations that fit this group and shape."""
+    def list_variants(self) -> list[str]:
+        """List the names of the variants that fit."""
         return [v.name for v in self._variants]
 
     def __call__(
@@ -183,22 +184,22 @@ class PreparedPackedGroup:
         skips: Sequence[PackedSpikes] = (),
         dense: Sequence[Tensor] = (),
         v: Tensor | None = None,
-        want_v: bool = False,
+        write_v: bool = False,
     ) -> tuple[PackedSpikes, Tensor | None]:
         """Run the group.
 
         Args:
-            spikes: One per source. If the first has activity words, what is silent in it is skipped.
+            spikes: One per source. If the first has activity words, its silent blocks are skipped.
             skips: Packed spikes of the output's shape, added to the neuron's input.
             dense: fp16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out], channels as `v_columns` says; None starts at rest.
-            want_v: Whether to write the final membrane.
+            v: Initial membrane, fp32 [N, H, W, C_out], in the order of `v_columns`; the rest value if None.
+            write_v: Whether to write the final membrane.
 
         Returns:
             (packed spikes [T, N, C_out, H, W], membrane fp32 [N, H, W, C_out] or None).
         """
-        self.launch(spikes, skips, dense, v, want_v)
-        return self.out, self.v if want_v else None
+        self.launch(spikes, skips, dense, v, write_v)
+        return self.out, self.v if write_v else None
 
     def launch(
         self,
@@ -206,9 +207,9 @@ class PreparedPackedGroup:
         skips: Sequence[PackedSpikes] = (),
         dense: Sequence[Tensor] = (),
         v: Tensor | None = None,
-        want_v: bool = False,
+        write_v: bool = False,
     ):  # returns Triton's compiled kernel, whose type Triton does not export
-        """Launch and return the compiled kernel (it knows its registers, spills and shared memory)."""
+        """Launch and return the compiled kernel (which reports its registers, spills and shared memory)."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -219,16 +220,17 @@ class PreparedPackedGroup:
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             self._descriptor = TensorDescriptor.from_tensor(self.weights, [c.bn, BLOCK], layout)
         x, x2 = spikes[0].data, spikes[-1].data
-        units, units2 = units_of(spec)
-        silence = self._silence_words(spikes)
-        constants = kernel_constants(
+        units, units2 = count_units(spec)
+        activity_words = self._get_input_activity_words(spikes)
+        constants = make_kernel_constants(
             spec, c, H=self.H, W=self.W, in_sizes=self.in_sizes, parts=self.parts, skips=len(skips),
-            dense=len(dense), read_v=v is not None, write_v=want_v, silence=silence, in_tile=spikes[0].tile,
-            emit=self.out.activity is not None, v_columns=self._v_columns is not None,
+            dense=len(dense), read_v=v is not None, write_v=write_v,
+            activity_words=activity_words, in_tile=spikes[0].tile,
+            emit_activity=self.out.activity is not None, v_columns=self._v_columns is not None,
         )  # fmt: skip
-        # A CTA that knows its batches before it starts to fetch them has only one tile.
-        grid = (self.tiles, *self.grid[1:]) if silence and not constants["RESIDENT"] else self.grid
-        activity = spikes[0].activity if silence else self._count
+        # With skipping and without resident weights, a CTA works on one tile only.
+        grid = (self.tiles, *self.grid[1:]) if activity_words and not constants["RESIDENT"] else self.grid
+        activity = spikes[0].activity if activity_words else self._count
         assert activity is not None
         emitted = self._count if self.out.activity is None else self.out.activity
         return group_kernel[grid](
@@ -245,39 +247,41 @@ class PreparedPackedGroup:
             **constants, num_warps=c.warps, maxnreg=c.max_registers if self.parts == 1 else None,
         )  # fmt: skip
 
-    def _silence_words(self, spikes: Sequence[PackedSpikes]) -> int:
-        """See `silence_words`; remembered, for every launch needs it."""
+    def _get_input_activity_words(self, spikes: Sequence[PackedSpikes]) -> int:
+        """`count_input_activity_words`, cached because each launch needs it."""
         tile = spikes[0].tile
         if spikes[0].activity is None:
             return 0
-        if tile not in self._silence:
-            self._silence[tile] = silence_words(
+        if tile not in self._input_words:
+            self._input_words[tile] = count_input_activity_words(
                 self.spec, self.variant, N=self.N, H=self.H, W=self.W, in_size=self.in_sizes[0], tile=tile
             )
-        return self._silence[tile]
+        return self._input_words[tile]
 
 
-def silence_words(
-    spec: GroupSpec, variant: Variant, *, N: int, H: int, W: int, in_size: tuple[int, int], tile: int
+def count_input_activity_words(
+    spec: GroupSpec, variant: HopperVariant, *, N: int, H: int, W: int, in_size: tuple[int, int], tile: int
 ) -> int:
-    """Activity words of `tile` input pixels that a variant's tile looks at, rounded up to a power of two.
+    """Count the activity words that a variant's tile reads, rounded up to a power of two.
 
-    Only of the first source. 0 where it cannot skip: a split K loop, or more blocks than a mask has bits.
+    A word covers `tile` input pixels.
+
+    Covers the first source only. 0 if the variant cannot skip: a split K loop, or more blocks than mask bits.
     """
     source = spec.sources[0]
-    lists = units_of(spec)[0] // max(variant.ub, source.weight.shape[-1] ** 2)
+    lists = count_units(spec)[0] // max(variant.ub, source.weight.shape[-1] ** 2)
     if variant.split > 1 or lists > 32:
         return 0
-    count = words_of_a_tile(
+    count = count_activity_words(
         pixels=variant.pixels, images=N, height=H, width=W, in_height=in_size[0], in_width=in_size[1],
         stride=source.stride, reach=source.padding, tile=tile,
     )  # fmt: skip
     return 1 << (count - 1).bit_length()
 
 
-def kernel_constants(
+def make_kernel_constants(
     spec: GroupSpec,
-    variant: Variant,
+    variant: HopperVariant,
     *,
     H: int,
     W: int,
@@ -287,25 +291,25 @@ def kernel_constants(
     dense: int = 0,
     read_v: bool = False,
     write_v: bool = False,
-    silence: int = 0,
+    activity_words: int = 0,
     in_tile: int = 16,
-    emit: bool = False,
+    emit_activity: bool = False,
     v_columns: bool = False,
 ) -> dict[str, int | bool]:
-    """Compile-time constants of `group_kernel` for a group and a variant."""
+    """Make the compile-time constants of `group_kernel` for a group and a variant."""
     c, first, second = variant, spec.sources[0], spec.sources[-1]
-    units, units2 = units_of(spec)
+    units, units2 = count_units(spec)
     c_out = first.weight.shape[0]
     return {
         "H": H, "W": W, "IH": in_sizes[0][0], "IW": in_sizes[0][1],
-        "CH": blocks_of(first.weight.shape[1]) * 4, "TAPS": first.weight.shape[-1] ** 2,
+        "CH": count_blocks(first.weight.shape[1]) * 4, "TAPS": first.weight.shape[-1] ** 2,
         "STRIDE": first.stride,
-        "IH2": in_sizes[-1][0], "IW2": in_sizes[-1][1], "CH2": blocks_of(second.weight.shape[1]) * 4,
+        "IH2": in_sizes[-1][0], "IW2": in_sizes[-1][1], "CH2": count_blocks(second.weight.shape[1]) * 4,
         "STRIDE2": second.stride, "OCH": c_out // 16, "C_OUT": c_out,
         "BM": c.bm, "BN": c.bn, "TC": c.tc, "PAIR": c.pair, "UB": c.ub, "UB2": 1 if units2 else 0,
         "PARTS": parts,
         "RING": c.ring, "RESIDENT": c.split == 1 and c.ring == units // c.ub + units2, "SPLIT": c.split,
-        "SILENCE": silence, "IN_TILE": in_tile, "EMIT": emit,
+        "ACTIVITY_WORDS": activity_words, "IN_TILE": in_tile, "EMIT": emit_activity,
         "SOFT": spec.neuron.v_reset is None, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
         "WRITE_V": write_v, "V_COLUMNS": v_columns, "NUM_WARPS": c.warps,
     }  # fmt: skip

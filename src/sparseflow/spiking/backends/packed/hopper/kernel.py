@@ -1,33 +1,33 @@
 """The fused group on Hopper: 1-bit spikes -> wgmma -> bias -> IF/LIF over T -> 1-bit spikes (Gluon).
 
 One CTA owns tiles of `BM` output pixels (flattened over images, rows, columns) and one column of `BN`
-output channels. The A operand of every wgmma comes from registers: a thread loads the halfword that
-holds exactly its fragment's bits of 64 channels (`format.py`) and spreads it with one PRMT, three
-rotations and eight ANDs into fp16 pairs whose ones are powers of two; the weights carry the inverse
-powers and are permuted along K to match. Nothing of A passes through shared memory. The accumulator's
-fragment has the shape of A's, so a thread's own spikes are exactly one halfword of the output: no
-shuffles in the epilogue.
+output channels. The A operand of each wgmma comes from registers: a thread loads the halfword that holds
+exactly its fragment's bits of 64 channels (`format.py`) and spreads it with one PRMT, three rotations and
+eight ANDs into fp16 pairs whose ones are powers of two; the weights carry the inverse powers and are
+permuted along K to match. No part of A passes through shared memory. The accumulator's fragment has the
+shape of A's, so a thread's own spikes are exactly one halfword of the output: the epilogue needs no
+shuffles.
 
 The K loop goes over *batches*: `UB` units (the taps of one block of channels, or blocks of a 1x1), each
 times `PARTS` weight matrices and `TC` time steps. A batch is straight-line code in which wgmmas stay
-asynchronous (ptxas serialises them all if a barrier's wait loop or a loop's back edge comes between); it
+asynchronous (ptxas serializes them all if a barrier's wait loop or a loop's back edge comes between); it
 ends with a drain. Weights come by TMA into a ring of `RING` batches and serve all `TC` time steps before
-they are replaced; where the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps
-its column while it walks over tiles, so the stream of weights never stops.
+they are replaced; if the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps its
+column while it iterates over tiles, so the stream of weights never stops.
 
-`EMIT`: the kernel writes, for the pixels of every warp and every block of channels, in which time steps
-they fire. `SILENCE`: it reads what its input's kernel wrote so, over a tile and its halo, and visits only
-the K batches of blocks that are not silent there, and then those of the second source, if there is one. The
+`EMIT`: the kernel writes, for the pixels of each warp and each block of channels, the time steps in which
+they fire. `ACTIVITY_WORDS`: it reads these words of its input, over a tile and its halo, and visits only
+the K batches of blocks that are active there, and then those of the second source, if there is one. The
 list of batches is a bit mask; weights are fetched in its order.
 
-With `PARTS` > 1 every weight is the sum of so many fp16 numbers, the largest first. The tensor cores then add
-up only one batch, the smallest parts first, and fp32 adds the batches: Hopper's tensor cores truncate what
-they add to an fp32 accumulator (to about two bits below its last one), so a sum over all of K would be off by
-1e-6 of its size and more, where an fp32 convolution is off by 1e-7. One part needs no such care: its own
-rounding is 2^-12, and its 11 bits leave the accumulator nearly nothing to truncate.
+With `PARTS` > 1 each weight is the sum of several fp16 numbers, the largest first. The tensor cores then
+add up only one batch, the smallest parts first, and fp32 adds the batches: Hopper's tensor cores truncate
+when they add to an fp32 accumulator (to about two bits below its last one), so a sum over all of K would be
+off by 1e-6 of its size and more, while an fp32 convolution is off by 1e-7. One part does not need this: its
+own rounding is 2^-12, and its 11 bits leave the accumulator almost nothing to truncate.
 
-With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to
-arrive adds them in a fixed order and runs the neuron, so the result does not depend on who is last.
+With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to arrive
+adds them in a fixed order and runs the neuron, so the result does not depend on which CTA is last.
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
@@ -41,27 +41,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from sparseflow.spiking.backends.packed.hopper.addressing import (
     batch_shift,
     load_units,
-    membranes_of,
-    pixel_of,
-    place_of,
+    membrane_index,
+    padded_index,
+    split_pixel,
 )
 from sparseflow.spiking.backends.packed.hopper.block_activity import (
-    active_lists,
+    advance_batch,
+    advance_fetch,
+    compute_active_mask,
     count_bits,
+    find_lowest_bit,
     load_activity,
-    lowest_bit,
-    next_batch,
-    next_fetch,
-    note_firing,
     store_activity,
+    update_fired,
 )
 from sparseflow.spiking.backends.packed.hopper.layouts import (
-    column_block,
-    halves_layout,
+    make_halves_layout,
+    make_sums_layout,
     pack_spikes,
+    select_column_block,
+    split_time_steps,
     spread_spikes,
-    sums_layout,
-    time_steps,
     unpack_spikes,
 )
 
@@ -99,9 +99,9 @@ def _fetch(
                 w_desc, [column, (batch * STEPS + j) * 64], bar, slots.index(index * STEPS + j), first
             )
         for j in gl.static_range(STEPS2):
-            at = main * STEPS + (batch - main) * STEPS2 + j
+            row = main * STEPS + (batch - main) * STEPS2 + j
             tma.async_copy_global_to_shared(
-                w_desc, [column, at * 64], bar, slots.index(index * STEPS + j), second
+                w_desc, [column, row * 64], bar, slots.index(index * STEPS + j), second
             )
 
 
@@ -119,7 +119,7 @@ def _multiply(
 ):
     """acc[t] += A[t] B for all units of a batch: asynchronous straight-line code, drained at the end."""
     for u in gl.static_range(UB):
-        done = ()
+        products = ()
         for t in gl.static_range(TC):
             a = unpack_spikes(words[u * TC + t], BM, A)
             b = slots.index(slot0 + u).permute((1, 0))
@@ -127,8 +127,8 @@ def _multiply(
                 token = warpgroup_mma(a, b, acc[t], use_acc=accumulate, is_async=True)
             else:
                 token = warpgroup_mma(a, b, acc[t], is_async=True)
-            done = done + (warpgroup_mma_wait(1, deps=[token]),)
-        acc = done
+            products = products + (warpgroup_mma_wait(1, deps=[token]),)
+        acc = products
     drained = ()
     for t in gl.static_range(TC):
         drained = drained + (warpgroup_mma_wait(0, deps=[acc[t]]),)
@@ -148,11 +148,11 @@ def _multiply_parts(
     BN: gl.constexpr,
     A: gl.constexpr,
 ):
-    """The same for weights in parts: the tensor cores start anew, and fp32 adds what they found.
+    """`_multiply` for weights in parts: the tensor cores start from zero, and fp32 adds their results.
 
-    See the module's docstring. Time step after time step: what A takes of the registers is then soon free.
+    See the module's docstring. The time steps run one after the other, which frees the registers of A early.
     """
-    done = ()
+    products = ()
     for t in gl.static_range(TC):
         acc = gl.full([BM, BN], 0.0, gl.float32, sums[t].type.layout)
         for turn in gl.static_range(PARTS):
@@ -164,18 +164,20 @@ def _multiply_parts(
                 else:
                     token = warpgroup_mma(a, b, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[token])
-        done = done + (acc,)
+        products = products + (acc,)
     added = ()
     for t in gl.static_range(TC):
-        added = added + (sums[t] + warpgroup_mma_wait(0, deps=[done[t]]),)
+        added = added + (sums[t] + warpgroup_mma_wait(0, deps=[products[t]]),)
     return added
 
 
 @gluon.jit
-def _share(acc, base, count_ptr, me, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
-    """Write this CTA's partial sums; returns whether it was its tile's last (and resets the count)."""
+def _store_partial_sums(
+    acc, base, count_ptr, rank, offset, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr
+):
+    """Store this CTA's partial sums; return whether it was its tile's last (and reset the count)."""
     for t in gl.static_range(TC):
-        gl.store(base + ((me * TC + t) * SIZE + at), acc[t])
+        gl.store(base + ((rank * TC + t) * SIZE + offset), acc[t])
     gl.thread_barrier()
     last = gl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
     if last:
@@ -184,15 +186,15 @@ def _share(acc, base, count_ptr, me, at, SPLIT: gl.constexpr, SIZE: gl.constexpr
 
 
 @gluon.jit
-def _gather(base, t, at, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
-    """Sum of all partial sums of time step `t`, always in the same order."""
-    total = gl.load(base + (t * SIZE + at), cache_modifier=".cg")
+def _load_partial_sums(base, t, offset, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr):
+    """Sum the partial sums of time step `t`, always in the same order."""
+    total = gl.load(base + (t * SIZE + offset), cache_modifier=".cg")
     for s in gl.static_range(1, SPLIT):
-        total += gl.load(base + ((s * TC + t) * SIZE + at), cache_modifier=".cg")
+        total += gl.load(base + ((s * TC + t) * SIZE + offset), cache_modifier=".cg")
     return total
 
 
-# Not specialised: a count of 1 would otherwise become a compile-time constant and change the code's types.
+# Not specialized: a count of 1 would otherwise become a compile-time constant and change the code's types.
 @gluon.jit(
     do_not_specialize=[
         "pixels",
@@ -262,7 +264,7 @@ def group_kernel(
     RING: gl.constexpr,
     RESIDENT: gl.constexpr,
     SPLIT: gl.constexpr,
-    SILENCE: gl.constexpr,
+    ACTIVITY_WORDS: gl.constexpr,
     IN_TILE: gl.constexpr,
     EMIT: gl.constexpr,
     SOFT: gl.constexpr,
@@ -275,22 +277,22 @@ def group_kernel(
 ):
     """One group; see the module's docstring. Grid (CTAs over pixel tiles, C_out / BN, SPLIT).
 
-    With `SILENCE` and a ring that does not hold all weights, a CTA works on one tile only.
+    With `ACTIVITY_WORDS` and a ring that does not hold all weights, a CTA works on one tile only.
 
-    With `V_COLUMNS`, membranes lie with the channel that a table names in each channel's place.
+    With `V_COLUMNS`, a table gives the membrane's channel for each of the group's channels.
 
-    `CH`, `CH2`, `OCH` are halfwords a pixel; `*_step` elements between time steps; `bias` already holds
-    beta and delta, `scale` is beta times the power of two that the weights were divided by.
+    `CH`, `CH2`, `OCH` are halfwords per pixel; `*_step` elements between time steps; `bias` already
+    includes beta and delta, `scale` is beta times the power of two that the weights were divided by.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    HALVES: gl.constexpr = halves_layout(BM, NUM_WARPS)
+    HALVES: gl.constexpr = make_halves_layout(BM, NUM_WARPS)
     STEPS: gl.constexpr = UB * PARTS
     STEPS2: gl.constexpr = UB2 * PARTS
     PX: gl.constexpr = BM // PAIR
     TA: gl.constexpr = TC // PAIR
-    SUMS: gl.constexpr = sums_layout(PX, BN, NUM_WARPS, PAIR, MMA)
-    OUT: gl.constexpr = halves_layout(PX, NUM_WARPS)
+    SUMS: gl.constexpr = make_sums_layout(PX, BN, NUM_WARPS, PAIR, MMA)
+    OUT: gl.constexpr = make_halves_layout(PX, NUM_WARPS)
 
     slots = gl.allocate_shared_memory(gl.float16, [RING * STEPS, BN, 64], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
@@ -300,45 +302,45 @@ def group_kernel(
     first_tile = gl.program_id(0)
     tile_stride = gl.num_programs(0)
     column = gl.program_id(1) * BN
-    # this CTA's share [begin, begin + count) of the K batches
+    # This CTA's range of K batches: [batch_start, batch_start + count).
     if SPLIT == 1:
-        begin = 0
+        batch_start = 0
         count = batches + batches2
     else:
-        begin = (batches + batches2) * gl.program_id(2) // SPLIT
-        count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - begin
+        batch_start = (batches + batches2) * gl.program_id(2) // SPLIT
+        count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - batch_start
     PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches that a bit of the mask stands for
-    if SILENCE:
-        gl.static_assert(SPLIT == 1, "silence is skipped where the K loop is not split")
-        awake = load_activity(
-            act_ptr, first_tile, pixels, act_tiles, PX, H, W, IH, IW, TAPS, STRIDE, UB, CH // 4, SILENCE,
-            IN_TILE, NUM_WARPS,
+    if ACTIVITY_WORDS:
+        gl.static_assert(SPLIT == 1, "skipping requires an unsplit K loop")
+        activity = load_activity(
+            act_ptr, first_tile, pixels, act_tiles, PX, H, W, IH, IW, TAPS, STRIDE, UB, CH // 4,
+            ACTIVITY_WORDS, IN_TILE, NUM_WARPS,
         )  # fmt: skip
         if not RESIDENT:
-            mask = active_lists(awake, -1)
+            mask = compute_active_mask(activity, -1)
             stop = count_bits(mask) * PER_LIST
-            fetch_rest = mask
+            fetch_pending = mask
             fetch_sub = 0
             fetch_turn = 0
     if RESIDENT:
         total = count
-    elif SILENCE:
+    elif ACTIVITY_WORDS:
         total = (stop + batches2) * (T // TC)
     else:
         total = count * ((tiles - first_tile + tile_stride - 1) // tile_stride) * (T // TC)
     fetched = 0
     fetch_batch = 0
     for i in gl.static_range(RING):
-        if SILENCE and not RESIDENT:
-            fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
-                fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+        if ACTIVITY_WORDS and not RESIDENT:
+            fetch_batch, fetch_pending, fetch_sub, fetch_turn = advance_fetch(
+                fetch_pending, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
             )
         _fetch(
             w_desc,
             slots,
             full,
             i,
-            begin + fetch_batch,
+            batch_start + fetch_batch,
             batches,
             column,
             fetched < total,
@@ -348,7 +350,7 @@ def group_kernel(
             BN,
         )
         fetched += 1
-        if not SILENCE or RESIDENT:
+        if not ACTIVITY_WORDS or RESIDENT:
             fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
     used = 0  # batches consumed so far
 
@@ -367,19 +369,19 @@ def group_kernel(
     REACH: gl.constexpr = 1 if TAPS == 9 else 0
 
     for tile in range(first_tile, tiles, tile_stride):
-        n, y, x = pixel_of(gl.minimum(tile * PX + row_pixel, pixels - 1), H, W)
-        src = place_of(n, y * STRIDE - REACH, x * STRIDE - REACH, IH, IW) * CH
+        n, y, x = split_pixel(gl.minimum(tile * PX + row_pixel, pixels - 1), H, W)
+        src = padded_index(n, y * STRIDE - REACH, x * STRIDE - REACH, IH, IW) * CH
         src = (src + row_step * x_step).expand_dims(1) + lane
         if UB2 > 0:
-            src2 = place_of(n, y * STRIDE2, x * STRIDE2, IH2, IW2) * CH2
+            src2 = padded_index(n, y * STRIDE2, x * STRIDE2, IH2, IW2) * CH2
             src2 = (src2 + row_step * x2_step).expand_dims(1) + lane
         inside = (tile * PX + out_row < pixels).expand_dims(1)
-        n, y, x = pixel_of(gl.minimum(tile * PX + out_row, pixels - 1), H, W)
-        dst = (place_of(n, y, x, H, W) * OCH).expand_dims(1) + (out_lane + column // 16)
+        n, y, x = split_pixel(gl.minimum(tile * PX + out_row, pixels - 1), H, W)
+        dst = (padded_index(n, y, x, H, W) * OCH).expand_dims(1) + (out_lane + column // 16)
         sum_pixel = gl.minimum(tile * PX + sum_row, pixels - 1).expand_dims(1)
         state = sum_pixel * C_OUT + sum_col.expand_dims(0)
         if READ_V:
-            v = gl.load(v_in_ptr + membranes_of(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS))
+            v = gl.load(v_in_ptr + membrane_index(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS))
         else:
             v = gl.full([PX, BN], 0.0, gl.float32, SUMS) + v_reset
 
@@ -387,40 +389,40 @@ def group_kernel(
         if EMIT:
             for blk in gl.static_range(BN // 64):
                 fired = fired + (gl.full([PX, 4], 0, gl.int32, OUT),)
-        if SILENCE and RESIDENT:
-            here_awake = awake
-            awake = load_activity(
+        if ACTIVITY_WORDS and RESIDENT:
+            tile_activity = activity
+            activity = load_activity(
                 act_ptr, gl.minimum(tile + tile_stride, tiles - 1), pixels, act_tiles, PX, H, W, IH, IW, TAPS,
-                STRIDE, UB, CH // 4, SILENCE, IN_TILE, NUM_WARPS,
+                STRIDE, UB, CH // 4, ACTIVITY_WORDS, IN_TILE, NUM_WARPS,
             )  # fmt: skip
         if SPLIT > 1:
-            mine = tile >= 0
+            runs_neuron = tile >= 0
         else:
-            mine: gl.constexpr = True
+            runs_neuron: gl.constexpr = True
         for t0 in range(0, T, TC):
             acc = ()
             for a in gl.static_range(TA):
                 acc = acc + (gl.full([BM, BN], 0.0, gl.float32, MMA),)
-            here = t0 * x_step
-            if SILENCE:
+            x_offset = t0 * x_step
+            if ACTIVITY_WORDS:
                 if RESIDENT:
-                    mask = active_lists(here_awake, ((1 << TC) - 1) << t0)
+                    mask = compute_active_mask(tile_activity, ((1 << TC) - 1) << t0)
                     stop = count_bits(mask) * PER_LIST
-                rest = mask
+                pending = mask
                 sub = 0
             elif SPLIT == 1:
                 stop = batches
             else:
-                stop = gl.minimum(begin + count, batches)
-            for turn in range(begin, stop):
+                stop = gl.minimum(batch_start + count, batches)
+            for turn in range(batch_start, stop):
                 batch = turn
-                if SILENCE:
-                    batch = lowest_bit(rest) * PER_LIST + sub
-                    rest, sub = next_batch(rest, sub, mask, PER_LIST)
+                if ACTIVITY_WORDS:
+                    batch = find_lowest_bit(pending) * PER_LIST + sub
+                    pending, sub = advance_batch(pending, sub, mask, PER_LIST)
                 words = load_units(
                     x_ptr,
                     src,
-                    here + batch_shift(batch, TAPS, UB, IW, CH),
+                    x_offset + batch_shift(batch, TAPS, UB, IW, CH),
                     PAIR * x_step,
                     UB,
                     TA,
@@ -430,27 +432,27 @@ def group_kernel(
                 )
                 slot = used % RING
                 if RESIDENT:
-                    slot = batch - begin
+                    slot = batch - batch_start
                     mbarrier.wait(full.index(slot), 0)
                 else:
                     mbarrier.wait(full.index(slot), (used // RING) & 1)
                 if PARTS == 1:
-                    acc = _multiply(words, acc, turn > begin, slots, slot * STEPS, UB, TA, BM, A)
+                    acc = _multiply(words, acc, turn > batch_start, slots, slot * STEPS, UB, TA, BM, A)
                 else:
                     acc = _multiply_parts(words, acc, slots, slot * STEPS, UB, TA, PARTS, BM, BN, A)
                 if not RESIDENT:
                     used += 1
                     gl.thread_barrier()
-                    if SILENCE:
-                        fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
-                            fetch_rest, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
+                    if ACTIVITY_WORDS:
+                        fetch_batch, fetch_pending, fetch_sub, fetch_turn = advance_fetch(
+                            fetch_pending, fetch_sub, fetch_turn, mask, stop, batches, batches2, PER_LIST, UB2
                         )
                     _fetch(
                         w_desc,
                         slots,
                         full,
                         slot,
-                        begin + fetch_batch,
+                        batch_start + fetch_batch,
                         batches,
                         column,
                         fetched < total,
@@ -460,32 +462,32 @@ def group_kernel(
                         BN,
                     )
                     fetched += 1
-                    if not SILENCE:
+                    if not ACTIVITY_WORDS:
                         fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
             if UB2 > 0:
-                here2 = t0 * x2_step
-                for batch in range(gl.maximum(begin - batches, 0), begin + count - batches):
+                x2_offset = t0 * x2_step
+                for batch in range(gl.maximum(batch_start - batches, 0), batch_start + count - batches):
                     words = load_units(
-                        x2_ptr, src2, here2 + batch * (UB2 * 4), PAIR * x2_step, UB2, TA, 1, IW2, CH2
+                        x2_ptr, src2, x2_offset + batch * (UB2 * 4), PAIR * x2_step, UB2, TA, 1, IW2, CH2
                     )
                     slot = used % RING
                     if RESIDENT:
-                        slot = batch + batches - begin
+                        slot = batch + batches - batch_start
                         mbarrier.wait(full.index(slot), 0)
                     else:
                         mbarrier.wait(full.index(slot), (used // RING) & 1)
                     if PARTS == 1:
                         acc = _multiply(
-                            words, acc, batch + batches > begin, slots, slot * STEPS, UB2, TA, BM, A
+                            words, acc, batch + batches > batch_start, slots, slot * STEPS, UB2, TA, BM, A
                         )
                     else:
                         acc = _multiply_parts(words, acc, slots, slot * STEPS, UB2, TA, PARTS, BM, BN, A)
                     if not RESIDENT:
                         used += 1
                         gl.thread_barrier()
-                        if SILENCE:
-                            fetch_batch, fetch_rest, fetch_sub, fetch_turn = next_fetch(
-                                fetch_rest,
+                        if ACTIVITY_WORDS:
+                            fetch_batch, fetch_pending, fetch_sub, fetch_turn = advance_fetch(
+                                fetch_pending,
                                 fetch_sub,
                                 fetch_turn,
                                 mask,
@@ -500,7 +502,7 @@ def group_kernel(
                             slots,
                             full,
                             slot,
-                            begin + fetch_batch,
+                            batch_start + fetch_batch,
                             batches,
                             column,
                             fetched < total,
@@ -510,7 +512,7 @@ def group_kernel(
                             BN,
                         )
                         fetched += 1
-                        if not SILENCE:
+                        if not ACTIVITY_WORDS:
                             fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
 
             if SPLIT > 1:
@@ -519,17 +521,17 @@ def group_kernel(
                 ).expand_dims(0)
                 tile_id = tile * gl.num_programs(1) + gl.program_id(1)
                 part_base = part_ptr + tile_id * (SPLIT * TA * BM * BN)
-                mine = _share(
+                runs_neuron = _store_partial_sums(
                     acc, part_base, count_ptr + tile_id, gl.program_id(2), part_at, SPLIT, BM * BN, TA
                 )
-            if mine:
+            if runs_neuron:
                 bias = gl.load(bias_ptr + sum_col).expand_dims(0)
                 for a in gl.static_range(TA):
                     if SPLIT > 1:
-                        whole = _gather(part_base, a, part_at, SPLIT, BM * BN, TA)
+                        tile_sums = _load_partial_sums(part_base, a, part_at, SPLIT, BM * BN, TA)
                     else:
-                        whole = acc[a]
-                    sums = time_steps(whole, BM, BN, PAIR, SUMS)
+                        tile_sums = acc[a]
+                    sums = split_time_steps(tile_sums, BM, BN, PAIR, SUMS)
                     for s in gl.static_range(PAIR):
                         t = t0 + (a * PAIR + s)
                         current = sums[s] * scale + bias
@@ -549,14 +551,14 @@ def group_kernel(
                             v = gl.where(spikes, v_reset, v)
                         bits = pack_spikes(spikes, PX, BN)
                         for blk in gl.static_range(BN // 64):
-                            piece = column_block(bits, blk, BN, PX, OUT)
+                            piece = select_column_block(bits, blk, BN, PX, OUT)
                             gl.store(
                                 out_ptr + (dst + (t * out_step + blk * 4)), piece.to(gl.int16), mask=inside
                             )
                             if EMIT:
-                                fired = note_firing(fired, blk, gl.where(piece != 0, 1 << t, 0), BN // 64)
+                                fired = update_fired(fired, blk, gl.where(piece != 0, 1 << t, 0), BN // 64)
         if EMIT:
-            if mine:
+            if runs_neuron:
                 for blk in gl.static_range(BN // 64):
                     store_activity(
                         out_act_ptr + (column // 64 + blk) * out_tiles,
@@ -567,10 +569,10 @@ def group_kernel(
                         NUM_WARPS,
                     )
         if WRITE_V:
-            if mine:
-                at = membranes_of(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS)
-                gl.store(v_out_ptr + at, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))
-    if SILENCE and RESIDENT:
-        # weights of blocks that were silent everywhere may still be on their way into this CTA's memory
+            if runs_neuron:
+                v_offset = membrane_index(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS)
+                gl.store(v_out_ptr + v_offset, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))
+    if ACTIVITY_WORDS and RESIDENT:
+        # Weights of blocks that were silent everywhere may still be in flight to this CTA's memory.
         for i in gl.static_range(RING):
             mbarrier.wait(full.index(i), 0)

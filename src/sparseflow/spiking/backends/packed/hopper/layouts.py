@@ -1,7 +1,7 @@
-"""wgmma's fragments in Gluon: bits of packed spikes to A operands, accumulators to bits.
+"""wgmma fragments in Gluon: bits of packed spikes to A operands, accumulators to bits.
 
-A thread that holds one halfword of a pixel (`format.py`) holds all that its fragments of 64 channels need, in
-and out; nothing here moves between threads.
+A thread that holds one halfword of a pixel (`format.py`) holds all that its fragments of 64 channels need
+as input and output; no data moves between threads.
 """
 
 # Kernels are Triton's subset of Python: constexpr branches stay `if` statements.
@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def fragment_layout(bm, num_warps):
+def make_fragment_layout(bm, num_warps):
     """wgmma's A and accumulator fragments as [BM, 4, 2, 4, 2] = (row, k/16, (k/8)%2, quad lane, pair).
 
-    With `bm` of 8 rows a warp instead of 16: one half of such a fragment, the rows g or the rows g + 8.
+    With `bm` of 8 rows per warp instead of 16: one half of such a fragment, the rows g or the rows g + 8.
     """
     rows = bm // num_warps
     warps = [[rows << i, 0, 0, 0, 0] for i in range(num_warps.bit_length() - 1)]
@@ -28,13 +28,13 @@ def fragment_layout(bm, num_warps):
 
 
 @gluon.constexpr_function
-def halves_layout(bm, num_warps):
-    """Layout of [BM, 4]: the four halfwords of one block of channels, for every pixel of a tile."""
-    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, fragment_layout(bm, num_warps))))
+def make_halves_layout(bm, num_warps):
+    """Layout of [BM, 4]: the four halfwords of one block of channels, for each pixel of a tile."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, make_fragment_layout(bm, num_warps))))
 
 
 @gluon.constexpr_function
-def sums_layout(px, bn, num_warps, pair, mma):
+def make_sums_layout(px, bn, num_warps, pair, mma):
     """Layout of one time step's sums [PX, BN]: wgmma's accumulator, or half of its rows."""
     if pair == 1:
         return mma
@@ -75,13 +75,13 @@ def unpack_spikes(half, BM: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def either(a, b):
+def bitwise_or(a, b):
     return a | b
 
 
 @gluon.jit
 def _bit_values(L: gl.constexpr, BN: gl.constexpr):
-    """int32 [1, BN]: the value of every column's bit in its halfword."""
+    """int32 [1, BN]: the value of each column's bit in its halfword."""
     col = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     return (1 << (((col >> 3) & 7) * 2 + (col & 1))).expand_dims(0)
 
@@ -92,7 +92,7 @@ def pack_spikes(spikes, BM: gl.constexpr, BN: gl.constexpr):
     L: gl.constexpr = spikes.type.layout
     value, _ = gl.broadcast(_bit_values(L, BN), spikes)
     words = gl.where(spikes, value, 0).reshape([BM, BN // 64, 8, 4, 2])
-    return gl.reduce(gl.reduce(words, 4, either), 2, either)
+    return gl.reduce(gl.reduce(words, 4, bitwise_or), 2, bitwise_or)
 
 
 @gluon.jit
@@ -105,8 +105,10 @@ def spread_spikes(half, like, BM: gl.constexpr):
 
 
 @gluon.jit
-def time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """An accumulator as one [PX, BN] a time step; of a pair, rows g are the first and g + 8 the second."""
+def split_time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """Split an accumulator into one [PX, BN] per time step; of a pair, rows g are the first and g + 8 the
+    second.
+    """
     if PAIR == 1:
         return (acc,)
     else:
@@ -118,8 +120,8 @@ def time_steps(acc, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr, SUMS
 
 
 @gluon.jit
-def column_block(bits, blk: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    """Block `blk` of packed bits [BM, BN / 64, 4] as [BM, 4] in layout `L`."""
+def select_column_block(bits, blk: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+    """Select block `blk` of packed bits [BM, BN / 64, 4] as [BM, 4] in layout `L`."""
     if BN == 64:
         return gl.convert_layout(bits.reshape([BM, 4]), L, assert_trivial=True)
     else:
