@@ -142,7 +142,7 @@ SHAPES = [(33, 61, 0.2), (1, 1, 1.0), (64, 64, 0.05), (7, 130, 0.5), (5, 5, 0.0)
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", SPMM)
-def test_spmm(case: str, dtype: type, cache: Path) -> None:
+def test_generate_spmm_matches_reference(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
         check(program_of("spmm", SPMM[case], samples(rows, cols, density, dtype), 40), cache)
 
@@ -151,31 +151,31 @@ def test_spmm(case: str, dtype: type, cache: Path) -> None:
 @pytest.mark.parametrize(
     "case", ["csr", "sums in registers", "blocks of rows", "columns undivided", "sums innermost"]
 )
-def test_spmm_of_any_width(case: str, n_cols: int, cache: Path) -> None:
+def test_generate_spmm_any_width_matches_reference(case: str, n_cols: int, cache: Path) -> None:
     check(program_of("spmm", SPMM[case], samples(33, 61, 0.2), n_cols), cache)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", SPMV)
-def test_spmv(case: str, dtype: type, cache: Path) -> None:
+def test_generate_spmv_matches_reference(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
         check(program_of("spmv", SPMV[case], samples(rows, cols, density, dtype), None), cache)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", SDDMM)
-def test_sddmm(case: str, dtype: type, cache: Path) -> None:
+def test_generate_sddmm_matches_reference(case: str, dtype: type, cache: Path) -> None:
     for rows, cols, density in SHAPES:
         check(program_of("sddmm", SDDMM[case], samples(rows, cols, density, dtype), 50), cache)
 
 
 @pytest.mark.parametrize("n_cols", [1, 16, 33, 1000])
-def test_sddmm_of_any_width(n_cols: int, cache: Path) -> None:
+def test_generate_sddmm_any_width_matches_reference(n_cols: int, cache: Path) -> None:
     for case in ("csr", "undivided"):
         check(program_of("sddmm", SDDMM[case], samples(33, 61, 0.2), n_cols), cache)
 
 
-def test_positions_of_64_bits(cache: Path) -> None:
+def test_generate_wide_positions_matches_reference(cache: Path) -> None:
     from dataclasses import replace
 
     from sparseflow.tuning.codegen.c_source import generate_source
@@ -194,7 +194,7 @@ def test_positions_of_64_bits(cache: Path) -> None:
     check(wide, cache)
 
 
-def test_one_source_serves_matrices_of_one_shape() -> None:
+def test_generate_equal_shapes_share_source() -> None:
     sources = {
         program_of("spmm", SPMM["csr"], samples(33, 61, 0.2, seed=seed), 40).source for seed in range(3)
     }

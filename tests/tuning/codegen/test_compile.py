@@ -58,7 +58,7 @@ def full(folder: Path) -> None:
         assert path.suffix in {".json", ".so", ".exe", ".c"} or path.name == "building"
 
 
-def test_compiles_once(tmp_path: Path, wrapped: Path) -> None:
+def test_compile_same_source_compiles_once(tmp_path: Path, wrapped: Path) -> None:
     first = compile_source(SOURCE, cache_dir=tmp_path / "cache")
     assert first.read_bytes()[:4] == b"\x7fELF"
     assert first.is_absolute()
@@ -68,7 +68,7 @@ def test_compiles_once(tmp_path: Path, wrapped: Path) -> None:
     assert list((tmp_path / "cache" / "building").iterdir()) == []
 
 
-def test_what_changes_the_result_changes_the_entry(tmp_path: Path, wrapped: Path) -> None:
+def test_compile_changed_input_changes_key(tmp_path: Path, wrapped: Path) -> None:
     created = {
         compile_source(SOURCE, cache_dir=tmp_path),
         compile_source(SOURCE + "int more;", cache_dir=tmp_path),
@@ -79,7 +79,7 @@ def test_what_changes_the_result_changes_the_entry(tmp_path: Path, wrapped: Path
     assert count(wrapped) == 4
 
 
-def test_another_cpu_has_entries_of_its_own(
+def test_compile_other_cpu_has_other_entry(
     tmp_path: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_source(SOURCE, cache_dir=tmp_path)
@@ -88,11 +88,11 @@ def test_another_cpu_has_entries_of_its_own(
     assert count(wrapped) == 2
 
 
-def test_the_cpu_is_told_with_its_flags() -> None:
+def test_cpu_features_include_flags() -> None:
     assert len(compiling._read_cpu_features()) > 20
 
 
-def test_the_note_tells_what_made_it(tmp_path: Path) -> None:
+def test_cache_entry_has_metadata(tmp_path: Path) -> None:
     library = compile_source(SOURCE, cache_dir=tmp_path)
     (note,) = tmp_path.glob("*.json")
     record = json.loads(note.read_text())
@@ -103,7 +103,7 @@ def test_the_note_tells_what_made_it(tmp_path: Path) -> None:
     assert not any(str(tmp_path) in word for word in record["command"])
 
 
-def test_a_damaged_entry_is_compiled_again(tmp_path: Path, wrapped: Path) -> None:
+def test_cache_damaged_entry_is_recompiled(tmp_path: Path, wrapped: Path) -> None:
     library = compile_source(SOURCE, cache_dir=tmp_path)
     good = library.read_bytes()
     (note,) = tmp_path.glob("*.json")
@@ -128,7 +128,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path, wrapped: Path) -> Non
         assert count(wrapped) == times
 
 
-def test_an_error_tells_where_and_keeps_the_source(tmp_path: Path) -> None:
+def test_compile_error_has_location_and_source(tmp_path: Path) -> None:
     source = "int fine;\nvoid broken( {\n"
     with pytest.raises(RunError) as raised:
         compile_source(source, cache_dir=tmp_path)
@@ -140,13 +140,13 @@ def test_an_error_tells_where_and_keeps_the_source(tmp_path: Path) -> None:
     assert list((tmp_path / "building").iterdir()) == []
 
 
-def test_an_endless_message_is_cut(tmp_path: Path) -> None:
+def test_compile_endless_message_is_truncated(tmp_path: Path) -> None:
     with pytest.raises(RunError) as raised:
         compile_source("\n".join(f"int a{i} = b{i};" for i in range(100)), cache_dir=tmp_path)
     assert len(str(raised.value).splitlines()) <= 1 + compiling.MAX_ERROR_LINES
 
 
-def test_a_compiler_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_hanging_compiler_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'if [ "$1" = --version ]; then echo slow; else sleep 1000; fi'
     script(tmp_path / "slow-cc", body, monkeypatch)
     with pytest.raises(RunError):
@@ -154,19 +154,19 @@ def test_a_compiler_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "cache").glob("*.so")) == []
 
 
-def test_a_compiler_that_crashes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_crashing_compiler_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "bad-cc", 'if [ "$1" = --version ]; then echo bad; else kill -SEGV $$; fi', monkeypatch)
     with pytest.raises(RunError):
         compile_source(SOURCE, cache_dir=tmp_path / "cache")
 
 
-def test_a_compiler_that_makes_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_missing_output_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "idle-cc", "echo idle", monkeypatch)
     with pytest.raises(RunError):
         compile_source(SOURCE, cache_dir=tmp_path / "cache")
 
 
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_compiler_none_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DeviceError):
@@ -174,32 +174,30 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("named", ["/nowhere/cc", "no-such-compiler -O2", "'open quote", "false"])
-def test_a_compiler_that_is_named_is_not_replaced_by_another(
-    named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_compiler_invalid_cc_raises(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", named)
     with pytest.raises(DeviceError):
         find_compiler()
 
 
-def test_arguments_in_cc_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_compiler_keeps_cc_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", f"{find_compiler().path} -DANSWER=42")
     assert find_compiler().command[1:] == ("-DANSWER=42",)
     assert compile_source("int answer = ANSWER;", cache_dir=tmp_path).is_file()
 
 
-def test_a_time_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_compile_zero_timeout_raises(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         compile_source(SOURCE, cache_dir=tmp_path, timeout_s=0)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_cache_unwritable_dir_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError):
         compile_source(SOURCE, cache_dir=tmp_path / "file")
 
 
-def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "own"))
     assert get_default_cache_dir() == tmp_path / "own" / "tuning"
     monkeypatch.delenv("SPARSEFLOW_CACHE")
@@ -210,12 +208,12 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert get_default_cache_dir() == tmp_path / "home" / ".cache" / "sparseflow" / "tuning"
 
 
-def test_a_relative_folder_gives_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_relative_dir_gives_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert compile_source(SOURCE, cache_dir=Path("here")).parent == tmp_path / "here"
 
 
-def test_what_killed_processes_left_is_swept(tmp_path: Path) -> None:
+def test_cache_stale_build_dirs_are_removed(tmp_path: Path) -> None:
     old, new = tmp_path / "building" / "old", tmp_path / "building" / "new"
     old.mkdir(parents=True)
     (old / "built.so").touch()
@@ -237,7 +235,7 @@ for number in range(int(sys.argv[2])):
 """
 
 
-def test_many_processes_share_a_folder(tmp_path: Path) -> None:
+def test_cache_concurrent_processes_succeed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(tmp_path), "3"]
     with ThreadPoolExecutor(4) as pool:
         runs = list(pool.map(lambda _: subprocess.run(command, capture_output=True, check=True), range(4)))
@@ -248,7 +246,7 @@ def test_many_processes_share_a_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
-def test_a_kill_at_any_time_leaves_only_whole_entries(tmp_path: Path) -> None:
+def test_cache_killed_process_leaves_complete_entries(tmp_path: Path) -> None:
     for delay_s in (0.0, 0.02, 0.05, 0.08, 0.12):
         command = [sys.executable, "-c", CHILD, str(tmp_path), "1000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

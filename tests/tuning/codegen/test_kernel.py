@@ -88,7 +88,9 @@ def check(kernel: Kernel, inputs: tuple[Any, ...], result: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("density", [0.3, 0.0, 1.0])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_numpy(name: str, dtype: type, density: float, library: bool, make: Make) -> None:
+def test_call_numpy_matches_reference(
+    name: str, dtype: type, density: float, library: bool, make: Make
+) -> None:
     kernel = make(name, dtype, library=library, density=density)
     inputs = kernel.problem.generate_inputs()
     result = kernel(*inputs)
@@ -103,7 +105,7 @@ def test_numpy(name: str, dtype: type, density: float, library: bool, make: Make
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["spmm", "spmv"])
-def test_torch(name: str, dtype: type, library: bool, make: Make) -> None:
+def test_call_torch_matches_reference(name: str, dtype: type, library: bool, make: Make) -> None:
     kernel = make(name, dtype, library=library)
     inputs = tuple(torch.from_numpy(value).requires_grad_() for value in kernel.problem.generate_inputs())
     result = kernel(*inputs)
@@ -114,7 +116,7 @@ def test_torch(name: str, dtype: type, library: bool, make: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch's own, about its sparse tensors
 @pytest.mark.parametrize("density", [0.3, 0.0])
-def test_sddmm_of_torch(density: float, make: Make) -> None:
+def test_call_sddmm_torch_returns_sparse(density: float, make: Make) -> None:
     kernel = make("sddmm", density=density)
     inputs = kernel.problem.generate_inputs()
     for arguments in (
@@ -127,7 +129,7 @@ def test_sddmm_of_torch(density: float, make: Make) -> None:
         check(kernel, inputs, result.to_dense().numpy())
 
 
-def test_explicit_zeros_stay_elements(cache: Path) -> None:
+def test_call_sddmm_keeps_explicit_zeros(cache: Path) -> None:
     matrix = scipy.sparse.coo_array((np.array([0.0, 2.0]), ([0, 1], [1, 0])), shape=(2, 2))
     problem = SparseProblem(operator=OPERATORS["sddmm"], matrix=as_coo(matrix), n_cols=3)
     kernel = CompiledKernel(build_program(problem, Schedule.parse(LINES["sddmm"])), cache_dir=cache)
@@ -135,7 +137,7 @@ def test_explicit_zeros_stay_elements(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_inputs_may_lie_as_they_like(name: str, make: Make) -> None:
+def test_call_strided_arrays_match(name: str, make: Make) -> None:
     kernel = make(name)
     inputs = kernel.problem.generate_inputs()
     expected = kernel.compute(*inputs)
@@ -156,7 +158,7 @@ def test_inputs_may_lie_as_they_like(name: str, make: Make) -> None:
         assert np.array_equal(result.data if name == "sddmm" else result, expected)
 
 
-def test_tensors_may_lie_as_they_like(make: Make) -> None:
+def test_call_strided_tensors_match(make: Make) -> None:
     kernel = make("spmm")
     (value,) = kernel.problem.generate_inputs()
     tensor = torch.from_numpy(value)
@@ -165,7 +167,7 @@ def test_tensors_may_lie_as_they_like(make: Make) -> None:
         assert np.array_equal(kernel(arguments).numpy(), kernel(value))
 
 
-def test_results_are_the_callers_own(make: Make) -> None:
+def test_call_result_is_owned_by_caller(make: Make) -> None:
     kernel = make("spmm")
     inputs = kernel.problem.generate_inputs()
     retained = inputs[0].copy()
@@ -179,7 +181,7 @@ def test_results_are_the_callers_own(make: Make) -> None:
 @pytest.mark.parametrize(
     "keep", [lambda result_value: result_value, lambda result_value: result_value[1:2], torch.from_numpy]
 )
-def test_memory_is_used_again_only_when_nobody_looks_at_it(keep: Callable[..., Any], make: Make) -> None:
+def test_call_buffer_is_reused_without_views(keep: Callable[..., Any], make: Make) -> None:
     kernel = make("spmm")
     a, b = kernel.problem.generate_inputs(1), kernel.problem.generate_inputs(2)
     retained = keep(kernel(*a))
@@ -191,7 +193,7 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it(keep: Callable[..., A
     assert kernel(*a).ctypes.data == address, "what nobody has any more is used again"
 
 
-def test_threads_may_share_a_kernel(make: Make) -> None:
+def test_call_from_threads_is_safe(make: Make) -> None:
     kernel = make("spmm")
     inputs = [kernel.problem.generate_inputs(seed) for seed in range(4)]
     failures: list[BaseException] = []
@@ -213,19 +215,17 @@ def test_threads_may_share_a_kernel(make: Make) -> None:
 
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_wrong_numbers_of_inputs(name: str, library: bool, make: Make) -> None:
+def test_call_wrong_input_count_raises(name: str, library: bool, make: Make) -> None:
     kernel = make(name, library=library)
     inputs = kernel.problem.generate_inputs()
     for arguments in ((), (*inputs, inputs[0])):
-        with pytest.raises(
-            InputError, match=rf"{name} takes {len(inputs)} inputs .*{len(arguments)} were given"
-        ):
+        with pytest.raises(InputError, match=rf"{name} .*{len(inputs)} .*{len(arguments)}"):
             kernel(*arguments)
 
 
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_wrong_shapes(name: str, library: bool, make: Make) -> None:
+def test_call_wrong_shape_raises(name: str, library: bool, make: Make) -> None:
     kernel = make(name, library=library)
     inputs = kernel.problem.generate_inputs()
     first = next(iter(kernel.problem.input_shapes))
@@ -233,21 +233,21 @@ def test_wrong_shapes(name: str, library: bool, make: Make) -> None:
     if inputs[0].ndim == 2:
         wrong += [inputs[0].T, inputs[0][:, 0], inputs[0][:, :-1]]
     for value in wrong:
-        with pytest.raises(InputError, match=rf"`{first}` has the shape .*tuned for \("):
+        with pytest.raises(InputError, match=f"`{first}`"):
             kernel(value, *inputs[1:])
 
 
 @pytest.mark.parametrize(
     "dtype", [np.float64, np.float16, np.int32, np.bool_, np.complex64, np.dtype(">f4"), object]
 )
-def test_wrong_types(dtype: type, make: Make) -> None:
+def test_call_wrong_dtype_raises(dtype: type, make: Make) -> None:
     kernel = make("spmm")
     (value,) = kernel.problem.generate_inputs()
     with pytest.raises(InputError, match="`B`"):
         kernel(value.astype(dtype))
 
 
-def test_wrong_types_of_torch(make: Make) -> None:
+def test_call_wrong_torch_dtype_raises(make: Make) -> None:
     kernel = make("spmm", np.float64)
     (value,) = kernel.problem.generate_inputs()
     for dtype in (torch.float32, torch.float16, torch.int64):
@@ -255,7 +255,7 @@ def test_wrong_types_of_torch(make: Make) -> None:
             kernel(torch.from_numpy(value).to(dtype))
 
 
-def test_the_second_input_is_checked_as_well(make: Make) -> None:
+def test_call_second_input_is_checked(make: Make) -> None:
     kernel = make("sddmm")
     x, y = kernel.problem.generate_inputs()
     with pytest.raises(InputError, match="`Y`"):
@@ -266,7 +266,7 @@ def test_the_second_input_is_checked_as_well(make: Make) -> None:
         kernel(y, x)
 
 
-def test_tensors_elsewhere(make: Make) -> None:
+def test_call_other_device_raises(make: Make) -> None:
     kernel = make("spmm")
     with pytest.raises(InputError, match="`B`"):
         kernel(torch.empty(COLS, WIDTH, device="meta"))
@@ -278,7 +278,7 @@ def test_tensors_elsewhere(make: Make) -> None:
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_was_saved_comes_back(
+def test_save_load_round_trip(
     name: str, dtype: type, library: bool, make: Make, cache: Path, tmp_path: Path
 ) -> None:
     kernel = make(name, dtype, library=library, speedup=1.25)
@@ -297,7 +297,7 @@ def test_what_was_saved_comes_back(
     assert [item.name for item in tmp_path.iterdir()] == ["kernel"]
 
 
-def test_an_empty_matrix_comes_back(make: Make, cache: Path, tmp_path: Path) -> None:
+def test_save_load_empty_matrix(make: Make, cache: Path, tmp_path: Path) -> None:
     kernel = make("spmm", density=0.0)
     kernel.save(str(tmp_path / "kernel"))
     result = load(str(tmp_path / "kernel"), cache_dir=cache)
@@ -305,14 +305,14 @@ def test_an_empty_matrix_comes_back(make: Make, cache: Path, tmp_path: Path) -> 
     assert not result(*result.problem.generate_inputs()).any()
 
 
-def test_saving_replaces(make: Make, cache: Path, tmp_path: Path) -> None:
+def test_save_replaces_file(make: Make, cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "kernel"
     make("spmm").save(file)
     make("spmv").save(file)
     assert load(file, cache_dir=cache).problem.operator.name == "spmv"
 
 
-def test_a_compilers_cache_may_be_lost(make: Make, tmp_path: Path) -> None:
+def test_load_without_cache_recompiles(make: Make, tmp_path: Path) -> None:
     kernel = make("spmv")
     kernel.save(tmp_path / "kernel")
     result = load(tmp_path / "kernel", cache_dir=tmp_path / "elsewhere")
@@ -320,7 +320,7 @@ def test_a_compilers_cache_may_be_lost(make: Make, tmp_path: Path) -> None:
     assert np.array_equal(result(*inputs), kernel(*inputs))
 
 
-def test_folders_that_are_not_there(make: Make, tmp_path: Path) -> None:
+def test_save_missing_dir_raises(make: Make, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         make("spmv").save(tmp_path / "nowhere" / "kernel")
     for path in (tmp_path / "nowhere", tmp_path):
@@ -328,7 +328,9 @@ def test_folders_that_are_not_there(make: Make, tmp_path: Path) -> None:
             load(path)
 
 
-def test_another_cpu(make: Make, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_other_cpu_raises(
+    make: Make, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = make("spmm", speedup=2.0)
     kernel.save(tmp_path / "kernel")
     current = module.describe_cpu()
@@ -342,7 +344,7 @@ def test_another_cpu(make: Make, cache: Path, tmp_path: Path, monkeypatch: pytes
     assert np.array_equal(result(*inputs), kernel(*inputs))
 
 
-def test_no_compiler(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_compiler_raises(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("spmm").save(tmp_path / "compiled")
     make("spmm", library=True).save(tmp_path / "library")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -377,7 +379,7 @@ def rewritten(make: Make, tmp_path: Path) -> Rewrite:
     return change
 
 
-def test_nothing_changed_is_still_a_kernel(rewritten: Rewrite, cache: Path) -> None:
+def test_load_unchanged_file_succeeds(rewritten: Rewrite, cache: Path) -> None:
     assert load(rewritten(), cache_dir=cache).problem.operator.name == "spmm"
 
 
@@ -405,17 +407,17 @@ def test_nothing_changed_is_still_a_kernel(rewritten: Rewrite, cache: Path) -> N
     ],
     ids=lambda changes: ", ".join(f"{key}={'cut' if callable(to) else to}" for key, to in changes.items()),
 )
-def test_records_that_do_not_fit(changes: dict[str, Any], rewritten: Rewrite, cache: Path) -> None:
+def test_load_inconsistent_record_raises(changes: dict[str, Any], rewritten: Rewrite, cache: Path) -> None:
     with pytest.raises(FileFormatError):
         load(rewritten(**changes), cache_dir=cache)
 
 
-def test_a_schedule_may_be_absent(rewritten: Rewrite) -> None:
+def test_load_without_schedule_is_library_kernel(rewritten: Rewrite) -> None:
     file = rewritten(schedule=lambda line: None)
     assert isinstance(load(file), LibraryKernel)
 
 
-def test_files_cut_short(make: Make, cache: Path, tmp_path: Path) -> None:
+def test_load_truncated_file_raises(make: Make, cache: Path, tmp_path: Path) -> None:
     make("spmm").save(tmp_path / "whole")
     content = (tmp_path / "whole").read_bytes()
     file = tmp_path / "cut"
@@ -425,7 +427,7 @@ def test_files_cut_short(make: Make, cache: Path, tmp_path: Path) -> None:
             load(file, cache_dir=cache)
 
 
-def test_files_that_are_something_else(tmp_path: Path) -> None:
+def test_load_foreign_file_raises(tmp_path: Path) -> None:
     file = tmp_path / "other"
     for content in (b"", b"\0" * 100, b"%PDF-1.4 and so on", save({"rows": np.zeros(3)})):
         file.write_bytes(content)
@@ -437,7 +439,7 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
             load(file)
 
 
-def test_headers_that_were_damaged(make: Make, cache: Path, tmp_path: Path) -> None:
+def test_load_damaged_header_raises(make: Make, cache: Path, tmp_path: Path) -> None:
     make("spmm").save(tmp_path / "whole")
     content = (tmp_path / "whole").read_bytes()
     header = int.from_bytes(content[:8], "little")

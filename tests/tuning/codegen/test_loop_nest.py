@@ -41,7 +41,7 @@ TILED = "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 32 4 i j0 k j1 i j1 None 0 2 16"
 BLOCKS = "1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 1 j 2 j0 2 j1 16 5 i0 j0 k i1 j1 i0 j1 None 0 2 2"
 
 
-def test_loops_of_csr() -> None:
+def test_lower_csr() -> None:
     result = spmm(CSR)
     assert [loop.sub_axis for loop in result.loops] == ["i", "k", "j0", "j1"]
     assert [loop.axis for loop in result.loops] == ["i", "k", "j", "j"]
@@ -55,7 +55,7 @@ def test_loops_of_csr() -> None:
     assert (result.threads, result.chunk) == (2, 16)
 
 
-def test_loops_of_three_parts() -> None:
+def test_lower_three_parts() -> None:
     line = (
         "1 i 3 i0 5 i1 4 i2 2 1 A 4 i0 i1 i2 k A 4 i0 0 i1 0 i2 0 k 1 1 j 3 j0 5 j1 2 j2 10 "
         "7 i0 i1 i2 k j0 j1 j2 i0 j2 None 0 2 1"
@@ -90,31 +90,31 @@ def test_loops_of_three_parts() -> None:
         (BLOCKS, 100_000, 2, False),
     ],
 )
-def test_where_sums_are_kept(line: str, width: int, region: int | None, in_array: bool) -> None:
+def test_lower_selects_region(line: str, width: int, region: int | None, in_array: bool) -> None:
     result = spmm(line, width=width)
     assert (result.region, result.in_array) == (region, in_array)
     assert result.writes_once == (region is not None)
     assert result.needs_zeroing == (region is None)
 
 
-def test_wider_numbers_leave_less_room() -> None:
+def test_lower_wider_dtype_has_smaller_region() -> None:
     assert not spmm(CSR, width=256, dtype=np.float64).in_array
     assert spmm(CSR, width=257, dtype=np.float64).in_array
     assert spmm(CSR).lanes == 16 and spmm(CSR, dtype=np.float64).lanes == 8
 
 
-def test_a_region_begins_inside_of_the_parallel_loop() -> None:
+def test_lower_region_is_inside_parallel_loop() -> None:
     line = "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 16 4 j0 i k j1 {} j1 None 0 2 1"
     assert [spmm(line.format(loop)).region for loop in ("j0", "i")] == [2, 2]
 
 
-def test_a_region_may_hold_a_block_of_rows() -> None:
+def test_lower_region_can_hold_row_block() -> None:
     result = spmm("1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 0 4 i0 j k i1 i0 i1 None 0 2 2")
     # Rows do not lie side by side in the output: what is only hinted at stays a loop over an array.
     assert (result.region, result.in_array, result.vector) == (2, True, "hint")
 
 
-def test_no_region_where_rows_are_met_out_of_order() -> None:
+def test_lower_unordered_rows_have_no_region() -> None:
     result = spmm("0 1 A 2 k i A 2 k 0 i 1 0 3 k i j None j None 0 1 1")
     assert (result.region, result.writes_once, result.needs_zeroing) == (None, False, True)
 
@@ -129,13 +129,13 @@ def test_no_region_where_rows_are_met_out_of_order() -> None:
         ("i 0 k 0", True, False),
     ],
 )
-def test_what_is_written_once(modes: str, once: bool, zeroed: bool) -> None:
+def test_lower_detects_single_writes(modes: str, once: bool, zeroed: bool) -> None:
     result = spmm(f"0 1 A 2 i k A 2 {modes} 1 j 2 j0 2 j1 16 4 i k j0 j1 None j1 None 0 1 1")
     assert (result.writes_once, result.needs_zeroing) == (once, zeroed)
     assert result.region == 1
 
 
-def test_split_sums_are_written_several_times() -> None:
+def test_lower_split_sums_are_written_repeatedly() -> None:
     line = "1 k 2 k0 8 k1 8 1 A 3 k0 i k1 A 3 k0 0 i 0 k1 1 0 4 k0 i k1 j None j None 0 1 1"
     result = spmm(line, width=8)
     assert result.region is not None and result.region > 0
@@ -154,17 +154,17 @@ def test_split_sums_are_written_several_times() -> None:
         ("0 1 A 2 j i A 2 j 0 i 1 0 2 j i None i None 0 1 1", "hint"),
     ],
 )
-def test_vectors_of_spmv(line: str, vector: str | None) -> None:
+def test_lower_spmv_vectors(line: str, vector: str | None) -> None:
     assert spmv(line).vector == vector
 
 
-def test_blocks_over_the_end_of_an_input_are_no_vectors() -> None:
+def test_lower_blocks_beyond_input_are_not_vectorized() -> None:
     line = "1 j 2 j0 9 j1 8 1 A 3 i j0 j1 A 3 i 0 j0 1 j1 0 0 3 i j0 j1 i j1 None 0 2 2"
     assert spmv(line, cols=72).vector == "sum"
     assert spmv(line, cols=71).vector == "hint"
 
 
-def test_blocks_over_the_end_of_the_output_are_vectors() -> None:
+def test_lower_blocks_beyond_output_are_vectorized() -> None:
     line = "1 i 2 i0 9 i1 4 1 A 3 i0 j i1 A 3 i0 0 j 1 i1 0 0 3 i0 j i1 i0 i1 None 0 2 2"
     result = spmv(line, rows=33)
     assert result.vector == "results" and result.padded == {"i"} and result.output_shape == (36,)
@@ -174,11 +174,11 @@ def test_blocks_over_the_end_of_the_output_are_vectors() -> None:
     ("loops", "vector"),
     [("i k j i j", "results"), ("i j k i k", "hint"), ("i k j None None", None)],
 )
-def test_vectors_of_spmm(loops: str, vector: str | None) -> None:
+def test_lower_spmm_vectors(loops: str, vector: str | None) -> None:
     assert spmm(f"0 1 A 2 i k A 2 i 0 k 1 0 3 {loops} None 0 2 16").vector == vector
 
 
-def test_columns_of_one_are_no_vectors() -> None:
+def test_lower_single_column_is_not_vectorized() -> None:
     assert spmm(WHOLE, width=1).vector == "hint"
     assert spmm(WHOLE, width=2).vector == "results"
 
@@ -194,7 +194,7 @@ def test_columns_of_one_are_no_vectors() -> None:
         ("i 0 j 0", "0 3 k i j i j None 0 2 16", None, "hint", False),
     ],
 )
-def test_sddmm(modes: str, tail: str, region: int | None, vector: str | None, once: bool) -> None:
+def test_lower_sddmm(modes: str, tail: str, region: int | None, vector: str | None, once: bool) -> None:
     result = sddmm(modes, tail)
     assert (result.region, result.vector, result.writes_once) == (region, vector, once)
     assert result.needs_zeroing == (not once)
@@ -211,7 +211,7 @@ def test_sddmm(modes: str, tail: str, region: int | None, vector: str | None, on
         (33, "i0 1 k 1 i1 0", {"i"}, (36, 100)),
     ],
 )
-def test_padding(rows: int, modes: str, padded: set[str], shape: tuple[int, int]) -> None:
+def test_lower_padding(rows: int, modes: str, padded: set[str], shape: tuple[int, int]) -> None:
     line = f"1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 {modes} 0 4 i0 k i1 j i0 j None 0 2 2"
     result = spmm(line, rows=rows)
     assert result.padded == padded
@@ -219,19 +219,19 @@ def test_padding(rows: int, modes: str, padded: set[str], shape: tuple[int, int]
 
 
 @pytest.mark.parametrize(("width", "tail"), [(1, 1), (31, 31), (32, 0), (33, 1), (64, 0), (100, 4)])
-def test_tails(width: int, tail: int) -> None:
+def test_lower_tails(width: int, tail: int) -> None:
     assert spmm(CSR, width=width).tail("j") == tail
     assert spmm(WHOLE, width=width).tail("j") == 0
 
 
-def test_unrolling_is_bounded() -> None:
+def test_lower_unroll_is_limited() -> None:
     line = "0 1 A 2 i k A 2 i 0 k 1 0 3 i k j i j k {} 2 16"
     copies = [spmm(line.format(factor)).loops[1].unroll for factor in (1, 2, 16, 17, 10**6)]
     assert copies == [1, 2, 16, 16, 16]
     assert {loop.unroll for loop in spmm(line.format(8)).loops} == {1, 8}
 
 
-def test_what_makes_no_difference_is_lowered_alike() -> None:
+def test_lower_equivalent_schedules_are_equal() -> None:
     nests = [
         spmm(CSR.replace("j0 2", f"j0 {nominal}").replace("i 0 k 1 1", f"{modes} 1"))
         for nominal in (1, 4, 10**6)
@@ -240,13 +240,13 @@ def test_what_makes_no_difference_is_lowered_alike() -> None:
     assert all(item == nests[0] for item in nests)
 
 
-def test_one_thread_shares_nothing() -> None:
+def test_lower_one_thread_is_not_parallel() -> None:
     result = spmm(CSR.replace("0 2 16", "0 1 16"))
     assert not any(loop.parallel for loop in result.loops)
     assert result.region == 1
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_lower_invalid_schedule_raises() -> None:
     with pytest.raises(InputError):
         spmm("0 1 A 2 i k A 2 i 0 k 1 0 3 k i j None None None 0 1 1")
     with pytest.raises(InputError):
@@ -257,7 +257,7 @@ def test_what_cannot_run_is_refused() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(spaces(), generators)
-def test_what_holds_for_all(space: ScheduleSpace, generator: np.random.Generator) -> None:
+def test_lower_invariants_hold(space: ScheduleSpace, generator: np.random.Generator) -> None:
     for _ in range(5):
         schedule = space.sample(generator)
         result = lower(schedule, space.operator, space.shape, np.float64)

@@ -38,7 +38,7 @@ def program_of(name: str, line: str, matrix: CooMatrix, n_cols: int | None = Non
     )
 
 
-def test_a_dense_output_takes_the_matrix_and_then_the_inputs() -> None:
+def test_program_dense_output_arguments() -> None:
     program = program_of("spmm", CSR, samples(10, 12), 7)
     inputs = program.problem.generate_inputs()
     pos, crd, values, b = program.bind_inputs(inputs)
@@ -47,7 +47,7 @@ def test_a_dense_output_takes_the_matrix_and_then_the_inputs() -> None:
     assert program.output_shape == (10, 7)
 
 
-def test_a_sparse_output_takes_its_length_as_well() -> None:
+def test_program_sparse_output_arguments() -> None:
     program = program_of("sddmm", SDDMM_BLOCKS, samples(10, 12), 7)
     *_, x, y, count = program.bind_inputs(program.problem.generate_inputs())
     assert x.shape == (10, 7) and y.shape == (12, 7)
@@ -56,7 +56,7 @@ def test_a_sparse_output_takes_its_length_as_well() -> None:
     assert len(program.packed.values) > program.problem.matrix.nnz, "blocks hold zeros"
 
 
-def test_rows_of_padding_are_left_out() -> None:
+def test_program_result_drops_padding() -> None:
     program = program_of("spmm", BLOCKS, samples(10, 12), 7)
     assert program.output_shape == (12, 7)
     output = np.arange(12 * 7, dtype=np.float32).reshape(12, 7)
@@ -64,19 +64,19 @@ def test_rows_of_padding_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("line", [SDDMM, SDDMM_BLOCKS])
-def test_elements_come_in_the_order_of_the_matrix(line: str) -> None:
+def test_program_result_keeps_element_order(line: str) -> None:
     program = program_of("sddmm", line, samples(10, 12), 7)
     assert np.array_equal(program.extract_result(program.packed.values), program.problem.matrix.values)
 
 
-def test_a_vector_comes_out_of_spmv() -> None:
+def test_program_spmv_result_is_vector() -> None:
     program = program_of("spmv", SPMV, samples(10, 12))
     assert program.output_shape == (10,)
     assert program.extract_result(np.zeros(10, np.float32)).shape == (10,)
 
 
 @pytest.mark.parametrize("name", ["spmm", "spmv", "sddmm"])
-def test_a_matrix_without_elements(name: str) -> None:
+def test_program_empty_matrix(name: str) -> None:
     line = {"spmm": CSR, "spmv": SPMV, "sddmm": SDDMM}[name]
     program = program_of(name, line, samples(5, 6, 0.0), None if name == "spmv" else 3)
     output = np.zeros(program.output_shape, np.float32)
@@ -86,13 +86,13 @@ def test_a_matrix_without_elements(name: str) -> None:
     )
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_program_invalid_schedule_raises() -> None:
     for line in (CSR.replace("3 i k j", "3 k i j"), SPMV):
         with pytest.raises(InputError):
             program_of("spmm", line, samples(5, 6), 3)
 
 
-def test_storage_is_limited() -> None:
+def test_program_storage_limit_raises() -> None:
     problem = SparseProblem(operator=get_operator("spmm"), matrix=samples(100, 100, 0.01), n_cols=4)
     schedule = Schedule.parse(DENSE)
     needed = 100 * 100 * 4
@@ -101,7 +101,7 @@ def test_storage_is_limited() -> None:
         build_program(problem, schedule, max_bytes=needed - 1)
 
 
-def test_source_does_not_depend_on_what_makes_no_difference() -> None:
+def test_program_equivalent_schedules_share_source() -> None:
     sources = {
         program_of("spmm", line, samples(10, 12, seed=seed), 7).source
         for seed in range(2)
@@ -111,13 +111,13 @@ def test_source_does_not_depend_on_what_makes_no_difference() -> None:
     assert program_of("spmm", BLOCKS, samples(13, 12), 7).source not in sources
 
 
-def test_the_schedule_stays_as_it_was_given() -> None:
+def test_program_keeps_schedule() -> None:
     schedule = Schedule.parse(BLOCKS.replace("i0 9", "i0 1000"))
     problem = SparseProblem(operator=get_operator("spmm"), matrix=samples(10, 12), n_cols=7)
     assert build_program(problem, schedule).schedule == schedule
 
 
-def test_compiled_code_lands_in_the_cache(tmp_path: Path) -> None:
+def test_program_compile_uses_cache(tmp_path: Path) -> None:
     program = program_of("spmv", SPMV, samples(10, 12))
     library = program.compile(cache_dir=tmp_path)
     assert library.parent == tmp_path and library.is_file()
@@ -126,7 +126,7 @@ def test_compiled_code_lands_in_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (0, 4), (1000, 3)])
-def test_aligned_arrays(shape: tuple[int, ...], dtype: type) -> None:
+def test_allocate_aligned_is_aligned(shape: tuple[int, ...], dtype: type) -> None:
     for _ in range(5):
         array = allocate_aligned(shape, np.dtype(dtype))
         assert array.shape == shape and array.dtype == dtype

@@ -39,7 +39,7 @@ def ended_after(note: Path, command: list[str]) -> subprocess_runner.ProcessResu
     raise AssertionError("it wrote nothing")
 
 
-def test_tells_status_and_output_and_feeds_stdin() -> None:
+def test_run_returns_status_and_output() -> None:
     ended = subprocess_runner.run_process(
         ["sh", "-c", "cat; echo out; echo err >&2; exit 3"], timeout_s=20, stdin=b"in\n"
     )
@@ -47,15 +47,15 @@ def test_tells_status_and_output_and_feeds_stdin() -> None:
     assert ended.output.split() == ["in", "out", "err"]
 
 
-def test_a_signal_has_its_name() -> None:
+def test_run_signal_has_name() -> None:
     assert subprocess_runner.run_process(["sh", "-c", "kill -SEGV $$"], timeout_s=20).signal_name == "SIGSEGV"
 
 
-def test_a_number_that_is_no_known_signal_is_told_as_it_is() -> None:
+def test_run_unknown_signal_has_number() -> None:
     assert subprocess_runner.ProcessResult(code=-200, timed_out=False, output="").signal_name == "signal 200"
 
 
-def test_what_is_overdue_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_run_timeout_kills_process_group(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     ended = ended_after(note, ["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"])
     assert ended.timed_out
@@ -63,7 +63,7 @@ def test_what_is_overdue_is_killed_with_all_that_it_started(tmp_path: Path) -> N
     assert removed(int(note.read_text()))
 
 
-def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
+def test_run_interrupt_kills_process_group(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     # `cat` ends once `run` looks after it.
     script = f"cat; echo $$ > {note}.new; mv {note}.new {note}; sleep 1000"
@@ -82,7 +82,7 @@ def test_an_interrupt_kills_it_too(tmp_path: Path) -> None:
     assert removed(int(note.read_text()))
 
 
-def test_one_that_escapes_the_kill_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_escaped_process_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_runner, "GRACE_S", 0.05)
     note = tmp_path / "pid"
     ended = ended_after(note, ["sh", "-c", f"setsid sh -c 'echo $$ > {note}; exec sleep 1000' & wait"])
@@ -92,7 +92,7 @@ def test_one_that_escapes_the_kill_is_not_waited_for(tmp_path: Path, monkeypatch
         os.kill(int(note.read_text()), signal.SIGKILL)
 
 
-def test_inherits_only_the_descriptors_that_are_named() -> None:
+def test_run_inherits_named_descriptors_only() -> None:
     named, other = os.memfd_create("named"), os.memfd_create("other")
     try:
         script = f"[ -e /dev/fd/{named} ] && [ ! -e /dev/fd/{other} ]"
@@ -102,6 +102,6 @@ def test_inherits_only_the_descriptors_that_are_named() -> None:
         os.close(other)
 
 
-def test_what_cannot_be_started_raises() -> None:
+def test_run_missing_program_raises() -> None:
     with pytest.raises(OSError):
         subprocess_runner.run_process(["/nowhere/at/all"], timeout_s=20)

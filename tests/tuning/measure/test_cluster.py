@@ -45,7 +45,7 @@ def explored(**options: Any):
     return TuningSession("spmv", matrix, threads=1, method="random", cluster="10.0.0.1:6379", **options).run()
 
 
-def test_a_cluster_measures_what_is_proposed(cluster: Cluster) -> None:
+def test_cluster_measures_proposals(cluster: Cluster) -> None:
     tuned = explored(max_trials=BATCH_SIZE + 3, num_machines=2)
     assert cluster.lots == [3, BATCH_SIZE], "two machines are kept busy"
     assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_per_task": 1.0}
@@ -54,7 +54,7 @@ def test_a_cluster_measures_what_is_proposed(cluster: Cluster) -> None:
     assert all(trial.error is None for trial in tuned.trials)
 
 
-def test_machines_of_another_kind_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_other_processor_raises(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = iter(["ours", "another"])
     monkeypatch.setattr("sparseflow.tuning.measure.cluster.describe_cpu", lambda: next(messages))
     with pytest.raises(DeviceError):

@@ -28,7 +28,7 @@ from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
         (0.5, None, True),
     ],
 )
-def test_contended(waited_s: float | None, other_items: float | None, expected: bool) -> None:
+def test_contended_limits(waited_s: float | None, other_items: float | None, expected: bool) -> None:
     assert CpuUsage(wall_s=1.0, cpu_s=1.0, wait_s=waited_s, other_share=other_items).contended is expected
 
 
@@ -56,18 +56,18 @@ class resource_use:
     ru_stime = 1.0
 
 
-def test_what_others_used_is_a_share_of_our_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_share_is_relative_to_allowed_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     second = round(1 / cpu_contention.TICK_S)
     assert ticks(monkeypatch, 100, 100 + second // 2).measure_other_share() == pytest.approx(
         0.5 - cpu_contention.TICK_S
     )
 
 
-def test_a_tick_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_share_ignores_tick_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ticks(monkeypatch, 100, 101).measure_other_share() == 0.0
 
 
-def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_share_unknown_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> CpuStat:
         raise DeviceError("no /proc/stat")
 
@@ -75,7 +75,7 @@ def test_nothing_is_made_up_where_linux_is_silent(monkeypatch: pytest.MonkeyPatc
     assert CpuUsageMonitor().measure_other_share() is None
 
 
-def test_a_neighbour_is_seen_and_our_own_children_are_not_neighbours() -> None:
+def test_other_share_excludes_child_processes() -> None:
     spin = [
         sys.executable,
         "-c",

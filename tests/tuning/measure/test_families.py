@@ -25,11 +25,11 @@ from sparseflow.tuning.measure.families import infer_family, read_families
         ("123", "123"),
     ],
 )
-def test_the_rule(name: str, family: str) -> None:
+def test_infer_family_rule(name: str, family: str) -> None:
     assert infer_family(name) == family
 
 
-def test_a_file_corrects_the_rule(tmp_path: Path) -> None:
+def test_read_families_overrides_rule(tmp_path: Path) -> None:
     path = tmp_path / "families.json"
     path.write_text('{"net100": "graphs"}')
     known = read_families(path)
@@ -37,7 +37,7 @@ def test_a_file_corrects_the_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": ""}', "\xff"])
-def test_no_file_of_families(content: str, tmp_path: Path) -> None:
+def test_read_families_invalid_file_raises(content: str, tmp_path: Path) -> None:
     path = tmp_path / "families.json"
     with pytest.raises(InputError):
         read_families(path)

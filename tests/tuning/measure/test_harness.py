@@ -29,7 +29,7 @@ def write(
     os.pwrite(file, struct.pack("<4q", 8_000_000, 1_000_000, 4_000_000, 3_000_000), 9 * 8 + 512)
 
 
-def test_nothing_written_is_a_harness_that_did_not_start(file: int) -> None:
+def test_read_empty_report_is_not_started(file: int) -> None:
     messages = harness.read_report(file)
     assert (messages.stage, messages.finished, messages.message) == (
         "the candidate, before it started",
@@ -39,7 +39,7 @@ def test_nothing_written_is_a_harness_that_did_not_start(file: int) -> None:
     assert messages.times_ms.shape == (0, 2)
 
 
-def test_a_report_in_full(file: int) -> None:
+def test_read_full_report(file: int) -> None:
     write(file)
     messages = harness.read_report(file)
     assert messages.finished
@@ -48,14 +48,14 @@ def test_a_report_in_full(file: int) -> None:
     assert (messages.wall_s, messages.cpu_s, messages.wait_s) == (3.0, 5.0, 0.25)
 
 
-def test_stages_and_sides(file: int) -> None:
+def test_read_stages_and_sides(file: int) -> None:
     write(file, step=2 * 2 + 1)
     assert harness.read_report(file).stage == "the reference, in its first run"
     assert not harness.read_report(file).finished
 
 
 @pytest.mark.parametrize(("waited_ns", "threads"), [(-1, 2), (10**9, 3)])
-def test_waiting_that_tells_nothing_is_none(file: int, waited_ns: int, threads: int) -> None:
+def test_read_unknown_wait_is_none(file: int, waited_ns: int, threads: int) -> None:
     write(file, remainder=(10**9, 10**9, waited_ns, threads, 2))
     assert harness.read_report(file).wait_s is None
 
@@ -64,7 +64,7 @@ def test_waiting_that_tells_nothing_is_none(file: int, waited_ns: int, threads: 
     "bad",
     [{"step": -1}, {"step": 10}, {"pairs": -1}, {"pairs": harness.MAX_SAMPLES + 1}, {"calls": (1, -1)}],
 )
-def test_nonsense(file: int, bad: dict) -> None:
+def test_read_invalid_report_raises(file: int, bad: dict) -> None:
     write(file, **bad)
     with pytest.raises(FileFormatError):
         harness.read_report(file)

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_and_back(folder: Path) -> None:
+def test_labels_round_trip(folder: Path) -> None:
     labels = LabelSet.open(folder)
     assert labels.tasks == (SPMV, SPMM)
     rows = labels.read_latencies(SPMV)
@@ -76,7 +76,7 @@ def test_there_and_back(folder: Path) -> None:
     assert SPMM.extents() == {"i": 2, "k": 3, "j": 64} and SPMV.extents() == {"i": 9, "j": 8}
 
 
-def test_tasks_differ_by_any_of_their_columns(tmp_path: Path) -> None:
+def test_labels_tasks_differ_by_any_column(tmp_path: Path) -> None:
     other_items: list[TuningTask] = [
         replace(SPMM, **{name: value})
         for name, value in {
@@ -93,7 +93,7 @@ def test_tasks_differ_by_any_of_their_columns(tmp_path: Path) -> None:
     ]
 
 
-def test_medians_are_numpys(tmp_path: Path) -> None:
+def test_labels_medians_match_numpy(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines, times = rng.integers(20, size=500), rng.uniform(0.1, 9.0, 500)
     write_labels(
@@ -105,29 +105,29 @@ def test_medians_are_numpys(tmp_path: Path) -> None:
         assert (latency, repeats) == (np.median(own_value), len(own_value))
 
 
-def test_an_empty_set(tmp_path: Path) -> None:
+def test_labels_empty_set(tmp_path: Path) -> None:
     write_labels(tmp_path, [])
     assert LabelSet.open(tmp_path).tasks == ()
 
 
-def test_a_set_of_failures(tmp_path: Path) -> None:
+def test_labels_failures_only(tmp_path: Path) -> None:
     write_labels(tmp_path, [(SPMV, ScheduleMeasurement(schedule="a", error="no"))])
     labels = LabelSet.open(tmp_path)
     assert labels.tasks == (SPMV,) and labels.read_latencies(SPMV).schedules == ()
 
 
-def test_no_such_task(folder: Path) -> None:
+def test_labels_unknown_task_raises(folder: Path) -> None:
     with pytest.raises(InputError):
         LabelSet.open(folder).read_latencies(replace(SPMV, threads=1))
 
 
-def test_no_labels(tmp_path: Path) -> None:
+def test_labels_missing_raises(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InputError):
             LabelSet.open(folder)
 
 
-def test_damage_anywhere_is_found(folder: Path) -> None:
+def test_labels_damage_raises(folder: Path) -> None:
     full = (folder / LABELS_FILE).read_bytes()
     for index in range(0, len(full), 53):
         damaged = bytearray(full)
@@ -166,7 +166,7 @@ def rewritten(folder: Path, name: str, value: object) -> None:
         ("schedule", None), ("device", None),
     ],
 )  # fmt: skip
-def test_what_cannot_be(name: str, value: object, folder: Path) -> None:
+def test_labels_impossible_values_raise(name: str, value: object, folder: Path) -> None:
     rewritten(folder, "matrix", "net101")
     assert LabelSet.open(folder).tasks[0].matrix == "net101", "others may write such files, too"
     rewritten(folder, name, value)
@@ -174,13 +174,13 @@ def test_what_cannot_be(name: str, value: object, folder: Path) -> None:
         LabelSet.open(folder)
 
 
-def test_other_peoples_parquet(tmp_path: Path) -> None:
+def test_labels_foreign_parquet_raises(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"a": [1]}), tmp_path / LABELS_FILE)
     with pytest.raises(FileFormatError):
         LabelSet.open(tmp_path)
 
 
-def test_patterns_are_kept_once_and_checked(tmp_path: Path) -> None:
+def test_patterns_are_written_once_and_checked(tmp_path: Path) -> None:
     digest = write_pattern(tmp_path, PATTERN)
     (path,) = (tmp_path / PATTERNS_DIR).iterdir()
     stamp = path.stat().st_mtime_ns

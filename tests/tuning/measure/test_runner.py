@@ -78,7 +78,7 @@ def axpy(cache: Path) -> KernelJob:
     return kernel(cache, AXPY, np.arange(1000, dtype=np.float32))
 
 
-def test_measures_a_kernel(axpy: KernelJob, cache: Path) -> None:
+def test_measure_kernel_alone(axpy: KernelJob, cache: Path) -> None:
     messages = measure_kernel(axpy, **{**QUICK, "repeats": 5}, cache_dir=cache)
     assert messages.error is None
     np.testing.assert_array_equal(messages.output, 2 * axpy.inputs[0] + 1)
@@ -95,7 +95,7 @@ def test_measures_a_kernel(axpy: KernelJob, cache: Path) -> None:
         _ = messages.ratio
 
 
-def test_measures_beside_a_reference(axpy: KernelJob, cache: Path) -> None:
+def test_measure_with_reference(axpy: KernelJob, cache: Path) -> None:
     slow = kernel(cache, "usleep(3000); y[0] = 1;", shape=(1,))
     messages = measure_kernel(slow, axpy, **QUICK, cache_dir=cache)
     assert messages.error is None
@@ -107,13 +107,13 @@ def test_measures_beside_a_reference(axpy: KernelJob, cache: Path) -> None:
     np.testing.assert_array_equal(messages.output, [1])
 
 
-def test_a_kernel_may_be_its_own_reference(axpy: KernelJob, cache: Path) -> None:
+def test_measure_reference_against_itself(axpy: KernelJob, cache: Path) -> None:
     messages = measure_kernel(axpy, axpy, **QUICK, cache_dir=cache)
     assert messages.error is None
     assert messages.ratio > 0
 
 
-def test_many_samples_until_the_least_time(axpy: KernelJob, cache: Path) -> None:
+def test_measure_min_time_takes_more_samples(axpy: KernelJob, cache: Path) -> None:
     for _ in range(20):
         messages = measure_kernel(axpy, repeats=1, min_time_s=0.1, cache_dir=cache)
         assert messages.usage is not None and messages.usage.wall_s >= 0.1
@@ -123,12 +123,12 @@ def test_many_samples_until_the_least_time(axpy: KernelJob, cache: Path) -> None
     pytest.fail("never more than one")
 
 
-def test_few_samples_at_the_most_time(cache: Path) -> None:
+def test_measure_max_time_takes_fewer_samples(cache: Path) -> None:
     slow = kernel(cache, "usleep(5000); y[0] = 1;", shape=(1,))
     assert 1 <= len(measure_kernel(slow, repeats=1000, max_time_s=0.05, cache_dir=cache).latency_ms) < 1000
 
 
-def test_a_first_run_beyond_the_most_time_is_the_only_sample(cache: Path) -> None:
+def test_measure_slow_first_run_is_only_sample(cache: Path) -> None:
     note = "static int calls; y[0] = ++calls; usleep(60000); if (calls > 1) abort();"
     messages = measure_kernel(
         kernel(cache, note, shape=(1,)), min_time_s=0.0, max_time_s=0.05, cache_dir=cache
@@ -138,7 +138,7 @@ def test_a_first_run_beyond_the_most_time_is_the_only_sample(cache: Path) -> Non
     assert messages.min_ms >= 60
 
 
-def test_a_candidate_that_is_far_slower_is_given_up(axpy: KernelJob, cache: Path) -> None:
+def test_measure_slow_candidate_is_stopped(axpy: KernelJob, cache: Path) -> None:
     with MeasurementSession(axpy, cache_dir=cache) as session:
         timing = session.measure(kernel(cache, HANG), repeats=3, min_time_s=0.0, max_slowdown=1.5)
         assert timing.error is not None and "too many times as long as the reference" in timing.error
@@ -153,14 +153,14 @@ def test_a_candidate_that_is_far_slower_is_given_up(axpy: KernelJob, cache: Path
         session.measure(axpy, max_slowdown=2.0)
 
 
-def test_unwritten_output_is_nan(cache: Path) -> None:
+def test_measure_unwritten_output_is_nan(cache: Path) -> None:
     assert np.isnan(measure_kernel(kernel(cache, ""), **QUICK, cache_dir=cache).output).all()
     subset = measure_kernel(kernel(cache, "y[3] = 3;"), **QUICK, cache_dir=cache).output
     assert subset[3] == 3
     assert np.isnan(np.delete(subset, 3)).all()
 
 
-def test_the_output_is_that_of_the_first_run(cache: Path) -> None:
+def test_measure_output_is_from_first_run(cache: Path) -> None:
     messages = measure_kernel(
         kernel(cache, "static int calls; y[0] = ++calls;", shape=(1,)), **QUICK, cache_dir=cache
     )
@@ -168,7 +168,7 @@ def test_the_output_is_that_of_the_first_run(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3, 4)])
-def test_shapes_of_outputs(shape: tuple[int, ...], cache: Path) -> None:
+def test_measure_output_shapes(shape: tuple[int, ...], cache: Path) -> None:
     size = math.prod(shape)
     body = f"for (int i = 0; i < {size}; i++) ((int64_t *)y)[i] = i;"
     messages = measure_kernel(kernel(cache, body, shape=shape, dtype="int64"), **QUICK, cache_dir=cache)
@@ -181,7 +181,7 @@ def test_shapes_of_outputs(shape: tuple[int, ...], cache: Path) -> None:
     sizes=st.lists(st.integers(0, 5000) | st.integers(2**21 - 70, 2**21 + 70), min_size=1, max_size=4),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_arrays_arrive_byte_for_byte_and_aligned(sizes: list[int], seed: int, cache: Path) -> None:
+def test_measure_arrays_are_exact_and_aligned(sizes: list[int], seed: int, cache: Path) -> None:
     generator = np.random.default_rng(seed)
     arrays = [generator.integers(0, 256, size, dtype=np.uint8) for size in sizes]
     body = """
@@ -216,7 +216,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_kernel_that_fails_is_told(name: str, axpy: KernelJob, cache: Path) -> None:
+def test_measure_failing_kernel_has_error(name: str, axpy: KernelJob, cache: Path) -> None:
     body, expected = FAILURES[name]
     job = kernel(cache, body, *axpy.inputs)
     messages = measure_kernel(job, axpy, **QUICK, cache_dir=cache)
@@ -229,33 +229,30 @@ def test_a_kernel_that_fails_is_told(name: str, axpy: KernelJob, cache: Path) ->
     assert not messages.drifted
 
 
-def test_a_reference_that_fails_is_named(axpy: KernelJob, cache: Path) -> None:
+def test_measure_failing_reference_is_named(axpy: KernelJob, cache: Path) -> None:
     messages = measure_kernel(axpy, kernel(cache, "abort();"), **QUICK, cache_dir=cache)
     assert messages.error is not None
     assert messages.error.startswith("the reference, in its first run")
 
 
-def test_a_kernel_that_hangs_is_killed(axpy: KernelJob, cache: Path) -> None:
+def test_measure_hanging_kernel_is_killed(axpy: KernelJob, cache: Path) -> None:
     job = kernel(cache, HANG)
     for timeout_s in (0.5, 5.0, 50.0):
         messages = measure_kernel(job, axpy, timeout_s=timeout_s, cache_dir=cache)
         assert processes(job.library) == []
         if messages.error is not None and "in its first run" in messages.error:
             break  # and else the machine was so slow that it had not come so far
-    assert (
-        messages.error
-        == f"the candidate, in its first run: it was killed because it had not ended after {timeout_s:g} s"
-    )
+    assert messages.error == f"the candidate, in its first run: killed after {timeout_s:g} s"
 
 
-def test_one_that_hangs_in_all_its_threads_is_killed(cache: Path) -> None:
+def test_measure_hanging_threads_are_killed(cache: Path) -> None:
     body = "\n#pragma omp parallel num_threads(2)\n{ volatile int on = 1; while (on); }"
     messages = measure_kernel(kernel(cache, body), timeout_s=0.5, cache_dir=cache)
     assert messages.error is not None
     assert "0.5 s" in messages.error
 
 
-def test_the_harness_goes_with_its_parent(cache: Path) -> None:
+def test_harness_dies_with_parent(cache: Path) -> None:
     job = kernel(cache, HANG)
     code = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\n"
@@ -289,7 +286,7 @@ def processes(library: Path) -> list[str]:
     return result
 
 
-def test_a_library_without_the_function(cache: Path) -> None:
+def test_measure_library_without_function_fails(cache: Path) -> None:
     library = compile_source("int nothing;", cache_dir=cache)
     job = KernelJob(library=library, inputs=(), output_shape=(1,), output_dtype=np.dtype("f4"))
     messages = measure_kernel(job, cache_dir=cache)
@@ -297,7 +294,7 @@ def test_a_library_without_the_function(cache: Path) -> None:
     assert "while it was loaded: `sparseflow_kernel` is missing" in messages.error
 
 
-def test_a_library_that_is_none(tmp_path: Path, cache: Path) -> None:
+def test_measure_invalid_library_fails(tmp_path: Path, cache: Path) -> None:
     for name, content in (("absent.so", None), ("text.so", b"text")):
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -308,7 +305,7 @@ def test_a_library_that_is_none(tmp_path: Path, cache: Path) -> None:
         assert name in messages.error
 
 
-def test_a_relative_path_is_no_search(
+def test_measure_relative_library_path(
     axpy: KernelJob, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.so").write_bytes(axpy.library.read_bytes())
@@ -319,7 +316,7 @@ def test_a_relative_path_is_no_search(
     assert measure_kernel(job, **QUICK, cache_dir=cache).error is None
 
 
-def test_arrays_beyond_the_limit_are_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_arrays_beyond_limit_fail(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_check_memory", lambda _: None)  # what else is in memory is not asked
     job = kernel(cache, "y[0] = 1;", shape=(2**26,))
     messages = measure_kernel(job, memory_bytes=2**27, cache_dir=cache)
@@ -328,20 +325,20 @@ def test_arrays_beyond_the_limit_are_told(cache: Path, monkeypatch: pytest.Monke
     assert f"limited to {2**27} bytes" in messages.error
 
 
-def test_what_a_kernel_allocates_counts(cache: Path) -> None:
+def test_measure_allocations_count(cache: Path) -> None:
     body = "char *volatile room = malloc(1 << 28); room[0] = 1; y[0] = room[0]; free(room);"
     messages = measure_kernel(kernel(cache, body, shape=(1,)), memory_bytes=2**27, cache_dir=cache)
     assert messages.error is not None
     assert "SIGSEGV; its address space was limited" in messages.error
 
 
-def test_arrays_that_no_memory_holds_are_refused_before(cache: Path) -> None:
+def test_measure_arrays_beyond_memory_fail(cache: Path) -> None:
     messages = measure_kernel(kernel(cache, "y[0] = 1;", shape=(2**50,)), cache_dir=cache)
     assert messages.error is not None
     assert "MiB are needed" in messages.error
 
 
-def test_settings_from_outside_do_not_reach_the_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_drops_inherited_settings(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     monkeypatch.setenv("OMP_PROC_BIND", "spread")
     monkeypatch.setenv("LD_PRELOAD", "")
@@ -354,7 +351,7 @@ def test_settings_from_outside_do_not_reach_the_kernel(cache: Path, monkeypatch:
     )
 
 
-def test_a_session_measures_one_after_another(axpy: KernelJob, cache: Path) -> None:
+def test_session_measures_several_candidates(axpy: KernelJob, cache: Path) -> None:
     failing = kernel(cache, "abort();", *axpy.inputs)
     with MeasurementSession(axpy, cache_dir=cache) as session:
         for job in (axpy, failing, axpy):
@@ -364,7 +361,7 @@ def test_a_session_measures_one_after_another(axpy: KernelJob, cache: Path) -> N
         session.measure(axpy)
 
 
-def test_arrays_of_the_reference_stay_as_they_were(cache: Path) -> None:
+def test_session_copies_reference_arrays(cache: Path) -> None:
     copy = "y[0] = *(const float *)inputs[0]; y[1] = *(const float *)inputs[1];"
     shared, own_value = np.array([1], np.float32), np.array([2], np.float32)
     job = kernel(cache, copy, shared, own_value, shape=(2,))
@@ -391,12 +388,12 @@ def test_arrays_of_the_reference_stay_as_they_were(cache: Path) -> None:
         {"memory_bytes": 0},
     ],
 )
-def test_arguments_out_of_range(bad: dict, axpy: KernelJob, cache: Path) -> None:
+def test_measure_invalid_arguments_raise(bad: dict, axpy: KernelJob, cache: Path) -> None:
     with pytest.raises(InputError, match=next(iter(bad))):
         measure_kernel(axpy, **bad, cache_dir=cache)
 
 
-def test_buffers_refuse_what_cannot_be_handed_over() -> None:
+def test_buffers_invalid_arrays_raise() -> None:
     good = np.zeros((3, 4))
     for bad in (good.T, good[:, :2], np.array([object()])):
         with pytest.raises(InputError):
@@ -405,7 +402,7 @@ def test_buffers_refuse_what_cannot_be_handed_over() -> None:
         Buffers(inputs=(), output_shape=(1, -1), output_dtype=np.dtype("f4"))
 
 
-def test_bytes_of_buffers() -> None:
+def test_buffers_byte_counts() -> None:
     buffers = Buffers(inputs=(np.zeros(3),), output_shape=(2, 5), output_dtype=np.dtype("f4"))
     assert (buffers.output_bytes, buffers.total_bytes) == (40, 64)
 
@@ -421,7 +418,7 @@ def measured(latency_ms: tuple[float, ...], reference_ms: tuple[float, ...] = ()
     )
 
 
-def test_the_ratio_is_that_of_pairs() -> None:
+def test_ratio_is_median_of_pairs() -> None:
     messages = measured((1.0, 20.0, 3.0), (2.0, 40.0, 3.0))
     assert messages.ratio == 0.5
     assert messages.min_ms == 1.0
@@ -439,5 +436,5 @@ def test_the_ratio_is_that_of_pairs() -> None:
         ((1.0, 1.0, 1.0, 50.0, 1.0, 1.0, 1.0), False),
     ],
 )
-def test_drift(samples: tuple[float, ...], expected: bool) -> None:
+def test_drift_detection(samples: tuple[float, ...], expected: bool) -> None:
     assert runner._has_drifted(samples) is expected

@@ -14,7 +14,7 @@ def content(number: int) -> bytes:
     return os.pread(number, os.fstat(number).st_size, 0)
 
 
-def test_one_array_is_one_file() -> None:
+def test_add_same_array_once() -> None:
     array, equal = np.arange(10), np.arange(10)
     with ShmTransport() as files:
         first = files.add(array)
@@ -25,7 +25,7 @@ def test_one_array_is_one_file() -> None:
         assert len(files.file_descriptors) == 3
 
 
-def test_what_is_known_already_is_not_handed_over_again() -> None:
+def test_add_shared_array_is_not_copied() -> None:
     array = np.arange(10)
     with ShmTransport() as retained:
         first = retained.add(array)
@@ -37,13 +37,13 @@ def test_what_is_known_already_is_not_handed_over_again() -> None:
         assert content(first) == array.tobytes()
 
 
-def test_odd_arrays() -> None:
+def test_add_odd_arrays() -> None:
     with ShmTransport() as files:
         for array in (np.array(3.5), np.zeros((0, 4)), np.array([True, False]), np.ones(2, complex)):
             assert content(files.add(array)) == array.tobytes()
 
 
-def test_nothing_is_left_open() -> None:
+def test_close_closes_all_files() -> None:
     gc.collect()
     before = sorted(os.listdir("/proc/self/fd"))
     with ShmTransport() as files, MemoryFile("test") as file:

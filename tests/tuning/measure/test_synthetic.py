@@ -24,7 +24,7 @@ def checked(pattern: SparsityPattern) -> None:
 
 
 @pytest.mark.parametrize("kind", PATTERN_KINDS)
-def test_every_kind_at_every_size(kind: str) -> None:
+def test_sample_every_kind_and_size(kind: str) -> None:
     for rows, nnz in SIZES:
         for seed in range(3):
             name, pattern = sample_pattern(np.random.default_rng(seed), rows=rows, nnz=nnz, kind=kind)
@@ -34,7 +34,7 @@ def test_every_kind_at_every_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PATTERN_KINDS)
-def test_rows_and_elements_come_out_about_as_wanted(kind: str) -> None:
+def test_sample_sizes_are_close_to_request(kind: str) -> None:
     for seed in range(5):
         _, pattern = sample_pattern(
             np.random.default_rng(seed), rows=(1000, 1000), nnz=(20_000, 20_000), kind=kind
@@ -43,13 +43,13 @@ def test_rows_and_elements_come_out_about_as_wanted(kind: str) -> None:
         assert 0.6 * 20_000 <= pattern.nnz <= 1.3 * 20_000
 
 
-def test_a_seed_tells_all() -> None:
+def test_sample_depends_on_seed_only() -> None:
     first, second, other = (sample_pattern(np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert first[0] == second[0] and first[1].digest() == second[1].digest()
     assert first[0] != other[0]
 
 
-def test_rows_are_not_left_empty_for_want_of_elements() -> None:
+def test_sample_rows_fit_elements() -> None:
     for seed in range(20):
         _, pattern = sample_pattern(
             np.random.default_rng(seed), rows=(4, 10_000), nnz=(500, 1000), kind="constant_rows"
@@ -81,7 +81,7 @@ def _far(pattern: SparsityPattern) -> float:
         ("vector_pruned", lambda p: (p.rows[p.cols == p.cols[0]][:4] == np.arange(4) + p.rows[0]).all()),
     ],
 )
-def test_kinds_are_what_they_say(kind: str, holds: Callable[[SparsityPattern], bool]) -> None:
+def test_sample_kinds_have_their_structure(kind: str, holds: Callable[[SparsityPattern], bool]) -> None:
     for seed in range(4):
         _, pattern = sample_pattern(
             np.random.default_rng(seed), rows=(1500, 2000), nnz=(30_000, 40_000), kind=kind
@@ -89,7 +89,7 @@ def test_kinds_are_what_they_say(kind: str, holds: Callable[[SparsityPattern], b
         assert holds(pattern)
 
 
-def test_a_mesh_is_symmetric() -> None:
+def test_sample_mesh_is_symmetric() -> None:
     for seed in range(6):
         _, pattern = sample_pattern(
             np.random.default_rng(seed), rows=(300, 400), nnz=(3000, 5000), kind="mesh"
@@ -101,7 +101,7 @@ def test_a_mesh_is_symmetric() -> None:
         assert (pattern.rows == pattern.cols).sum() == pattern.shape[0]
 
 
-def test_what_cannot_be_drawn() -> None:
+def test_sample_invalid_arguments_raise() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(InputError):
         sample_pattern(rng, kind="net")

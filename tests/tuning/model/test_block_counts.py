@@ -28,7 +28,7 @@ sizes = st.none() | st.integers(1, 64)
 
 @settings(deadline=None)
 @given(patterns(), sizes, sizes)
-def test_blocks_that_hold_an_element(pattern: CooMatrix, rows: int | None, cols: int | None) -> None:
+def test_count_matches_dense(pattern: CooMatrix, rows: int | None, cols: int | None) -> None:
     held_out = {
         (row // rows if rows else 0, col // cols if cols else 0)
         for row, col in zip(pattern.rows, pattern.cols, strict=True)
@@ -38,14 +38,14 @@ def test_blocks_that_hold_an_element(pattern: CooMatrix, rows: int | None, cols:
 
 @settings(deadline=None)
 @given(patterns(), st.sampled_from([0, 1]), st.integers(1, 64))
-def test_the_fullest_strip(pattern: CooMatrix, axis: int, width: int) -> None:
+def test_max_in_strip_matches_dense(pattern: CooMatrix, axis: int, width: int) -> None:
     strips = (pattern.rows, pattern.cols)[axis] // width
     assert BlockCounts(pattern).max_in_strip(axis, width) == np.bincount(strips, minlength=1).max()
 
 
 @settings(deadline=None)
 @given(patterns(), st.sampled_from([2, 4, 16]), sizes)
-def test_rows_side_by_side(pattern: CooMatrix, lanes: int, cols: int | None) -> None:
+def test_count_padded_matches_dense(pattern: CooMatrix, lanes: int, cols: int | None) -> None:
     longest: dict[tuple[int, int], int] = {}
     for strip in range(-(-pattern.shape[1] // cols) if cols else 1):
         inside = pattern.cols // cols == strip if cols else np.ones(pattern.nnz, bool)
@@ -56,14 +56,14 @@ def test_rows_side_by_side(pattern: CooMatrix, lanes: int, cols: int | None) -> 
     assert BlockCounts(pattern).count_padded(lanes, cols) == lanes * sum(longest.values())
 
 
-def test_lengths_of_rows_and_columns() -> None:
+def test_count_per_line_matches_dense() -> None:
     rows, cols = np.array([0, 0, 2]), np.array([1, 3, 1])
     blocks = BlockCounts(CooMatrix(rows=rows, cols=cols, values=np.ones(3), shape=(4, 4)))
     assert blocks.count_per_line(0).tolist() == [2, 0, 1, 0]
     assert blocks.count_per_line(1).tolist() == [0, 2, 0, 1]
 
 
-def test_the_order_of_elements_does_not_matter() -> None:
+def test_counts_are_independent_of_order() -> None:
     rng = np.random.default_rng(0)
     rows, cols = np.nonzero(rng.random((50, 60)) < 0.1)
     sorted_ = CooMatrix(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(50, 60))
@@ -74,7 +74,7 @@ def test_the_order_of_elements_does_not_matter() -> None:
     assert BlockCounts(mixed).count_padded(4, 8) == BlockCounts(sorted_).count_padded(4, 8)
 
 
-def test_asking_together_or_apart_gives_the_same() -> None:
+def test_prepare_matches_single_counts() -> None:
     rng = np.random.default_rng(1)
     rows, cols = np.nonzero(rng.random((70, 30)) < 0.2)
     pattern = CooMatrix(rows=rows, cols=cols, values=np.ones(len(rows)), shape=(70, 30))

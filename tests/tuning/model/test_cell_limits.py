@@ -11,7 +11,7 @@ from sparseflow.tuning.model.dataset import CellLimits
 from tests.tuning.synthetic_labels import made_up
 
 
-def test_the_largest_is_halved_until_it_is_set_aside(
+def test_shrink_halves_largest_then_ignores(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_MIN_CELLS", 8)
@@ -29,11 +29,11 @@ def test_the_largest_is_halved_until_it_is_set_aside(
         while limits.shrink(["0", "1"]):
             pass
     assert limits.limits == {"0": 0, "1": 0} and limits.get_cells("0") is None
-    assert "it is set aside, as if it was not known" in caplog.text
+    assert "it is ignored" in caplog.text
     assert not limits.shrink([])
 
 
-def test_limits_are_taken_up_again() -> None:
+def test_restore_sets_limits() -> None:
     limits = CellLimits(made_up(), 64)
     limits.restore({"0": 16, "1": 0})
     cells = limits.get_cells("0")

@@ -44,7 +44,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return on_disk(tmp_path_factory.mktemp("labels"), matrices=4)
 
 
-def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tmp_path: Path) -> None:
+def test_compare_evaluates_every_held_out_family(labels: Path, tmp_path: Path) -> None:
     messages: list[tuple[str, float]] = []
     rows = compare_networks(FEW, [labels], tmp_path, folds=3, progress=lambda *score: messages.append(score))
     assert {(row.entry, row.fold) for row in rows} == {(item.name, fold) for item in FEW for fold in range(3)}
@@ -79,7 +79,7 @@ def test_every_network_is_judged_on_every_family_it_did_not_see(labels: Path, tm
     assert gain["low"] <= gain["mean"] <= gain["high"]
 
 
-def test_every_seed_is_a_training_of_its_own(labels: Path, tmp_path: Path) -> None:
+def test_compare_seeds_are_separate_trainings(labels: Path, tmp_path: Path) -> None:
     rows = compare_networks(FEW[:1], [labels], tmp_path, folds=2)
     more = compare_networks(FEW[:1], [labels], tmp_path, folds=2, seeds=2)
     assert more[:2] == rows and [(row.seed, row.fold) for row in more] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -89,9 +89,7 @@ def test_every_seed_is_a_training_of_its_own(labels: Path, tmp_path: Path) -> No
         compare_networks(FEW[:1], [labels], tmp_path, folds=2, seeds=0)
 
 
-def test_what_was_done_is_not_done_again(
-    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_interrupted_resumes(labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_networks(FEW[:1], [labels], tmp_path, folds=3)
     lines = (tmp_path / ROWS_FILE).read_text().splitlines()
     (tmp_path / ROWS_FILE).write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])
@@ -105,7 +103,7 @@ def test_what_was_done_is_not_done_again(
     assert completed == [2] and [row.fold for row in rows] == [0, 1, 2]
 
 
-def test_folds_hold_about_as_much_each(labels: Path) -> None:
+def test_assign_folds_balances_schedules(labels: Path) -> None:
     data = RankingDataset.from_label_sets([module.LabelSet.open(labels)])
     parts = assign_folds(data, 2)
     assert [len(part) for part in parts] == [2, 2]
@@ -116,7 +114,7 @@ def test_folds_hold_about_as_much_each(labels: Path) -> None:
             assign_folds(data, count)
 
 
-def test_the_networks_that_are_compared() -> None:
+def test_named_and_ablation_entries() -> None:
     entries = {entry.name: entry for entry in build_named_entries(QUICK, ["spmm", "spmv"])}
     assert set(entries) == {
         *(f"{name}_{op}" for op in ("spmm", "spmv") for name in (
@@ -139,7 +137,7 @@ def test_the_networks_that_are_compared() -> None:
     assert config is not None and config.pick_weight == 0.0 and config.loss == QUICK.loss
 
 
-def test_what_is_no_study_is_told(labels: Path, tmp_path: Path) -> None:
+def test_invalid_comparison_raises(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         write_page(tmp_path)
     with pytest.raises(InputError):
@@ -149,7 +147,7 @@ def test_what_is_no_study_is_told(labels: Path, tmp_path: Path) -> None:
         read_comparison(tmp_path)
 
 
-def test_searches_are_drawn_beside_each_other(labels: Path, tmp_path: Path) -> None:
+def test_page_shows_searches(labels: Path, tmp_path: Path) -> None:
     compare_networks(FEW[2:], [labels], tmp_path, folds=3)
     (tmp_path / SEARCHES_DIR).mkdir()
     for method, ratios in (("annealing", (None, 2.0, 1.0, 0.5)), ("guided-annealing", (0.52, 0.6))):

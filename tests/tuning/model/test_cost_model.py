@@ -60,14 +60,14 @@ def agreement(model: CostModel, cost: Callable[[Schedule], float] = made_up, see
     return float(np.corrcoef([np.argsort(np.argsort(item)) for item in pair])[0, 1])
 
 
-def test_it_learns(features: ScheduleFeatures) -> None:
+def test_fit_learns_ranking(features: ScheduleFeatures) -> None:
     model = BoostedTrees(features)
     before = agreement(model)
     model.observe(trials(samples(100, 1)))
     assert agreement(model) > max(0.7, before + 0.3)
 
 
-def test_it_learns_more_from_more(features: ScheduleFeatures) -> None:
+def test_fit_improves_with_trials(features: ScheduleFeatures) -> None:
     model, subset = BoostedTrees(features), samples(160, 1)
     model.observe(trials(subset[:12]))
     before = agreement(model)
@@ -75,7 +75,7 @@ def test_it_learns_more_from_more(features: ScheduleFeatures) -> None:
     assert agreement(model) > before + 0.2
 
 
-def test_what_it_thinks_before(features: ScheduleFeatures) -> None:
+def test_score_before_trials_is_prior(features: ScheduleFeatures) -> None:
     subset = samples(50, 2)
     assert (BoostedTrees(features).score(subset) == score_by_counts(features.compute(subset))).all()
     prior = dict(zip(subset, np.random.default_rng(0).random(50), strict=True))
@@ -85,7 +85,7 @@ def test_what_it_thinks_before(features: ScheduleFeatures) -> None:
     assert model.score(subset).tolist() == list(prior.values()), "too few to learn from"
 
 
-def test_a_prior_that_knows_is_followed(features: ScheduleFeatures) -> None:
+def test_score_follows_good_prior(features: ScheduleFeatures) -> None:
     """Far ahead of what as few trials teach without it, whatever the prior's scale."""
 
     def knows(schedules: Sequence[Schedule]) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_a_prior_that_knows_is_followed(features: ScheduleFeatures) -> None:
     assert agreement(informed) > agreement(plain) + 0.1
 
 
-def test_a_prior_that_is_wrong_is_overcome(features: ScheduleFeatures) -> None:
+def test_score_overcomes_wrong_prior(features: ScheduleFeatures) -> None:
     def wrong(schedules: Sequence[Schedule]) -> np.ndarray:
         return np.array([math.log(made_up(schedule)) for schedule in schedules])
 
@@ -121,7 +121,9 @@ def test_failures_are_slow(features: ScheduleFeatures) -> None:
 
 
 @pytest.mark.parametrize("cost", [lambda _: math.inf, lambda _: 1.0, lambda _: 1e-300])
-def test_nothing_to_learn(features: ScheduleFeatures, cost: Callable[[Schedule], float]) -> None:
+def test_uninformative_trials_keep_prior(
+    features: ScheduleFeatures, cost: Callable[[Schedule], float]
+) -> None:
     model, subset = BoostedTrees(features), samples(40, 1)
     model.observe(trials(subset, cost))
     assert (model.score(subset) == score_by_counts(features.compute(subset))).all()
@@ -134,7 +136,7 @@ def test_extreme_costs(features: ScheduleFeatures) -> None:
     assert np.isfinite(model.score(subset)).all()
 
 
-def test_the_same_trials_give_the_same_scores(features: ScheduleFeatures) -> None:
+def test_scores_are_deterministic(features: ScheduleFeatures) -> None:
     subset, messages = samples(50, 7), trials(samples(60, 1))
     first, second, other = BoostedTrees(features), BoostedTrees(features), BoostedTrees(features, seed=1)
     np.random.seed(0)  # what is global must not matter
@@ -145,7 +147,7 @@ def test_the_same_trials_give_the_same_scores(features: ScheduleFeatures) -> Non
     assert (first.score(subset[:5]) == first.score(subset)[:5]).all(), "nor do the others matter"
 
 
-def test_told_twice_the_better_counts(features: ScheduleFeatures) -> None:
+def test_repeated_schedule_keeps_better_cost(features: ScheduleFeatures) -> None:
     subset = samples(60, 1)
     once, repeated = BoostedTrees(features), BoostedTrees(features)
     once.observe(trials(subset))
@@ -161,7 +163,7 @@ def test_no_schedules(features: ScheduleFeatures) -> None:
     assert model.score([]).shape == (0,)
 
 
-def test_without_xgboost(features: ScheduleFeatures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_xgboost_raises(features: ScheduleFeatures, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "xgboost" else find(name, *a)
@@ -171,7 +173,7 @@ def test_without_xgboost(features: ScheduleFeatures, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_rough_scores(operator: str) -> None:
+def test_score_by_counts_ranks_presets(operator: str) -> None:
     """The best of the hand-written schedules score above most that are drawn blindly."""
     wide = 64 if OPERATORS[operator].dense_axes else None
     problem = SparseProblem(operator=OPERATORS[operator], matrix=MATRIX, n_cols=wide)

@@ -32,7 +32,7 @@ class Changed(MadeUp):
         return self._change(task, super().read_latencies(task))
 
 
-def test_a_group_holds_a_task() -> None:
+def test_group_has_task_data() -> None:
     labels, data = MadeUp(), made_up()
     assert len(data.groups) == 6 and data.num_schedules == sum(
         len(labels.read_latencies(t).schedules) for t in labels.tasks
@@ -55,7 +55,7 @@ def _score_loss(task: TuningTask):
     return OPERATORS[task.operator], task.extents()
 
 
-def test_the_slow_end_is_clipped_and_ratios_are_preferred_where_all_are_known() -> None:
+def test_labels_are_clipped_and_prefer_ratios() -> None:
     def change(task: TuningTask, rows: ScheduleLatencies) -> ScheduleLatencies:
         ratio = np.linspace(1.0, 1000.0, len(rows.schedules))
         if task.matrix == "m0":
@@ -71,7 +71,7 @@ def test_the_slow_end_is_clipped_and_ratios_are_preferred_where_all_are_known() 
             assert group.labels.min() == np.float32(MIN_LABEL)
 
 
-def test_tasks_with_less_than_two_schedules_are_left_out() -> None:
+def test_tasks_with_one_schedule_are_dropped() -> None:
     def change(task: TuningTask, rows: ScheduleLatencies) -> ScheduleLatencies:
         keep = {"m0": 0, "m1": 1}.get(task.matrix, 12)
         return replace(
@@ -85,7 +85,7 @@ def test_tasks_with_less_than_two_schedules_are_left_out() -> None:
         RankingDataset.from_label_sets([Changed(lambda task, rows: change(replace(task, matrix="m0"), rows))])
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     messages: list[tuple[str, float]] = []
     RankingDataset.from_label_sets(
         [MadeUp(["spmv"])], progress=lambda item, share: messages.append((item, share))
@@ -97,7 +97,7 @@ def test_progress_is_told() -> None:
     ]
 
 
-def test_families_are_held_out_whole() -> None:
+def test_hold_out_keeps_families_together() -> None:
     data = made_up()
     train_data, held_out = data.hold_out(["f1"])
     assert train_data.families == ("f0", "f2") and held_out.families == ("f1",)
@@ -110,7 +110,7 @@ def test_families_are_held_out_whole() -> None:
         data.hold_out(data.families)
 
 
-def test_patterns_are_coarsened_once() -> None:
+def test_cells_are_cached() -> None:
     data = made_up()
     cells = data.get_cells("0", 16)
     assert len(cells.coords) <= 16 and data.get_cells("0", 16) is cells
@@ -131,7 +131,7 @@ def _sane(batch: TrainingBatch, data: RankingDataset) -> None:
 
 
 @pytest.mark.parametrize("schedules", [4, 100])
-def test_a_mixed_batch_has_several_tasks_of_several_matrices(schedules: int) -> None:
+def test_mix_batch_has_several_matrices(schedules: int) -> None:
     data = made_up()
     batch = data.batch(
         BatchSampling(schedules=schedules, matrices=2, tasks=5, hidden_fraction=0.0), np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_a_mixed_batch_has_several_tasks_of_several_matrices(schedules: int) -> 
         np.testing.assert_array_equal(getattr(same, name), getattr(batch, name))
 
 
-def test_a_naive_batch_has_one_task_and_every_task_has_its_turn() -> None:
+def test_naive_batch_has_one_task() -> None:
     data, observed = made_up(), set()
     for seed in range(60):
         batch = data.batch(
@@ -158,7 +158,7 @@ def test_a_naive_batch_has_one_task_and_every_task_has_its_turn() -> None:
     assert BatchSampling(mode="naive", schedules=5).max_schedules == 5
 
 
-def test_hidden_matrices_leave_what_is_computed() -> None:
+def test_hidden_matrices_keep_task_features() -> None:
     data = made_up()
     mixed = BatchSampling(matrices=3, tasks=2, hidden_fraction=1.0)
     batch = data.batch(mixed, np.random.default_rng(0))
@@ -171,7 +171,7 @@ def test_hidden_matrices_leave_what_is_computed() -> None:
     assert data.groups[0].statistics[-len(PATTERN_FEATURES) :].all()
 
 
-def test_fast_schedules_are_drawn_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_schedules_are_sampled_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     data = made_up(operators=["spmv"], matrices=1, schedules=40)
     naive = BatchSampling(mode="naive", schedules=8)
 
@@ -188,6 +188,6 @@ def test_fast_schedules_are_drawn_more_often(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "wrong", [{"mode": "all"}, {"schedules": 1}, {"matrices": 0}, {"tasks": 1.5}, {"hidden_fraction": 1.1}]
 )
-def test_sampling_is_checked(wrong: dict) -> None:
+def test_sampling_invalid_value_raises(wrong: dict) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         BatchSampling(**wrong)

@@ -36,7 +36,7 @@ def messages(problem: SparseProblem, line: str, threads: int = 2) -> dict[str, f
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_rows_are_finite_and_named(operator: str) -> None:
+def test_features_are_finite_and_named(operator: str) -> None:
     problem = problem_of(operator)
     features = ScheduleFeatures(problem, 2)
     result = features.compute(samples(problem, 300))
@@ -47,7 +47,7 @@ def test_rows_are_finite_and_named(operator: str) -> None:
     assert features.compute([]).shape == (0, len(ScheduleFeatures.names))
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_features_are_independent_of_batch() -> None:
     problem = problem_of()
     subset = samples(problem, 50)
     combined = ScheduleFeatures(problem, 2).compute([*subset, *subset])
@@ -59,7 +59,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("share", [0.005, 0.3])
-def test_storage_is_what_packing_takes(operator: str, share: float) -> None:
+def test_stored_features_match_pack(operator: str, share: float) -> None:
     problem = problem_of(operator, share=share)
     schedules = samples(problem, 150)
     result = ScheduleFeatures(problem, 2).compute(schedules)
@@ -73,7 +73,7 @@ def test_storage_is_what_packing_takes(operator: str, share: float) -> None:
         assert stored == pytest.approx(packed.nbytes, rel=1e-5)
 
 
-def test_csr() -> None:
+def test_csr_features() -> None:
     """100 rows with 4 elements each, 32 columns in vectors of 16."""
     matrix = as_coo(np.kron(np.eye(25), np.ones((4, 4))).astype(np.float32))
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=32)
@@ -101,7 +101,7 @@ def test_csr() -> None:
     assert row["log2 bytes touched 1"] == pytest.approx(math.log2(5 * 64))
 
 
-def test_a_full_row_keeps_threads_waiting() -> None:
+def test_full_row_increases_imbalance() -> None:
     dense = np.eye(64, dtype=np.float32)
     dense[5] = 1.0
     problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(dense))
@@ -115,13 +115,13 @@ def test_a_full_row_keeps_threads_waiting() -> None:
     assert fine_grid == pytest.approx(math.log2(2 * 64 / 127))
 
 
-def test_more_threads_than_cpus_share_no_better() -> None:
+def test_threads_are_limited_by_cpus() -> None:
     line = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i None None 0 8 1"
     row = messages(problem_of("spmv", 64, 64, 1.0), line, threads=2)
     assert row["log2 threads"] == 3.0 and row["log2 chunks a thread"] == 5.0
 
 
-def test_blocks_that_fill_up_show_what_fills_them() -> None:
+def test_block_padding_is_counted() -> None:
     """Blocks of 4x1 hold a quarter of zeros where 3 of 4 neighbours are there."""
     dense = np.kron(np.eye(16), np.array([[1], [1], [1], [0]])).astype(np.float32)
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=as_coo(dense), n_cols=16)
@@ -132,7 +132,7 @@ def test_blocks_that_fill_up_show_what_fills_them() -> None:
     assert row["log2 values per element"] == pytest.approx(math.log2(4 / 3))
 
 
-def test_what_would_fill_the_memory_is_described() -> None:
+def test_oversized_storage_has_features() -> None:
     side = 2**20
     ends = np.array([0, side - 1])
     matrix = CooMatrix(rows=ends, cols=ends, values=np.ones(2, np.float32), shape=(side, side))
@@ -153,19 +153,19 @@ def test_more_than_two_parts() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_an_empty_matrix(operator: str) -> None:
+def test_empty_matrix(operator: str) -> None:
     problem = problem_of(operator, share=0.0)
     assert problem.matrix.nnz == 0
     assert np.isfinite(ScheduleFeatures(problem, 2).compute(samples(problem, 50))).all()
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_invalid_schedule_raises() -> None:
     spmv = Schedule.parse("0 1 A 2 i j A 2 i 0 j 1 0 2 i j i j None 0 2 16")
     with pytest.raises(InputError):
         ScheduleFeatures(problem_of("spmm"), 2).compute([spmv])
 
 
-def test_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparseflow.tuning.model.features._MAX_CACHED_SCHEDULES", 10)
     problem = problem_of()
     features, subset = ScheduleFeatures(problem, 2), samples(problem, 40)

@@ -17,7 +17,7 @@ from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, MadeUp, made_up
 
 
-def test_a_perfect_and_a_blind_ranking() -> None:
+def test_perfect_and_constant_scores() -> None:
     data = made_up()
     perfect = summarize_scores(evaluate_ranking(data.groups, lambda group: -group.latency))
     assert perfect["tasks"] == 6 and perfect["matrices"] == 3 and perfect["pool"] == 12
@@ -30,7 +30,7 @@ def test_a_perfect_and_a_blind_ranking() -> None:
         summarize_scores([])
 
 
-def test_numbers_are_those_of_each_pool() -> None:
+def test_scores_belong_to_pools() -> None:
     data = made_up()
     random = np.random.default_rng(0)
     scores = {id(group): random.normal(size=len(group)) for group in data.groups}
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_each_pool() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, NO_PATTERN], ids=["pattern", "bare"])
-def test_a_network_scores_a_group_as_it_scores_its_schedules(config) -> None:
+def test_network_scorer_matches_score_schedules(config) -> None:
     labels, data, net = MadeUp(), made_up(), AutoSparseNet(config)
     by = make_network_scorer(net, data)
     for group in data.groups:
@@ -56,7 +56,7 @@ def test_a_network_scores_a_group_as_it_scores_its_schedules(config) -> None:
         np.testing.assert_allclose(by(group), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pattern_that_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_pattern_is_coarsened(monkeypatch: pytest.MonkeyPatch) -> None:
     data, net = made_up(), AutoSparseNet(SMALL)
     limits, embed = CellLimits(data, 64), net.embed_patterns
 

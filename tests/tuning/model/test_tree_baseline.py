@@ -17,7 +17,7 @@ from tests.tuning.random_schedules import CSR_LINE, SPMM_LINE, SPMV_LINE
 from tests.tuning.synthetic_labels import made_up
 
 
-def test_a_vector_has_a_place_for_everything_a_schedule_says() -> None:
+def test_vector_has_all_token_values() -> None:
     encoder = ScheduleTokenizer()
     ids = encoder.encode([Schedule.parse(line) for line in (CSR_LINE, SPMM_LINE)], SPMM)
     slots = np.unique(tree_baseline._compute_slots(encoder.table)[1:])
@@ -37,7 +37,7 @@ def test_a_vector_has_a_place_for_everything_a_schedule_says() -> None:
     assert csr == [1 / 16, 4 / 16, 0.0, 0.0, 0.0] and blocked == [7 / 16, 9 / 16, 0.0, 0.0, 0.0]
 
 
-def test_what_was_not_seen_when_fitting_is_ignored() -> None:
+def test_unknown_slots_are_ignored() -> None:
     encoder = ScheduleTokenizer()
     ids = encoder.encode([Schedule.parse(CSR_LINE)], SPMM)
     slots = np.unique(tree_baseline._compute_slots(encoder.table)[1:])
@@ -47,7 +47,7 @@ def test_what_was_not_seen_when_fitting_is_ignored() -> None:
     assert (vectors >= -1.0).all() and (vectors > -1.0).any()
 
 
-def test_trees_learn_what_carries_over_to_other_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_generalizes_to_other_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trees._NUM_ROUNDS, trees.BOOSTED, 60)
     data = made_up(operators=["spmv"], matrices=3, schedules=60)
     scores_value = evaluate_tree_baseline(data, max_schedules=50)
@@ -60,7 +60,7 @@ def test_trees_learn_what_carries_over_to_other_matrices(monkeypatch: pytest.Mon
     assert scores == scores_value[2:]
 
 
-def test_what_cannot_be_fitted_is_refused() -> None:
+def test_fit_invalid_data_raises() -> None:
     data = made_up(matrices=1)
     with pytest.raises(InputError):
         TreeBaseline.fit(data.groups, data.encoder.table, max_schedules=0)

@@ -56,7 +56,7 @@ def same(a: CooMatrix, b: CooMatrix) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("rows", "cols", "values"))
 
 
-def test_csr_is_dense_then_compressed() -> None:
+def test_pack_csr() -> None:
     packed = pack(as_coo(SMALL), csr_specs((D, C), (3, 4)))
     row, column = packed.levels
     assert row.pos is None and row.crd is None and row.positions == 3
@@ -65,7 +65,7 @@ def test_csr_is_dense_then_compressed() -> None:
     assert packed.values.tolist() == [5, 1, 2]
 
 
-def test_coo_is_compressed_with_duplicates_then_a_singleton() -> None:
+def test_pack_coo() -> None:
     packed = pack(as_coo(SMALL), csr_specs((CN, S), (3, 4)))
     row, column = packed.levels
     assert row.pos is not None and row.pos.tolist() == [0, 3]
@@ -74,13 +74,13 @@ def test_coo_is_compressed_with_duplicates_then_a_singleton() -> None:
     assert column.crd is not None and column.crd.tolist() == [1, 0, 3]
 
 
-def test_dense_levels_hold_zeros() -> None:
+def test_pack_dense_levels_hold_zeros() -> None:
     packed = pack(as_coo(SMALL), csr_specs((D, D), (3, 4)))
     assert packed.values.tolist() == SMALL.ravel().tolist()
     assert len(packed.arrays) == 1
 
 
-def test_blocks_hold_their_zeros_too() -> None:
+def test_pack_blocks_hold_zeros() -> None:
     parts = {"i0": (0, 2, 2), "i1": (0, 1, 2), "k": (1, 1, 4)}
     packed = pack(as_coo(SMALL), build_level_specs([("i0", D), ("k", C), ("i1", D)], parts))
     assert packed.levels[1].crd is not None and packed.levels[1].crd.tolist() == [0, 1, 3]
@@ -88,7 +88,7 @@ def test_blocks_hold_their_zeros_too() -> None:
     assert packed.element_positions.tolist() == [2, 1, 5]  # (0, 1), (1, 0) and (1, 3), in that order
 
 
-def test_groups_stand_side_by_side() -> None:
+def test_pack_lanes_are_interleaved() -> None:
     matrix = as_coo(np.array([[1, 2, 3], [0, 0, 0], [0, 4, 0], [5, 0, 6]], np.float32))
     parts = {"i0": (0, 2, 2), "i1": (0, 1, 2), "k": (1, 1, 3)}
     packed = pack(matrix, build_level_specs([("i0", D), ("i1", D), ("k", C)], parts, lanes=2))
@@ -100,18 +100,18 @@ def test_groups_stand_side_by_side() -> None:
     assert packed.element_positions.tolist() == [0, 2, 4, 6, 7, 9]
 
 
-def test_an_empty_matrix_has_empty_levels() -> None:
+def test_pack_empty_matrix() -> None:
     packed = pack(as_coo(np.zeros((3, 4), np.float32)), csr_specs((C, C), (3, 4)))
     assert packed.values.size == 0
     assert all(level.pos is not None and level.pos.tolist() in ([0, 0], [0]) for level in packed.levels)
 
 
-def test_a_singleton_needs_one_element_above() -> None:
+def test_pack_singleton_below_dense_raises() -> None:
     with pytest.raises(InputError):
         pack(as_coo(SMALL), csr_specs((D, S), (3, 4)))
 
 
-def test_storage_beyond_the_limit_is_refused_before_it_is_taken() -> None:
+def test_pack_storage_limit_raises() -> None:
     huge = CooMatrix(
         rows=np.array([0]), cols=np.array([0]), values=np.ones(1, np.float32), shape=(10**6, 10**6)
     )
@@ -122,11 +122,11 @@ def test_storage_beyond_the_limit_is_refused_before_it_is_taken() -> None:
 @pytest.mark.parametrize(
     ("extent", "kind"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)]
 )
-def test_coordinates_are_as_small_as_the_extent_allows(extent: int, kind: type) -> None:
+def test_coordinate_dtype_is_smallest(extent: int, kind: type) -> None:
     assert select_coordinate_dtype(extent) is kind
 
 
-def test_positions_are_wide_where_elements_are_many() -> None:
+def test_index_dtype_is_wide_for_many_elements() -> None:
     assert select_index_dtype(2**31 - 1) is np.int32
     assert select_index_dtype(2**31) is np.int64
 
@@ -148,7 +148,7 @@ ORDERS = [
     seed=st.integers(0, 2**32 - 1),
     wide=st.booleans(),
 )
-def test_whatever_is_stored_can_be_read_back(
+def test_pack_round_trip(
     order: tuple[str, ...],
     modes: list[LevelMode],
     inner: tuple[int, int],

@@ -24,7 +24,7 @@ def extents_of(name: str, rows: int, cols: int, width: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("threads", [1, 2, 64])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_they_can_run_on_any_shape(name: str, threads: int) -> None:
+def test_presets_are_valid_for_any_shape(name: str, threads: int) -> None:
     operator = OPERATORS[name]
     for rows in EXTENTS:
         for width in EXTENTS:
@@ -37,7 +37,7 @@ def test_they_can_run_on_any_shape(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_none_runs_as_another(name: str, threads: int) -> None:
+def test_presets_are_distinct(name: str, threads: int) -> None:
     # `tune` counts them by what runs.
     operator = OPERATORS[name]
     for rows in (1, 3, 1000):
@@ -48,7 +48,7 @@ def test_none_runs_as_another(name: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_everything_is_timed_beside_is_one(name: str) -> None:
+def test_reference_is_a_preset(name: str) -> None:
     assert REFERENCE_PRESETS[name] in build_presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
 
 
@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 21, 100), (4, 300, 3)])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_they_are_right(name: str, shape: tuple[int, int, int], cache: Path) -> None:
+def test_presets_match_reference(name: str, shape: tuple[int, int, int], cache: Path) -> None:
     generator = np.random.default_rng(0)
     rows, cols, width = shape
     full = generator.standard_normal((rows, cols)) * (generator.random((rows, cols)) < 0.4)

@@ -15,7 +15,7 @@ from sparseflow.tuning.search import comparison
 from sparseflow.tuning.search.comparison import SearchRecord, compare_searches, read_search_record
 
 
-def test_each_method_with_the_model_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proposals = []
 
     def create_session(*args: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ def test_each_method_with_the_model_and_without(tmp_path: Path, monkeypatch: pyt
         read_search_record(path)
 
 
-def test_when_a_search_has_arrived() -> None:
+def test_count_until_goal() -> None:
     item = SearchRecord(problem="p", method="m", ratios=(None, 2.0, 1.04, 1.0), seconds={})
     assert item.best_ratios() == [float("inf"), 2.0, 1.04, 1.0]
     assert (item.count_until(1.0), item.count_until(0.5), item.count_until(2.0)) == (3, None, 2)

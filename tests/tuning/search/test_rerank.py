@@ -30,7 +30,7 @@ class Pretended:
         return np.empty(0)
 
 
-def test_a_kernel_has_its_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_times_use_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that were slow to be parted at first are not held against it."""
     clock = Clock()
     monkeypatch.setattr(rerank, "time", SimpleNamespace(perf_counter=lambda: clock.current_s))

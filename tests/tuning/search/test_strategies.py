@@ -116,7 +116,7 @@ def run(strategy: Strategy, count: int, cost: Callable[[Schedule], float] = made
     return proposals
 
 
-def test_names() -> None:
+def test_names_are_unique() -> None:
     plain = {"random", "evolutionary", "annealing", "qlearning"}
     assert set(STRATEGIES) == plain | {f"guided-{name}" for name in plain}
     assert {name for name, item in STRATEGIES.items() if issubclass(item, GuidedSearch)} == set(
@@ -127,14 +127,14 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Random", "bayes"])
-def test_unknown_names(name: str) -> None:
+def test_get_strategy_unknown_raises(name: str) -> None:
     with pytest.raises(InputError, match=repr(name)):
         get_strategy(name)
 
 
 @item_value
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_asks_what_can_run(name: str, operator: str) -> None:
+def test_propose_valid_schedules(name: str, operator: str) -> None:
     space = space_of(operator)
     for schedule in run(started(name, space=space), 100):
         assert schedule.find_violations(space.operator, space.shape) == []
@@ -143,7 +143,7 @@ def test_asks_what_can_run(name: str, operator: str) -> None:
 
 
 @item_value
-def test_depends_on_the_seed_only(name: str) -> None:
+def test_depends_on_seed_only(name: str) -> None:
     np.random.seed(3)  # what is global must not matter
     first = run(started(name, 5), 100)
     np.random.seed(4)
@@ -152,7 +152,7 @@ def test_depends_on_the_seed_only(name: str) -> None:
 
 
 @item_value
-def test_time_taken_does_not_matter(name: str) -> None:
+def test_is_independent_of_timing(name: str) -> None:
     walks = [started(name), started(name)]
     for number in range(60):
         schedules = [strategy.propose() for strategy in walks]
@@ -170,7 +170,7 @@ def test_time_taken_does_not_matter(name: str) -> None:
 
 
 @item_value
-def test_failures_only(name: str) -> None:
+def test_observe_failures_only(name: str) -> None:
     space, strategy = space_of(), started(name)
     proposals = []
     for _ in range(100):
@@ -181,7 +181,7 @@ def test_failures_only(name: str) -> None:
 
 
 @item_value
-def test_failures_among_successes(name: str) -> None:
+def test_observe_some_failures(name: str) -> None:
     space, strategy = space_of(), started(name)
     for number in range(100):
         schedule = strategy.propose()
@@ -193,7 +193,7 @@ def test_failures_among_successes(name: str) -> None:
 
 
 @item_value
-def test_never_told(name: str) -> None:
+def test_propose_without_observations(name: str) -> None:
     space, strategy = space_of(), started(name)
     proposals = [strategy.propose() for _ in range(100)]
     assert all(schedule.find_violations(space.operator, space.shape) == [] for schedule in proposals)
@@ -202,7 +202,7 @@ def test_never_told(name: str) -> None:
 
 @item_value
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_told_what_it_never_asked(name: str, operator: str) -> None:
+def test_observe_foreign_trials(name: str, operator: str) -> None:
     # By hand, and with sizes, threads and a level that the space does not hold.
     space = ScheduleSpace(OPERATORS[operator], EXTENTS[operator], threads=(1, 4), max_split=2)
     strategy = started(name, space=space)
@@ -213,7 +213,7 @@ def test_told_what_it_never_asked(name: str, operator: str) -> None:
 
 
 @item_value
-def test_told_the_same_again_and_again(name: str) -> None:
+def test_observe_repeated_trials(name: str) -> None:
     strategy = started(name)
     schedule = strategy.propose()
     for _ in range(200):
@@ -223,25 +223,25 @@ def test_told_the_same_again_and_again(name: str) -> None:
 
 @item_value
 @pytest.mark.parametrize("cost", [1e-300, 1.0, 1e300])
-def test_equal_and_extreme_costs(name: str, cost: float) -> None:
+def test_observe_equal_and_extreme_ratios(name: str, cost: float) -> None:
     assert len(set(run(started(name), 100, lambda schedule: cost))) > 50
 
 
 @item_value
-def test_costs_far_apart(name: str) -> None:
+def test_observe_distant_ratios(name: str) -> None:
     costs = iter([1e-200, 1e200] * 50)
     run(started(name), 100, lambda schedule: next(costs))
 
 
 @item_value
-def test_a_space_of_one(name: str) -> None:
+def test_space_of_one_schedule(name: str) -> None:
     space = ScheduleSpace(OPERATORS["spmv"], {"i": 1, "j": 1}, threads=(1,), max_split=1)
     proposals = set(run(started(name, space=space), 100, lambda schedule: 1.0 + len(str(schedule)) % 7))
     assert 1 < len(proposals) <= space.count_schedules()
 
 
 @learning
-def test_better_than_random(name: str) -> None:
+def test_learning_beats_random(name: str) -> None:
     def best(item: str, seed: int) -> float:
         return min(map(made_up, run(started(item, seed), 100)))
 
@@ -252,7 +252,7 @@ def test_better_than_random(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", screened)
-def test_better_with_a_model_that_knows(name: str) -> None:
+def test_guided_with_oracle_beats_unguided(name: str) -> None:
     def best(strategy: Strategy) -> float:
         return min(map(made_up, run(strategy, 20)))
 
@@ -267,7 +267,7 @@ def test_better_with_a_model_that_knows(name: str) -> None:
 
 
 @learning
-def test_learns_from_what_is_told_before(name: str) -> None:
+def test_learns_from_earlier_trials(name: str) -> None:
     """A search that is told of a good schedule count for better ones than one that is not."""
     good = min(run(started("random", 99), 500), key=made_up)
     informed, plain = [], []
@@ -279,7 +279,7 @@ def test_learns_from_what_is_told_before(name: str) -> None:
     assert statistics.mean(informed) < statistics.mean(plain)
 
 
-def test_evolution_forgets_all_but_the_best() -> None:
+def test_evolutionary_keeps_best_parents() -> None:
     space = space_of()
     strategy = EvolutionarySearch(
         space, np.random.default_rng(0), num_parents=1, random_fraction=0.0, crossover_fraction=0.0
@@ -295,13 +295,13 @@ def test_evolution_forgets_all_but_the_best() -> None:
     assert equal([strategy.propose() for _ in range(200)]) > 3 * equal(run(started("random", 2), 200))
 
 
-def test_evolution_of_fresh_draws_is_random() -> None:
+def test_evolutionary_random_fraction_one_is_random() -> None:
     space = space_of()
     process = run(EvolutionarySearch(space, np.random.default_rng(0), random_fraction=1.0), 50)
     assert len(set(process)) > 40
 
 
-def test_annealing_takes_worse_steps_while_warm_and_none_when_cold() -> None:
+def test_annealing_accepts_by_temperature() -> None:
     space = space_of()
     schedules = run(started("random", 1), 400)
 
@@ -324,7 +324,7 @@ def test_annealing_takes_worse_steps_while_warm_and_none_when_cold() -> None:
     assert 0.35 < mild / 399 < 0.55 and hot / 399 > 0.97
 
 
-def test_annealing_goes_back_to_the_best() -> None:
+def test_annealing_returns_to_best() -> None:
     space = space_of()
     strategy = SimulatedAnnealing(space, np.random.default_rng(0), temperature=1e9, cooling=1.0, patience=5)
     first, *other_items = run(started("random", 1), 6)
@@ -334,7 +334,7 @@ def test_annealing_goes_back_to_the_best() -> None:
     assert strategy._current is not None and strategy._current.schedule == first
 
 
-def test_q_learning_finds_out_what_pays_off() -> None:
+def test_qlearning_learns_action_values() -> None:
     """Where other splits are always faster, and every other change is slower, it splits more and more."""
     space = space_of()
 
@@ -354,7 +354,7 @@ def test_q_learning_finds_out_what_pays_off() -> None:
     assert share(explore=0.0) > 1.5 * share(explore=1.0)
 
 
-def test_q_learning_goes_on_from_better_ones_the_cooler_it_is() -> None:
+def test_qlearning_start_depends_on_temperature() -> None:
     space = space_of()
     schedules = run(started("random", 1), 10)
 
@@ -370,7 +370,7 @@ def test_q_learning_goes_on_from_better_ones_the_cooler_it_is() -> None:
     assert 0.15 < mild[schedules[1]] / mild[schedules[0]] < 0.4
 
 
-def test_q_learning_learns_from_failures() -> None:
+def test_qlearning_learns_from_failures() -> None:
     strategy = QLearningSearch(space_of(), np.random.default_rng(0))
     start = space_of().build_default()
     strategy.observe(messages(start, 1.0))
@@ -382,7 +382,7 @@ def test_q_learning_learns_from_failures() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_changed_is_what_was_decided_anew(operator: str) -> None:
+def test_first_change_is_mutated_decision(operator: str) -> None:
     space, rng = space_of(operator), np.random.default_rng(0)
     axes, observed = space.operator.axes, Counter()
     for _ in range(400):
@@ -402,7 +402,7 @@ def test_what_changed_is_what_was_decided_anew(operator: str) -> None:
     assert decisions <= set(observed) and "" not in observed
 
 
-def test_guided_passes_on_the_best_proposal() -> None:
+def test_guided_proposes_best_candidate() -> None:
     space = space_of()
     rng = np.random.default_rng(3)
     proposals = [space.sample(rng) for _ in range(32)]
@@ -410,7 +410,7 @@ def test_guided_passes_on_the_best_proposal() -> None:
     assert guided(Known(-1.0), seed=3).propose() == max(proposals, key=made_up)
 
 
-def test_guided_breeds_what_it_ranks() -> None:
+def test_guided_generations_improve() -> None:
     def best(generations: int) -> float:
         return statistics.mean(
             min(map(made_up, run(guided(Known(), seed, num_generations=generations), 2))) for seed in range(4)
@@ -419,7 +419,7 @@ def test_guided_breeds_what_it_ranks() -> None:
     assert best(2) < 0.8 * best(0)
 
 
-def test_guided_proposes_nothing_twice() -> None:
+def test_guided_never_repeats() -> None:
     strategy = guided(Known(), batch_size=4, exploration=0.2, item=GuidedEvolutionary)
     told_before = run(started("random", 1), 20)
     for schedule in told_before:
@@ -428,7 +428,7 @@ def test_guided_proposes_nothing_twice() -> None:
     assert len({*process, *told_before}) == len(set(told_before)) + 60
 
 
-def test_guided_tells_both() -> None:
+def test_guided_observes_model_and_strategy() -> None:
     model = Known()
     strategy = guided(model, item=GuidedEvolutionary)
     process = run(strategy, 5)
@@ -438,7 +438,7 @@ def test_guided_tells_both() -> None:
     assert {trial.schedule for trial in strategy._strategy._best} == set(process)
 
 
-def test_a_batch_differs_in_storage_or_loops() -> None:
+def test_guided_batch_is_diverse() -> None:
     strategy = guided(Known(), batch_size=8, num_proposals=256, item=GuidedEvolutionary)
     good = min(run(started("random", 5), 300), key=made_up)
     strategy.observe(messages(good, made_up(good)))
@@ -446,7 +446,7 @@ def test_a_batch_differs_in_storage_or_loops() -> None:
     assert len({(item.fsplit, item.formats, item.lsplit, item.lreorder) for item in batch}) == 8
 
 
-def test_exploring_does_not_trust_the_model() -> None:
+def test_guided_exploration_ignores_model() -> None:
     def median(explore: float) -> float:
         strategy = guided(Known(-1.0), exploration=explore)
         return statistics.median(made_up(strategy.propose()) for _ in range(100))
@@ -455,13 +455,13 @@ def test_exploring_does_not_trust_the_model() -> None:
     assert median(1.0) < 1.3 * blind < median(0.0)
 
 
-def test_a_small_space_is_searched_to_its_end() -> None:
+def test_guided_exhausts_small_space() -> None:
     space = ScheduleSpace(OPERATORS["spmv"], {"i": 1, "j": 1}, threads=(1,), max_split=1)
     strategy = GuidedRandom(space, np.random.default_rng(0), Table(), num_proposals=16, num_generations=1)
     assert len({strategy.propose() for _ in range(4 * space.count_schedules())}) == space.count_schedules()
 
 
-def test_trees_find_more_with_fewer_measurements() -> None:
+def test_guided_trees_need_fewer_trials() -> None:
     matrix = as_coo((np.random.default_rng(0).random((1000, 700)) < 0.01).astype(np.float32))
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=100)
     space = space_of()

@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import LevelMode
-
-if TYPE_CHECKING:
-    from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.schedule.parser import AxisSplit, LevelMode, SparseFormat
 
 MAX_SIZE = 2**31 - 1
 """Largest size and coordinate: 32 bits."""
@@ -24,8 +21,34 @@ CHUNK_SIZES = tuple(2**power for power in range(10))
 """Iterations of the parallel loop that a thread may take at a time."""
 
 
+class ScheduleFields(Protocol):
+    """Fields of a schedule that the rules check; see `schedule.Schedule`."""
+
+    @property
+    def fsplit(self) -> tuple[AxisSplit, ...]: ...
+    @property
+    def formats(self) -> tuple[SparseFormat, ...]: ...
+    @property
+    def lsplit(self) -> tuple[AxisSplit, ...]: ...
+    @property
+    def lreorder(self) -> tuple[str, ...]: ...
+    @property
+    def parallel(self) -> str | None: ...
+    @property
+    def vectorize(self) -> str | None: ...
+    @property
+    def unroll(self) -> str | None: ...
+    @property
+    def unroll_factor(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]: ...
+
+
 def find_violations(
-    schedule: Schedule, operator: Operator, shape: Mapping[str, int] | None = None
+    schedule: ScheduleFields, operator: Operator, shape: Mapping[str, int] | None = None
 ) -> list[str]:
     """List the violations of a schedule; see `Schedule.find_violations`.
 
@@ -46,7 +69,7 @@ def find_violations(
     ]
 
 
-def _check_tensors(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_tensors(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     tensors = tuple(sparse_format.tensor for sparse_format in schedule.formats)
     if sorted(tensors) != sorted(operator.tensors):
         yield f"tensors: {_format_list(tensors)}; expected {_format_list(operator.tensors)}"
@@ -55,7 +78,7 @@ def _check_tensors(schedule: Schedule, operator: Operator) -> Iterator[str]:
             yield f"mode-axes: modes and storage order of {sparse_format.tensor} have different axes"
 
 
-def _check_splits(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_splits(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     for kind, splits, axes in (
         ("fsplit", schedule.fsplit, operator.sparse_axes),
         ("lsplit", schedule.lsplit, operator.dense_axes),
@@ -71,7 +94,7 @@ def _check_splits(schedule: Schedule, operator: Operator) -> Iterator[str]:
             yield f"split-twice: axis {axis} is split {times} times"
 
 
-def _check_axes(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_axes(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     sparse = [part for axis in operator.sparse_axes for part, _ in schedule.sub_axes(axis)]
     for sparse_format in schedule.formats:
         if sorted(sparse_format.order) != sorted(sparse):
@@ -87,7 +110,7 @@ def _check_axes(schedule: Schedule, operator: Operator) -> Iterator[str]:
         )
 
 
-def _check_roles(schedule: Schedule) -> Iterator[str]:
+def _check_roles(schedule: ScheduleFields) -> Iterator[str]:
     roles = {
         "parallel": schedule.parallel,
         "vectorize": schedule.vectorize,
@@ -102,14 +125,14 @@ def _check_roles(schedule: Schedule) -> Iterator[str]:
             yield f"same-loop: {names} have the same loop, {loop}"
 
 
-def _check_formats(schedule: Schedule) -> Iterator[str]:
+def _check_formats(schedule: ScheduleFields) -> Iterator[str]:
     first, *other_formats = schedule.formats
     for other in other_formats:
         if other.levels() != first.levels():
             yield f"format-differs: {other.tensor} has the pattern of {first.tensor} and must have its format"
 
 
-def _check_sizes(schedule: Schedule) -> Iterator[str]:
+def _check_sizes(schedule: ScheduleFields) -> Iterator[str]:
     for split in schedule.fsplit + schedule.lsplit:
         sizes = [size for _, size in split.parts]
         if min(sizes) < 1 or max(sizes[0], math.prod(sizes[1:])) > MAX_SIZE:
@@ -127,7 +150,7 @@ def _check_sizes(schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _check_order(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_order(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     order = schedule.formats[0].order
     loop_order = tuple(loop for loop in schedule.lreorder if loop in order)
     if loop_order != order:
@@ -142,7 +165,7 @@ def _check_order(schedule: Schedule, operator: Operator) -> Iterator[str]:
             yield f"sub-order: the loops of {axis} must have the order {_format_list(parts)}"
 
 
-def _check_singletons(schedule: Schedule) -> Iterator[str]:
+def _check_singletons(schedule: ScheduleFields) -> Iterator[str]:
     levels = schedule.formats[0].levels()
     for index in find_dangling_singletons(tuple(level.mode for level in levels)):
         yield (
@@ -165,7 +188,7 @@ def find_dangling_singletons(modes: tuple[LevelMode, ...]) -> list[int]:
     return dangling
 
 
-def _check_parallel(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_parallel(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     loop = schedule.parallel
     if loop is None:
         return
@@ -178,7 +201,7 @@ def _check_parallel(schedule: Schedule, operator: Operator) -> Iterator[str]:
                 yield f"parallel-shared: {loop} is not unique; threads would race on results"
 
 
-def _check_loops(schedule: Schedule, operator: Operator) -> Iterator[str]:
+def _check_loops(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
     has_loop = {level.axis: level.mode.has_loop for level in schedule.formats[0].levels()}
     for role, loop in (
         ("parallel", schedule.parallel),
@@ -194,7 +217,7 @@ def _check_loops(schedule: Schedule, operator: Operator) -> Iterator[str]:
         )
 
 
-def find_lane_loop(schedule: Schedule, operator: Operator) -> str | None:
+def find_lane_loop(schedule: ScheduleFields, operator: Operator) -> str | None:
     """Return the loop that may be vectorized above the innermost loop, or None.
 
     Its steps are adjacent results, and the innermost loop is compressed and sums. Each vector lane then
@@ -224,7 +247,7 @@ def select_lane_loop(
     return inner if sums_groups and modes[inner] is LevelMode.DENSE else None
 
 
-def _check_dense_parts(schedule: Schedule, extents: Mapping[str, int] | None) -> Iterator[str]:
+def _check_dense_parts(schedule: ScheduleFields, extents: Mapping[str, int] | None) -> Iterator[str]:
     """Check the number of parts of dense axes.
 
     With two parts the last block is shortened; with more parts a single bound cannot do that.

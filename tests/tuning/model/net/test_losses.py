@@ -49,7 +49,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("pairs", [2**21, 100, 7])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_loss_and_gradient_are_those_of_all_pairs(
+def test_loss_and_gradient_match_all_pairs(
     kind: losses.LossKind, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "_MAX_PAIRS", pairs)
@@ -63,7 +63,7 @@ def test_loss_and_gradient_are_those_of_all_pairs(
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_what_has_no_weight_changes_nothing(kind: losses.LossKind) -> None:
+def test_loss_ignores_padding(kind: losses.LossKind) -> None:
     scores, labels, weights = batch()
     other = torch.where(weights > 0, scores, 50.0)
     result, same = (ranking_loss(kind, item, labels, weights) for item in (scores, other))
@@ -71,7 +71,7 @@ def test_what_has_no_weight_changes_nothing(kind: losses.LossKind) -> None:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_the_right_order_costs_less_and_descent_finds_it(kind: losses.LossKind) -> None:
+def test_loss_prefers_correct_order(kind: losses.LossKind) -> None:
     labels = torch.tensor([[1.0, 0.8, 0.4, 0.1], [0.2, 0.9, 1.0, 0.5]])
     scores = torch.zeros(2, 4, requires_grad=True)
     start = ranking_loss(kind, scores, labels).item()
@@ -84,7 +84,7 @@ def test_the_right_order_costs_less_and_descent_finds_it(kind: losses.LossKind) 
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_without_a_pair_the_loss_is_0_and_so_is_its_gradient(kind: losses.LossKind) -> None:
+def test_loss_without_pairs_is_zero(kind: losses.LossKind) -> None:
     scores = torch.randn(2, 3, requires_grad=True)
     loss = ranking_loss(kind, scores, torch.ones(2, 3))
     loss.backward()
@@ -92,7 +92,7 @@ def test_without_a_pair_the_loss_is_0_and_so_is_its_gradient(kind: losses.LossKi
     assert scores.grad is not None and not scores.grad.any()
 
 
-def test_groups_count_alike_however_many_schedules_they_have() -> None:
+def test_loss_weighs_groups_equally() -> None:
     scores, labels = torch.zeros(2, 6), torch.rand(2, 6)
     weights = torch.ones(2, 6)
     weights[1, 2:] = 0.0
@@ -104,14 +104,14 @@ def test_groups_count_alike_however_many_schedules_they_have() -> None:
     assert both.item() == pytest.approx(sum(item_value.item() for item_value in item) / 2)
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_loss_invalid_batch_raises() -> None:
     with pytest.raises(InputError):
         ranking_loss("mse", torch.zeros(1, 2), torch.ones(1, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError):
         ranking_loss("rank", torch.zeros(1, 2), torch.ones(1, 3))
 
 
-def test_the_pick_is_the_expected_label() -> None:
+def test_expected_pick_is_expected_label() -> None:
     scores = torch.tensor([[2.0, 1.0, -3.0], [0.0, 0.0, 5.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
     labels = torch.tensor([[0.5, 1.0, 0.2], [0.3, 1.0, 0.7], [1.0, 1.0, 1.0]], dtype=torch.float64)
     weights = torch.tensor([[0.9, 0.5, 0.7], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_the_pick_is_the_expected_label() -> None:
     assert torch.autograd.gradcheck(lambda item: expected_pick(item, labels, weights), (scores,))
 
 
-def test_the_pick_alone_finds_the_best() -> None:
+def test_expected_pick_descent_finds_best() -> None:
     labels = torch.tensor([[0.2, 1.0, 0.4, 0.9]])
     scores = torch.zeros(1, 4, requires_grad=True)
     optimizer = torch.optim.SGD([scores], lr=5.0)

@@ -24,7 +24,7 @@ from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, pattern_of
 EXTENTS = {"i": 60, "k": 40, "j": 32}
 
 
-def test_scores_do_not_depend_on_how_many_are_scored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_independent_of_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     net, pattern = AutoSparseNet(SMALL), pattern_of(0)
     context = net.embed_task(
         coarsen(pattern.rows, pattern.cols, pattern.shape, max_cells=64), np.ones(NUM_FEATURES, np.float32)
@@ -46,7 +46,7 @@ def test_scores_do_not_depend_on_how_many_are_scored_at_a_time(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("config", [SMALL, NO_PATTERN], ids=["pattern", "bare"])
-def test_a_scorer_knows_its_problem(config: NetConfig) -> None:
+def test_scorer_matches_score_schedules(config: NetConfig) -> None:
     net, pattern = AutoSparseNet(config), pattern_of(0)
     mask = np.zeros(pattern.shape)
     mask[pattern.rows, pattern.cols] = 1.0

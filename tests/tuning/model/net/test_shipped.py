@@ -16,14 +16,14 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.space import ScheduleSpace
 
 
-def test_it_is_small_and_read_once() -> None:
+def test_shipped_network_is_small_and_cached() -> None:
     file = resources.files("sparseflow.tuning") / "data" / SHIPPED_FILE
     assert len(file.read_bytes()) <= 8_000_000
     assert load_shipped_network() is load_shipped_network() and not load_shipped_network().training
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_it_knows_what_experts_know(name: str) -> None:
+def test_shipped_network_ranks_presets(name: str) -> None:
     """What they write by hand is far faster than most draws are, whatever the matrix."""
     rng = np.random.default_rng(0)
     above = []

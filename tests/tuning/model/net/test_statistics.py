@@ -23,7 +23,7 @@ def named(values: np.ndarray) -> dict[str, float]:
     return dict(zip(PATTERN_FEATURES, values.tolist(), strict=True))
 
 
-def test_features_of_a_small_pattern_are_those_worked_out_by_hand() -> None:
+def test_small_pattern_matches_manual_values() -> None:
     # Rows 0 to 3 of 8 hold columns 0, 1 of 4: two full blocks of 4 x 1, half a block of 4 x 4.
     rows, cols = np.repeat(np.arange(4), 2), np.tile([0, 1], 4)
     result = named(compute_pattern_statistics(rows, cols, (8, 4)))
@@ -40,7 +40,7 @@ def test_features_of_a_small_pattern_are_those_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("band", [1, 7, 100])
-def test_it_does_not_matter_how_much_is_read_at_a_time(band: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_independent_of_band_size(band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = pattern_of(0, (150, 70), 0.02)
     full = compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
     monkeypatch.setattr(module, "_BAND_ELEMENTS", band)
@@ -49,7 +49,7 @@ def test_it_does_not_matter_how_much_is_read_at_a_time(band: int, monkeypatch: p
     np.testing.assert_allclose(parts, full, rtol=1e-6)
 
 
-def test_blocks_are_counted_as_a_dense_mask_would_show_them() -> None:
+def test_block_counts_match_dense_mask() -> None:
     pattern = pattern_of(1, (64, 48), 0.05)
     mask = np.zeros(pattern.shape, bool)
     mask[pattern.rows, pattern.cols] = True
@@ -61,14 +61,14 @@ def test_blocks_are_counted_as_a_dense_mask_would_show_them() -> None:
     assert result["adjacent"] == pytest.approx((mask[:, 1:] & mask[:, :-1]).sum() / pattern.nnz)
 
 
-def test_odd_patterns_give_finite_numbers() -> None:
+def test_degenerate_patterns_are_finite() -> None:
     none = np.zeros(0, np.int32)
     assert np.isfinite(compute_pattern_statistics(none, none, (3, 5))).all()
     corner = np.array([2**20 - 1], np.int32), np.array([2**21 - 1], np.int32)
     assert np.isfinite(compute_pattern_statistics(*corner, (2**20, 2**21))).all()
 
 
-def test_what_is_not_known_is_0_and_marked_so() -> None:
+def test_unknown_features_are_masked() -> None:
     task = {"operator": "spmm", "shape": (1024, 64), "n_cols": 32, "dtype": "float64", "threads": 4}
     features = np.ones(len(PATTERN_FEATURES), np.float32)
     full = compute_task_statistics(**task, nnz=128, pattern=features)

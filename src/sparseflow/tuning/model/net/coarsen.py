@@ -364,12 +364,10 @@ def _compute_features(cells: _CellCover, elements: _Elements) -> Tensor:
     row_place = (2 * (row << cells.a) + height) / elements.shape[0] - 1
     col_place = (2 * (col << cells.b) + width) / elements.shape[1] - 1
     columns = [counts.double().log2() / 8, fill, fill.log2() / 16, by_row / height, by_column / width]
-    for (tall, wide), blocks_found in blocks.items():
-        block_elements = torch.zeros_like(blocks_found.counts).index_add_(
-            0, blocks_found.region_index, counts
-        )
-        log_fill = (block_elements / blocks_found.counts).log2() / np.log2(tall * wide)
-        columns.append(log_fill[blocks_found.region_index])
+    for (tall, wide), nonempty in blocks.items():
+        block_elements = torch.zeros_like(nonempty.counts).index_add_(0, nonempty.region_index, counts)
+        log_fill = (block_elements / nonempty.counts).log2() / np.log2(tall * wide)
+        columns.append(log_fill[nonempty.region_index])
     columns.append((lengths / by_row - total / max(1, occupied)) / 4)
     columns += [row_place, col_place, (row_place - col_place).abs()]
     return torch.stack(columns, 1)
