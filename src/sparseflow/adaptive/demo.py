@@ -1,8 +1,8 @@
 """Demo: a pretrained model answers questions within latency budgets on this machine.
 
-The demo measures some plans, fits a latency predictor, and answers questions about unseen images under several
-budgets. The full model and the fastest plan answer the same questions, in random order, for comparison. The
-requests are saved as a run (`run.json`, `samples.parquet`) with a page (`report.html`).
+The demo measures some plans, fits a latency predictor, and answers questions about unseen images under
+several budgets. The full model and the fastest plan answer the same questions, in random order, for
+comparison. The requests are saved as a run (`run.json`, `samples.parquet`) with a page (`report.html`).
 
 A request of a large model takes seconds on a CPU, so the number of measurement rounds and, by default, of
 questions is limited by time: some minutes in total for a large model.
@@ -130,7 +130,9 @@ def run_demo(
                 subrange(progress, 0.02, 0.4, "measuring plans: ") or progress,
             )
         predictor = PlanLatencyPredictor.fit(profile, seed=seed)
-        with attach(network, profile=predictor, worth=_find_file(model_dir, PLAN_QUALITY_FILE)) as attached:
+        with attach(
+            network, profile=predictor, plan_quality=_find_file(model_dir, PLAN_QUALITY_FILE)
+        ) as attached:
             assert attached.selector is not None
             request_size: dict[str, Any] = {"text_tokens": text_tokens[-1], "new_tokens": _NEW_TOKENS}
             attached.selector = attached.selector.select_front(_NUM_CANDIDATE_PLANS, **request_size)

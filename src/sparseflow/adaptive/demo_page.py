@@ -147,8 +147,8 @@ def _add_budgets(page: Page, result: AdaptiveDemoResult) -> None:
             }
             for budget in result.budgets
         ],
-        caption="The full model and the fastest plan answered the same questions; their answers count if they "
-        "are correct and within the budget.",
+        caption="The full model and the fastest plan answered the same questions; their answers count if "
+        "they are correct and within the budget.",
     )
 
 
