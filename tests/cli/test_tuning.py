@@ -87,7 +87,7 @@ def test_collect_then_repeat_resumes(folder: Path, capsys: pytest.CaptureFixture
     assert {task.n_cols for task in tasks} == {4, None}
     assert run([*command, "--json"]) == 0
     result = read_json(capsys)
-    assert (result["tasks"], result["rows"], result["added"], result["folder"]) == (8, 24, 0, "out")
+    assert (result["tasks"], result["rows"], result["added"], result["out_dir"]) == (8, 24, 0, "out")
     assert run([*command, "--synthetic", "3", "--json"]) == 0
     assert read_json(capsys)["added"] == 6, "the first two are drawn again"
 

@@ -130,7 +130,7 @@ def test_collect_measures_real_kernels(tmp_path: Path) -> None:
     retained = opened.read_pattern(task)
     assert retained is not None and retained.digest() == item.pattern.digest()
     assert len(messages) == 3 and messages[-1][1] == 1.0 and "sddmm on net1" in messages[-1][0]
-    assert json.loads(json.dumps(result.to_dict()))["folder"] == str(tmp_path)
+    assert json.loads(json.dumps(result.to_dict()))["out_dir"] == str(tmp_path)
 
 
 def test_collect_measures_presets_first_in_rounds(created_value: Made, tmp_path: Path) -> None:

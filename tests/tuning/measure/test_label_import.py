@@ -123,7 +123,7 @@ def test_import_reads_patterns_by_name(tmp_path: Path) -> None:
     assert result.patterns == 2
     pattern = opened.read_pattern(opened.tasks[0])
     assert pattern is not None and (pattern.nnz, pattern.shape) == (2, (5000, 60000))
-    assert result.warnings == ("c: axis i is given as 50000, and the splits of most schedules cover 4096",)
+    assert result.warnings == ("c: the extent of axis i is 50000, but the splits of most schedules cover 4096",)
 
 
 def test_import_explicit_columns(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_import_explicit_columns(tmp_path: Path) -> None:
     result = import_labels(file, tmp_path / "out", **spmm(n_cols=200))
     assert result.tasks[0].n_cols == 200 and not result.warnings
     result = import_labels(file, tmp_path / "other", **spmm(n_cols=256))
-    assert result.tasks[0].n_cols == 256 and "axis j is given as 256" in result.warnings[0]
+    assert result.tasks[0].n_cols == 256 and "extent of axis j is 256" in result.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class CollectionResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {**vars(self), "folder": str(self.out_dir), "broken": dict(self.failed_references)}
+        return {**vars(self), "out_dir": str(self.out_dir), "failed_references": dict(self.failed_references)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ class ImportResult:
         first_rejection = {kind: (number, reason) for number, kind, reason in reversed(self.rejected)}
         counts = Counter(kind for _, kind, _ in self.rejected)
         return {
-            "folder": str(self.out_dir),
+            "out_dir": str(self.out_dir),
             "rows": self.rows,
             "tasks": len(self.tasks),
             "patterns": self.patterns,
@@ -81,7 +81,7 @@ class ImportResult:
                 }
                 for kind, count in counts.most_common()
             },
-            "doubts": list(self.warnings),
+            "warnings": list(self.warnings),
         }
 
 

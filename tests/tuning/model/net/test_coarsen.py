@@ -15,9 +15,9 @@ from sparseflow.tuning.model.net import coarsen as module
 from sparseflow.tuning.model.net.coarsen import BLOCK_SHAPES, CELL_FEATURES, Cells, coarsen
 
 
-def coarsened(dense: np.ndarray, maximum: int = 2**14) -> Cells:
+def coarsened(dense: np.ndarray, max_cells: int = 2**14) -> Cells:
     rows, cols = np.nonzero(dense)
-    return coarsen(rows, cols, (dense.shape[0], dense.shape[1]), max_cells=maximum)
+    return coarsen(rows, cols, (dense.shape[0], dense.shape[1]), max_cells=max_cells)
 
 
 def occupied(part: np.ndarray, tall: int, wide: int) -> int:
@@ -78,23 +78,23 @@ def slowly(dense: np.ndarray, maximum: int) -> Cells:
 @given(
     shape=st.tuples(st.integers(1, 50), st.integers(1, 50)),
     density=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
-    most=st.integers(1, 40),
+    max_cells=st.integers(1, 40),
     step=st.sampled_from([1, 3, 17, 10**6]),
     table=st.sampled_from([0, 10**6]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(shape=(1, 70), density=0.5, most=7, step=3, table=0, seed=0)
-@example(shape=(70, 1), density=0.5, most=7, step=3, table=0, seed=0)
-@example(shape=(1, 1), density=1.0, most=1, step=1, table=0, seed=0)
+@example(shape=(1, 70), density=0.5, max_cells=7, step=3, table=0, seed=0)
+@example(shape=(70, 1), density=0.5, max_cells=7, step=3, table=0, seed=0)
+@example(shape=(1, 1), density=1.0, max_cells=1, step=1, table=0, seed=0)
 def test_coarsen_matches_dense_computation(
-    shape: tuple[int, int], density: float, maximum: int, step: int, table: int, seed: int
+    shape: tuple[int, int], density: float, max_cells: int, step: int, table: int, seed: int
 ) -> None:
     dense = np.random.default_rng(seed).random(shape) < density
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module._SLICE_ELEMENTS, "cpu", step)
         patch.setattr(module, "_MAX_TABLE_CELLS", table)
-        result = coarsened(dense, maximum=maximum)
-    expected = slowly(dense, maximum)
+        result = coarsened(dense, max_cells=max_cells)
+    expected = slowly(dense, max_cells)
     assert result.grid == expected.grid
     assert result.coords.dtype == np.int64 and result.features.dtype == np.float32
     np.testing.assert_array_equal(result.coords, expected.coords)
@@ -130,8 +130,8 @@ def test_coarsen_features_distinguish_blocks() -> None:
     fours = np.kron(generator.random((64, 64)) < 0.1, np.ones((4, 4), bool))
     scattered = generator.permutation(fours.ravel()).reshape(fours.shape)
     column = CELL_FEATURES.index("fill_4x4")
-    assert coarsened(fours, maximum=64).features[:, column].min() == 1.0
-    assert coarsened(scattered, maximum=64).features[:, column].max() < 0.5
+    assert coarsened(fours, max_cells=64).features[:, column].min() == 1.0
+    assert coarsened(scattered, max_cells=64).features[:, column].max() < 0.5
 
 
 def test_coarsen_features_are_of_order_one() -> None:
@@ -172,4 +172,4 @@ def test_coarsen_disorder_between_slices_raises(monkeypatch: pytest.MonkeyPatch)
 
 def test_coarsen_zero_cells_raises() -> None:
     with pytest.raises(InputError):
-        coarsened(np.ones((2, 2), bool), maximum=0)
+        coarsened(np.ones((2, 2), bool), max_cells=0)
