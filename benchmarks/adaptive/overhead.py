@@ -1,4 +1,4 @@
-r"""What deciding adds to a request (line 6): the same plan, decided about or given, in turns.
+r"""Latency that plan selection adds to a request (line 6).
 
 ::
 
@@ -9,14 +9,12 @@ r"""What deciding adds to a request (line 6): the same plan, decided about or gi
     python benchmarks/adaptive/overhead.py --model FOLDER --device cuda --profile predictor.json \
         --controller controllers.safetensors --out results/adaptive/overhead.json
 
-Requests run alone in an engine, from receipt to the last token, in pairs of random order: one whose plan is
-given, and one about which predictor and both controllers decide, among all plans of the model, though only
-that one may come of it. What the second took is learnt from before the next, as a server does. The ratio is
-of the medians, its interval from drawing pairs anew; beside it stands the same ratio of given requests
-against given ones, which is what chance makes of it.
+Requests run one at a time in an engine, from receipt to the last token, in pairs of random order: one with a
+fixed plan, and one for which predictor and both controllers select among all plans of the model, restricted
+to the same plan. The predictor observes the latter, as in a server. The result is the ratio of medians with
+a bootstrap interval over pairs. The same ratio between requests with fixed plans shows the effect of noise.
 
-Deciding is also timed by itself, on the host: everything that a request waits for, with its latency token
-there already.
+Plan selection is also timed by itself on the host, with the latency token already available.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import built, max_total_tokens, options, room, settled, within
+from models import build_model, max_total_tokens, add_options, max_text_tokens, resolve_settings, fit_lengths
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.controllers.controllers import Controllers
@@ -56,114 +54,115 @@ from sparseflow.core.files import write_atomic
 
 TARGET = 0.01
 BUDGET_MS = 1e6
-"""So large that every plan fits: what is timed is deciding, not refusing."""
+"""A budget that every plan meets."""
 COLUMNS = ("given_ms", "decided_ms", "given_again_ms", "decide_ms")
 
 
-def profiled(
-    asked: argparse.Namespace, runtime: PlanRuntime, example: Any, tokens: int
+def fit_small_profile(
+    args: argparse.Namespace, runtime: PlanRuntime, example: Any, tokens: int
 ) -> PlanLatencyPredictor:
-    """A predictor of a small profile; what it predicts does not matter here, only that it does."""
+    """Fit a predictor to a small profile; its accuracy does not matter."""
     geometry = runtime.geometry
     space = PlanSpace.from_importance(geometry)
-    few = select_representative_plans(space, max(2 * len(space.tiers), 6), seed=asked.seed)
-    sizes, steps = [asked.text_tokens, 2 * asked.text_tokens], 4
+    plans = select_representative_plans(space, max(2 * len(space.tiers), 6), seed=args.seed)
+    sizes, steps = [args.text_tokens, 2 * args.text_tokens], 4
     with tempfile.TemporaryDirectory() as scratch, EngineRunner(
-        runtime, few, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=asked.seed,
+        runtime, plans, example=example, max_batch=2, max_tokens=tokens, graphs=False, seed=args.seed,
         mix=RequestMix(lengths=sizes, new_tokens=steps + 1),
     ) as runner:  # fmt: skip
-        found = collect_profile_by_group(
-            runner, space, Path(scratch) / "p.parquet", buckets=sizes, repeats=2, steps=steps, batches=(1, 2)
+        profile = collect_profile_by_group(
+            runner, space, Path(scratch) / "p.parquet", text_tokens=sizes, rounds=2, decode_steps=steps,
+            batch_sizes=(1, 2),
         )
-    return PlanLatencyPredictor.fit(found, seed=asked.seed)
+    return PlanLatencyPredictor.fit(profile, seed=args.seed)
 
 
-def cases(space: PlanSpace, count: int) -> list[Plan]:
-    """Plans of the whole range, the cheapest and the dearest among them."""
+def select_plans(space: PlanSpace, count: int) -> list[Plan]:
+    """Return `count` plans from the smallest to the largest."""
     ranked = sorted(
         space.plans, key=lambda plan: (space.tiers.index(plan.tier), len(plan.blocks), plan.top_k)
     )
-    return [ranked[round(at)] for at in np.linspace(0, len(ranked) - 1, count)]
+    return [ranked[round(index)] for index in np.linspace(0, len(ranked) - 1, count)]
 
 
-def pairs(
-    asked: argparse.Namespace, engine: Engine, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
+def measure_pairs(
+    args: argparse.Namespace, engine: Engine, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
 ) -> list[list[float]]:
-    """Samples of one plan: rows of `COLUMNS`."""
-    generator = np.random.default_rng(asked.seed)
-    images, only = int(plan.tier is not None), selector.restrict([plan])
+    """Measure one plan; returns rows of `COLUMNS`."""
+    generator = np.random.default_rng(args.seed)
+    images, single_plan_selector = int(plan.tier is not None), selector.restrict([plan])
 
-    def one(decide: Callable[[Any], PlanDecider]) -> RequestOutput:
-        inputs = make_full_prompt(prompts, plan, asked.text_tokens)
+    def run_request(decide: Callable[[Any], PlanDecider]) -> RequestOutput:
+        inputs = make_full_prompt(prompts, plan, args.text_tokens)
         request = GenerationRequest(
-            inputs=inputs, decide=decide(inputs), max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
+            inputs=inputs, decide=decide(inputs), max_new_tokens=args.new_tokens, budget_ms=BUDGET_MS
         )
-        found = engine.submit(request).result()
-        if found.plan != plan:
-            raise SystemExit(f"{found.plan.id} ran, not {plan.id}")
-        return found
+        output = engine.submit(request).result()
+        if output.plan != plan:
+            raise SystemExit(f"{output.plan.id} ran, not {plan.id}")
+        return output
 
-    def given(_: Any) -> PlanDecider:
+    def use_fixed_plan(_: Any) -> PlanDecider:
         return FixedPlanPolicy(plan=plan)
 
-    def decided(inputs: Any) -> PlanDecider:
-        return only.make_policy(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+    def decide_plan(inputs: Any) -> PlanDecider:
+        return single_plan_selector.make_policy(text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"])
 
     rows = []
-    for number in range(-asked.warmup, asked.pairs):
+    for pair_index in range(-args.warmup, args.pairs):
         row = dict.fromkeys(COLUMNS, 0.0)
-        for at in generator.permutation(3):
-            found = one(decided if at == 1 else given)
-            row[COLUMNS[at]] = found.total_ms
-            if at == 1:
-                row["decide_ms"] = found.decide_ms
-                ask = LatencyQuery(
-                    plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=len(found.tokens)
+        for index in generator.permutation(3):
+            output = run_request(decide_plan if index == 1 else use_fixed_plan)
+            row[COLUMNS[index]] = output.total_ms
+            if index == 1:
+                row["decide_ms"] = output.decide_ms
+                query = LatencyQuery(
+                    plan=plan, text_tokens=args.text_tokens, images=images, new_tokens=len(output.tokens)
                 )
-                selector.predictor.observe(ask, found.total_ms, prefill_ms=found.total_ms - found.decode_ms)
-        if number >= 0:
+                selector.predictor.observe(query, output.total_ms, prefill_ms=output.total_ms - output.decode_ms)
+        if pair_index >= 0:
             rows.append([round(row[name], 5) for name in COLUMNS])
     return rows
 
 
-def ratio(over: np.ndarray, under: np.ndarray, seed: int, draws: int = 2000) -> list[float]:
-    """How much the median of one is above that of the other, a share, and its 95 % interval over pairs."""
-    at = np.random.default_rng(seed).integers(len(over), size=(draws, len(over)))
-    found = np.median(over[at], axis=1) / np.median(under[at], axis=1) - 1.0
-    middle = float(np.median(over) / np.median(under) - 1.0)
-    return [round(each, 6) for each in (middle, *np.quantile(found, (0.025, 0.975)).tolist())]
+def estimate_ratio(over: np.ndarray, under: np.ndarray, seed: int, draws: int = 2000) -> list[float]:
+    """Return the relative difference of medians and its 95 % bootstrap interval over pairs."""
+    indices = np.random.default_rng(seed).integers(len(over), size=(draws, len(over)))
+    ratios = np.median(over[indices], axis=1) / np.median(under[indices], axis=1) - 1.0
+    estimate = float(np.median(over) / np.median(under) - 1.0)
+    return [round(value, 6) for value in (estimate, *np.quantile(ratios, (0.025, 0.975)).tolist())]
 
 
-def alone(
-    asked: argparse.Namespace, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
+def time_host(
+    args: argparse.Namespace, selector: PlanSelector, plan: Plan, prompts: RandomPrompts
 ) -> dict[str, Any]:
-    """Microseconds of the parts of deciding, on the host; the median, and all samples of the whole."""
-    inputs, images = make_full_prompt(prompts, plan, asked.text_tokens), int(plan.tier is not None)
+    """Time the parts of plan selection on the host: medians and samples, microseconds."""
+    inputs, images = make_full_prompt(prompts, plan, args.text_tokens), int(plan.tier is not None)
     token = torch.randn(selector.controllers.width if selector.controllers else 1)
-    ask = LatencyQuery(plan=plan, text_tokens=asked.text_tokens, images=images, new_tokens=asked.new_tokens)
+    query = LatencyQuery(plan=plan, text_tokens=args.text_tokens, images=images, new_tokens=args.new_tokens)
     # On a GPU a decider gets ready while the device works; that is no time of the request's.
-    ready = asked.device.startswith("cuda")
-    marks: dict[str, list[float]] = {"first": [], "ready": [], "second": [], "observe": []}
-    for number in range(asked.warmup + asked.pairs):
-        decide = selector.make_policy(text_tokens=asked.text_tokens, images=images, input_ids=inputs["input_ids"])
+    prepares = args.device.startswith("cuda")
+    samples_us: dict[str, list[float]] = {"first": [], "ready": [], "second": [], "observe": []}
+    for number in range(args.warmup + args.pairs):
+        decide = selector.make_policy(text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"])
         request = GenerationRequest(
-            inputs=inputs, decide=decide, max_new_tokens=asked.new_tokens, budget_ms=BUDGET_MS
+            inputs=inputs, decide=decide, max_new_tokens=args.new_tokens, budget_ms=BUDGET_MS
         )
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         decide.choose_initial(request, BUDGET_MS)
-        between = time.perf_counter()
-        if ready:
+        initial_s = time.perf_counter()
+        if prepares:
             decide.prepare(request)
-        prepared = time.perf_counter()
+        prepared_s = time.perf_counter()
         decide.choose_plan(token, request, BUDGET_MS)
-        end = time.perf_counter()
-        selector.predictor.observe(ask, 100.0, prefill_ms=50.0)
-        learnt = time.perf_counter()
-        if number >= asked.warmup:
-            spent = (between - begin, prepared - between, end - prepared, learnt - end)
-            for name, each in zip(marks, spent, strict=True):
-                marks[name].append(round(1e6 * each, 2))
-    return {"median_us": {name: float(np.median(each)) for name, each in marks.items()}, "samples_us": marks}
+        end_s = time.perf_counter()
+        selector.predictor.observe(query, 100.0, prefill_ms=50.0)
+        observed_s = time.perf_counter()
+        if number >= args.warmup:
+            elapsed = (initial_s - start_s, prepared_s - initial_s, end_s - prepared_s, observed_s - end_s)
+            for name, elapsed_s in zip(samples_us, elapsed, strict=True):
+                samples_us[name].append(round(1e6 * elapsed_s, 2))
+    return {"median_us": {name: float(np.median(samples)) for name, samples in samples_us.items()}, "samples_us": samples_us}
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -198,11 +197,11 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options(parser)
+    add_options(parser)
     parser.add_argument("--profile", type=Path, help="predictor.json; by default of a small profile")
     parser.add_argument("--controller", type=Path, help="trained controllers; by default untrained ones")
     parser.add_argument("--plans", type=int, default=3, help="plans to compare by")
@@ -210,58 +209,58 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--text-tokens", type=int, help="by default 32, or what there is room for")
     parser.add_argument("--new-tokens", type=int, default=16)
-    asked = parser.parse_args(given)
-    settings = settled(asked)
-    adapter, example = built(asked)
-    runtime, tokens = PlanRuntime(adapter), max_total_tokens(asked, adapter)
+    args = parser.parse_args(argv)
+    settings = resolve_settings(args)
+    adapter, example = build_model(args)
+    runtime, tokens = PlanRuntime(adapter), max_total_tokens(args, adapter)
     # A profile has twice as many, too.
-    most = room(asked, adapter, asked.new_tokens) // 2
-    (asked.text_tokens,) = within(asked.text_tokens and [asked.text_tokens], [32], most, "--text-tokens")
-    if asked.profile is None:
-        predictor = profiled(asked, runtime, example, tokens)
+    limit = max_text_tokens(args, adapter, args.new_tokens) // 2
+    (args.text_tokens,) = fit_lengths(args.text_tokens and [args.text_tokens], [32], limit, "--text-tokens")
+    if args.profile is None:
+        predictor = fit_small_profile(args, runtime, example, tokens)
     else:
-        predictor = PlanLatencyPredictor.load(asked.profile)
+        predictor = PlanLatencyPredictor.load(args.profile)
     space = predictor.space
-    if asked.controller is None:
+    if args.controller is None:
         embeddings: Any = adapter.model.get_input_embeddings()
         width = embeddings.weight.shape[1]
-        controllers = Controllers(space, width=width, model_id="untrained", seed=asked.seed).eval()
+        controllers = Controllers(space, width=width, model_id="untrained", seed=args.seed).eval()
     else:
-        controllers = Controllers.load(asked.controller)
+        controllers = Controllers.load(args.controller)
     selector = PlanSelector(adapter=adapter, predictor=predictor, controllers=controllers)
-    plans = cases(space, asked.plans)
-    prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
-    found = []
+    plans = select_plans(space, args.plans)
+    prompts = RandomPrompts(adapter, example, device="cpu", seed=args.seed)
+    cases = []
     with Engine(adapter, runtime, plans=plans, max_batch=1, max_tokens=tokens) as engine:
         if engine.graphs.enabled:
             engine.warm_up(example)
         for plan in plans:
-            rows = pairs(asked, engine, selector, plan, prompts)
-            first, second, again, spent = np.array(rows).T
-            told = {
+            rows = measure_pairs(args, engine, selector, plan, prompts)
+            first, second, repeated, decide_ms = np.array(rows).T
+            result = {
                 "plan": plan.id, "p50_ms": float(np.median(first)),
-                "overhead": ratio(second, first, asked.seed), "chance": ratio(again, first, asked.seed),
-                "decide_ms": float(np.median(spent)), "samples": rows,
+                "overhead": estimate_ratio(second, first, args.seed), "chance": estimate_ratio(repeated, first, args.seed),
+                "decide_ms": float(np.median(decide_ms)), "samples": rows,
             }  # fmt: skip
-            found.append(told)
-            low, high = told["overhead"][1:]
+            cases.append(result)
+            low, high = result["overhead"][1:]
             print(
-                f"{plan.id}: {told['p50_ms']:.3f} ms; deciding adds {told['overhead'][0]:+.2%} "
-                f"({low:+.2%} to {high:+.2%}; chance {told['chance'][0]:+.2%}), "
-                f"{1e3 * told['decide_ms']:.0f} us with waiting for its token"
+                f"{plan.id}: {result['p50_ms']:.3f} ms; deciding adds {result['overhead'][0]:+.2%} "
+                f"({low:+.2%} to {high:+.2%}; chance {result['chance'][0]:+.2%}), "
+                f"{1e3 * result['decide_ms']:.0f} us with waiting for its token"
             )
         uncaptured = list(engine.snapshot().uncaptured)
-    host = alone(asked, selector, plans[-1], prompts)
+    host = time_host(args, selector, plans[-1], prompts)
     print("on the host, us:", host["median_us"])
-    worst = max(each["overhead"][0] for each in found)
+    worst = max(result["overhead"][0] for result in cases)
     record = {
-        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settings,
+        "environment": collect_environment(args.device, seed=args.seed), "settings": settings,
         "plans_of_the_model": len(space), "columns": COLUMNS, "target": TARGET,
-        "met": math.isfinite(worst) and worst < TARGET, "cases": found, "host": host,
+        "met": math.isfinite(worst) and worst < TARGET, "cases": cases, "host": host,
         "unrecorded": uncaptured,
     }  # fmt: skip
-    write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
-    record_claims(make_claims(record), record, asked.out)
+    write_atomic(args.out, json.dumps(record, separators=(",", ":")) + "\n")
+    record_claims(make_claims(record), record, args.out)
     return 0
 
 

@@ -1,15 +1,14 @@
-r"""A trained Grid-VQA model made into a folder as SparseFlow comes with, which `demo` shows.
+r"""Pack a trained Grid-VQA model into a directory for the package data.
 
 ::
 
     PYTHONPATH=src python benchmarks/adaptive/pack.py runs/seed-0/model --importance runs/importance.json \
-        --worth runs/study/plan_quality.json --archives cifar10-train.tar.gz cifar10-test.tar.gz \
-        --out src/sparseflow/adaptive/data/cifar
+        --plan-quality runs/study/plan_quality.json \
+        --archives cifar10-train.tar.gz cifar10-test.tar.gz --out src/sparseflow/adaptive/data/cifar
 
-The archives are those of the training. Some of their images are packed, as the files that they are and under
-the same names; only such as the training, with its seed, put into its test split, and that are in no other
-one. So none of them was learnt from, whichever part a split of the few that are packed puts it into. The same
-call writes the same archive.
+The archives are those of the training. Some of their images are packed unchanged and under the same names:
+only images of the training's test split that are in no other split, so none of them was a training image,
+whatever split the packed archive puts it into. Repeated calls write the same archive.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from sparseflow.adaptive.data import IMPORTANCE, WORTH
+from sparseflow.adaptive.data import IMPORTANCE_FILE, PLAN_QUALITY_FILE
 from sparseflow.adaptive.grid_vqa.config import VqaConfig
 from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank, bank_of, pictures
 from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
@@ -37,33 +36,33 @@ from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
-ASKED, OTHERS = 360, 10
+MAX_QUESTION_IMAGES, MAX_OTHER_IMAGES = 360, 10
 """Images of each name: of one that is asked about, and of one that is only there to be split."""
-PICTURES = (".png", ".jpg", ".jpeg")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-def files_of(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of an archive's images, in the order that `pictures` reads them."""
-    with tarfile.open(archive) as opened:
-        for member in opened:
-            if member.isfile() and "/" in member.name and member.name.lower().endswith(PICTURES):
-                content = opened.extractfile(member)
+def iterate_files(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of an archive's images, in the order of `pictures`."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if member.isfile() and "/" in member.name and member.name.lower().endswith(IMAGE_SUFFIXES):
+                content = tar.extractfile(member)
                 assert content is not None
                 yield member.name, content.read()
 
 
-def unlearnt(archives: Sequence[Path], bank: ImageBank) -> Iterator[tuple[str, str, bytes]]:
-    """The class, the name and the bytes of each image that lies in a bank's test split and in no other one.
+def iterate_test_images(archives: Sequence[Path], bank: ImageBank) -> Iterator[tuple[str, str, bytes]]:
+    """Yield class, name and content of each image that is only in the test split.
 
     Raises:
-        InputError: An archive holds something else than files of images.
+        InputError: An archive contains other files than images.
     """
     pixels = {
-        split: {bank.images[at].tobytes() for at in np.concatenate(bank.splits[split])} for split in SPLITS
+        split: {bank.images[index].tobytes() for index in np.concatenate(bank.splits[split])} for split in SPLITS
     }
     tests = pixels["test"] - pixels["train"] - pixels["val"]
     for archive in archives:
-        files, source = list(files_of(archive)), pictures([archive])
+        files, source = list(iterate_files(archive)), pictures([archive])
         if len(files) != len(source.names):
             raise InputError(f"{archive} must hold its images as files …/<class>/<name>.png or .jpg")
         for (name, content), label, image in zip(files, source.names, source.images, strict=True):
@@ -74,101 +73,101 @@ def unlearnt(archives: Sequence[Path], bank: ImageBank) -> Iterator[tuple[str, s
 
 
 def write_images(out: Path, archives: Sequence[Path], settings: VqaConfig, bank: ImageBank) -> int:
-    """Write the archive of some images that a training put into its test split; how many.
+    """Write an archive of test images; returns their number.
 
     Args:
-        out: The archive.
-        archives: Those of the training.
-        settings: Of the training.
-        bank: Of the training, from these archives.
+        out: Archive to write.
+        archives: Archives of the training.
+        settings: Configuration of the training.
+        bank: Images of the training, from these archives.
 
     Raises:
-        InputError: What was written is not split as it must be; it is deleted.
+        InputError: The written archive contains training images; it is deleted.
     """
-    asked, counts = settings.images.asked or bank.names, Counter[str]()
-    written = io.BytesIO()
+    question_labels, counts = settings.images.asked or bank.names, Counter[str]()
+    buffer = io.BytesIO()
     # Neither times nor owners: they would make every call's archive another one.
     with (
-        gzip.GzipFile(filename="", fileobj=written, mode="wb", mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as made,
+        gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
-        for label, name, content in unlearnt(archives, bank):
-            if counts[label] == (ASKED if label in asked else OTHERS):
+        for label, name, content in iterate_test_images(archives, bank):
+            if counts[label] == (MAX_QUESTION_IMAGES if label in question_labels else MAX_OTHER_IMAGES):
                 continue
             counts[label] += 1
             info = tarfile.TarInfo(name)
             info.size = len(content)
-            made.addfile(info, io.BytesIO(content))
-    write_atomic(out, written.getvalue())
+            tar.addfile(info, io.BytesIO(content))
+    write_atomic(out, buffer.getvalue())
     try:
-        check(out, settings, bank)
+        check_archive(out, settings, bank)
     except BaseException:
         out.unlink()
         raise
     return counts.total()
 
 
-def check(archive: Path, settings: VqaConfig, bank: ImageBank) -> None:
-    """That images which are packed can be asked about, and that none was learnt from.
+def check_archive(archive: Path, settings: VqaConfig, bank: ImageBank) -> None:
+    """Check that the packed images cover all classes and contain no training image.
 
     Args:
-        archive: The images that are packed.
-        settings: Of the training.
-        bank: Of the training.
+        archive: Packed images.
+        settings: Configuration of the training.
+        bank: Images of the training.
 
     Raises:
-        InputError: A name is missing, or an image was learnt from.
+        InputError: A class is missing, or an image is a training image.
     """
-    few = bank_of(digits=settings.images.digits, archives=[archive], seed=settings.images.seed)
-    if few.names != bank.names:
-        raise InputError(f"{archive} has images of {', '.join(few.names)}, not of {', '.join(bank.names)}")
-    learnt = {bank.images[at].tobytes() for at in np.concatenate(bank.splits["train"])}
+    packed = bank_of(digits=settings.images.digits, archives=[archive], seed=settings.images.seed)
+    if packed.names != bank.names:
+        raise InputError(f"{archive} has images of {', '.join(packed.names)}, not of {', '.join(bank.names)}")
+    training_images = {bank.images[index].tobytes() for index in np.concatenate(bank.splits["train"])}
     for split in ("val", "test"):
-        if any(few.images[at].tobytes() in learnt for at in np.concatenate(few.splits[split])):
+        if any(packed.images[index].tobytes() in training_images for index in np.concatenate(packed.splits[split])):
             raise InputError(f"{archive} would ask about images that were learnt from ({split} split)")
 
 
-def pack(model: Path, out: Path, *, importance: Path, worth: Path, archives: Sequence[Path] = ()) -> int:
-    """Write the folder; how many images are in it.
+def pack(model: Path, out: Path, *, importance: Path, plan_quality: Path, archives: Sequence[Path] = ()) -> int:
+    """Write the directory; returns the number of packed images.
 
     Args:
-        model: Folder that a training wrote.
-        out: Folder to write; made when absent.
-        importance: Which blocks of the model can be skipped.
-        worth: How good the plans are that follow from it.
-        archives: Of images; those of the training, in its order, or none where it had none.
+        model: Directory of the trained model.
+        out: Directory to write; created if missing.
+        importance: Importance of the model's blocks.
+        plan_quality: Accuracy of the model's plans.
+        archives: Image archives of the training, in its order.
 
     Raises:
-        InputError: A file is missing, or of another model, or the archives are not those of the training.
+        InputError: A file is missing or belongs to another model, or the archives differ from the training's.
         FileFormatError: A file is damaged.
     """
     network, _, settings = load(model)
-    found = BlockImportance.load(importance)
-    if found.model_id != compute_weights_id(network):
+    block_importance = BlockImportance.load(importance)
+    if block_importance.model_id != compute_weights_id(network):
         raise InputError(f"{importance} is of another model than {model}")
-    PlanQuality.load(worth).check(compute_weights_id(network), found.make_space())
+    PlanQuality.load(plan_quality).check(compute_weights_id(network), block_importance.make_space())
     trained = [path.name for path in settings.images.archives]
     if [path.name for path in archives] != trained:
         raise InputError(f"`--archives` must be those of the training, {' '.join(trained) or 'none'}")
     out.mkdir(parents=True, exist_ok=True)
     count = 0
     if archives:
-        told = settings.images
-        bank = bank_of(digits=told.digits, archives=archives, seed=told.seed)
+        images = settings.images
+        bank = bank_of(digits=images.digits, archives=archives, seed=images.seed)
         count = write_images(out / IMAGES, archives, settings, bank)
     for file in sorted(model.iterdir()):
         if file.is_file():
             shutil.copyfile(file, out / file.name)
-    kept = json.loads((model / SETTINGS).read_text("utf-8"))
+    record = json.loads((model / SETTINGS).read_text("utf-8"))
     # Where archives lay is nobody's business.
-    kept["settings"]["images"]["archives"] = trained
-    write_atomic(out / SETTINGS, json.dumps(kept, indent=1) + "\n")
-    shutil.copyfile(importance, out / IMPORTANCE)
-    shutil.copyfile(worth, out / WORTH)
+    record["settings"]["images"]["archives"] = trained
+    write_atomic(out / SETTINGS, json.dumps(record, indent=1) + "\n")
+    shutil.copyfile(importance, out / IMPORTANCE_FILE)
+    shutil.copyfile(plan_quality, out / PLAN_QUALITY_FILE)
     return count
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -177,12 +176,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--worth", type=Path, required=True, help="JSON file of a study, of its plans")
     parser.add_argument("--archives", type=Path, nargs="*", default=[], help="those of the training")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    asked = parser.parse_args(given)
+    args = parser.parse_args(argv)
     images = pack(
-        asked.model, asked.out, importance=asked.importance, worth=asked.worth, archives=asked.archives
+        args.model, args.out, importance=args.importance, plan_quality=args.plan_quality, archives=args.archives
     )
-    size = sum(file.stat().st_size for file in asked.out.iterdir())
-    print(f"{asked.out}: {size / 1e6:.1f} MB, {images} images")
+    size = sum(file.stat().st_size for file in args.out.iterdir())
+    print(f"{args.out}: {size / 1e6:.1f} MB, {images} images")
     return 0
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import built, ends_per_s, max_total_tokens, options, settled
+from models import build_model, compute_throughput, max_total_tokens, add_options, resolve_settings
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
@@ -48,33 +48,33 @@ from sparseflow.adaptive.study import results
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
-TOLD = {"alone": ("alone_ms", 0.5), "at_rate": ("at_rate_ms", 0.5), "at_rate_p95": ("at_rate_ms", 0.95)}
-"""What a record tells -> of which times, and which quantile of them."""
+QUANTILES = {"alone": ("alone_ms", 0.5), "at_rate": ("at_rate_ms", 0.5), "at_rate_p95": ("at_rate_ms", 0.95)}
+"""Key of the record -> latency samples and quantile."""
 _TURNS = 4
-"""In which requests at one rate are sent, so that a slow moment does not meet one plan alone."""
+"""Number of interleaved turns of the requests at one rate, so that noise affects all plans alike."""
 
 
-def chosen(found: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-    """Rows of a study's plans to measure: its front, thinned to `most`, and the plan of all blocks."""
-    rows = {Plan.from_dict(row["plan"]): row for row in found["plans"]}
+def select_plans(results: Mapping[str, Any], max_plans: int) -> list[dict[str, Any]]:
+    """Select plans of a study to measure: at most `max_plans` of its front, and the full plan."""
+    rows = {Plan.from_dict(row["plan"]): row for row in results["plans"]}
     front = [plan for plan, row in rows.items() if row["front"]]
-    kept = select_pareto_plans(
-        front, [rows[plan]["p50_ms"] for plan in front], [rows[plan]["accuracy"] for plan in front], most
+    selected = select_pareto_plans(
+        front, [rows[plan]["p50_ms"] for plan in front], [rows[plan]["accuracy"] for plan in front], max_plans
     )
     full = max(
         rows, key=lambda plan: (len(plan.blocks), plan.top_k, plan.insertion_position, rows[plan]["p50_ms"])
     )
-    return [rows[plan] for plan in dict.fromkeys([*kept, full])]
+    return [rows[plan] for plan in dict.fromkeys([*selected, full])]
 
 
 class Sender:
     """Sends requests of one size to an engine.
 
     Args:
-        engine: The engine.
-        prompts: Makes prompts.
+        engine: Engine.
+        prompts: Random prompts.
         size: `text_tokens` and `new_tokens` of a request.
-        seed: What arrivals are drawn from.
+        seed: Seed of arrival times.
     """
 
     def __init__(self, engine: Engine, prompts: RandomPrompts, size: Mapping[str, int], seed: int) -> None:
@@ -82,7 +82,7 @@ class Sender:
         self._random, self._lock = np.random.default_rng(seed), threading.Lock()
 
     def request(self, plan: Plan) -> dict[str, Any]:
-        """What to make a request of."""
+        """Return the arguments of a request."""
         with self._lock:
             inputs = make_full_prompt(self._prompts, plan, self._size["text_tokens"])
         return {
@@ -91,43 +91,43 @@ class Sender:
             "max_new_tokens": self._size["new_tokens"],
         }
 
-    def alone(self, plan: Plan) -> float:
-        """Milliseconds of a request that has the engine to itself."""
+    def run_sequential(self, plan: Plan) -> float:
+        """Return the latency of a request on an idle engine, ms."""
         return self._engine.submit(GenerationRequest(**self.request(plan))).result().total_ms
 
-    def capacity(self, plan: Plan, count: int) -> float:
-        """Requests of a plan that end in a second where every slot is taken at any time."""
-        ended: list[float] = []
+    def measure_capacity(self, plan: Plan, count: int) -> float:
+        """Return requests per second with all slots in use."""
+        end_times_s: list[float] = []
 
-        def one(_: int) -> None:
-            self.alone(plan)
-            ended.append(time.perf_counter())
+        def send(_: int) -> None:
+            self.run_sequential(plan)
+            end_times_s.append(time.perf_counter())
 
         with ThreadPoolExecutor(self._engine.max_batch) as pool:
-            list(pool.map(one, range(count)))
-        return ends_per_s(ended)
+            list(pool.map(send, range(count)))
+        return compute_throughput(end_times_s)
 
-    def coming(self, plan: Plan, rate: float, count: int) -> Iterator[float]:
-        """Milliseconds of requests of a plan that come at random, so many a second."""
-        made = [self.request(plan) for _ in range(count)]
-        sent: list[RequestHandle] = []
+    def run_at_rate(self, plan: Plan, rate: float, count: int) -> Iterator[float]:
+        """Yield the latencies of Poisson requests at a rate per second, ms."""
+        requests = [self.request(plan) for _ in range(count)]
+        handles: list[RequestHandle] = []
         due = time.perf_counter()
-        for each in made:
+        for request in requests:
             due += float(self._random.exponential(1.0 / rate))
             time.sleep(max(due - time.perf_counter(), 0.0))
             # One that is sent late has waited since it was due.
-            sent.append(self._engine.submit(GenerationRequest(**each, received_s=due)))
-        for handle in sent:
+            handles.append(self._engine.submit(GenerationRequest(**request, received_s=due)))
+        for handle in handles:
             yield handle.result().total_ms
 
 
-def told(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, Any]:
-    """Which plans no other beats in accuracy and a quantile of the times `name`, and what these span."""
+def summarize_span(plans: Sequence[dict[str, Any]], name: str, share: float) -> dict[str, Any]:
+    """Return the Pareto-optimal plans in accuracy and a latency quantile, and their latency ratio."""
     rows = [
         {"id": row["id"], "accuracy": row["accuracy"], "ms": float(np.quantile(row[name], share))}
         for row in plans
     ]
-    times, accuracies = ([row[of] for row in rows] for of in ("ms", "accuracy"))
+    times, accuracies = ([row[key] for row in rows] for key in ("ms", "accuracy"))
     front = select_pareto_plans(rows, times, accuracies, max_plans=max(2, len(rows)))
     return {"quantile": share, "pareto": front, "span": front[-1]["ms"] / front[0]["ms"]}
 
@@ -179,68 +179,68 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options(parser)
+    add_options(parser)
     parser.add_argument("--study", type=Path, required=True, help="folder of the model's study")
     parser.add_argument("--plans", type=int, default=16, help="most plans to measure, beside the full one")
     parser.add_argument("--alone", type=int, default=60, help="requests of each plan, one after the other")
     parser.add_argument("--requests", type=int, default=400, help="of each plan, at one rate")
     parser.add_argument("--load", type=float, default=0.7, help="share of what the dearest plan can do")
-    asked = parser.parse_args(given)
-    if asked.model is None or min(asked.alone, asked.requests) < _TURNS or not 0.0 < asked.load < 1.0:
+    args = parser.parse_args(argv)
+    if args.model is None or min(args.alone, args.requests) < _TURNS or not 0.0 < args.load < 1.0:
         parser.error(
             f"--model is needed, --alone and --requests are at least {_TURNS}, --load is above 0 and below 1"
         )
-    settings = settled(asked)
-    found = results.load_results(asked.study)
-    rows = chosen(found, asked.plans)
-    adapter, example = built(asked)
-    runtime, generator = PlanRuntime(adapter), np.random.default_rng(asked.seed)
+    settings = resolve_settings(args)
+    study_results = results.load_results(args.study)
+    rows = select_plans(study_results, args.plans)
+    adapter, example = build_model(args)
+    runtime, generator = PlanRuntime(adapter), np.random.default_rng(args.seed)
     plans = [Plan.from_dict(row["plan"]) for row in rows]
-    alone: dict[Plan, list[float]] = {plan: [] for plan in plans}
-    coming: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    sequential_ms: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    at_rate_ms: dict[Plan, list[float]] = {plan: [] for plan in plans}
     with Engine(
-        adapter, runtime, plans=plans, max_batch=asked.max_batch, max_tokens=max_total_tokens(asked, adapter)
+        adapter, runtime, plans=plans, max_batch=args.max_batch, max_tokens=max_total_tokens(args, adapter)
     ) as engine:
         if engine.graphs.enabled:
             engine.warm_up(example)
-        prompts = RandomPrompts(adapter, example, device="cpu", seed=asked.seed)
-        sender = Sender(engine, prompts, found["size"], asked.seed)
-        for turn in range(-2, asked.alone):
-            for at in generator.permutation(len(plans)).tolist():
-                took = sender.alone(plans[at])
+        prompts = RandomPrompts(adapter, example, device="cpu", seed=args.seed)
+        sender = Sender(engine, prompts, study_results["size"], args.seed)
+        for turn in range(-2, args.alone):
+            for index in generator.permutation(len(plans)).tolist():
+                latency_ms = sender.run_sequential(plans[index])
                 if turn >= 0:
-                    alone[plans[at]].append(took)
-        dearest = max(plans, key=lambda plan: statistics.median(alone[plan]))
-        capacity = sender.capacity(dearest, max(asked.requests // 2, 2 * asked.max_batch))
-        rate = asked.load * capacity
-        print(f"{rate:.1f} requests a second, {asked.load:.0%} of what {dearest.id} can do", file=sys.stderr)
+                    sequential_ms[plans[index]].append(latency_ms)
+        slowest = max(plans, key=lambda plan: statistics.median(sequential_ms[plan]))
+        capacity = sender.measure_capacity(slowest, max(args.requests // 2, 2 * args.max_batch))
+        rate = args.load * capacity
+        print(f"{rate:.1f} requests a second, {args.load:.0%} of what {slowest.id} can do", file=sys.stderr)
         for turn in range(_TURNS):
-            for at in generator.permutation(len(plans)).tolist():
-                count = len(range(turn, asked.requests, _TURNS))
-                coming[plans[at]] += sender.coming(plans[at], rate, count)
+            for index in generator.permutation(len(plans)).tolist():
+                count = len(range(turn, args.requests, _TURNS))
+                at_rate_ms[plans[index]] += sender.run_at_rate(plans[index], rate, count)
             print(f"turn {turn + 1} of {_TURNS}", file=sys.stderr)
-    kept = [
+    plan_records = [
         {
             "id": row["id"], "accuracy": row["accuracy"],
-            "alone_ms": [round(each, 4) for each in alone[plan]],
-            "at_rate_ms": [round(each, 4) for each in coming[plan]],
+            "alone_ms": [round(value, 4) for value in sequential_ms[plan]],
+            "at_rate_ms": [round(value, 4) for value in at_rate_ms[plan]],
         }
         for row, plan in zip(rows, plans, strict=True)
     ]  # fmt: skip
     record = {
-        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settings,
-        "size": found["size"], "samples": found["samples"],
-        "dearest": dearest.id, "capacity_per_s": capacity, "rate_per_s": rate,
-        **{name: told(kept, *of) for name, of in TOLD.items()}, "plans": kept,
+        "environment": collect_environment(args.device, seed=args.seed), "settings": settings,
+        "size": study_results["size"], "samples": study_results["samples"],
+        "dearest": slowest.id, "capacity_per_s": capacity, "rate_per_s": rate,
+        **{name: summarize_span(plan_records, *quantile) for name, quantile in QUANTILES.items()}, "plans": plan_records,
     }  # fmt: skip
-    write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
-    record_claims(make_claims(record), record, asked.out)
+    write_atomic(args.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+    record_claims(make_claims(record), record, args.out)
     print(f"{rate:.0f} requests a second; of {len(plans)} plans")
-    for name in TOLD:
+    for name in QUANTILES:
         front = record[name]["pareto"]
         first, last = front[0], front[-1]
         print(

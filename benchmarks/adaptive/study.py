@@ -19,16 +19,16 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     policies = {policy["name"]: policy for policy in record["policies"]}
     controllers = policies["controllers"]
     for row in record["compared"]:
-        if (row["one"], row["where"]) != ("controllers", "all requests"):
+        if (row["policy"], row["subset"]) != ("controllers", "all requests"):
             continue
-        gain, other = row["goodput"], policies[row["other"]]
+        gain, other = row["goodput"], policies[row["baseline"]]
         yield Claim(
             id=f"adaptive/5-{row['other'].replace(' ', '-')}{device_suffix(record)}",
             claim=f"Goodput of the controllers minus that of the policy '{row['other']}'.",
             value=round(100.0 * gain["mean"], 2),
             unit="points",
             met=gain["low"] > 0.0,
-            baseline=row["other"],
+            baseline=row["baseline"],
             command="make -C benchmarks/adaptive figures, which makes study.json",
             details={
                 "low": round(100.0 * gain["low"], 2),

@@ -94,7 +94,7 @@ def test_importance_eval_train_generate_with_questions(
 
     monkeypatch.setattr("sparseflow.adaptive.study.run.write_page", lambda *_: None)
     # Answers of the evaluation are reused.
-    monkeypatch.setattr("sparseflow.adaptive.questions.file_task.QuestionTask.outcomes", None)
+    monkeypatch.setattr("sparseflow.adaptive.questions.file_task.QuestionTask.evaluate_plans", None)
     assert run(["adaptive", "train", *study, "--out", "study", *STEPS, "--json"]) == 0
     trained = read_json(capsys)
     assert trained["policies"][0]["name"] == "controllers"
@@ -126,7 +126,7 @@ def test_eval_killed_study_resumes(folder: Path, capsys: pytest.CaptureFixture[s
     ]
     code = (
         "import sys; from sparseflow.adaptive.questions.file_task import QuestionTask; "
-        "QuestionTask.chunk = 3; "
+        "QuestionTask.chunk_size = 3; "
         "from sparseflow.cli.root import run; sys.exit(run(sys.argv[1:]))"
     )
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ def test_eval_killed_study_resumes(folder: Path, capsys: pytest.CaptureFixture[s
     process.wait()
     before = {path: path.stat().st_mtime_ns for path in first.parent.glob("*.safetensors")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparseflow.adaptive.questions.file_task.QuestionTask.chunk", 3)
+        patch.setattr("sparseflow.adaptive.questions.file_task.QuestionTask.chunk_size", 3)
         assert run(ask) == 0
     assert read_json(capsys)["samples"]["train"] == 9
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())

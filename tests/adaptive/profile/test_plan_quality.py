@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ def test_of_another_model_or_other_plans() -> None:
         WORTH.check("other", SPACE)
     with pytest.raises(InputError, match="other plans"):
         WORTH.check("m", space(depth=5, top_k=3))
-    content = {name: getattr(WORTH, name) for name in PlanQuality.model_fields}
+    content: dict[str, Any] = {name: getattr(WORTH, name) for name in PlanQuality.model_fields}
     for accuracy in ((0.5,), (float("nan"),) * len(PLANS), (1.5,) * len(PLANS)):
         with pytest.raises(ValueError, match="accuracy"):
             PlanQuality(**content | {"accuracy": accuracy})

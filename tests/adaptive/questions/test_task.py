@@ -23,5 +23,5 @@ def test_how_many_samples_of_each_split_are_needed() -> None:
 
 
 def test_counts_of_none() -> None:
-    with pytest.raises(InputError, match=r"`validation` \(=0\) must be a whole number of samples"):
+    with pytest.raises(InputError, match=r"`validation` \(=0\) "):
         SampleCounts(validation=0)

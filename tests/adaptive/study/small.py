@@ -110,7 +110,7 @@ def asked(folder: Path, **changes: Any) -> StudyConfig:
     """A study of the model in `folder / "model"` by `folder / "profile.parquet"`, into `folder / "study"`."""
     given: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
     return StudyConfig(
-        **given | {"out": folder / "study", "counts": COUNTS, "budgets": 6, "bank": bank()} | changes
+        **given | {"out": folder / "study", "counts": COUNTS, "num_budgets": 6, "bank": bank()} | changes
     )
 
 

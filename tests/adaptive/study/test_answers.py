@@ -28,7 +28,7 @@ DATA = VqaDataset(small.SETTINGS, bank=bank())
 
 
 def of(model: Any, data: VqaDataset = DATA) -> GridVqaTask:
-    return GridVqaTask(model=model, data=data, chunk=dataset.CHUNK)
+    return GridVqaTask(model=model, data=data, chunk_size=dataset.CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tri
         progress=lambda what, share: told.append((what, share)),
     )  # fmt: skip
     assert tried == [("val", 0, 32), ("val", 32, 8), ("test", 0, 20)]
-    assert told[-1] == ("plans tried on 20 test samples", 1.0)
+    assert told[-1] == ("plans evaluated on 20 test samples", 1.0)
     wanted: dict[Split, int] = {"val": 40, "test": 20}
     for split, count in wanted.items():
         whole = outcomes(model, DATA, space, split=split, count=count)
@@ -110,12 +110,12 @@ def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, tried) ->
 def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path) -> None:
     collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)
     other = VqaDataset(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
-    with pytest.raises(InputError, match=r"test-000000.safetensors is of other task; name another folder"):
+    with pytest.raises(InputError, match=r"test-000000.safetensors has other task"):
         collect_outcomes(of(model, other), space, tmp_path, {"test": 4}, context=ALONE)
     backwards = PlanSpace.from_importance(
         space.geometry, [float(block) for block in range(space.geometry.depth)]
     )
-    with pytest.raises(InputError, match=r"of other plans"):
+    with pytest.raises(InputError, match=r"other plans"):
         collect_outcomes(of(model), backwards, tmp_path, {"test": 4}, context=ALONE)
     changed = small.opened(made / "model")
     with torch.no_grad():
@@ -132,5 +132,5 @@ def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:
     collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)
     path = tmp_path / "test-000000.safetensors"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(FileFormatError, match=r"is not a chunk of answers that can be read"):
+    with pytest.raises(FileFormatError, match=r"test-000000.safetensors"):
         collect_outcomes(of(model), space, tmp_path, {"test": 4}, context=ALONE)

@@ -44,54 +44,59 @@ def test_everybody_is_judged_at_the_attainment_that_is_asked() -> None:
     told: list[float] = []
     found = compare_with_baselines(
         made(), controllers=[controllers(), controllers(1)], supervised=[controllers(2)], attainment=0.9,
-        budgets=6, progress=lambda _, share: told.append(share),
+        num_budgets=6, progress=lambda _, share: told.append(share),
     )  # fmt: skip
-    assert [each.name for each in found.judged] == [
+    assert [each.name for each in found.evaluations] == [
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
     assert len(found.budgets_ms) == 6 and len(told) == 6
-    *others, oracle = found.judged
+    *others, oracle = found.evaluations
     assert oracle.regret.mean == 0.0 and oracle.met is None
     for each in others:
         assert each.met is not None and each.regret.mean >= 0.0
         assert not each.met or each.attainment.mean > 0.8
-    where = [(each.other, each.where.partition(" (")[0]) for each in found.compared]
+    where = [(each.baseline, each.subset.partition(" (")[0]) for each in found.gains]
     places = [
         "all requests", "tight budgets", "middle budgets", "loose budgets",
         "questions of the kind 'one'", "questions of the kind 'other'",
     ]  # fmt: skip
     assert where == [(each.name, place) for each in others[1:] for place in places]
-    gain = found.compared[0].gains["goodput"]
+    gain = found.gains[0].gains["goodput"]
     assert gain.mean == pytest.approx(others[0].goodput.mean - others[1].goodput.mean, abs=1e-6)
-    thirds = [each.gains["goodput"].mean for each in found.compared[1:4]]
+    thirds = [each.gains["goodput"].mean for each in found.gains[1:4]]
     assert gain.mean == pytest.approx(sum(thirds) / 3, abs=1e-6)
 
 
 def test_without_controllers_the_lookup_table_is_held_against_the_others() -> None:
-    found = compare_with_baselines(made(), budgets=3)
-    assert [each.name for each in found.judged] == ["lookup table", "best static plan", "random", "oracle"]
-    assert {each.one for each in found.compared} == {"lookup table"}
+    found = compare_with_baselines(made(), num_budgets=3)
+    assert [each.name for each in found.evaluations] == [
+        "lookup table",
+        "best static plan",
+        "random",
+        "oracle",
+    ]
+    assert {each.policy for each in found.gains} == {"lookup table"}
 
 
 def test_few_questions_of_a_kind_are_not_compared() -> None:
     few = torch.arange(64) < 10
     tables = made()
     one = StudyTables(**{**vars(tables), "kinds": {"one": few}})
-    assert not any("kind" in each.where for each in compare_with_baselines(one, budgets=3).compared)
+    assert not any("kind" in each.subset for each in compare_with_baselines(one, num_budgets=3).gains)
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(InputError, match=r"`attainment` \(=0.0\) must be a share"):
+    with pytest.raises(InputError, match=r"`attainment` \(=0.0\)"):
         compare_with_baselines(made(), attainment=0.0)
     with pytest.raises(InputError, match="other plans"):
         compare_with_baselines(
-            made(), controllers=[Controllers(space(), width=WIDTH, model_id="m")], budgets=3
+            made(), controllers=[Controllers(space(), width=WIDTH, model_id="m")], num_budgets=3
         )
 
 
 def row(other: str, where: str, low: float, high: float) -> dict[str, object]:
     return {
-        "one": "controllers", "other": other, "where": where,
+        "policy": "controllers", "baseline": other, "subset": where,
         "goodput": {"mean": (low + high) / 2, "low": low, "high": high},
     }  # fmt: skip
 
@@ -111,7 +116,7 @@ def test_the_verdict_says_who_wins_and_where_not() -> None:
         "Controllers against lookup table: better, goodput +2.0 points, +1.0 to +3.0.",
         "Worse than lookup table: tight budgets (-3.0 points, -4.0 to -2.0).",
         "Better than lookup table: loose budgets (+4.0 points, +2.0 to +6.0).",
-        "Controllers against random: no difference that could be told, goodput +1.0 points, -1.0 to +3.0.",
+        "Controllers against random: no significant difference, goodput +1.0 points, -1.0 to +3.0.",
         "Controllers against best static plan: worse, goodput -4.0 points, -5.0 to -3.0.",
     ]
     assert summarize_gains([]) == []

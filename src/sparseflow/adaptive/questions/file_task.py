@@ -125,7 +125,7 @@ class QuestionTask:
                 self._runner.prepare(question)
                 if progress is not None:
                     progress(f"{number} of {len(questions)} {split} questions checked", 0.0)
-        ranges = {
+        ranges: dict[Split, SampleRange] = {
             split: SampleRange(split=split, count=len(questions)) for split, questions in selected.items()
         }
         images = any(question.images for questions in selected.values() for question in questions)

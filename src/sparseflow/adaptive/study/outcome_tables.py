@@ -50,7 +50,7 @@ class _LatenciesHeader(Artifact):
     HINT: ClassVar[str] = "remove it to compute the latencies again"
 
     fingerprint: str
-    load: float
+    device_load: float
 
 
 def collect_outcomes(
@@ -299,7 +299,7 @@ def _load_or_sample_latencies(
     fingerprint = _compute_latency_fingerprint(profile, sizes)
     if context.rank == 0 and (not path.is_file() or _load_latencies(path)[0] != fingerprint):
         latencies = sample_latencies(profile, sizes)
-        _LatenciesHeader(fingerprint=fingerprint, load=latencies.load).save_tensors(
+        _LatenciesHeader(fingerprint=fingerprint, device_load=latencies.load).save_tensors(
             path, {"ms": torch.from_numpy(latencies.ms), "measured": torch.from_numpy(latencies.measured)}
         )
     context.barrier()
@@ -325,4 +325,4 @@ def _load_latencies(path: Path) -> tuple[str, LatencySamples]:
         ms, measured = tensors["ms"].numpy(), tensors["measured"].numpy()
     except KeyError as error:
         raise FileFormatError(f"{path} has no tensor {error}; {_LatenciesHeader.HINT}") from error
-    return header.fingerprint, LatencySamples(ms=ms, measured=measured, load=header.load)
+    return header.fingerprint, LatencySamples(ms=ms, measured=measured, load=header.device_load)

@@ -58,7 +58,7 @@ def generate(
 
     silence_transformers()
     folder = open_folder(model, device=open_device(device))
-    attached = attach(folder.model, profile, controller, worth=plan_quality)
+    attached = attach(folder.model, profile, controller, plan_quality=plan_quality)
     inputs = folder.prompt(prompt, image or []).inputs
     with attached:
         with progress_bar() as progress:
