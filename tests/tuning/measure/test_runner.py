@@ -210,7 +210,7 @@ FAILURES = {
     "exit as if all was well": ("exit(0);", ["first run", "status 0"]),
     "last words": ('write(2, "my last words", 13); _exit(9);', ["status 9: my last words"]),
     "later": ("static int calls; y[0] = 1; if (++calls > 1) abort();", ["while it was timed", "SIGABRT"]),
-    "killed": ("raise(SIGKILL);", ["SIGKILL", "memory runs out"]),
+    "killed": ("raise(SIGKILL);", ["SIGKILL", "out of memory"]),
     "stack": ("volatile char room[64 << 20]; room[0] = 1; y[0] = room[0];", ["SIGSEGV"]),
 }
 

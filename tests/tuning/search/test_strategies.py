@@ -259,7 +259,7 @@ def test_guided_with_oracle_beats_unguided(name: str) -> None:
     def known(seed: int) -> Strategy:
         item = STRATEGIES[name]
         assert issubclass(item, GuidedSearch)
-        return guided(Known(), seed, item, batch=4)
+        return guided(Known(), seed, item, batch_size=4)
 
     seeds = range(4)
     plain = statistics.mean(best(started(name.removeprefix("guided-"), seed)) for seed in seeds)
